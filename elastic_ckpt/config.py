@@ -132,7 +132,7 @@ class ElasticConfig(BaseModel):
         [],
         strict=False,
         description="how tensor-parallel ranks shard parameters, if their degree changes: pattern of the name, kind "
-        "(column, row, vocabulary, replicated, averaged, summed, custom), sub_parameters of fused ones",
+        "(column, row, vocabulary, replicated, averaged, summed), sub_parameters of fused ones",
     )
     tp_preset: Annotated[str | None, _ELASTIC_ONLY] = Field(
         None,

@@ -30,7 +30,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.sharding import book
+from elastic_ckpt.sharding.rules import Preset as TPPreset
 from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import DEFAULT_BANDWIDTH, MOST_BY_DEFAULT, Cluster, LiveRun, Survey, survey
@@ -185,7 +185,7 @@ def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
         hint = ""
         if "tp_" in (error.remedy or ""):  # a live model may provide the layout
             hint = (
-                f"--tp-preset NAME ({', '.join(book.Preset.names())}, or a JSON file), or --config FILE with the lines "
+                f"--tp-preset NAME ({', '.join(TPPreset.names())}, or a JSON file), or --config FILE with the lines "
                 "above; in a load, parameters of Megatron Core and AutoTP say how they are sharded"
             )
         if as_json:

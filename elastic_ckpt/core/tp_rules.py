@@ -10,14 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 
-Kind = Literal["column", "row", "vocabulary", "replicated", "averaged", "summed", "custom", "whole_only"]
+Kind = Literal["column", "row", "vocabulary", "replicated", "averaged", "summed", "whole_only"]
 COLUMN: Kind = "column"
 ROW: Kind = "row"
 VOCABULARY: Kind = "vocabulary"
 REPLICATED: Kind = "replicated"
 AVERAGED: Kind = "averaged"
 SUMMED: Kind = "summed"
-CUSTOM: Kind = "custom"
 AMBIGUOUS: Kind = "whole_only"
 #: Kinds with which every rank holds the whole parameter.
 WHOLE_KINDS = frozenset({REPLICATED, AVERAGED, SUMMED})
@@ -33,8 +32,6 @@ class Rule(BaseModel):
     kind: Kind
     dim: Annotated[int | None, Field(ge=0)] = None
     sub_parameters: Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)] | Literal["qkv"] | None = None
-    groups: Annotated[int | None, Field(gt=0)] = None
-    slices: dict[int, list[list[tuple[int, int]]]] = {}
     vocabulary: Annotated[int | None, Field(gt=0)] = None
     when: dict[str, Any] = {}
     ambiguous: str = ""
@@ -50,8 +47,6 @@ class Rule(BaseModel):
 
     @model_validator(mode="after")
     def _has_what_its_kind_needs(self) -> Rule:
-        if (self.kind == CUSTOM) != bool(self.slices):
-            raise ValueError('"slices" belongs to the kind "custom", and it needs them')
         if self.sub_parameters is not None and self.kind not in (COLUMN, ROW):
             raise ValueError(f'"sub_parameters" means nothing for the kind "{self.kind}"')
         return self
@@ -60,6 +55,16 @@ class Rule(BaseModel):
     def cut_dim(self) -> int:
         """The sharded dimension."""
         return int(self.kind == ROW) if self.dim is None else self.dim
+
+    def contradicts(self, other: Rule) -> bool:
+        """Whether both are specific and differ."""
+        if AMBIGUOUS in (self.kind, other.kind):
+            return False
+        whole = [rule.kind in WHOLE_KINDS for rule in (self, other)]
+        if any(whole):
+            return not all(whole)
+        parts = [rule.sub_parameters for rule in (self, other)]
+        return self.cut_dim != other.cut_dim or (None not in parts and parts[0] != parts[1])
 
     def applies(self, name: str, run: Mapping[str, Any]) -> bool:
         """Whether the rule applies to a parameter of a run with these arguments."""
@@ -90,32 +95,13 @@ def split_by(rule: Rule, shapes: Sequence[Shape], run: Mapping[str, Any]) -> TPL
         raise CannotSplit(f"cut along dimension {dim}, but the shards have the shapes {_shown(shapes)}")
     if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise CannotSplit(f"cut along dimension {dim}, but the shards differ in others: {_shown(shapes)}")
-    if rule.kind == CUSTOM:
-        return _custom(rule, shapes, dim)
     sizes = [shape[dim] for shape in shapes]
-    total = sum(sizes)
-    # shards may only be cut between groups
-    if rule.groups and (not total or total % rule.groups or any(size % (total // rule.groups) for size in sizes)):
-        raise CannotSplit(f"{rule.groups} groups, but the shards have {sizes} of {total} elements")
     relative = relative_widths(rule, run) or [1]
     unit = sum(relative)
     if any(size % unit for size in sizes):
         raise CannotSplit(f"sub-parameters in proportions {relative}, but the shards have {sizes} elements")
     widths = [[size // unit * share for size in sizes] for share in relative]
-    return fused((*shapes[0][:dim], total, *shapes[0][dim + 1 :]), dim, widths)
-
-
-def _custom(rule: Rule, shapes: Sequence[Shape], dim: int) -> TPLayout:
-    slices = rule.slices.get(len(shapes))
-    if slices is None or len(slices) != len(shapes):
-        raise CannotSplit(f'"slices" says nothing of {len(shapes)} tensor-parallel ranks')
-    for rank, (mine, shape) in enumerate(zip(slices, shapes, strict=True)):
-        if sum(stop - start for start, stop in mine) != shape[dim] or any(not 0 <= a < b for a, b in mine):
-            raise CannotSplit(f'"slices" {mine} of rank {rank} are not {shape[dim]} elements')
-    size = max(stop for mine in slices for _, stop in mine)
-    if {index for mine in slices for a, b in mine for index in range(a, b)} != set(range(size)):
-        raise CannotSplit(f'"slices" of {len(shapes)} ranks leave out elements of dimension {dim}')
-    return TPLayout((*shapes[0][:dim], size, *shapes[0][dim + 1 :]), dim, tuple(map(tuple, slices)))
+    return fused((*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :]), dim, widths)
 
 
 def relative_widths(rule: Rule, run: Mapping[str, Any]) -> list[int] | None:

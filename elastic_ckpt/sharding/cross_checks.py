@@ -21,7 +21,7 @@ _COUNTERPARTS = (("h_to_4h", "4h_to_h"), ("fc1", "fc2"), ("linear1", "linear2"),
 _QKV = re.compile(r"query_key_value|qkv|W_pack|c_attn", re.IGNORECASE)
 
 
-class Structure:
+class ModelShapes:
     """Relations between the shapes of a model's matrices."""
 
     def __init__(self, metadata: CheckpointMetadata) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
+from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.core.tp_rules import AMBIGUOUS, COLUMN, REPLICATED, ROW, VOCABULARY, Kind, Rule
+from elastic_ckpt.core.tp_rules import AMBIGUOUS, COLUMN, REPLICATED, ROW, Kind, Rule
 from elastic_ckpt.errors import ConfigError, MismatchError
+
+if TYPE_CHECKING:
+    from elastic_ckpt.sharding.specs import ShardSpec
 
 B = TypeVar("B", bound="ReadyConfig")
 
@@ -145,41 +147,6 @@ def is_vocabulary(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """A parameter or buffer whose layout is to be resolved; without a live model, ``live`` has no shapes.
-
-    ``by_shapes``: what shapes prove, on which rules may depend as on the run's arguments; ``by_live``: names of those
-    arguments that are the live run's.
-    """
-
-    metadata: CheckpointMetadata
-    tensor: TensorMetadata
-    live: LiveLayout
-    is_fused: bool
-    by_shapes: Mapping[str, bool] = field(default_factory=dict)
-    by_live: frozenset[str] = frozenset()
-
-    @property
-    def name(self) -> str:
-        """Name in the live model."""
-        return self.tensor.name
-
-    @property
-    def saved_name(self) -> str:
-        """Name in the checkpoint, which differs for tied and renamed parameters."""
-        return self.metadata.saved_names.get(self.name, self.name)
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """Shapes of the saved shards."""
-        return self.tensor.shard_shapes
-
-    def mismatch(self, problem: str, **details: Any) -> MismatchError:
-        """An error about this parameter; ``details``: expected, found and remedy."""
-        return MismatchError(problem, parameter=self.name, file=self.metadata.source.folder, **details)
-
-
-@dataclass(frozen=True)
 class RuleSource:
     """A rule and its origin, in words; whether that is the user's config, or a guess from the shapes alone."""
 
@@ -213,7 +180,7 @@ class ShardingRules:
         return cls(tuple(config.tp_rules), preset, Preset.load("megatron-core"))
 
     def for_run(self, run: Mapping[str, Any]) -> ShardingRules:
-        """The book for a checkpoint of a run with these arguments."""
+        """The rules for a checkpoint of a run with these arguments."""
         found = recognized(run) if self.preset is None else None
         return replace(self, preset=found, is_recognized=True) if found is not None else self
 
@@ -240,60 +207,60 @@ class ShardingRules:
         patterns = () if self.preset is None else self.preset.one_stage
         return {name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)}
 
-    def sources(self, sharded: Sharded) -> list[RuleSource]:
+    def sources(self, spec: ShardSpec) -> list[RuleSource]:
         """Every rule about a parameter, by precedence; a rule of the user's excludes all others.
 
         Raises :class:`CannotSplit` if the checkpoint's declaration cannot be understood.
         """
-        run = sharded.metadata.run
+        run = spec.metadata.run
         for rule in self.rules:
-            if rule.applies(sharded.name, run) or rule.applies(sharded.saved_name, run):
+            if rule.applies(spec.name, run) or rule.applies(spec.saved_name, run):
                 return [RuleSource(rule, 'your "tp_rules"', is_users=True)]
-        declared = sharded.metadata.declared.rule(sharded.saved_name)
+        declared = spec.metadata.declared.rule(spec.saved_name)
         found = [
             None if declared is None else RuleSource(declared, "the checkpoint's universal_checkpoint_info"),
-            _of_preset(self.preset, sharded, self.is_recognized),
-            _of_live_parameter(sharded),
-            _of_preset(self.builtin, sharded) if sharded.live.owner.startswith(_MEGATRON) else None,
-            None if sharded.is_fused else _of_shapes(sharded),
+            _of_preset(self.preset, spec, self.is_recognized),
+            _of_live_parameter(spec),
+            _of_preset(self.builtin, spec) if spec.live.owner.startswith(_MEGATRON) else None,
+            None if spec.is_fused else _of_shapes(spec),
         ]
         return [source for source in found if source is not None]
 
 
-def _of_preset(preset: Preset | None, sharded: Sharded, is_recognized: bool = False) -> RuleSource | None:
+def _of_preset(preset: Preset | None, spec: ShardSpec, is_recognized: bool = False) -> RuleSource | None:
     if preset is None:
         return None
-    known = {**sharded.metadata.run, **sharded.by_shapes}
-    rule = preset.rule(sharded.saved_name, known)
+    known = {**spec.metadata.run, **spec.by_shapes}
+    rule = preset.rule(spec.saved_name, known)
     if rule is None:
         return None
     why = f", by the checkpoint's {preset.evidence}" if is_recognized else ""
-    for by, keys in (("the live run", sharded.by_live), ("the shapes", sharded.by_shapes)):
+    for by, keys in (("the live run", spec.by_live), ("the shapes", spec.by_shapes)):
         why += "".join(f", {key} {known[key]} by {by}" for key in rule.when if key in keys)
     return RuleSource(rule, f'the preset "{preset.name}"{why}')
 
 
-def presets_for(sharded: Sharded) -> list[str]:
+def presets_for(spec: ShardSpec) -> list[str]:
     """Names of the shipped presets that decide a parameter."""
-    found = [(preset.name, _of_preset(preset, sharded)) for preset in _shipped()]
+    found = [(preset.name, _of_preset(preset, spec)) for preset in _shipped()]
     return [name for name, source in found if source is not None and not source.is_ambiguous]
 
 
 def refuse_other_code(
-    metadata: CheckpointMetadata, model: ModelLayout, names: Iterable[str], book: ShardingRules
+    metadata: CheckpointMetadata, model: ModelLayout, names: Iterable[str], rules: ShardingRules
 ) -> None:
     """Raise :class:`MismatchError` if the live code base fuses a parameter in another way than the one that saved it.
 
     Shapes are equal then, and a load of it trains another model. Rules and presets of the user's settle it.
     """
     saved, live = recognized(metadata.run), recognized(model.run)
-    if saved is None or live is None or saved.name == live.name or book.preset is not None:
+    if saved is None or live is None or saved.name == live.name or rules.preset is not None:
         return
     for name in names:
         saved_name = metadata.saved_names.get(name, name)
-        is_settled = any(rule.applies(each, metadata.run) for rule in book.rules for each in (name, saved_name))
-        rules = (saved.rule(saved_name, metadata.run), live.rule(saved_name, model.run))
-        parts = [None if rule is None or rule.kind == AMBIGUOUS else (rule.sub_parameters,) for rule in rules]
+        is_settled = any(rule.applies(each, metadata.run) for rule in rules.rules for each in (name, saved_name))
+        both = (saved.rule(saved_name, metadata.run), live.rule(saved_name, model.run))
+        parts = [None if rule is None or rule.kind == AMBIGUOUS else (rule.sub_parameters,) for rule in both]
         if not is_settled and None not in parts and parts[0] != parts[1]:
             raise MismatchError(
                 "the live code arranges this parameter in another way than the code that saved it",
@@ -306,28 +273,28 @@ def refuse_other_code(
             )
 
 
-def _of_live_parameter(sharded: Sharded) -> RuleSource | None:
-    live = sharded.live
+def _of_live_parameter(spec: ShardSpec) -> RuleSource | None:
+    live = spec.live
     if live.dim is None:
         return None
     if live.dim < 0:
-        return RuleSource(_rule(sharded, REPLICATED), "the live parameter (not tensor_model_parallel)")
-    is_whole_truth = live.owner.startswith(_MEGATRON) and _INTERLEAVED.search(sharded.name) is not None
-    if live.stride == 1 and sharded.is_fused and not is_whole_truth:
+        return RuleSource(_rule(spec, REPLICATED), "the live parameter (not tensor_model_parallel)")
+    is_whole_truth = live.owner.startswith(_MEGATRON) and _INTERLEAVED.search(spec.name) is not None
+    if live.stride == 1 and spec.is_fused and not is_whole_truth:
         return None  # sub-parameters remain unknown
     origin = live.origin or f"the live parameter (partition_dim {live.dim}, partition_stride {live.stride})"
-    return RuleSource(_rule(sharded, COLUMN, live.dim, [1] * live.stride if live.stride > 1 else None), origin)
+    return RuleSource(_rule(spec, COLUMN, live.dim, [1] * live.stride if live.stride > 1 else None), origin)
 
 
-def _of_shapes(sharded: Sharded) -> RuleSource | None:
-    """Equal shards are replicated; else the sharded dimension is the only one that sums to the same on both sides."""
-    saved, live = sharded.shapes, sharded.live.shapes
+def _of_shapes(spec: ShardSpec) -> RuleSource | None:
+    """Equal shards are replicated; else the spec dimension is the only one that sums to the same on both sides."""
+    saved, live = spec.shapes, spec.live.shapes
     if len({*saved, *live}) == 1:
-        if len(saved) == 1 and len(saved[0]) > 1 and is_vocabulary(sharded.name):
+        if len(saved) == 1 and len(saved[0]) > 1 and is_vocabulary(spec.name):
             return None  # as large on each of several ranks as on one: it may be a padded vocabulary
-        if len(set(sharded.live.values)) > 1:
+        if len(set(spec.live.values)) > 1:
             return None  # a buffer whose values differ between live ranks
-        return RuleSource(_rule(sharded, REPLICATED), "the shapes", is_guess=True)
+        return RuleSource(_rule(spec, REPLICATED), "the shapes", is_guess=True)
     if not live or len({len(shape) for shape in (*saved, *live)}) > 1:
         return None
     fitting = []
@@ -335,22 +302,10 @@ def _of_shapes(sharded: Sharded) -> RuleSource | None:
         rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in (*saved, *live)}
         if len(rest) == 1 and sum(s[dim] for s in saved) == sum(s[dim] for s in live):
             fitting.append(dim)
-    return RuleSource(_rule(sharded, COLUMN, fitting[0]), "the shapes", is_guess=True) if len(fitting) == 1 else None
+    return RuleSource(_rule(spec, COLUMN, fitting[0]), "the shapes", is_guess=True) if len(fitting) == 1 else None
 
 
-def _rule(sharded: Sharded, kind: Kind, dim: int | None = None, parts: list[int] | None = None) -> Rule:
+def _rule(spec: ShardSpec, kind: Kind, dim: int | None = None, parts: list[int] | None = None) -> Rule:
     """A rule for one parameter, not validated: for every parameter, that would dominate planning time."""
     kind = ROW if kind == COLUMN and dim == 1 else kind
-    return Rule.model_construct(pattern=re.escape(sharded.name), kind=kind, dim=dim, sub_parameters=parts)
-
-
-def choose(sources: Sequence[RuleSource]) -> RuleSource | None:
-    """The source of highest precedence; if it shards dimension 0, a vocabulary rule goes first."""
-    if not sources:
-        return None
-    first = sources[0]
-    if first.rule.kind == COLUMN and first.rule.cut_dim == 0 and first.rule.sub_parameters is None:
-        return next((source for source in sources if source.rule.kind == VOCABULARY), first)
-    if first.is_ambiguous:  # a live parameter may resolve what a preset leaves open
-        return next((source for source in sources if not source.is_ambiguous and not source.is_guess), first)
-    return first
+    return Rule.model_construct(pattern=re.escape(spec.name), kind=kind, dim=dim, sub_parameters=parts)

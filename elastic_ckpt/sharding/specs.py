@@ -1,4 +1,4 @@
-"""Decides how tensor-parallel ranks shard each parameter, for live engines, offline tools and inspection. Pure.
+"""How tensor-parallel ranks shard each parameter, for live engines, offline tools and inspection. Pure.
 
 The user's rules go before layouts that are recorded in full, and these before other rules. Without a live model, a rule
 for the saved shards gives the whole parameter, and its shards on any number of ranks.
@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,86 +19,190 @@ from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadat
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.core.tp_rules import COLUMN, VOCABULARY, WHOLE_KINDS, CannotSplit, Rule, relative_widths, split_by
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
-from elastic_ckpt.sharding.cross_checks import Structure
-from elastic_ckpt.sharding.rules import RuleSource, Sharded, ShardingRules, choose, presets_for, tensor_of
+from elastic_ckpt.sharding.cross_checks import ModelShapes
+from elastic_ckpt.sharding.rules import RuleSource, ShardingRules, presets_for, tensor_of
 
 #: A checkpoint that declares patterns shards parameters that match none along dimension 0.
 BY_DEFAULT = "the checkpoint's universal_checkpoint_info, by its default"
-_NO_MODEL = LiveLayout(())
-_NO_RUN: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Decision:
-    """All rules about one parameter, by precedence, and the chosen one, if any."""
+class ShardSpec:
+    """How one parameter or buffer is sharded, saved and live; without a live model, the latter has no shapes.
 
-    sharded: Sharded
-    sources: Sequence[RuleSource]
-    chosen: RuleSource | None
+    Attributes:
+        metadata, tensor, live: the checkpoint, the saved tensor, and what the live side records.
+        name, saved_name: in the live model and in the checkpoint, which differ for tied and renamed parameters.
+        shapes: of the saved shards.
+        is_fused: whether it is made of several sub-parameters.
+        by_shapes, by_live: what shapes prove, on which rules may depend as on the run's arguments; names of those
+            arguments that are the live run's.
+        sources: all rules about it, by precedence.
+        chosen: the one that counts; ``None``: nothing says how it is sharded. Without a live model, no guess.
+
+    Raises:
+        CannotSplit: the checkpoint's declaration cannot be understood.
+    """
+
+    def __init__(self, specs: ShardSpecs, tensor: TensorMetadata, live: LiveLayout | None) -> None:
+        self.metadata = specs.metadata
+        self.tensor = tensor
+        self.live = live or LiveLayout(())
+        self.name = tensor.name
+        self.saved_name = self.metadata.saved_names.get(self.name, self.name)
+        self.shapes = tensor.shard_shapes
+        self.by_shapes, self.by_live = specs.shapes.proven(self.name), specs.by_live
+        self.is_fused = specs.shapes.is_fused(self.name, self.saved_name)
+        self.sources: Sequence[RuleSource] = ()
+        self.chosen: RuleSource | None = None
+        self._specs = specs
+        self._is_offline = live is None
+
+    def resolve(self) -> ShardSpec:
+        """The same, with its rules."""
+        self.sources = self._specs.rules.sources(self)
+        chosen = _first(self.sources)
+        if self._is_offline and (chosen is None or chosen.is_guess or chosen.is_ambiguous):
+            is_plain = len(self.shapes) > 1 and not self.is_fused
+            chosen = None
+            if self.metadata.declared.rules and is_plain and (self.name, BUFFER) not in self.metadata.tensors:
+                # what matches no pattern is sharded along dimension 0: ``merge_tp_slices``, ds_to_universal.py
+                chosen = RuleSource(Rule(pattern=".*", kind=COLUMN), BY_DEFAULT)
+        self.chosen = chosen
+        return self
 
     def layouts(self) -> tuple[TPLayout | None, TPLayout | None, bool]:
         """The saved and the live layout (``None`` if unknown), and whether they are recorded in full.
 
         Raises :class:`CannotSplit` if the recorded layout or the rule contradicts the shapes.
         """
-        sharded, by_user = self.sharded, self.chosen is not None and self.chosen.is_users
-        declared = sharded.metadata.declared
-        is_alone = len(sharded.shapes) == 1
-        recorded = None if is_alone or by_user else declared.split(sharded.saved_name, sharded.shapes)
-        live = None if by_user else sharded.live.split
+        by_user, is_alone = self.chosen is not None and self.chosen.is_users, len(self.shapes) == 1
+        recorded = None if is_alone or by_user else self.metadata.declared.split(self.saved_name, self.shapes)
+        live = None if by_user else self.live.split
         cut = [layout.dim for layout in (recorded, live) if layout is not None and not layout.is_whole]
         dim = cut[0] if cut else 0 if self.chosen is None else self.chosen.rule.cut_dim
-        source = recorded or self._by_rule(sharded.shapes, dim)
-        target = live or self._by_rule(sharded.live.shapes, dim)
+        source = recorded or self._by_rule(self.shapes, dim)
+        target = live or self._by_rule(self.live.shapes, dim)
         return source, target, recorded is not None or (live is not None and is_alone)
 
     def _by_rule(self, shapes: Sequence[Shape], dim: int) -> TPLayout | None:
         rule = None if self.chosen is None else self.chosen.rule
-        if len(shapes) == 1 and (rule is None or (rule.kind not in WHOLE_KINDS and 1 not in rule.slices)):
+        if len(shapes) == 1 and (rule is None or rule.kind not in WHOLE_KINDS):
             shape = shapes[0]
             return fused(shape, dim, [[shape[dim]]]) if len(shape) > dim else replicated(shape, 1)
-        if self.chosen is None or self.chosen.is_ambiguous or not shapes:
+        if rule is None or (self.chosen is not None and self.chosen.is_ambiguous) or not shapes:
             return None
-        return split_by(self.chosen.rule, shapes, self.sharded.metadata.run)
+        return split_by(rule, shapes, self.metadata.run)
+
+    def objection(self) -> str | None:
+        """What contradicts the chosen rule: another one (unless the user's), or the shapes of other parameters."""
+        certain = [source for source in self.sources if not source.is_guess]
+        for other in certain[1:]:
+            if not certain[0].is_users and certain[0].rule.contradicts(other.rule):
+                return f"but {other.rule.kind}, according to {other.origin}"
+        return None if self.chosen is None else self._specs.shapes.objection(self.name, self.chosen)
+
+    def mismatch(self, problem: str, expected: object, found: object, remedy: str) -> MismatchError:
+        """An error about this parameter."""
+        folder = self.metadata.source.folder
+        return MismatchError(problem, folder, expected, found, parameter=self.name, remedy=remedy)
+
+    def undecided(self) -> MismatchError:
+        """Nothing says how it is sharded."""
+        pattern, said = re.escape(self.name), next((each for each in self.sources if each.is_ambiguous), None)
+        if said is not None and re.fullmatch(said.rule.pattern, self.saved_name):
+            pattern = said.rule.pattern  # one line settles all that it applies to
+        choices: list[Mapping[str, object]] = [{"pattern": pattern, "kind": "column"}]
+        meaning = "whichever it is"
+        if self.is_fused:
+            choices.append(
+                {**choices[0], "sub_parameters": self._specs.shapes.qkv_widths(self.name) or "<relative widths>"}
+            )
+            meaning = (
+                "the first where nothing is fused, or each head (or group) holds its own q, k and v; the second where "
+                "each rank holds its parts one behind the other: [heads, key-value heads, key-value heads] for q, k "
+                "and v, [1, 1] for gate and up"
+            )
+        elif len(self.shapes[0]) == 1 and len({*self.shapes, *self.live.shapes}) == 1:
+            choices = [{"pattern": pattern, "kind": kind} for kind in ("replicated", "summed")]
+        else:
+            choices += [{"pattern": pattern, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
+        named = presets_for(self) if said is None else ()
+        presets = [f'"elastic_checkpoint": {{"tp_preset": "{each}"}}' for each in named]
+        meaning += f". If one of these code bases saved it: {' or '.join(presets)}" if presets else ""
+        why = "nothing says so" if said is None else f"{said.origin}: {said.rule.ambiguous}"
+        of_several = ": it is made of several, whose arrangement its shape does not show" if self.is_fused else ""
+        return self.mismatch(
+            f"the tensor-parallel degree changes, and it is not known how this parameter is sharded{of_several}",
+            expected="a rule of yours, of the checkpoint, of the live parameter or of a preset",
+            found=f"{why}; {self._both()}",
+            remedy=f"{' or '.join(map(_config, choices))}: {meaning}",
+        )
+
+    def contradiction(self, why: object, is_recorded: bool = False) -> MismatchError:
+        """The chosen rule, or the recorded layout, does not fit the shapes."""
+        chosen = None if is_recorded else self.chosen
+        layout = f"{chosen.rule.kind}, according to {chosen.origin}" if chosen else "a recorded layout"
+        saved, live = self.shapes, self.live.shapes
+        rests = {shape[1:] for shape in (*saved, *live)}
+        rows = [sum((*shape, 1)[0] for shape in side) for side in (saved, live)]
+        kind = "vocabulary" if len(rests) == 1 and rows[0] != rows[1] else "row"
+        config = _config({"pattern": re.escape(self.name), "kind": kind})
+        if chosen is None and len(saved) == len(live) == 1:
+            padded = f"; if rows of padding are all that differs: {config}" if kind == "vocabulary" else ""
+            remedy = f"build the model with the sizes it was saved with{padded}"
+            shapes = f"{live[0]} in the live model", f"{saved[0]} in the checkpoint"
+            return self.mismatch("the shape of this parameter differs", *shapes, remedy)
+        problem = "what is known of this parameter's tensor-parallel layout contradicts the shapes"
+        remedy = f"say how it is sharded (column, row, vocabulary ...): {config}"
+        return self.mismatch(problem, f"{layout}: {why}", self._both(), remedy)
+
+    def vocabulary_too_small(self, saved: int, live: int, real: int | None) -> MismatchError:
+        """Rows that may not be padding would be dropped; ``real``: rows that are not, if known."""
+        known = f", of which {real} are no padding" if real else ", and nothing says which of them are padding"
+        rule = {"pattern": re.escape(self.name), "kind": "vocabulary", "vocabulary": real or live}
+        remedy = f"build the model with a vocabulary that holds all tokens; if it does: {_config(rule)}"
+        problem = "the live vocabulary has fewer rows than the saved one"
+        return self.mismatch(problem, f"{live} rows", f"{saved} rows{known}", remedy)
+
+    def _both(self) -> str:
+        return f"{_shards(self.shapes)} in the checkpoint, {_shards(self.live.shapes)} in the live model"
 
 
-class Decider:
-    """Decides about the parameters of one checkpoint, for a live run with these arguments, if any."""
+class ShardSpecs:
+    """Makes the specs of one checkpoint, for a live run with these arguments, if any."""
 
     def __init__(
-        self, metadata: CheckpointMetadata, book: ShardingRules, live_run: Mapping[str, Any] = _NO_RUN
+        self, metadata: CheckpointMetadata, rules: ShardingRules, live_run: Mapping[str, Any] | None = None
     ) -> None:
-        self._book = book.for_run(metadata.run)
-        self._live = self._book.completed(metadata, live_run)
-        self.metadata = replace(metadata, run={**metadata.run, **self._live})
+        self.rules = rules.for_run(metadata.run)
+        self.by_live = self.rules.completed(metadata, live_run or {})
+        self.metadata = replace(metadata, run={**metadata.run, **self.by_live})
 
     @cached_property
-    def structure(self) -> Structure:  # which looks at every tensor, for parameters whose layout changes
+    def shapes(self) -> ModelShapes:  # which looks at every tensor, for parameters whose layout changes
         """Relations between the shapes of the checkpoint's matrices."""
-        return Structure(self.metadata)
+        return ModelShapes(self.metadata)
 
-    def sharded(self, tensor: TensorMetadata, live: LiveLayout = _NO_MODEL) -> Sharded:
-        """A saved parameter or buffer with its live layout, if there is a live model."""
-        saved_name = self.metadata.saved_names.get(tensor.name, tensor.name)
-        is_fused, by_shapes = self.structure.is_fused(tensor.name, saved_name), self.structure.proven(tensor.name)
-        return Sharded(self.metadata, tensor, live, is_fused, by_shapes, frozenset(self._live))
+    @contextmanager
+    def of(self, tensor: TensorMetadata, live: LiveLayout | None = None) -> Iterator[ShardSpec]:
+        """The spec of a saved parameter or buffer; :class:`CannotSplit` in the body becomes its contradiction."""
+        spec = ShardSpec(self, tensor, live)
+        try:
+            yield spec.resolve()
+        except CannotSplit as error:
+            raise spec.contradiction(error) from error
 
-    def decide(self, sharded: Sharded) -> Decision:
-        """The decision for a live model. Raises :class:`CannotSplit` if the declaration cannot be understood."""
-        sources = self._book.sources(sharded)
-        return Decision(sharded, sources, choose(sources))
 
-    def decide_offline(self, tensor: TensorMetadata) -> Decision:
-        """As :meth:`decide`, without a live model: chooses neither a guess nor an ambiguous rule."""
-        decision = self.decide(self.sharded(tensor))
-        sharded, chosen = decision.sharded, decision.chosen
-        if chosen is not None and not chosen.is_guess and not chosen.is_ambiguous:
-            return decision
-        is_plain = len(sharded.shapes) > 1 and not sharded.is_fused
-        if self.metadata.declared.rules and is_plain and (sharded.name, BUFFER) not in self.metadata.tensors:
-            # parameters that match no pattern are sharded along dimension 0: ``merge_tp_slices``, ds_to_universal.py
-            return replace(decision, chosen=RuleSource(Rule(pattern=".*", kind=COLUMN), BY_DEFAULT))
-        return replace(decision, chosen=None)
+def _first(sources: Sequence[RuleSource]) -> RuleSource | None:
+    """The source of highest precedence; if it shards dimension 0, a vocabulary rule goes first."""
+    if not sources:
+        return None
+    first = sources[0]
+    if first.rule.kind == COLUMN and first.rule.cut_dim == 0 and first.rule.sub_parameters is None:
+        return next((source for source in sources if source.rule.kind == VOCABULARY), first)
+    if first.is_ambiguous:  # a live parameter may resolve what a preset leaves open
+        return next((source for source in sources if not source.is_ambiguous and not source.is_guess), first)
+    return first
 
 
 @contextmanager
@@ -116,7 +220,7 @@ def virtual_layouts(
     metadata: CheckpointMetadata,
     names: Iterable[str],
     tp: int,
-    book: ShardingRules,
+    rules: ShardingRules,
     errors: dict[str, ElasticCkptError] | None = None,
 ) -> dict[str, LiveLayout]:
     """The layout of each parameter, frozen weight and buffer over ``tp`` ranks.
@@ -127,159 +231,64 @@ def virtual_layouts(
     Raises, or collects in ``errors`` by name: :class:`DamagedError` if a name has no tensor, :class:`MismatchError` if
     a matrix has no rule, a rule does not fit, or a dimension is not divisible.
     """
-    decider = Decider(metadata, book)
+    specs = ShardSpecs(metadata, rules)
     layouts: dict[str, LiveLayout] = {}
     for name in names:
         with collected(errors, name):
-            layouts[name] = _layout(decider, name, tp)
+            tensor = tensor_of(specs.metadata, name)
+            if tensor is None:
+                problem, folder = (
+                    "the checkpoint lists this parameter, but has no weights of it",
+                    metadata.source.folder,
+                )
+                remedy = "files are missing: restore the folder from its original, or take another tag"
+                raise DamagedError(problem, folder, "its weights", "none", parameter=name, remedy=remedy)
+            if len(tensor.shard_shapes) == tp:
+                layouts[name] = LiveLayout(tensor.shard_shapes)
+                continue
+            with specs.of(tensor) as spec:
+                shapes, chosen = (_shard(spec, tp),) * tp, spec.chosen
+                is_default = chosen is not None and chosen.origin == BY_DEFAULT
+                layouts[name] = LiveLayout(shapes, 0, origin=BY_DEFAULT) if is_default else LiveLayout(shapes)
     return layouts
 
 
-def known_rules(metadata: CheckpointMetadata, names: Iterable[str], book: ShardingRules) -> dict[str, Rule | None]:
+def known_rules(metadata: CheckpointMetadata, names: Iterable[str], rules: ShardingRules) -> dict[str, Rule | None]:
     """The tensor-parallel rule of each parameter; ``None`` without a rule, or where a recorded map replaces it.
 
     Widths of sub-parameters are numbers, even where the rule takes them from the run. Raises :class:`MismatchError` if
     a rule does not fit the shapes.
     """
-    decider = Decider(metadata, book)
-    return {name: _known_rule(decider, name) for name in names}
+    specs = ShardSpecs(metadata, rules)
+    found: dict[str, Rule | None] = dict.fromkeys(names)
+    for name in found:
+        tensor = tensor_of(specs.metadata, name)
+        if tensor is not None and not metadata.declared.is_recorded(metadata.saved_names.get(name, name)):
+            with specs.of(tensor) as spec:
+                if spec.chosen is not None:
+                    parts = relative_widths(spec.chosen.rule, specs.metadata.run)
+                    found[name] = spec.chosen.rule.model_copy(update={"sub_parameters": parts})
+    return found
 
 
-def _known_rule(decider: Decider, name: str) -> Rule | None:
-    metadata, tensor = decider.metadata, tensor_of(decider.metadata, name)
-    if tensor is None or metadata.declared.is_recorded(metadata.saved_names.get(name, name)):
-        return None
-    chosen: RuleSource | None = None
-    try:
-        chosen = decider.decide_offline(tensor).chosen
-        if chosen is None:
-            return None
-        parts = relative_widths(chosen.rule, metadata.run)
-    except CannotSplit as error:
-        raise contradiction(decider.sharded(tensor), chosen, str(error)) from error
-    return chosen.rule if parts is None else chosen.rule.model_copy(update={"sub_parameters": parts})
-
-
-def _layout(decider: Decider, name: str, tp: int) -> LiveLayout:
-    tensor = tensor_of(decider.metadata, name)
-    if tensor is None:
-        raise DamagedError(
-            "the checkpoint lists this parameter, but has no weights of it",
-            parameter=name,
-            file=decider.metadata.source.folder,
-            expected="its fp32 master weights, or frozen weights",
-            found="none",
-            remedy="files are missing: restore the folder from its original, or take another tag",
-        )
-    if len(tensor.shard_shapes) == tp:
-        return LiveLayout(tensor.shard_shapes)
-    chosen: RuleSource | None = None
-    try:
-        decision = decider.decide_offline(tensor)
-        chosen = decision.chosen
-        shapes = (_shard(decider, decision, tp),) * tp
-    except CannotSplit as error:
-        raise contradiction(decider.sharded(tensor), chosen, str(error)) from error
-    is_default = chosen is not None and chosen.origin == BY_DEFAULT
-    return LiveLayout(shapes, dim=0, origin=BY_DEFAULT) if is_default else LiveLayout(shapes)
-
-
-def _shard(decider: Decider, decision: Decision, tp: int) -> Shape:
-    sharded, chosen = decision.sharded, decision.chosen
-    source, _, is_recorded = decision.layouts()
-    if chosen is None and not is_recorded and (sharded.tensor.key == BUFFER or len(sharded.shapes[0]) < 2):
-        return sharded.shapes[0]
+def _shard(spec: ShardSpec, tp: int) -> Shape:
+    chosen = spec.chosen
+    source, _, is_recorded = spec.layouts()
+    if chosen is None and not is_recorded and (spec.tensor.key == BUFFER or len(spec.shapes[0]) < 2):
+        return spec.shapes[0]
     if source is None or (chosen is None and not is_recorded):
-        ambiguous = next((each for each in decision.sources if each.is_ambiguous), None)
-        raise undecided(sharded, ambiguous, decider.structure.qkv_widths(sharded.name))
+        raise spec.undecided()
     if source.is_whole if is_recorded else chosen is None or chosen.rule.kind in WHOLE_KINDS:
-        return sharded.shapes[0]
+        return spec.shapes[0]
     dim, size = source.dim, source.shape[source.dim]
     if not is_recorded and chosen is not None and chosen.rule.cut_dim != dim:
-        raise CannotSplit(f"cut along dimension {chosen.rule.cut_dim}, but its shape is {sharded.shapes[0]}")
+        raise CannotSplit(f"sharded along dimension {chosen.rule.cut_dim}, but its shape is {spec.shapes[0]}")
     if chosen is not None and chosen.rule.kind == VOCABULARY:
         size = -(-size // tp) * tp  # padded, as Megatron does
     if size % tp:
-        raise sharded.mismatch(
-            f"dimension {dim} of this parameter does not divide by the tensor-parallel degree",
-            expected=f"a multiple of {tp}",
-            found=size,
-            remedy="choose a degree that divides it",
-        )
+        problem = f"dimension {dim} of this parameter does not divide by the tensor-parallel degree"
+        raise spec.mismatch(problem, f"a multiple of {tp}", size, "choose a degree that divides it")
     return (*source.shape[:dim], size // tp, *source.shape[dim + 1 :])
-
-
-def undecided(sharded: Sharded, chosen: RuleSource | None, widths: Sequence[int] | None) -> MismatchError:
-    """A parameter's layout is unknown; ``widths``: of query, key and value, if it fuses these."""
-    pattern, said = re.escape(sharded.name), chosen if chosen is not None and chosen.is_ambiguous else None
-    if said is not None and re.fullmatch(said.rule.pattern, sharded.saved_name):
-        pattern = said.rule.pattern  # one line settles all that it applies to
-    choices: list[Mapping[str, object]] = [{"pattern": pattern, "kind": "column"}]
-    if sharded.is_fused:
-        shown = list(widths) if widths else "<relative widths>"
-        choices.append({"pattern": pattern, "kind": "column", "sub_parameters": shown})
-        meaning = (
-            "the first where nothing is fused, or each head (or group) holds its own q, k and v; the second where each "
-            "rank holds its parts one behind the other, each cut on its own: [heads, key-value heads, key-value heads] "
-            "for q, k and v, [1, 1] for gate and up"
-        )
-    elif len(sharded.shapes[0]) == 1 and len({*sharded.shapes, *sharded.live.shapes}) == 1:
-        choices = [{"pattern": pattern, "kind": kind} for kind in ("replicated", "summed")]
-        meaning = "whichever it is"
-    else:
-        choices += [{"pattern": pattern, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
-        meaning = "whichever it is"
-    named = presets_for(sharded) if said is None else ()
-    presets = [f'"elastic_checkpoint": {{"tp_preset": "{each}"}}' for each in named]
-    meaning += f". If one of these code bases saved it: {' or '.join(presets)}" if presets else ""
-    fused = ": it is made of several, whose arrangement its shape does not tell" if sharded.is_fused else ""
-    why = "nothing says so" if said is None else f"{said.origin}: {said.rule.ambiguous}"
-    return sharded.mismatch(
-        f"the tensor-parallel degree changes, and it is not known how this parameter is cut{fused}",
-        expected="a rule of yours, of the checkpoint, of the live parameter or of a preset",
-        found=f"{why}; {_both(sharded)}",
-        remedy=f"{' or '.join(map(_config, choices))}: {meaning}",
-    )
-
-
-def contradiction(sharded: Sharded, chosen: RuleSource | None, why: str) -> MismatchError:
-    """A rule, or the recorded layout if ``chosen`` is ``None``, does not fit a parameter's shapes."""
-    layout = f"{chosen.rule.kind}, according to {chosen.origin}" if chosen else "a recorded layout"
-    saved, live = sharded.shapes, sharded.live.shapes
-    rests = {shape[1:] for shape in (*saved, *live)}
-    rows = [sum((*shape, 1)[0] for shape in side) for side in (saved, live)]
-    kind = "vocabulary" if len(rests) == 1 and rows[0] != rows[1] else "row"
-    config = _config({"pattern": re.escape(sharded.name), "kind": kind})
-    if chosen is None and len(saved) == len(live) == 1:
-        padded = f"; if rows of padding are all that differs: {config}" if kind == "vocabulary" else ""
-        return sharded.mismatch(
-            "the shape of this parameter differs",
-            expected=f"{live[0]} in the live model",
-            found=f"{saved[0]} in the checkpoint",
-            remedy=f"build the model with the sizes it was saved with{padded}",
-        )
-    return sharded.mismatch(
-        "what is known of this parameter's tensor-parallel layout contradicts the shapes",
-        expected=f"{layout}: {why}",
-        found=_both(sharded),
-        remedy=f"say how it is cut (column, row, vocabulary ...): {config}",
-    )
-
-
-def vocabulary_too_small(sharded: Sharded, saved: int, live: int, real: int | None) -> MismatchError:
-    """Rows that may not be padding would be dropped; ``real``: rows that are not, if known."""
-    known = f", of which {real} are no padding" if real else ", and nothing says which of them are padding"
-    return sharded.mismatch(
-        "the live vocabulary has fewer rows than the saved one",
-        expected=f"{live} rows",
-        found=f"{saved} rows{known}",
-        remedy="build the model with a vocabulary that holds all tokens; if it does: "
-        + _config({"pattern": re.escape(sharded.name), "kind": "vocabulary", "vocabulary": real or live}),
-    )
-
-
-def _both(sharded: Sharded) -> str:
-    return f"{_shards(sharded.shapes)} in the checkpoint, {_shards(sharded.live.shapes)} in the live model"
 
 
 def _shards(shapes: Sequence[Shape]) -> str:

@@ -27,7 +27,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
-from elastic_ckpt.core.strided import fused
+from elastic_ckpt.core.strided import TPLayout, duplicates, fused, reshard
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -381,11 +381,11 @@ def test_parts_that_several_ranks_hold_of_a_parameter_that_is_cut_are_compared(t
     whole = torch.arange(8.0).view(2, 4)  # the last column is on both ranks
     held = (((0, 1), (3, 4)), ((1, 3), (3, 4)))
     shards = [torch.cat([whole[:, a:b] for a, b in rank], 1) for rank in held]
-    rule = Rule(pattern="p", kind="custom", dim=1, slices={2: [list(rank) for rank in held], 1: [[(0, 4)]]})
+    layouts = (TPLayout((2, 4), 1, (((0, 4),),)), TPLayout((2, 4), 1, held))
     for change, expected in ((0.0, []), (2.0, [("p", MASTER, 2.0, 2, FIRST, False)])):
         shards[1][1, 2] += change
         metadata = checkpoint(tmp_path, {"p": shards})
-        found = resolve(metadata, engine({"p": LiveLayout(((2, 4),))}), ["p"], ShardingRules((rule,)), MEAN)
+        found = ReshardPlan({("p", ""): reshard(*layouts[::-1], 0)}, overlaps={"p": duplicates(layouts[1])})
         assert facts(drift_in(metadata, engine({}), found)) == expected
         assert taken(metadata, "p", found, 8).tolist() == whole.flatten().tolist()
 

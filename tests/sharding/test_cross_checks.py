@@ -6,17 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from elastic_ckpt.core.metadata import MASTER, TensorMetadata
-from elastic_ckpt.sharding.cross_checks import Structure
+from elastic_ckpt.sharding.cross_checks import ModelShapes
 
 
-def structure(shards: dict[str, list[tuple[int, ...]]]) -> Structure:
+def structure(shards: dict[str, list[tuple[int, ...]]]) -> ModelShapes:
     """Of a metadata that holds these, by the shape of each tensor-parallel shard."""
     tensors = {
         (name, MASTER): TensorMetadata(name, MASTER, shapes[0], "float32", (), shards=tuple(shapes))
         for name, shapes in shards.items()
     }
     metadata: Any = SimpleNamespace(tensors=tensors, run={})
-    return Structure(metadata)
+    return ModelShapes(metadata)
 
 
 def test_a_layer_is_not_its_own_counterpart() -> None:

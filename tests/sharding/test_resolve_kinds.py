@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, resolve
 from elastic_ckpt.sharding.rules import Preset, ShardingRules
-from elastic_ckpt.sharding.specs import contradiction
+from elastic_ckpt.sharding.specs import ShardSpec, ShardSpecs
 from tests.resolving import (
     affine,
     arrives,
@@ -125,7 +124,7 @@ def test_equal_shapes_of_other_names_are_replicated(name: str) -> None:
     assert found.replicas == {name}
     assert found.notes == (
         "tensor-parallel layout of parameters according to: the shapes (1)",
-        f"only their shapes tell how these are sharded: {name}",
+        f"only their shapes show how these are sharded: {name}",
     )
 
 
@@ -207,14 +206,6 @@ def test_a_declaration_without_widths_is_refused() -> None:
     info = {"parameter_with_sub_params": [{"patterns": [NAME], "shape": [(4, 0), -1], "partition_dim": 0}]}
     error = refused(NAME, numbered(8, 2).chunk(2), [numbered(8, 2)], info=info)
     assert "sub-parameters of the widths (4, 0), which say nothing" in str(error.found)
-
-
-def test_slices_count_on_one_rank_too() -> None:
-    whole, name = numbered(8), "x.weight"
-    book = rules(name, kind="custom", slices={1: [[(4, 8), (0, 4)]], 2: [[(0, 4)], [(4, 8)]]})
-    check(name, [torch.cat([whole[4:], whole[:4]])], [whole[:4], whole[4:]], book=book)
-    check(name, [whole[:4], whole[4:]], [torch.cat([whole[4:], whole[:4]])], book=book)
-    assert "says nothing of 4" in str(refused(name, [whole], whole.chunk(4), book).expected)
 
 
 # --- whole on every rank ----------------------------------------------------------------------------------------
@@ -360,17 +351,13 @@ def test_shards_are_compared_with_their_counterpart_too() -> None:
 
 @pytest.mark.parametrize("name", [FUSED, "mlp.proj.weight"])
 @pytest.mark.parametrize("degree", [1, 4])
-@pytest.mark.parametrize("who", ["user", "preset", "stride", "slices"])
+@pytest.mark.parametrize("who", ["user", "preset", "stride"])
 def test_whoever_knows_of_parts_settles_it(name: str, degree: int, who: str) -> None:
     whole, book = numbered(8, 2), None
     shards, live = merged_halves(whole, 2), merged_halves(whole, degree)
     said: dict[str, Any] = {}
     if who == "stride":
         said = {"dim": 0, "stride": 2}
-    elif who == "slices":
-        slices = {1: [[(0, 8)]], 2: [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]}
-        slices[4] = [[(rank, rank + 1), (4 + rank, 5 + rank)] for rank in range(4)]
-        book = rules(name, kind="custom", slices=slices)
     else:
         book = {"user": rules, "preset": preset}[who](name, kind="column", sub_parameters=[1, 1])
     for rank, expected in enumerate(live):
@@ -428,9 +415,8 @@ def test_a_vocabulary_is_never_taken_for_a_fused_parameter() -> None:
 def test_models_of_different_sizes_on_one_tensor_parallel_rank_are_named_as_such(
     saved: tuple[int, ...], is_padding_possible: bool
 ) -> None:
-    sharded: Any = SimpleNamespace(
-        name="gate", shapes=(saved,), live=SimpleNamespace(shapes=((8, 64),)), mismatch=MismatchError
-    )
-    error = contradiction(sharded, None, "a recorded layout")
+    metadata = checkpoint({"gate": [torch.zeros(saved)]})
+    tensor, live = metadata.tensors["gate", MASTER], LiveLayout(((8, 64),))
+    error = ShardSpec(ShardSpecs(metadata, ShardingRules()), tensor, live).contradiction("differs", is_recorded=True)
     assert "the shape of this parameter differs" in str(error) and "(8, 64) in the live model" in str(error)
     assert ('"kind": "vocabulary"' in str(error)) == is_padding_possible

@@ -108,32 +108,12 @@ def test_queries_keys_and_values_of_unknown_heads_are_refused(args: Mapping[str,
     refuses({"kind": "column", "sub_parameters": "qkv"}, [(24, 2)] * 2, "how many attention heads", args)
 
 
-def test_slices_say_what_each_rank_holds() -> None:
-    whole, slices = numbered(3, 8), {2: [[(4, 6), (0, 2)], [(2, 4), (6, 8), (0, 2)]]}
-    shards = [whole[:, [4, 5, 0, 1]], whole[:, [2, 3, 6, 7, 0, 1]]]
-    by_rule({"kind": "custom", "dim": 1, "slices": slices}, whole, shards)
-    rule = {"kind": "custom", "dim": 1, "slices": slices}
-    refuses(rule, [(3, 4)] * 3, "says nothing of 3")
-    refuses(rule, [(3, 4), (3, 4)], "rank 1 are not 4 elements")
-    refuses({"kind": "custom", "slices": {2: [[(0, 2)]]}}, [(2,), (2,)], "says nothing of 2")
-    refuses({"kind": "custom", "slices": {2: [[(0, 2)], [(3, 5)]]}}, [(2,), (2,)], "leave out elements")
-    refuses({"kind": "custom", "slices": {2: [[(0, 2)], [(2, 2), (2, 4)]]}}, [(2,), (2,)], "rank 1 are not")
-    refuses({"kind": "custom", "slices": {1: [[(1, 3)]]}}, [(2,)], "leave out elements")
-
-
 def test_shards_that_a_rule_cannot_have_cut_are_refused() -> None:
     refuses({"kind": "row"}, [(4,), (4,)], "dimension 1")
     refuses({"kind": "column"}, [(4, 2), (4, 3)], "differ in others")
     refuses({"kind": "row"}, [(4, 2), (3, 2)], "differ in others")
     refuses({"kind": "replicated"}, [(4, 2), (3, 2)], "replicated, but")
     refuses({"kind": "column", "sub_parameters": [2, 1]}, [(6, 2), (4, 2)], "proportions")
-
-
-def test_groups_are_cut_only_between_each_other() -> None:
-    by_rule({"kind": "column", "groups": 4}, numbered(12, 2), numbered(12, 2).split([3, 9]))
-    refuses({"kind": "column", "groups": 4}, [(4, 2), (8, 2)], "4 groups")
-    refuses({"kind": "column", "groups": 5}, [(6, 2), (6, 2)], "5 groups")
-    refuses({"kind": "column", "groups": 3}, [(0, 2), (0, 2)], "3 groups")
 
 
 @pytest.mark.parametrize(
@@ -145,8 +125,6 @@ def test_groups_are_cut_only_between_each_other() -> None:
         {"kind": "replicated", "sub_parameters": [1, 1]},
         {"kind": "vocabulary", "sub_parameters": [1, 1]},
         {"kind": "custom"},
-        {"kind": "column", "slices": {1: [[(0, 1)]]}},
-        {"kind": "column", "groups": 0},
         {"kind": "column", "dim": -1},
         {"kind": "vocabulary", "vocabulary": 0},
         {"kind": "diagonal"},

@@ -99,9 +99,6 @@ def test_what_deepspeed_will_not_restore_is_noted() -> None:
     assert "elastic_ckpt alone" in note
     (note,) = notes_on(replace(described, files=(SourceFile("/ckpt/layer_03-model_states.pt", 9),)), {})
     assert note.endswith("are lost: f")
-    custom = Rule(pattern="w", kind="custom", slices={2: [[(0, 2)], [(2, 4)]]})
-    (note,) = notes_on(metadata(), {"w": custom})
-    assert note.startswith("slices of w ")
     (note,) = notes_on(metadata(source=replace(metadata().source, zero_stage=3, tp=2)), {})
     assert "AutoTP alone" in note
 

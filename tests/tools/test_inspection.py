@@ -428,7 +428,7 @@ def test_presets_that_know_the_undecided() -> None:
 
 
 def test_a_rule_that_the_shards_contradict() -> None:
-    users = ShardingRules((Rule(pattern="narrow", kind="column", groups=3),))
+    users = ShardingRules((Rule(pattern="narrow", kind="column", sub_parameters=[1, 6]),))
     inspection = inspected(sharded(), book=users)
     assert set(inspection.rules.contradictions) == {"narrow"}
     assert ("error", "contradiction") in kinds(inspection) and not inspection.ok

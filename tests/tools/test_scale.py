@@ -174,7 +174,7 @@ def test_any_rank_of_bloom_is_planned_in_200_mib(bloom: CheckpointMetadata, topo
 
 
 def test_another_degree_needs_rules(bloom: CheckpointMetadata) -> None:
-    with pytest.raises(MismatchError, match="it is not known how this parameter is cut"):
+    with pytest.raises(MismatchError, match="it is not known how this parameter is sharded"):
         VirtualJob(bloom, Topology(dp=8, tp=8, pp=6), LoadOptions.of(ElasticConfig()))
 
 

@@ -161,7 +161,7 @@ def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
     """The entries from which DeepSpeed shards a tensor for another tensor-parallel degree."""
     if rule is None:
         return {"cat_dim": 0}
-    if rule.kind in WHOLE_KINDS or rule.slices:
+    if rule.kind in WHOLE_KINDS:
         return {}
     if rule.kind == VOCABULARY:
         return {"cat_dim": 0, "vocab_tensor": True}
@@ -190,10 +190,6 @@ def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> 
         yield f"buffers and frozen weights of pipeline layers are lost: {listed(in_layers)}"
     if len(in_layers) < len(kept):
         yield "buffers and frozen weights are in the model-states files, from which elastic_ckpt alone restores them"
-    known = {name: rule for name, rule in rules.items() if rule is not None}
-    custom = [name for name, rule in known.items() if rule.slices]
-    if custom:
-        yield f"slices of {listed(custom)} cannot be expressed: DeepSpeed would cut them in equal chunks"
     if metadata.source.zero_stage == 3:
         saved_names = (metadata.saved_names.get(name, name) for name in metadata.parameters)
         if metadata.source.tp > 1 and not all(map(metadata.declared.is_recorded, saved_names)):
@@ -206,8 +202,8 @@ def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> 
     real = metadata.declared.vocabulary
     rows = {
         name: sum(shape[0] for shape in tensor.shard_shapes if math.prod(shape))
-        for name, rule in known.items()
-        if rule.kind == VOCABULARY and (tensor := metadata.tensors.get((name, MASTER))) is not None
+        for name, rule in rules.items()
+        if rule is not None and rule.kind == VOCABULARY and (tensor := metadata.tensors.get((name, MASTER))) is not None
     }
     padded = [name for name in rows if real and rows[name] > real]
     if padded:

@@ -9,13 +9,13 @@ from typing import Any
 
 from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, WEIGHTS, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.tp_rules import AMBIGUOUS, CUSTOM, WHOLE_KINDS, CannotSplit, Rule
+from elastic_ckpt.core.tp_rules import AMBIGUOUS, WHOLE_KINDS, CannotSplit, Rule
 from elastic_ckpt.core.training_state import BatchSizes
 from elastic_ckpt.core.values import PerRank, TensorValue, numbers
 from elastic_ckpt.formats.model_states import UnpartitionedState
 from elastic_ckpt.planning.optimizer_kinds import optimizer_of, saved_optimizer
 from elastic_ckpt.sharding.rules import Preset, ShardingRules, tensor_of
-from elastic_ckpt.sharding.specs import Decider
+from elastic_ckpt.sharding.specs import ShardSpec, ShardSpecs
 from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.inspection.facts import (
     BUFFER_ROLE,
@@ -158,7 +158,7 @@ def parameters_of(
     tied: dict[str, list[str]] = defaultdict(list)
     for name, holder in metadata.aliases.items():
         tied[holder].append(name)
-    decider, entries = Decider(metadata, book), []
+    specs, entries = ShardSpecs(metadata, book), []
     contradictions: dict[str, str] = {}
     for name, mine in keys.items():
         saved, own = metadata.parameters.get(name), tensor_of(metadata, name)
@@ -173,7 +173,7 @@ def parameters_of(
         shape, rule, origin = (shards[0] if len(shards) == 1 else None), "", ""
         if own is not None:
             try:
-                shape, rule, origin = _layout(decider, own)
+                shape, rule, origin = _layout(specs, own)
             except CannotSplit as error:
                 if len(shards) > 1:
                     rule, contradictions[name] = _CONTRADICTED, str(error)
@@ -196,14 +196,14 @@ def parameters_of(
     return entries, contradictions
 
 
-def _layout(decider: Decider, tensor: TensorMetadata) -> tuple[Shape | None, str, str]:
+def _layout(specs: ShardSpecs, tensor: TensorMetadata) -> tuple[Shape | None, str, str]:
     """Logical shape (``None`` if unknown), layout in words, and its origin."""
     shards = tensor.shard_shapes
-    decision = decider.decide_offline(tensor)
-    chosen = decision.chosen
+    spec = ShardSpec(specs, tensor, None).resolve()
+    chosen = spec.chosen
     if len(shards) == 1:  # the rule for other degrees
         return (shards[0], _in_words(chosen.rule), chosen.origin) if chosen is not None else (shards[0], "", "")
-    split, _, is_recorded = decision.layouts()
+    split, _, is_recorded = spec.layouts()
     if split is not None and is_recorded:
         rule = "replicated" if split.is_whole else f"cut along dimension {split.dim}"
         return split.shape, rule, "the checkpoint's recorded map"
@@ -218,7 +218,7 @@ def _in_words(rule: Rule) -> str:
     if rule.kind in WHOLE_KINDS:
         return rule.kind
     parts = rule.sub_parameters
-    if parts is None or rule.kind == CUSTOM:
+    if parts is None:
         several = ""
     elif isinstance(parts, str):
         several = " of q, k, v"
