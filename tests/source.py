@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
-
-from elastic_ckpt.engines.privates import names_in
 
 __all__ = ["code_of", "names_in", "texts_in"]
 
@@ -38,3 +37,21 @@ def texts_in(code: str) -> list[str]:
             "".join(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
         )
     return texts
+
+
+@cache
+def names_in(code: str) -> frozenset[str]:
+    """What code defines, calls and touches: functions, fields, attributes, and their ends: ``b.c`` of ``a.b.c``."""
+    return frozenset(name for node in ast.walk(ast.parse(code)) for name in _names_of(node))
+
+
+def _names_of(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Attribute):
+        parts = ast.unparse(node).split(".")
+        yield from (".".join(parts[start:]) for start in range(len(parts)))
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        yield node.func.id
+    elif isinstance(node, ast.FunctionDef):
+        yield node.name
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
@@ -19,15 +19,97 @@ from elastic_ckpt.errors import UnsupportedError
 
 #: What names are needed for: ``install()``, every load into an engine that has their owner, and some loads alone.
 INSTALL, LOAD, ZERO3, NVME, EXPERTS = "install()", "loading", "ZeRO-3", "NVMe offload", "mixtures of experts"
+#: Below ``deepspeed.``, a module or a class in it; indented, its attributes, and its functions with their first
+#: parameters. Before a colon, the first version that has them, and what they are needed for, if not for every load.
+_TABLE = """
+runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer
+    bit16_groups averaged_gradients micro_step_id round_robin_bit16_groups partition_size
+    single_partition_of_fp32_groups parallel_partitioned_bit16_groups real_dp_process_group dp_process_group
+    _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state() _restore_from_bit16_weights()
+    update_lp_params() cpu_offload loss_scaler overflow
+    0.19.7: round_robin_bit16_offsets
+    0.17.6: all_grad_tensors
+    install(): flatten_dense_tensors_aligned(tensor_list,alignment)
+runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3
+    0.18.5: _epilogue_ran_this_backward
+    fp16_groups fp16_partitioned_groups fp16_partitioned_groups_flat fp32_partitioned_groups_flat
+    sub_group_to_group_id parameter_offload refresh_fp32_params() swap_optimizer params_in_nvme_and_cpu
+    averaged_gradients micro_step_id unflatten dp_process_group
+    0.18.9: use_muon save_muon_momentum_buffer_in_memory
+    NVMe offload: _swappable_optimizer_subgroup(sub_group_id) optimizer_swapper fp16_partitioned_groups_flat_numel
+    NVMe offload: _optimizer_states_and_gradient_swap_in(sub_group_id,timer_names)
+    NVMe offload: _reassign_or_swap_out_partitioned_parameters(sub_group_id)
+    install(): __avg_scatter_grads(params_to_reduce) reduce_scatter_coalesced
+runtime.zero.parameter_offload:DeepSpeedZeRoOffload
+    partition_all_parameters() persistent_parameters
+runtime.bf16_optimizer:BF16_Optimizer
+    bf16_groups bf16_partitioned_groups fp32_groups_flat_partition fp32_groups_has_gradients real_dp_process_group
+    dp_process_group _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state()
+    _restore_from_bit16_weights() update_lp_params()
+    install(): _flatten_dense_tensors_aligned(tensor_list,alignment)
+runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer
+    fp16_groups fp32_groups refresh_fp32_params() overflow
+    0.18.6: loss_scale_config
+runtime.fp16.fused_optimizer:FP16_Optimizer
+    fp16_groups fp32_groups_flat refresh_fp32_params() overflow
+    0.18.6: loss_scale_config
+runtime.fp16.loss_scaler:LossScaleConfig
+    0.18.6: dynamic_loss_scale cur_scale cur_iter last_overflow_iter scale_factor scale_window
+runtime.fp16.loss_scaler:DynamicLossScaler
+    dynamic cur_scale cur_iter last_overflow_iter cur_hysteresis min_scale
+runtime.zero.partition_parameters:Init
+    ds_tensor ds_tensor.status ds_tensor.final_location ds_shape ds_numel ds_secondary_tensor ds_process_group
+    all_gather(param_list) all_gather_coalesced(params)
+    install(): _padding_size(param) _partition_param(param) _aligned_size _dist_allgather_fn
+runtime.torch_autocast
+    0.17.6, ZeRO-3: has_comm_dtype(param)
+runtime.swap_tensor.optimizer_utils:OptimizerSwapper
+    NVMe offload: swap_params_info
+runtime.swap_tensor.optimizer_utils:OptimizerStateSwapInfo
+    NVMe offload: tensors has_state_tensors
+runtime.swap_tensor.partitioned_optimizer_swapper:PartitionedOptimizerSwapper
+    NVMe offload: swap_out_optimizer_state(parameter,async_swap) swap_in_optimizer_state
+runtime.swap_tensor.pipelined_optimizer_swapper:PipelinedOptimizerSwapper
+    NVMe offload: swap_out_optimizer_state(parameter,async_swap) swap_in_optimizer_state
+runtime.checkpoint_engine.decoupled_checkpoint_engine:DecoupledCheckpointEngine
+    0.17.1: is_decoupled() commit_info ckpt_process
+runtime.checkpoint_engine.datastates_checkpoint_engine:DataStatesCheckpointEngine
+    0.18.1: is_decoupled() commit_info
+runtime.engine:DeepSpeedEngine
+    0.17.1: _commit_decoupled_checkpoint()
+    install(): load_checkpoint(load_dir,tag,load_module_strict,load_optimizer_states,load_lr_scheduler_states,\
+load_module_only,custom_load_fn)
+    install(): _configure_zero_optimizer(optimizer) _configure_bf16_optimizer(optimizer)
+    _get_zero_param_shapes() seq_data_parallel_group num_experts fp16_enabled param_names mp_world_size
+    seq_dp_world_size sequence_parallel_size has_moe_layers loaded_checkpoint_dp_world_size
+    loaded_checkpoint_mp_world_size random_ltd_enabled curriculum_learning_enabled load_universal_checkpoint
+    use_node_local_storage _config checkpoint_engine
+runtime.pipe.module:PipelineModule
+    install(): _partition_layers(method) _layer_specs _topo _set_bounds(start,stop) parts
+    tied_weight_attrs
+runtime.zero.partition_parameters:NoGatherHandle
+    install(): param.ds_tensor.data
+runtime.zero.partition_parameters:NoGatherCoalescedHandle
+    install(): param.ds_tensor.data
+runtime.zero.partition_parameters
+    install(): _dist_allgather_fn(input_tensor,output_tensor,group)
+runtime.comm.coalesced_collectives
+    install(): reduce_scatter_coalesced(tensors,group)
+moe.layer:MoE
+    mixtures of experts: expert_group_name num_local_experts deepspeed_moe enable_expert_tensor_parallelism
+moe.experts:Experts
+    mixtures of experts: deepspeed_experts
+utils.groups
+    mixtures of experts: _get_expert_parallel_rank(group_name) _get_expert_parallel_world_size(group_name)
+    mixtures of experts: _get_max_expert_size_name()
+"""
 
 
-@dataclass(frozen=True)
-class Privates:
+class Privates(NamedTuple):
     """Names that a class or module of DeepSpeed must define, call or touch.
 
     Attributes:
-        module: below ``deepspeed.``
-        owner: class, or empty for the module itself.
+        module, owner: the module below ``deepspeed.``, and a class in it; empty for the module itself.
         names: attributes and functions; of a function that is called or wrapped, with its first parameters:
             ``update(index)``.
         since: the first version that has them; :mod:`elastic_ckpt.engines.compat` does without them before.
@@ -40,294 +122,60 @@ class Privates:
     since: str = "0"
     use: str = LOAD
 
-    def load(self) -> Any:
-        """The class or module."""
-        module = importlib.import_module(f"deepspeed.{self.module}")
-        return getattr(module, self.owner) if self.owner else module
-
     def missing(self) -> list[str]:
-        """Those that the installed version lacks, with their owner; none if its sources are not installed."""
-        owner = self.owner or self.module
+        """Those that the sources of the installed version lack, with their owner; none without sources."""
         try:
-            code = textwrap.dedent(inspect.getsource(self.load()))
+            module = importlib.import_module(f"deepspeed.{self.module}")
+            source = inspect.getsource(getattr(module, self.owner) if self.owner else module)
         except (ImportError, AttributeError):
             return [f"deepspeed.{self.module}{self.owner and '.'}{self.owner}"]
         except OSError:  # an engine's own objects still show them
             return []
-        found, functions = names_in(code), parameters_in(code)
-        lacking = []
-        for name in self.names:
-            plain, wanted = _parts(name)
-            fits = wanted is None or any(has[: len(wanted)] == wanted for has in functions.get(plain, ()))
-            if plain not in found or not fits:
-                lacking.append(f"{owner}.{name}")
-        return lacking
+        code = _without_comments(source)
+        return [f"{self.owner or self.module}.{name}" for name in self.names if not re.search(_pattern(name), code)]
 
     def missing_in(self, live: Any) -> list[str]:
         """Those that a live object lacks, with their owner."""
-        return [f"{self.owner or self.module}.{name}" for name in self.names if not _has(live, *_parts(name))]
+        return [f"{self.owner or self.module}.{name}" for name in self.names if not _has(live, name)]
 
 
-def _parts(name: str) -> tuple[str, list[str] | None]:
-    """A name without its parameters, and these; ``None``: any."""
-    plain, is_function, asked = name.partition("(")
-    return plain, [each for each in asked.removesuffix(")").split(", ") if each] if is_function else None
+@cache
+def _without_comments(source: str) -> str:
+    return ast.unparse(ast.parse(textwrap.dedent(source)))
 
 
-def _has(live: Any, plain: str, wanted: list[str] | None) -> bool:
+def _pattern(name: str) -> str:
+    """What code that defines a function, or touches an attribute, contains."""
+    plain, is_function, parameters = name.removesuffix(")").partition("(")
+    if not is_function:
+        return rf"(?<=\.){re.escape(plain)}\b|\b{re.escape(plain)}\b(?=[(:.]|$)"
+    return rf"\bdef {plain}\((self(, )?)?" + "[^,)]*, ".join(rf"{each}\b" for each in parameters.split(",") if each)
+
+
+def _has(live: Any, name: str) -> bool:
+    plain, _, parameters = name.removesuffix(")").partition("(")
     try:
         found = attrgetter(plain)(live)
     except AttributeError:
         return False
-    parameters = [] if wanted is None else list(inspect.signature(found).parameters.values())
-    is_wrapped = any(each.kind == each.VAR_POSITIONAL for each in parameters)
-    return not wanted or is_wrapped or [each.name for each in parameters][: len(wanted)] == wanted
+    wanted = [each for each in parameters.split(",") if each]
+    takes = list(inspect.signature(found).parameters.values()) if wanted else []
+    is_wrapped = any(each.kind == each.VAR_POSITIONAL for each in takes)
+    return is_wrapped or [each.name for each in takes][: len(wanted)] == wanted
 
 
-PRIVATES = (
-    Privates(
-        "runtime.zero.stage_1_and_2",
-        "DeepSpeedZeroOptimizer",
-        (
-            "bit16_groups",
-            "averaged_gradients",
-            "micro_step_id",
-            "round_robin_bit16_groups",
-            "partition_size",
-            "single_partition_of_fp32_groups",
-            "parallel_partitioned_bit16_groups",
-            "real_dp_process_group",
-            "dp_process_group",
-            "_hp_optimizer_states_linked",
-            "_lazy_init_hp_params_optimizer_state()",
-            "_restore_from_bit16_weights()",
-            "update_lp_params()",
-            "cpu_offload",
-            "loss_scaler",
-            "overflow",
-        ),
-    ),
-    Privates("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", ("round_robin_bit16_offsets",), since="0.19.7"),
-    Privates("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", ("all_grad_tensors",), since="0.17.6"),
-    Privates("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", ("_epilogue_ran_this_backward",), since="0.18.5"),
-    Privates(
-        "runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3",
-        (
-            "fp16_groups",
-            "fp16_partitioned_groups",
-            "fp16_partitioned_groups_flat",
-            "fp32_partitioned_groups_flat",
-            "sub_group_to_group_id",
-            "parameter_offload",
-            "refresh_fp32_params()",
-            "swap_optimizer",
-            "params_in_nvme_and_cpu",
-            "averaged_gradients",
-            "micro_step_id",
-            "unflatten",
-            "dp_process_group",
-        ),
-    ),
-    Privates(
-        "runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3",
-        ("use_muon", "save_muon_momentum_buffer_in_memory"),
-        since="0.18.9",
-    ),
-    Privates(
-        "runtime.zero.parameter_offload",
-        "DeepSpeedZeRoOffload",
-        ("partition_all_parameters()", "persistent_parameters"),
-    ),
-    Privates(
-        "runtime.bf16_optimizer",
-        "BF16_Optimizer",
-        (
-            "bf16_groups",
-            "bf16_partitioned_groups",
-            "fp32_groups_flat_partition",
-            "fp32_groups_has_gradients",
-            "real_dp_process_group",
-            "dp_process_group",
-            "_hp_optimizer_states_linked",
-            "_lazy_init_hp_params_optimizer_state()",
-            "_restore_from_bit16_weights()",
-            "update_lp_params()",
-        ),
-    ),
-    Privates(
-        "runtime.fp16.unfused_optimizer",
-        "FP16_UnfusedOptimizer",
-        ("fp16_groups", "fp32_groups", "refresh_fp32_params()", "overflow"),
-    ),
-    Privates(
-        "runtime.fp16.fused_optimizer",
-        "FP16_Optimizer",
-        ("fp16_groups", "fp32_groups_flat", "refresh_fp32_params()", "overflow"),
-    ),
-    Privates("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", ("loss_scale_config",), since="0.18.6"),
-    Privates("runtime.fp16.fused_optimizer", "FP16_Optimizer", ("loss_scale_config",), since="0.18.6"),
-    Privates(
-        "runtime.fp16.loss_scaler",
-        "LossScaleConfig",
-        ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"),
-        since="0.18.6",
-    ),
-    Privates(
-        "runtime.fp16.loss_scaler",
-        "DynamicLossScaler",
-        ("dynamic", "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "min_scale"),
-    ),
-    Privates(
-        "runtime.zero.partition_parameters",
-        "Init",
-        (
-            "ds_tensor",
-            "ds_tensor.status",
-            "ds_tensor.final_location",
-            "ds_shape",
-            "ds_numel",
-            "ds_secondary_tensor",
-            "ds_process_group",
-            "all_gather(param_list)",
-            "all_gather_coalesced(params)",
-        ),
-    ),
-    Privates("runtime.torch_autocast", "", ("has_comm_dtype(param)",), since="0.17.6", use=ZERO3),
-    Privates(
-        "runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3",
-        (
-            "_swappable_optimizer_subgroup(sub_group_id)",
-            "_optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)",
-            "_reassign_or_swap_out_partitioned_parameters(sub_group_id)",
-            "fp16_partitioned_groups_flat_numel",
-            "optimizer_swapper",
-        ),
-        use=NVME,
-    ),
-    Privates("runtime.swap_tensor.optimizer_utils", "OptimizerSwapper", ("swap_params_info",), use=NVME),
-    Privates(
-        "runtime.swap_tensor.optimizer_utils", "OptimizerStateSwapInfo", ("tensors", "has_state_tensors"), use=NVME
-    ),
-    Privates(
-        "runtime.swap_tensor.partitioned_optimizer_swapper",
-        "PartitionedOptimizerSwapper",
-        ("swap_out_optimizer_state(parameter, async_swap)", "swap_in_optimizer_state"),
-        use=NVME,
-    ),
-    Privates(
-        "runtime.swap_tensor.pipelined_optimizer_swapper",
-        "PipelinedOptimizerSwapper",
-        ("swap_out_optimizer_state(parameter, async_swap)", "swap_in_optimizer_state"),
-        use=NVME,
-    ),
-    Privates(
-        "runtime.checkpoint_engine.decoupled_checkpoint_engine",
-        "DecoupledCheckpointEngine",
-        ("is_decoupled()", "commit_info", "ckpt_process"),
-        since="0.17.1",
-    ),
-    Privates(
-        "runtime.checkpoint_engine.datastates_checkpoint_engine",
-        "DataStatesCheckpointEngine",
-        ("is_decoupled()", "commit_info"),
-        since="0.18.1",
-    ),
-    Privates("runtime.engine", "DeepSpeedEngine", ("_commit_decoupled_checkpoint()",), since="0.17.1"),
-    Privates(
-        "runtime.pipe.module",
-        "PipelineModule",
-        ("_partition_layers(method)", "_layer_specs", "_topo", "_set_bounds(start, stop)", "parts"),
-        use=INSTALL,
-    ),
-    Privates("runtime.pipe.module", "PipelineModule", ("tied_weight_attrs",)),
-    Privates(
-        "runtime.zero.stage_1_and_2",
-        "DeepSpeedZeroOptimizer",
-        ("flatten_dense_tensors_aligned(tensor_list, alignment)",),
-        use=INSTALL,
-    ),
-    Privates(
-        "runtime.bf16_optimizer",
-        "BF16_Optimizer",
-        ("_flatten_dense_tensors_aligned(tensor_list, alignment)",),
-        use=INSTALL,
-    ),
-    Privates(
-        "runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3",
-        ("__avg_scatter_grads(params_to_reduce)", "reduce_scatter_coalesced"),
-        use=INSTALL,
-    ),
-    Privates(
-        "runtime.zero.partition_parameters",
-        "Init",
-        ("_padding_size(param)", "_partition_param(param)", "_aligned_size", "_dist_allgather_fn"),
-        use=INSTALL,
-    ),
-    Privates("runtime.zero.partition_parameters", "NoGatherHandle", ("param.ds_tensor.data",), use=INSTALL),
-    Privates("runtime.zero.partition_parameters", "NoGatherCoalescedHandle", ("param.ds_tensor.data",), use=INSTALL),
-    Privates(
-        "runtime.zero.partition_parameters",
-        "",
-        ("_dist_allgather_fn(input_tensor, output_tensor, group)",),
-        use=INSTALL,
-    ),
-    Privates("runtime.comm.coalesced_collectives", "", ("reduce_scatter_coalesced(tensors, group)",), use=INSTALL),
-    Privates(
-        "moe.layer",
-        "MoE",
-        ("expert_group_name", "num_local_experts", "deepspeed_moe", "enable_expert_tensor_parallelism"),
-        use=EXPERTS,
-    ),
-    Privates("moe.experts", "Experts", ("deepspeed_experts",), use=EXPERTS),
-    Privates(
-        "utils.groups",
-        "",
-        (
-            "_get_expert_parallel_rank(group_name)",
-            "_get_expert_parallel_world_size(group_name)",
-            "_get_max_expert_size_name()",
-        ),
-        use=EXPERTS,
-    ),
-    Privates(
-        "runtime.engine",
-        "DeepSpeedEngine",
-        (
-            "load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, "
-            "load_module_only, custom_load_fn)",
-            "_configure_zero_optimizer(optimizer)",
-            "_configure_bf16_optimizer(optimizer)",
-        ),
-        use=INSTALL,
-    ),
-    Privates(
-        "runtime.engine",
-        "DeepSpeedEngine",
-        (
-            "_get_zero_param_shapes()",
-            "seq_data_parallel_group",
-            "num_experts",
-            "fp16_enabled",
-            "param_names",
-            "mp_world_size",
-            "seq_dp_world_size",
-            "sequence_parallel_size",
-            "has_moe_layers",
-            "loaded_checkpoint_dp_world_size",
-            "loaded_checkpoint_mp_world_size",
-            "random_ltd_enabled",
-            "curriculum_learning_enabled",
-            "load_universal_checkpoint",
-            "use_node_local_storage",
-            "_config",
-            "checkpoint_engine",
-        ),
-    ),
-)
+def _listed() -> Iterator[Privates]:
+    module = owner = ""
+    for line in _TABLE.strip().splitlines():
+        if line.startswith(" "):
+            head, _, names = line.strip().rpartition(": ")
+            since, use = re.fullmatch(r"([\d.]*)(?:, )?(.*)", head).groups()  # type: ignore[union-attr]
+            yield Privates(module, owner, tuple(names.split()), since or "0", use or LOAD)
+        else:
+            module, _, owner = line.partition(":")
+
+
+PRIVATES = tuple(_listed())
 
 
 def needed() -> list[Privates]:
@@ -366,32 +214,3 @@ def refuse_missing(engine: Any, uses: Collection[str]) -> None:
             found=f"DeepSpeed {version('deepspeed')} without them",
             remedy="install a version of DeepSpeed that was tried (elastic-ckpt doctor), or a newer elastic_ckpt",
         )
-
-
-@cache
-def names_in(code: str) -> frozenset[str]:
-    """What code defines, calls and touches: functions, fields, attributes, and their ends: ``b.c`` of ``a.b.c``."""
-    return frozenset(name for node in ast.walk(ast.parse(code)) for name in _names_of(node))
-
-
-def _names_of(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Attribute):
-        parts = ast.unparse(node).split(".")
-        yield from (".".join(parts[start:]) for start in range(len(parts)))
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        yield node.func.id
-    elif isinstance(node, ast.FunctionDef):
-        yield node.name
-    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        yield node.target.id
-
-
-@cache
-def parameters_in(code: str) -> dict[str, list[list[str]]]:
-    """Parameters of each function that code defines, without ``self``; more than one if the name is reused."""
-    found: dict[str, list[list[str]]] = {}
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.FunctionDef):
-            names = [each.arg for each in node.args.args]
-            found.setdefault(node.name, []).append(names[1:] if names[:1] == ["self"] else names)
-    return found
