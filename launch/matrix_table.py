@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from itertools import groupby
 from pathlib import Path
 from xml.etree import ElementTree
@@ -72,11 +73,13 @@ def tried(columns: list[dict[str, str]]) -> str:
     lines = ['"""The releases of DeepSpeed that were tried. Written by ``launch/matrix.sh --releases``."""\n']
     lines += ["\n#: Loads: columns of the table in docs/versions.md.\nCELLS = (\n"]
     lines += [f'    "{cell}",\n' for cell in cells]
-    lines += [")\n#: Release -> the loads that do not pass on it.\nRELEASES: dict[str, tuple[str, ...]] = {\n"]
+    names = textwrap.fill(" ".join(column["DeepSpeed"] for column in columns), 116)
+    lines += [f')\n_TRIED = """\n{names}\n"""\n#: Release -> the loads that do not pass on it.\n']
+    lines += ["RELEASES: dict[str, tuple[str, ...]] = dict.fromkeys(_TRIED.split(), ())\n"]
     for column in columns:
-        failed = tuple(cell for cell in cells if column.get(cell) != PASSED)
-        lines.append(f'    "{column["DeepSpeed"]}": {failed},\n'.replace("'", '"'))
-    return "".join([*lines, "}\n"])
+        if failed := tuple(cell for cell in cells if column.get(cell) != PASSED):
+            lines.append(f'RELEASES["{column["DeepSpeed"]}"] = {failed}\n'.replace("'", '"'))
+    return "".join(lines)
 
 
 def _numbers(column: dict[str, str]) -> list[list[int]]:

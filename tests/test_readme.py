@@ -56,7 +56,7 @@ def test_the_readme_is_short_and_begins_with_what_people_look_for() -> None:
     top = README[: README.index("## Install")]
     assert "bash launch/demo.sh" in top and "bash launch/test.sh" in top
     for requirement in REQUIREMENTS:
-        assert f"![{requirement.supported}](" in top
+        assert f"![{requirement}](" in top
 
 
 def test_the_error_that_is_shown_has_the_words_of_the_code() -> None:

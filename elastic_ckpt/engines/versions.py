@@ -41,9 +41,7 @@ class Requirement:
         except PackageNotFoundError:
             return None
 
-    @property
-    def supported(self) -> str:
-        """The range, for messages."""
+    def __str__(self) -> str:
         return f"{self.name} {self.oldest} to {self.newest}"
 
     def compare(self, found: str) -> int:
@@ -65,34 +63,23 @@ REQUIREMENTS = (
 )
 
 
-@dataclass(frozen=True)
-class KnownBug:
-    """Something that DeepSpeed itself does wrong from version ``first`` to ``last``."""
-
-    first: str
-    last: str
-    text: str
-
-
-#: Of DeepSpeed: those that a user meets while saving, converting or resuming.
+#: What DeepSpeed itself does wrong, for those who save, convert or resume: the first and the last version, and what.
 KNOWN_BUGS = (
-    KnownBug(
+    (
         "0.17.6",
         "0.17.6",
         "bf16 without ZeRO, and in ZeRO-1 with fp32 gradients, is saved without optimizer states: resume its weights",
     ),
-    KnownBug("0.17.6", "0.17.6", "bf16 without ZeRO never clears gradients, which add up over steps"),
-    KnownBug("0.18.9", "0.18.9", "ZeRO-1 and 2 fail in engine.step() on gloo: call it under torch.no_grad()"),
-    KnownBug("0.14.5", "0.17.6", "ds_to_universal.py fails on ZeRO-3 with several param groups"),
+    ("0.17.6", "0.17.6", "bf16 without ZeRO never clears gradients, which add up over steps"),
+    ("0.18.9", "0.18.9", "ZeRO-1 and 2 fail in engine.step() on gloo: call it under torch.no_grad()"),
+    ("0.14.5", "0.17.6", "ds_to_universal.py fails on ZeRO-3 with several param groups"),
 )
 
 
 def known_bugs(deepspeed: str | None) -> list[str]:
     """Known bugs of a version of DeepSpeed."""
-    if deepspeed is None:
-        return []
-    found = Version(deepspeed).release
-    return [bug.text for bug in KNOWN_BUGS if Version(bug.first).release <= found <= Version(bug.last).release]
+    found = Version(deepspeed or "0").release
+    return [text for first, last, text in KNOWN_BUGS if Version(first).release <= found <= Version(last).release]
 
 
 def refuse_older() -> None:
@@ -102,7 +89,7 @@ def refuse_older() -> None:
         if found is None or requirement.compare(found) < 0:
             raise UnsupportedError(
                 f"this version of {requirement.name} is too old for elastic_ckpt",
-                expected=requirement.supported,
+                expected=requirement,
                 found=f"{requirement.name} {found or '(not installed)'}",
                 remedy=f"install {requirement.name} {requirement.oldest} or newer",
             )
@@ -123,7 +110,7 @@ def untried() -> list[str]:
 
 def check_untried(missing: Sequence[str], missing_for_loads: Sequence[str]) -> None:
     """Warn (on rank 0) of versions that were not tried; refuse them if what ``install()`` patches is ``missing``."""
-    found, tried = ", ".join(untried()), ", ".join(requirement.supported for requirement in REQUIREMENTS)
+    found, tried = ", ".join(untried()), ", ".join(map(str, REQUIREMENTS))
     if missing:
         raise UnsupportedError(
             f"private names of DeepSpeed that elastic_ckpt needs are missing or have changed: {'; '.join(missing)}",
