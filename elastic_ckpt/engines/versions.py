@@ -9,8 +9,8 @@ import logging
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 from packaging.version import Version
 
@@ -20,14 +20,8 @@ from elastic_ckpt.errors import UnsupportedError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Requirement:
-    """A range of versions that were tried.
-
-    Attributes:
-        name: as people write it; also its distribution's name, but for Python.
-        oldest, newest: the bounds, included: of ``2.4``, every 2.4.x.
-    """
+class Requirement(NamedTuple):
+    """A range of versions that were tried, of ``name``, as people write it; of ``2.4``, every 2.4.x is in it."""
 
     name: str
     oldest: str
@@ -119,6 +113,6 @@ def check_untried(missing: Sequence[str], missing_for_loads: Sequence[str]) -> N
             remedy="install a version that was tried, or a newer elastic_ckpt",
         )
     if os.environ.get("RANK", "0") == "0":
-        which = f"loads that need these are refused: {'; '.join(missing_for_loads)}"
-        which = which if missing_for_loads else "all the private names that it needs are there"
+        refused = f"loads that need these are refused: {'; '.join(missing_for_loads)}"
+        which = refused if missing_for_loads else "all the private names that it needs are there"
         logger.warning("elastic_ckpt was not tried on %s, but on %s; %s", found, tried, which)
