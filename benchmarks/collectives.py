@@ -18,6 +18,7 @@ from rich.table import Table
 
 from benchmarks.machine import write_document
 from benchmarks.played import PlayedJob
+from benchmarks.scale_models import ScaleModel, scale_files
 from elastic_ckpt import distributed
 from elastic_ckpt.core.checksums import PartialSum
 from elastic_ckpt.formats.assembling import assemble
@@ -28,7 +29,6 @@ from elastic_ckpt.load.verify_reads import RankSums
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import RankWork
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.scale import ScaleModel, scale_files
 
 app = typer.Typer(add_completion=False)
 _MOST_SOURCE_RANKS = 512

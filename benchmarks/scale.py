@@ -27,6 +27,7 @@ from benchmarks.flat_jobs import TAG
 from benchmarks.launching import Launcher
 from benchmarks.played import PlayedJob
 from benchmarks.report import growths
+from benchmarks.scale_models import ScaleModel, scale_files
 from benchmarks.split import split
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
@@ -39,7 +40,6 @@ from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.tools.conversion import convert
 from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.scale import ScaleModel, scale_files
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 #: Shape of each parameter. Of 1,000, each of 1,024 ranks has more than 4,096 elements, as of any model that is trained

@@ -24,7 +24,7 @@ WIDTH = 100
 #: The commands that are shown, by the name of the picture, in the order in which they are run.
 COMMANDS = {
     "inspect": "elastic-ckpt inspect checkpoints",
-    "plan": "elastic-ckpt plan --model bloom-176b --dp 4 --tp 8 --pp 6 --nodes 24 --bandwidth 5GB/s",
+    "plan": "elastic-ckpt plan checkpoints --dp 3 --zero 1",
     "verify": "elastic-ckpt verify damaged --full",
     "convert": "elastic-ckpt convert checkpoints universal/step3",
     "diff": "elastic-ckpt diff checkpoints universal/step3",
@@ -32,11 +32,8 @@ COMMANDS = {
 }
 #: What this command prints when it resumes is the picture "report".
 RESUME = "torchrun --nproc_per_node 3 -m elastic_ckpt.run train.py --resume-from checkpoints"
-#: These draw a picture of their own.
-DIAGRAMS = {
-    "scatter": "elastic-ckpt plan checkpoints --dp 3 --zero 1 --svg scatter.svg",
-    "bloom": "elastic-ckpt plan --model bloom-176b --dp 4 --tp 8 --pp 6 --rank 5 --svg bloom.svg",
-}
+#: This one draws a picture of its own.
+SCATTER = "elastic-ckpt plan checkpoints --dp 3 --zero 1 --svg scatter.svg"
 _STEPS = 3
 _TRAIN = f"--losses losses.csv --steps {_STEPS}"
 
@@ -79,9 +76,8 @@ def terminal_environment(**more: str) -> dict[str, str]:
 def pictures(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Every picture, by its name: the commands are run in a folder, which is empty before."""
     found = {"report": picture(RESUME, prepare(folder, environment))}
-    for name, command in DIAGRAMS.items():
-        _run(command, folder, environment)
-        found[name] = (folder / f"{name}.svg").read_text(encoding="utf-8")
+    _run(SCATTER, folder, environment)
+    found["scatter"] = (folder / "scatter.svg").read_text(encoding="utf-8")
     return found | {name: picture(command, _run(command, folder, environment)) for name, command in COMMANDS.items()}
 
 

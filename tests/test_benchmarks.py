@@ -39,11 +39,11 @@ from benchmarks.report import BEGIN, END, RESULTS, SECTIONS, Measured, check_in,
 from benchmarks.results import CaseResult, all_wrong, find, over_floor, spread, summarize, targets
 from benchmarks.run import machine_need, repeat_options, settings_of, words
 from benchmarks.scale import ScalePoint
+from benchmarks.scale_models import ScaleModel
 from benchmarks.table import full_report
 from elastic_ckpt import distributed
 from elastic_ckpt.distributed import inline_nbytes
 from elastic_ckpt.tools.virtual import Topology
-from elastic_ckpt.tools.virtual.scale import ScaleModel
 
 MACHINE = {
     "cpu": "A processor",

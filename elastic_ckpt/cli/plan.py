@@ -1,19 +1,22 @@
-"""``elastic-ckpt plan``."""
+"""``elastic-ckpt plan``, and its tables, which fit in 100 columns."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import re
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 from rich.markup import escape
+from rich.table import Table
 from tqdm import tqdm
 
-from elastic_ckpt.cli import AsJson, Config, Preset, Tag, TrustPickle, app
+from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
 from elastic_ckpt.cli.output import (
     EXIT_FOUND,
     error_as_dict,
@@ -21,84 +24,58 @@ from elastic_ckpt.cli.output import (
     errors_end_the_command,
     print_json,
     print_wide,
+    table,
 )
-from elastic_ckpt.cli.plan_view import document, draw, refuse_without_matplotlib, report
 from elastic_ckpt.cli.scatter import write_scatter
-from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.experts import expert_name
-from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.report import saved_topology, size, source_dict, title
 from elastic_ckpt.sharding.rules import Preset as TPPreset
 from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.forecast import DEFAULT_BANDWIDTH, MOST_BY_DEFAULT, Cluster, LiveRun, Survey, survey
-from elastic_ckpt.tools.virtual.scale import ScaleModel, scale_metadata
+from elastic_ckpt.tools.virtual.forecast import RankForecast, forecast
 
-_EXAMPLE = "Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2 --nodes 8 --bandwidth 5GB/s[/]"
-_RANKS_PER_NODE = 8
+_EXAMPLE = "Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2[/]"
 _MOST_RANKS = 1 << 20
-_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)(B|bit)(?:/s)?")
-_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
-_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_Dtype = Literal["bf16", "fp16", "fp32"]
+#: Ranks planned of a larger job, unless all are asked for.
+_MOST_BY_DEFAULT = 64
+_LEAST_WIDTH = 72
+#: Rows shown of long lists.
+_FILES_SHOWN, _NOTES_SHOWN = 16, 12
+#: Attribute of a forecast, and title.
+_READS = (
+    ("nbytes_read", "bytes read"),
+    ("nbytes_compared", "bytes compared before"),
+    ("nbytes_received", "bytes received"),
+    ("reads", "reads"),
+    ("files", "files read from"),
+    ("memory", "bytes of memory filled"),
+)
 
 
-def bandwidth_of(text: str) -> float:
-    """Bytes per second, from ``5GB/s`` or ``25Gbit/s``. Raises :class:`typer.BadParameter` if it is neither."""
-    match = _BANDWIDTH.fullmatch(text.strip())
-    value = 0.0 if match is None else float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]]
-    if match is None or not 0 < value < float("inf"):
-        raise typer.BadParameter(f"{text!r} is no bandwidth; write 5GB/s, 800MB/s or 25Gbit/s")
-    return value / 8 if match[4] == "bit" else value
+def _degree(option: str, what: str) -> Any:
+    return typer.Option(option, min=1, max=_MOST_RANKS, help=f"{what}-parallel degree.")
 
 
 @app.command("plan", epilog=_EXAMPLE)
 def plan(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(metavar="DIR", help="Folder with a [bold]latest[/] file, or the folder of one tag."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help=f"No checkpoint, but the one of a big model: {', '.join(ScaleModel.names())}, or a JSON file.",
-        ),
-    ] = None,
-    dp: Annotated[int | None, typer.Option("--dp", min=1, max=_MOST_RANKS, help="Data-parallel degree.")] = None,
-    tp: Annotated[int | None, typer.Option("--tp", min=1, max=_MOST_RANKS, help="Tensor-parallel degree.")] = None,
-    pp: Annotated[int | None, typer.Option("--pp", min=1, max=_MOST_RANKS, help="Pipeline-parallel degree.")] = None,
-    ep: Annotated[int | None, typer.Option("--ep", min=1, max=_MOST_RANKS, help="Expert-parallel degree.")] = None,
+    folder: Folder,
+    dp: Annotated[int | None, _degree("--dp", "Data")] = None,
+    tp: Annotated[int | None, _degree("--tp", "Tensor")] = None,
+    pp: Annotated[int | None, _degree("--pp", "Pipeline")] = None,
+    ep: Annotated[int | None, _degree("--ep", "Expert")] = None,
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage.")] = None,
-    sub_group_size: Annotated[
-        int, typer.Option("--sub-group-size", min=1, help="[bold]sub_group_size[/] of ZeRO-3.")
-    ] = 1_000_000_000,
-    offload: Annotated[
-        Literal["none", "cpu"], typer.Option("--offload", help="Masters and optimizer states in host memory.")
-    ] = "none",
-    precision: Annotated[_Dtype, typer.Option("--precision", help="Of the weights.")] = "bf16",
-    gradients: Annotated[_Dtype, typer.Option("--gradients", help="Of the gradients that are accumulated.")] = "fp32",
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", min=1, help="Nodes that the ranks are packed on; default: 8 ranks each.")
-    ] = None,
-    bandwidth: Annotated[
-        float,
-        typer.Option("--bandwidth", parser=bandwidth_of, metavar="RATE", help="What a node reads: 5GB/s, 25Gbit/s."),
-    ] = f"{DEFAULT_BANDWIDTH / 1e9:g}GB/s",  # type: ignore[assignment]  # its parser makes a float
     weights_only: Annotated[
-        bool,
-        typer.Option("--weights-only", help="Of load_module_only=True: neither optimizer states nor their memory."),
+        bool, typer.Option("--weights-only", help="Of load_module_only=True: no optimizer states.")
     ] = False,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Plan this rank alone, in detail.")] = None,
     every: Annotated[
         bool,
-        typer.Option("--all", help=f"Plan and list every rank; by default, of a big job, {MOST_BY_DEFAULT} of them."),
+        typer.Option("--all", help=f"Plan and list every rank; by default, of a big job, {_MOST_BY_DEFAULT} of them."),
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw which file feeds which rank: a picture (.png, .pdf, .svg).")
-    ] = None,
     svg: Annotated[
         Path | None, typer.Option("--svg", help="Draw which bytes of which file go where in the planned ranks: an SVG.")
     ] = None,
@@ -108,73 +85,52 @@ def plan(
     trust_pickle: TrustPickle = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a load on another topology, without a GPU: what each rank would read and need, and how long that takes.
+    """Plan a load on another topology, without a GPU: what each rank would read, and the memory that it fills.
 
     The planner is the one of a load. Degrees and ZeRO stage that are not given are those of the save.
 
     Exit code 1: the load would be refused. It says why, and what would help.
     """
-    every_one = every or plot is not None
-    if (folder is None) == (model is None):
-        raise typer.BadParameter("give either the folder of a checkpoint, or --model")
-    if rank is not None and every_one:
-        raise typer.BadParameter("--rank plans one rank; --all and --plot need them all")
+    if rank is not None and every:
+        raise typer.BadParameter("--rank plans one rank; --all needs them all")
     with errors_end_the_command(as_json):
-        if plot is not None:
-            refuse_without_matplotlib()
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
-        if model is not None:
-            name, metadata, options = _of_model(model, options)
-        else:
-            name, metadata = _of_folder(str(folder), tag, options, not weights_only)
         loading = LoadOptions.of(options, optimizer_states=not weights_only)
+        try:
+            metadata = open_folder(str(folder), tag, options, not weights_only).checkpoint.metadata
+        except MismatchError as error:  # only live param groups could name the states
+            error.remedy = f"--weights-only plans the weights alone: {error.remedy}"
+            raise
     saved = metadata.source
-    stage = saved.zero_stage if zero is None else zero
-    alignment = max(options.align_partitions, 1)
     dp = dp or saved.dp
     ep = ep or (math.gcd(saved.ep, dp) if any(map(expert_name, metadata.parameters)) else 1)
-    topology = Topology(dp, tp or saved.tp, pp or saved.pp, stage, sub_group_size, alignment, ep)
+    stage = saved.zero_stage if zero is None else zero
+    alignment = max(options.align_partitions, 1)
+    topology = Topology(dp, tp or saved.tp, pp or saved.pp, stage, alignment=alignment, ep=ep)
     if topology.ranks > _MOST_RANKS:
         raise typer.BadParameter(f"{topology} would be {topology.ranks} ranks, and {_MOST_RANKS} are the most")
     if rank is not None and rank >= topology.ranks:
         raise typer.BadParameter(f"{topology} has the ranks 0 to {topology.ranks - 1}", param_hint="--rank")
-    cluster = Cluster(topology.ranks, nodes or -(-topology.ranks // _RANKS_PER_NODE), bandwidth)
-    run = LiveRun(_TORCH_NAMES[precision], _TORCH_NAMES[gradients], offload == "cpu", read_options(options))
+    ranks = [rank] if rank is not None else some_of(topology.ranks, topology.ranks if every else _MOST_BY_DEFAULT)
     with _refusals_end_the_command(as_json):
         job = VirtualJob(metadata, topology, loading)
-        ranks = [rank] if rank is not None else list(range(topology.ranks)) if every_one else cluster.some_ranks()
         with tqdm(ranks, desc="planning", unit=" ranks", leave=False, disable=True if as_json else None) as bar:
-            found: Survey = survey(job, bar, cluster, run)
-    with errors_end_the_command(as_json):
-        if plot is not None:
-            draw(job, found.ranks, plot)
-        if svg is not None:
+            found = [forecast(each, *job.planned(each), read_options(options)) for each in bar]
+    if svg is not None:
+        with errors_end_the_command(as_json):
             write_scatter(job, ranks, svg)
     in_detail = every or rank is not None
     if as_json:
-        print_json(document(job, found, name, in_detail))
+        print_json(document(job, found, in_detail))
     else:
-        print_wide(report(job, found, name, in_detail))
+        print_wide(report(job, found, in_detail))
 
 
-def _of_folder(
-    folder: str, tag: str | None, config: ElasticConfig, with_states: bool
-) -> tuple[str, CheckpointMetadata]:
-    try:
-        opened = open_folder(folder, tag, config, with_states)
-    except MismatchError as error:  # only live param groups could name the states
-        if with_states:
-            error.remedy = f"--weights-only plans the weights alone: {error.remedy}"
-        raise
-    return opened.found.folder, opened.checkpoint.metadata
-
-
-def _of_model(name: str, config: ElasticConfig) -> tuple[str, CheckpointMetadata, ElasticConfig]:
-    """Name and metadata of a large model's checkpoint, and the options with its preset."""
-    model = ScaleModel.load(name)
-    if config.tp_preset is None and model.preset is not None:
-        config = config.model_copy(update={"tp_preset": model.preset})
-    return model.name, scale_metadata(model), config
+def some_of(ranks: int, most: int) -> list[int]:
+    """At most so many ranks of a job: the first, the last, and others evenly between them."""
+    if ranks <= most:
+        return list(range(ranks))
+    return [round(number * (ranks - 1) / (most - 1)) for number in range(most)]
 
 
 @contextmanager
@@ -195,3 +151,110 @@ def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
             if hint:
                 error_console.print(f"  {'option:':<11}{escape(hint)}", soft_wrap=True, highlight=False)
         raise typer.Exit(EXIT_FOUND) from error
+
+
+def _spread(values: Sequence[int]) -> dict[str, float]:
+    return {"least": min(values), "mean": sum(values) / len(values), "most": max(values), "total": sum(values)}
+
+
+def _notes(job: VirtualJob, found: Sequence[RankForecast]) -> list[str]:
+    topology, notes = job.topology, dict.fromkeys(note for each in found for note in each.notes)
+    if topology.pp > 1 and topology.zero_stage > 1:
+        return [f"DeepSpeed's pipeline engine refuses ZeRO-{topology.zero_stage}: take stage 0 or 1", *notes]
+    return list(notes)
+
+
+def document(job: VirtualJob, found: Sequence[RankForecast], in_detail: bool) -> dict[str, Any]:
+    """The forecasts as plain data; ``in_detail``: with every planned rank."""
+    made: dict[str, Any] = {
+        "source": source_dict(job.metadata.source) | {"files": len(job.metadata.files)},
+        "target": dataclasses.asdict(job.topology) | {"ranks": job.topology.ranks},
+        "ranks_planned": len(found),
+        **{key: _spread([getattr(each, key) for each in found]) for key, _ in _READS},
+        "notes": _notes(job, found),
+    }
+    if in_detail:
+        made["ranks"] = [_rank_document(job, each) for each in found]
+    return made
+
+
+def _rank_document(job: VirtualJob, each: RankForecast) -> dict[str, Any]:
+    fields = ("key", "dtype", "tensors", "numel", "padding")
+    return {
+        "rank": each.rank,
+        "coordinates": dataclasses.asdict(job.topology.coordinates(each.rank)),
+        **{key: getattr(each, key) for key, _ in _READS},
+        "files": {job.metadata.files[file].path: nbytes for file, nbytes in sorted(each.by_file.items())},
+        "filled": [dict(zip(fields, (*kind, *counts), strict=True)) for kind, counts in each.filled.items()],
+    }
+
+
+def report(job: VirtualJob, found: Sequence[RankForecast], in_detail: bool) -> Iterator[RenderableType]:
+    """All tables, in order."""
+    yield _overview(job, found)
+    yield _reads(found)
+    yield _memory(max(found, key=lambda each: each.memory))
+    if in_detail:
+        yield _files(job, found[0]) if len(found) == 1 else _every_rank(job, found)
+
+
+def _table(heading: str, *columns: str) -> Table:
+    return table(heading, *columns, min_width=_LEAST_WIDTH)
+
+
+def _overview(job: VirtualJob, found: Sequence[RankForecast]) -> Table:
+    shown, source, files = _table("elastic_ckpt: plan of a load"), job.metadata.source, job.metadata.files
+    total = size(sum(file.nbytes for file in files))
+    about = f"{source.folder} ({source.format}, tag {source.tag}, {len(files)} files, {total})"
+    by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
+    shown.add_row("checkpoint", escape(about))
+    shown.add_row("saved", escape(f"{saved_topology(source)}{by}"))
+    shown.add_row("resumed", f"{job.topology}: {job.topology.ranks} ranks")
+    if len(found) < job.topology.ranks:
+        shown.add_row("planned", f"{len(found)} of them; --all plans every one")
+    notes = _notes(job, found)
+    for note in notes[:_NOTES_SHOWN]:
+        shown.add_row("note", escape(note))
+    if len(notes) > _NOTES_SHOWN:
+        shown.add_row("note", f"and {len(notes) - _NOTES_SHOWN} more, with --json")
+    return shown
+
+
+def _reads(found: Sequence[RankForecast]) -> Table:
+    shown = _table("each rank", "", ">least", ">mean", ">most", ">all planned")
+    for key, what in _READS:
+        values = _spread([getattr(each, key) for each in found])
+        if values["most"] or key == "nbytes_read":
+            texts = [f"{value:,.0f}" if key in ("reads", "files") else size(value) for value in values.values()]
+            shown.add_row(what, *texts[:3], "" if key == "files" else texts[3])
+    return shown
+
+
+def _memory(each: RankForecast) -> Table:
+    shown = _table(f"memory that is filled; rank {each.rank} has most", "", ">dtype", ">tensors", ">elements", ">bytes")
+    for (key, dtype), (tensors, numel, padding) in each.filled.items():
+        elements = f"{numel:,}" + (f", {padding:,} padding" if padding else "")
+        shown.add_row(escape(title(key)), dtype, str(tensors), elements, size(numel * ITEMSIZE[dtype]))
+    return shown
+
+
+def _every_rank(job: VirtualJob, found: Sequence[RankForecast]) -> Table:
+    shown = _table("ranks", "rank", ">stage", ">dp", ">tp", ">read", ">reads", ">files", ">memory")
+    for each in found:
+        at = job.topology.coordinates(each.rank)
+        numbers = map(str, (each.rank, at.pp_rank, at.dp_rank, at.tp_rank))
+        shown.add_row(*numbers, size(each.nbytes_read), f"{each.reads:,}", str(each.files), size(each.memory))
+    return shown
+
+
+def _files(job: VirtualJob, each: RankForecast) -> Table:
+    at = job.topology.coordinates(each.rank)
+    ranks = f"data-parallel rank {at.dp_rank}, tensor-parallel rank {at.tp_rank}"
+    shown = _table(f"rank {each.rank}: pipeline stage {at.pp_rank}, {ranks}", "file", ">bytes read")
+    biggest = sorted(each.by_file.items(), key=lambda item: (-item[1], item[0]))
+    for file, nbytes in biggest[:_FILES_SHOWN]:
+        shown.add_row(escape(os.path.relpath(job.metadata.files[file].path, job.metadata.source.folder)), size(nbytes))
+    rest = [nbytes for _, nbytes in biggest[_FILES_SHOWN:]]
+    if rest:
+        shown.add_row(f"and {len(rest)} more", size(sum(rest)))
+    return shown

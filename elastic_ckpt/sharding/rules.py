@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -22,53 +22,8 @@ from elastic_ckpt.errors import ConfigError, MismatchError
 if TYPE_CHECKING:
     from elastic_ckpt.sharding.specs import ShardSpec
 
-B = TypeVar("B", bound="ReadyConfig")
 
-
-class ReadyConfig(BaseModel):
-    """A JSON file of ``configs/``, which the package ships, or of the user's.
-
-    A subclass defines the fields, folder and error texts of one kind.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    FOLDER: ClassVar[str]
-    CALLED: ClassVar[str]
-    UNREADABLE: ClassVar[str]
-    EXPECTED: ClassVar[str]
-    #: How to select one; ``{name}`` is replaced by its name.
-    REMEDY: ClassVar[str]
-
-    @classmethod
-    def _folder(cls) -> Path:
-        installed = Path(str(resources.files("elastic_ckpt"))) / "configs" / cls.FOLDER
-        return installed if installed.is_dir() else Path(__file__).parents[2] / "configs" / cls.FOLDER
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """Names of the files that the package ships."""
-        return sorted(path.stem for path in cls._folder().glob("*.json"))
-
-    @classmethod
-    def load(cls: type[B], name: str) -> B:
-        """Load a shipped file by name, or any by its ``.json`` path; :class:`ConfigError` if absent or malformed."""
-        is_path, names = name.endswith(".json"), cls.names()
-        if not is_path and name not in names:
-            raise ConfigError(
-                f'there is no {cls.CALLED} "{name}"',
-                expected=f"one of {', '.join(names)}, or the path of a JSON file",
-                found=name,
-                remedy=cls.REMEDY.replace("{name}", names[0]) if names else None,
-            )
-        path = Path(name) if is_path else cls._folder() / f"{name}.json"
-        try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:  # pydantic's ValidationError is a ValueError
-            raise ConfigError(cls.UNREADABLE, file=str(path), expected=cls.EXPECTED, found=str(error)) from error
-
-
-class Preset(ReadyConfig):
+class Preset(BaseModel):
     """Tensor-parallel rules of a well-known code base; the first rule that applies to a parameter wins.
 
     ``one_stage``: patterns of what a tied pipeline module has beside the tied weight: its first stage alone trains it.
@@ -76,11 +31,7 @@ class Preset(ReadyConfig):
     ``unsaved``: arguments that such a run does not save with its checkpoints: the live run's count.
     """
 
-    FOLDER = "rules"
-    CALLED = "preset"
-    UNREADABLE = "this file of tensor-parallel rules cannot be read"
-    EXPECTED = '{"name": ..., "description": ..., "rules": [{"pattern": ..., "kind": ...}]}'
-    REMEDY = '"elastic_checkpoint": {"tp_preset": "{name}"}'
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     description: str
@@ -89,6 +40,33 @@ class Preset(ReadyConfig):
     unsaved: list[str] = []
     one_stage: list[str] = []
     rules: list[Rule]
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Names of the presets that the package ships."""
+        return sorted(path.stem for path in _folder().glob("*.json"))
+
+    @classmethod
+    def load(cls, name: str) -> Preset:
+        """Load a shipped preset by name, or any by its ``.json`` path; :class:`ConfigError` if absent or malformed."""
+        is_path, names = name.endswith(".json"), cls.names()
+        if not is_path and name not in names:
+            raise ConfigError(
+                f'there is no preset "{name}"',
+                expected=f"one of {', '.join(names)}, or the path of a JSON file",
+                found=name,
+                remedy=f'"elastic_checkpoint": {{"tp_preset": "{names[0]}"}}' if names else None,
+            )
+        path = Path(name) if is_path else _folder() / f"{name}.json"
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:  # pydantic's ValidationError is a ValueError
+            raise ConfigError(
+                "this file of tensor-parallel rules cannot be read",
+                file=str(path),
+                expected='{"name": ..., "description": ..., "rules": [{"pattern": ..., "kind": ...}]}',
+                found=str(error),
+            ) from error
 
     @property
     def evidence(self) -> str:
@@ -102,6 +80,11 @@ class Preset(ReadyConfig):
     def recognizes(self, run: Mapping[str, Any]) -> bool:
         """Whether a run with these arguments is of this code base."""
         return bool(self.has) and run.keys() >= set(self.has) and run.keys().isdisjoint(self.lacks)
+
+
+def _folder() -> Path:
+    installed = Path(str(resources.files("elastic_ckpt"))) / "configs" / "rules"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "configs" / "rules"
 
 
 @cache

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.scale_models import scale_metadata
 from elastic_ckpt.cli.scatter import scatter, write_scatter
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import ConfigError
@@ -17,8 +18,7 @@ from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import size
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import bytes_by_file
-from elastic_ckpt.tools.virtual.scale import scale_metadata
-from tests.tools.test_scale import small_model
+from tests.test_benchmarks_scale import small_model
 
 _SVG = "{http://www.w3.org/2000/svg}"
 

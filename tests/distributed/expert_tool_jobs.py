@@ -14,7 +14,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import nn
 
 import elastic_ckpt
-from elastic_ckpt.tools.virtual.scale import ScaleModel
+from benchmarks.scale_models import ScaleModel
 from tests.distributed.expert_jobs import build, end
 from tests.distributed.plan_jobs import both_sides
 

@@ -18,7 +18,7 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.forecast import reads_of
+from elastic_ckpt.tools.virtual.forecast import forecast
 from tests.distributed import parallel_models
 from tests.distributed.model import build_engine, close
 
@@ -70,7 +70,7 @@ def both_sides(engine: Any, folder: str, stage: int, where: str, sub_group: int 
     )
     engine.load_checkpoint(folder)
     local_state, plan = job.planned(dist.get_rank())
-    reads = reads_of(local_state, plan, ReadOptions(), on_accelerator=False)
+    reads = forecast(0, local_state, plan, ReadOptions(), on_accelerator=False)
     work = engine.elastic_report.mine
     return SimpleNamespace(
         where=where,
@@ -78,7 +78,7 @@ def both_sides(engine: Any, folder: str, stage: int, where: str, sub_group: int 
         layouts=(shapes_of(local_state), shapes_of(live)),
         states=(what_is_read(local_state), what_is_read(live)),
         reads=(
-            (reads.nbytes, reads.calls, reads.nbytes_received),
+            (reads.nbytes_read, reads.reads, reads.nbytes_received),
             (work.nbytes_read, work.read_calls, work.nbytes_received),
         ),
     )

@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import elastic_ckpt
+from benchmarks import scale_models
 from elastic_ckpt.cli import app
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.tools.opened import open_folder
-from elastic_ckpt.tools.virtual import scale
 from tests.distributed.conftest import Launch
 from tests.distributed.expert_jobs import Experts
 from tests.distributed.jobs import truth_of
-from tests.tools.test_scale import check_places, described
+from tests.test_benchmarks_scale import check_places, described
 
 #: What is saved, and the same state after a load at other degrees.
 SOURCE = Experts(4, 1, 2, "fp32")
@@ -171,7 +171,7 @@ def test_a_load_on_other_ranks_is_planned(saved: Path) -> None:
     found = command("plan", saved / SOURCE.name, "--dp", 2, "--all")
     truth = truth_of(saved / SOURCE.name)
     nbytes = sum(3 * value.numel() * value.element_size() for value in truth["masters"].values())
-    assert sum(rank["reads"]["nbytes"] for rank in found["ranks"]) == nbytes + 8  # and a buffer
+    assert sum(rank["nbytes_read"] for rank in found["ranks"]) == nbytes + 8  # and a buffer
 
 
 def test_a_plan_foretells_what_a_job_of_any_degree_reads(saved: Path, launch: Launch) -> None:
@@ -184,7 +184,7 @@ def test_a_plan_foretells_what_a_job_of_any_degree_reads(saved: Path, launch: La
 
 
 MATRICES = {"lr": 0.01, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
-#: A job as the files in ``configs/scale`` describe jobs.
+#: A job as the files in ``benchmarks/models`` describe jobs.
 DESCRIBED = {
     "name": "tiny",
     "description": "Two layers of experts.",
@@ -237,8 +237,8 @@ def test_an_imagined_checkpoint_of_experts_is_the_real_one(
     tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(4, "expert_tool_jobs.save_as_described", {"folder": str(tmp_path), "model": DESCRIBED, "group_numel": 300})
-    monkeypatch.setattr(scale, "_EXPERT_GROUP_NUMEL", 300)
-    imagined = scale.scale_metadata(scale.ScaleModel.model_validate(DESCRIBED))
+    monkeypatch.setattr(scale_models, "_EXPERT_GROUP_NUMEL", 300)
+    imagined = scale_models.scale_metadata(scale_models.ScaleModel.model_validate(DESCRIBED))
     real = open_folder(str(tmp_path), None, ElasticConfig()).checkpoint.metadata
     ours, theirs = described(imagined), described(real)
     # torch adds options of its own, and a number of steps to states

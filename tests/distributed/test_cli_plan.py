@@ -61,10 +61,10 @@ def told(*arguments: str, code: int = 0) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-def test_a_real_checkpoint(native: Path, tmp_path: Path) -> None:
+def test_a_real_checkpoint(native: Path) -> None:
     folder = folder_of(native, Setup(3), 2)
     found = told(folder, "--all")
-    assert found["name"] == f"{folder}/step4"
+    assert found["source"]["folder"] == f"{folder}/step4"
     target = {key: found["target"][key] for key in ("zero_stage", "dp", "tp", "pp", "ranks")}
     assert target == {"zero_stage": 3, "dp": 2, "tp": 1, "pp": 1, "ranks": 2}
     assert proof_of_folder(folder, Topology(dp=2, zero_stage=3)).holds
@@ -72,12 +72,10 @@ def test_a_real_checkpoint(native: Path, tmp_path: Path) -> None:
     buffers = 8 + 3 * 5 * 4
     assert found["nbytes_read"]["total"] == 12 * numel + 2 * buffers
     assert found["source"]["files"] == 4
-    picture = tmp_path / "plot.png"
-    other = told(folder, "--dp", "3", "--zero", "1", "--plot", str(picture))
+    other = told(folder, "--dp", "3", "--zero", "1")
     assert proof_of_folder(folder, Topology(dp=3)).holds and other["ranks_planned"] == 3
     assert other["nbytes_read"]["total"] == 12 * numel + buffers
     assert other["nbytes_received"]["total"] == 2 * buffers
-    assert picture.read_bytes().startswith(b"\x89PNG")
     every = {rank["rank"]: rank for rank in told(folder, "--dp", "3", "--zero", "1", "--all")["ranks"]}
     one = told(folder, "--dp", "3", "--zero", "1", "--rank", "1")["ranks"]
     assert one == [every[1]]
@@ -98,6 +96,6 @@ def test_states_without_names_are_left_out_on_demand(unpartitioned: Path) -> Non
     folder = folder_of(unpartitioned, Setup(0, "bf16", "fusedadam"), 2)
     error = told(folder, code=3)
     assert error["remedy"].startswith("--weights-only")
-    found = told(folder, "--weights-only", "--zero", "3")
+    (found, *_) = told(folder, "--weights-only", "--zero", "3", "--all")["ranks"]
     assert proof_of_folder(folder, Topology(dp=2, zero_stage=3), with_states=False).holds
-    assert found["memory"]["states"] == []
+    assert {each["key"] for each in found["filled"]} == {"fp32", "buffer"}

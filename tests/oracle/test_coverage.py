@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.scale_models import scale_metadata
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LocalState
@@ -19,13 +20,12 @@ from elastic_ckpt.core.metadata import BUFFER, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, ReadItem
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.scale import scale_metadata
 from tests import simulation_parallel as parallel
 from tests.oracle.coverage import Proof, prove
 from tests.oracle.intervals import coverage, covers_exactly, intervals, strided, together
 from tests.simulation import cases as flat_cases
 from tests.simulation import engine_of, saved
-from tests.tools.test_scale import catalog_of, small_model
+from tests.test_benchmarks_scale import catalog_of, small_model
 from tests.tools.test_virtual import RULES, sharded
 
 slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.scale_models import ScaleModel, scale_metadata
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.chunks import (
     ChunkSource,
@@ -33,9 +34,8 @@ from elastic_ckpt.planning.following import Leader
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.read_items import FragmentSource, read_items
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.scale import ScaleModel, scale_metadata
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "scale"
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "models"
 RULE = PartitionRule(numel=12, step=5, shift=3)
 FILES = range(4)
 MASTERS, STATES = (FlatTensors(FILES, array("q", offsets), 5, 4) for offsets in ([64], [1000, 2000, 3000, 4000]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Slot
 from elastic_ckpt.io import coalesce
@@ -20,23 +17,8 @@ from elastic_ckpt.io.coalesce import ReadOptions, read_sizes, sort_reads
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.forecast import (
-    Cluster,
-    LiveRun,
-    Memory,
-    RankForecast,
-    Reads,
-    bytes_by_file,
-    forecast_rank,
-    memory_of,
-    nodes_of,
-    reading_time,
-    reads_of,
-    spread,
-    survey,
-)
+from elastic_ckpt.tools.virtual.forecast import bytes_by_file, forecast
 from tests.simulation import saved
-from tests.tools.test_scale import catalog_of
 from tests.tools.test_virtual import RULES, sharded
 
 # --- reads ------------------------------------------------------------------------------------------------------------
@@ -118,9 +100,9 @@ def test_of_what_ranks_read_together_each_receives_the_rest() -> None:
     found = []
     for rank in range(2):
         local_state, plan = job.planned(rank)
-        reads = reads_of(local_state, plan, ReadOptions(), on_accelerator=False)
-        assert sum(bytes_by_file(plan.reads).values()) == reads.nbytes
-        found.append((reads.nbytes, reads.nbytes_received))
+        reads = forecast(0, local_state, plan, ReadOptions(), on_accelerator=False)
+        assert sum(bytes_by_file(plan.reads).values()) == reads.nbytes_read
+        found.append((reads.nbytes_read, reads.nbytes_received))
     total = 4 * 2 * 16
     assert [a + b for a, b in found] == [total, total]
     assert sum(a for a, _ in found) == total
@@ -129,130 +111,21 @@ def test_of_what_ranks_read_together_each_receives_the_rest() -> None:
 def test_copies_that_are_compared_are_counted_apart() -> None:
     job = VirtualJob(sharded(2), Topology(tp=1), LoadOptions(rules=RULES))
     local_state, plan = job.planned(0)
-    reads = reads_of(local_state, plan, ReadOptions(), on_accelerator=False)
+    reads = forecast(0, local_state, plan, ReadOptions(), on_accelerator=False)
     # masters and two moments: of the norm two copies of 4 elements, and one is read
     assert reads.nbytes_compared == 3 * 2 * 4 * 4
-    assert reads.nbytes == 3 * 4 * (20 * 4 + 16 * 4 + 4 * 16 + 4)
+    assert reads.nbytes_read == 3 * 4 * (20 * 4 + 16 * 4 + 4 * 16 + 4)
     assert reads.files == 2
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-N = 1 << 12
-BYTES = {"weights": 2, "gradients": 4, "masters": 4, "states": 8}
-
-
 @pytest.mark.parametrize("dp", [1, 4])
-@pytest.mark.parametrize(
-    ("stage", "divided"),
-    [(0, ()), (1, ("masters", "states")), (2, ("masters", "states", "gradients")), (3, tuple(BYTES))],
-)
-def test_18_bytes_for_each_parameter_before_zero_divides_them(stage: int, divided: tuple[str, ...], dp: int) -> None:
-    metadata = saved({"a": (N // 2,), "b": (N // 4, 2)})
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_masters_and_states_fill_12_bytes_for_each_parameter_before_zero_divides_them(stage: int, dp: int) -> None:
+    metadata = saved({"a": (1000,), "b": (56, 9)}, wholes={("mask", BUFFER): ((10,), "int64")})
     job = VirtualJob(metadata, Topology(dp=dp, zero_stage=stage), LoadOptions())
+    numel, tensors = 1504 // (dp if stage else 1), 1 if stage else 2
     for rank in range(dp):
-        memory = memory_of(*job.planned(rank), LiveRun())
-        expected = {what: size * N // (dp if what in divided else 1) for what, size in BYTES.items()}
-        found = {what: getattr(memory, what) for what in ("weights", "gradients", "masters")}
-        assert found | {"states": sum(nbytes for *_, nbytes in memory.states)} == expected
-        assert memory.states == (
-            ("exp_avg", "float32", expected["states"] // 2),
-            ("exp_avg_sq", "float32", expected["states"] // 2),
-        )
-        assert (memory.device, memory.host) == (sum(expected.values()), 0)
-        moved = memory_of(*job.planned(rank), LiveRun(offload=True))
-        assert moved.host == expected["masters"] + expected["states"]
-        assert moved.device == expected["weights"] + expected["gradients"]
-
-
-def test_precision_decides_about_weights_and_gradients() -> None:
-    metadata = saved({"a": (N,)}, wholes={("mask", BUFFER): ((10,), "int64")})
-    found = {}
-    for stage, weights, gradients in (
-        (0, "float32", "float32"),
-        (0, "bfloat16", "bfloat16"),
-        (1, "float32", "float16"),
-    ):
-        job = VirtualJob(metadata, Topology(zero_stage=stage), LoadOptions())
-        memory = memory_of(*job.planned(0), LiveRun(weights, gradients))
-        assert memory.others == 80
-        found[stage, weights] = (memory.weights, memory.gradients)
-    # without ZeRO, an fp32 optimizer steps on the weights themselves
-    assert found == {(0, "float32"): (0, 4 * N), (0, "bfloat16"): (2 * N, 2 * N), (1, "float32"): (4 * N, 2 * N)}
-
-
-def test_tensor_and_pipeline_parallelism_divide_the_weights() -> None:
-    metadata = catalog_of("bloom-176b")
-    job = VirtualJob(metadata, Topology(dp=8, tp=4, pp=12), LoadOptions.of(ElasticConfig(tp_preset="bloom")))
-    memory = memory_of(*job.planned(100), LiveRun())
-    h = 14336  # stage 3 has six layers: of each 12 h^2 and 7 h of the 13 h are cut over four ranks
-    numel = 6 * (12 * h * h + 7 * h) // 4 + 6 * 6 * h
-    assert (memory.weights, memory.gradients) == (2 * numel, 4 * numel)
-    assert abs(memory.masters - 4 * numel / 8) < 64
-
-
-# --- nodes and seconds ------------------------------------------------------------------------------------------------
-
-
-def rank_forecast(rank: int, nbytes: int, compared: int = 0) -> RankForecast:
-    return RankForecast(rank, Reads(nbytes, 1, nbytes, nbytes, 1, compared, 0), Memory(0, (), 0, 0, 0, False), {})
-
-
-def test_the_slowest_node_counts() -> None:
-    cluster = Cluster(ranks=7, nodes=3, bandwidth=50.0)
-    ranks = [rank_forecast(rank, nbytes) for rank, nbytes in enumerate([10, 10, 10, 40, 40, 0, 70])]
-    ranks[4] = rank_forecast(4, 40, compared=5)
-    assert cluster.ranks_per_node == 3
-    assert [cluster.ranks_of(node) for node in range(4)] == [3, 3, 1, 0]
-    assert [(node.node, node.ranks, node.nbytes, node.is_complete) for node in nodes_of(ranks, cluster)] == [
-        (0, 3, 30, True),
-        (1, 3, 85, True),
-        (2, 1, 70, True),
-    ]
-    time = reading_time(ranks, cluster)  # the rank that reads most is not on the node that reads most
-    assert (time.node_nbytes, time.reading, time.is_estimate) == (85, 1.7, False)
-
-
-def test_of_a_few_ranks_the_rest_is_estimated() -> None:
-    cluster = Cluster(ranks=8, nodes=2, bandwidth=1.0)
-    alone = reading_time([rank_forecast(5, 30)], cluster)
-    assert (alone.node_nbytes, alone.is_estimate) == (4 * 30, True)
-    node = reading_time([rank_forecast(rank, 10 * rank) for rank in range(4)], cluster)
-    assert (node.node_nbytes, node.is_estimate) == (60, True)
-
-
-def test_of_a_big_job_some_nodes_are_planned() -> None:
-    assert Cluster(64, 8).some_ranks() == list(range(64))
-    found = Cluster(384, 48).some_ranks()
-    assert len(found) == 64
-    assert found[:8] == list(range(8)) and found[-8:] == list(range(376, 384))
-    assert Counter(rank // 8 for rank in found).most_common()[-1][1] == 8
-    assert Cluster(300, 2).some_ranks() == list(range(300))  # the first node and the last
-    assert Cluster(1000, 1).some_ranks() == list(range(1000))
-    assert Cluster(100, 30).some_ranks()[-1] == 99
-
-
-def test_a_survey_is_of_the_ranks_that_were_asked_for() -> None:
-    job = VirtualJob(saved({"a": (40,), "b": (7,)}), Topology(dp=4), LoadOptions())
-    cluster = Cluster(4, 2, 100.0)
-    found = survey(job, range(4), cluster, LiveRun())
-    assert [each.rank for each in found.ranks] == [0, 1, 2, 3]
-    assert sum(each.reads.nbytes for each in found.ranks) == 3 * 4 * 47
-    time, nodes = reading_time(found.ranks, cluster), nodes_of(found.ranks, cluster)
-    assert time.node_nbytes == max(node.nbytes for node in nodes)
-    part = survey(job, [2], cluster, LiveRun())
-    assert part.ranks == (found.ranks[2],)
-    assert part.last[0].model.coordinates.dp_rank == 2
-    with pytest.raises(ValueError, match="no ranks"):
-        survey(job, [], cluster, LiveRun())
-    assert spread([3, 1, 8]) == {"least": 1, "mean": 4.0, "most": 8, "total": 12}
-
-
-def test_forecasts_are_plain_data() -> None:
-    job = VirtualJob(saved({"a": (40,)}), Topology(dp=2), LoadOptions())
-    local_state, plan = job.planned(1)
-    for offload, staged in ((False, True), (True, False)):
-        each = forecast_rank(1, local_state, plan, LiveRun(offload=offload))
-        assert each.memory.offloaded == offload
-        assert json.loads(json.dumps(dataclasses.asdict(each)))["reads"]["nbytes"] == 3 * 4 * 20
-        assert each.reads.calls == len(plan.reads.items) if staged else each.reads.calls <= len(plan.reads.items)
+        found = forecast(rank, *job.planned(rank), ReadOptions())
+        states = {(key, "float32"): (tensors, numel, 0) for key in ("fp32", "exp_avg", "exp_avg_sq")}
+        assert found.filled == states | {(BUFFER, "int64"): (1, 10, 0)}
+        assert found.memory == 12 * numel + 80

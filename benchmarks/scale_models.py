@@ -1,4 +1,4 @@
-"""Checkpoints of large models, without tensors or files, as the JSON files in ``configs/scale`` describe them. Pure.
+"""Checkpoints of large models, without tensors or files, as the JSON files in ``benchmarks/models`` describe them.
 
 Only the contents of files are simulated; :mod:`elastic_ckpt.formats` reads and joins them as in a load.
 """
@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, product
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -30,7 +31,6 @@ from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.sharding.rules import ReadyConfig
 from elastic_ckpt.tools.virtual import START_ALIGNMENT
 
 Shape = tuple[int, ...]
@@ -38,6 +38,7 @@ Positive = Annotated[int, Field(gt=0, le=1 << 50)]
 #: A multiple of a named size: ``h``, ``4h``.
 _SIZE = re.compile(r"([1-9]\d{0,3})?([a-z]+)")
 _DIMS = {"column": 0, "row": 1}
+MODELS = Path(__file__).parent / "models"
 #: Folder of such a checkpoint.
 FOLDER = "/virtual"
 _FP32 = "float32"
@@ -165,7 +166,7 @@ class _FlatGroup:
     partitions: int
 
 
-class ScaleModel(ReadyConfig):
+class ScaleModel(BaseModel, extra="forbid", frozen=True):
     """A model and its checkpoint.
 
     Attributes:
@@ -175,12 +176,6 @@ class ScaleModel(ReadyConfig):
         sizes, layers: named sizes for the shapes of templates; the pipeline's layers with parameters.
         states: the optimizer's tensor states, fp32.
     """
-
-    FOLDER = "scale"
-    CALLED = "model"
-    UNREADABLE = "this file does not describe a model"
-    EXPECTED = "what the files in configs/scale say"
-    REMEDY = "--model {name}"
 
     name: str
     description: str
@@ -193,6 +188,16 @@ class ScaleModel(ReadyConfig):
     states: list[str]
     groups: Annotated[list[GroupTemplate], Field(min_length=1)]
     layers: Annotated[list[LayerTemplate], Field(min_length=1)]
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The models in ``benchmarks/models``."""
+        return sorted(path.stem for path in MODELS.glob("*.json"))
+
+    @classmethod
+    def load(cls, name: str) -> ScaleModel:
+        """One of them."""
+        return cls.model_validate_json((MODELS / f"{name}.json").read_bytes())
 
     @model_validator(mode="after")
     def _fits_together(self) -> ScaleModel:
