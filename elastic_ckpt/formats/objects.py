@@ -20,20 +20,22 @@ from typing import TYPE_CHECKING, Any
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError, UnsupportedError, refuse_used_up
 from elastic_ckpt.formats.pickled import PickledFile, read_into, unreadable
+from elastic_ckpt.formats.torch_archive import checks
 from elastic_ckpt.formats.torch_archive.calls import (
     ITEMS,
+    MEMBER,
+    NEW,
     PAIRS,
-    PLAIN_CLASSES,
     STATE,
+    SUBCLASS,
     Call,
     Global,
+    Size,
     Unmade,
     unsafe_error,
 )
-from elastic_ckpt.formats.torch_archive.globals import is_attribute
-from elastic_ckpt.formats.torch_archive.stand_ins import ArrayStandIn, DtypeStandIn, Size, StandIn
+from elastic_ckpt.formats.torch_archive.globals import PLAIN_CLASSES
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.torch_archive.tensors import CHANGED, PARAMETER, SUBCLASS, StorageRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.storage.local import open_stream
 
@@ -105,7 +107,6 @@ class _Maker:
     def __init__(self, file: PickledFile) -> None:
         self._file = file
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._typed: dict[tuple[int, int], Any] = {}
         self._attributes_left = _MOST_ATTRIBUTES * file.nbytes + _MOST_MORE_ATTRIBUTES
 
     def made(self, leaf: Any) -> Any:
@@ -120,21 +121,22 @@ class _Maker:
             raise self.failed(leaf, error) from error
 
     def _made(self, leaf: Any) -> Any:
-        make: Mapping[type, Callable[[Any], Any]] = {
-            TensorRef: self._tensor,
-            StorageRef: self._storage_itself,
-            Size: _size,
-            ArrayStandIn: ArrayStandIn.array,
-            DtypeStandIn: DtypeStandIn.dtype,
-            Global: _named,
-            Call: _called,
-            StandIn: _real_object,
-        }
-        return make[type(leaf)](leaf) if type(leaf) in make else leaf
+        if type(leaf) is TensorRef:
+            return self._tensor(leaf)
+        if type(leaf) is Size:
+            import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
 
-    def give(self, call: Call, made: Any, steps: list[tuple[str, list[Any]]]) -> None:
-        """Give an object its states and items, as :mod:`pickle` does."""
+            return torch.Size(leaf)
+        return _named(leaf) if type(leaf) is Global else _called(leaf) if type(leaf) is Call else leaf
+
+    def give(self, call: Call, made: Any, attributes: dict[str, Any], steps: list[tuple[str, list[Any]]]) -> None:
+        """Give an object its attributes, states and items, as :mod:`pickle` does."""
         try:
+            if attributes:
+                self._charge(attributes)
+                vars(made).update(attributes)
+            if call.name == checks.ARRAY and not steps:
+                raise ValueError("an array without data")
             for kind, values in steps:
                 if kind == STATE:
                     self._charge(values[0])
@@ -142,8 +144,11 @@ class _Maker:
                 elif kind == PAIRS:
                     for key, value in zip(values[::2], values[1::2], strict=True):
                         made[key] = value
+                elif kind == ITEMS and hasattr(made, "extend"):
+                    made.extend(values)
                 else:
-                    _extend(made, kind, values)
+                    for value in values:
+                        (made.append if kind == ITEMS else made.add)(value)
         except ElasticCkptError:
             raise
         except Exception as error:
@@ -182,12 +187,6 @@ class _Maker:
             raise unreadable(self._file.path, f"a storage of {nbytes} bytes, and of others, at byte {start}")
         return self._storages[start]
 
-    def _storage_itself(self, ref: StorageRef) -> Any:
-        key = ref.byte_offset, ref.nbytes
-        if key not in self._typed:
-            self._typed[key] = _typed(self._storage(*key), ref.dtype)
-        return self._typed[key]
-
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
         import torch  # noqa: PLC0415
 
@@ -205,18 +204,6 @@ class _Maker:
         self._charge(ref.attributes)
         _set_attributes(new, ref.attributes or {})
         return new
-
-
-def _size(leaf: Size) -> Any:
-    import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
-
-    return torch.Size(leaf)
-
-
-def _typed(storage: torch.UntypedStorage, dtype: str) -> Any:
-    import torch  # noqa: PLC0415
-
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=getattr(torch, dtype), _internal=True)
 
 
 def _set_attributes(tensor: torch.Tensor, attributes: Mapping[Any, Any]) -> None:
@@ -248,15 +235,28 @@ def _named(leaf: Global) -> Any:
 
 
 def _called(call: Call) -> Any:
-    """The result of a call whose arguments are real."""
-    function = call.function
+    """The result of a call whose arguments are real; a call still, where its class is not imported."""
+    function, args = call.function, call.args
     if not isinstance(function, Global):
-        return function(*call.args)
-    if function.users is not None:
-        return function.users.__new__(function.users, *call.args) if call.is_new else function.users(*call.args)
-    if function.name in PLAIN_CLASSES:
-        return _of_python(function.name, call.args)
-    return _TENSORS[function.name](*call.args)
+        return function(*args)
+    if function.error is not None:
+        raise function.error
+    if (users := function.users) is not None:
+        if call.how in (MEMBER, SUBCLASS):
+            return users[args[0]] if call.how == MEMBER else args[0].as_subclass(users)
+        return users.__new__(users, *args) if call.how == NEW else users(*args)
+    if function.name in (checks.DTYPE, checks.ARRAY, checks.BUFFER):
+        return _of_numpy(function.name, args)
+    return _of_python(function.name, args) if function.name in PLAIN_CLASSES else _of_class(call)
+
+
+def _of_numpy(name: str, args: tuple[Any, ...]) -> Any:
+    """An array or a dtype, before its state."""
+    import numpy as np  # noqa: PLC0415  few files need it
+
+    if name == checks.DTYPE:
+        return np.dtype(args[0], False, True)
+    return np.ndarray((0,), "b") if name == checks.ARRAY else np.frombuffer(*args[:2]).reshape(args[2], order=args[3])
 
 
 def _of_python(name: str, args: tuple[Any, ...]) -> Any:
@@ -270,103 +270,34 @@ def _of_python(name: str, args: tuple[Any, ...]) -> Any:
 def _set_state(call: Call, made: Any, state: Any) -> None:
     import torch  # noqa: PLC0415
 
-    is_users = not isinstance(call.function, Global) or call.function.users is not None
-    if isinstance(made, torch.Tensor) and not is_users:
-        own = getattr(type(made), "__setstate__", None)
-        if call.function.name == SUBCLASS and own is not torch.Tensor.__setstate__:
-            made.__setstate__(state)
-        else:
-            _set_attributes(made, state[0] if isinstance(state, tuple) else state or {})
-    elif is_users and hasattr(made, "__setstate__"):
-        made.__setstate__(state)
+    own = getattr(made, "__setstate__", None)
+    is_array = not call.is_users and call.name != checks.NAMESPACE  # or a dtype, whose states were checked
+    if isinstance(made, torch.Tensor) and type(made).__setstate__ is torch.Tensor.__setstate__:
+        _set_attributes(made, state[0] if isinstance(state, tuple) else state or {})
+    elif own is not None and (call.is_users or is_array):
+        own(state)
     else:
         slots = None
         if isinstance(state, tuple) and len(state) == 2:
             state, slots = state
-        if not is_users and not all(map(is_attribute, state)):  # it may have got more keys since it was read
+        if not call.is_users and not all(
+            map(checks.is_attribute, state)
+        ):  # it may have got more keys since it was read
             raise unsafe_error(f"an attribute of {call} that is no plain one")
         vars(made).update(state or {})
         for key, value in (slots or {}).items():
             setattr(made, key, value)
 
 
-def _extend(made: Any, kind: str, values: list[Any]) -> None:
-    if kind == ITEMS and hasattr(made, "extend"):
-        made.extend(values)
-        return
-    add = made.append if kind == ITEMS else made.add
-    for value in values:
-        add(value)
-
-
-def _changed(tensor: torch.Tensor, kinds: tuple[str, ...]) -> torch.Tensor:
-    import torch  # noqa: PLC0415
-
-    torch._utils.set_tensor_metadata(tensor, dict.fromkeys(kinds, True))
-    return tensor
-
-
-def _parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    import torch  # noqa: PLC0415
-
-    return torch.nn.Parameter(tensor, requires_grad)
-
-
-def _sparse(layout: Any, parts: tuple[Any, ...]) -> torch.Tensor:
-    """A sparse tensor, whose indices are checked: torch.load does not, and they are addresses."""
-    import torch  # noqa: PLC0415
-
-    if layout is torch.sparse_coo:
-        indices, values, size, *coalesced = parts
-        known = coalesced[0] if coalesced else None
-        return torch.sparse_coo_tensor(indices, values, size, is_coalesced=known, check_invariants=True)
-    return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=True)
-
-
-def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> torch.Tensor:
-    import torch  # noqa: PLC0415
-
-    return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
-
-
-def _quantized(integers: torch.Tensor, params: tuple[Any, ...], requires_grad: bool) -> torch.Tensor:
-    import torch  # noqa: PLC0415
-
-    if params[0] is not torch.per_tensor_affine:
-        scales, zero_points, axis = params[1:]
-        count = integers.shape[axis] if type(axis) is int and 0 <= axis < integers.ndim else None
-        if not all(isinstance(each, torch.Tensor) and each.shape == (count,) for each in (scales, zero_points)):
-            raise ValueError("scales of a quantized tensor that are not one for each channel")
-    storage = _typed(integers.untyped_storage(), "q" + str(integers.dtype).removeprefix("torch."))
-    shape, stride = tuple(integers.shape), integers.stride()
-    hooks: Any = collections.OrderedDict()
-    offset = integers.storage_offset()
-    return torch._utils._rebuild_qtensor(storage, offset, shape, stride, params, requires_grad, hooks)
-
-
-#: What makes tensors that are no references, by the name of the call.
-_TENSORS: Mapping[str, Callable[..., Any]] = {
-    CHANGED: _changed,
-    PARAMETER: _parameter,
-    SUBCLASS: lambda tensor, cls: tensor.as_subclass(cls),
-    "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
-    "torch._utils._rebuild_qtensor": _quantized,
-}
-
-
-def _real_object(leaf: StandIn) -> Any:
-    module, _, name = leaf.name.rpartition(".")
+def _of_class(call: Call) -> Any:
+    """A member of an enum, a device or layout, or an object before its attributes."""
+    module, _, name = call.name.rpartition(".")
     cls = getattr(sys.modules.get(module), name, None)  # never imported from here: that would run code at a file's wish
     if not isinstance(cls, type):
-        return leaf
-    if leaf.name == "torch.device":
-        return cls(*leaf.args)
-    if leaf.name == "torch.layout":
-        found = getattr(sys.modules[module], str(leaf.args[0]).removeprefix("torch."), None)
-        return found if isinstance(found, cls) else leaf
-    if issubclass(cls, Enum):
-        return cls[leaf.args[0]] if leaf.is_by_name else cls(*leaf.args)
-    new = cls.__new__(cls)
-    vars(new).update(vars(leaf))
-    return new
+        return call
+    if name == "layout":
+        found = getattr(sys.modules[module], str(call.args[0]).removeprefix("torch."), None)
+        return found if isinstance(found, cls) else call
+    if issubclass(cls, Enum) and call.how == MEMBER:
+        return cls[call.args[0]]
+    return object.__new__(cls) if call.how == NEW else cls(*call.args)

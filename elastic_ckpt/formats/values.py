@@ -12,8 +12,9 @@ from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, read_into
-from elastic_ckpt.formats.torch_archive.calls import Call, Global
-from elastic_ckpt.formats.torch_archive.stand_ins import ArrayStandIn, DtypeStandIn, Size, StandIn
+from elastic_ckpt.formats.torch_archive import checks
+from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size
+from elastic_ckpt.formats.torch_archive.globals import PLAIN_CLASSES
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _MOST_COPIES, _MOST_MORE_NBYTES = 4, 1 << 20
 #: Elements of a tensor among hyperparameters that is read: a file may name one tensor very often.
 _MOST_ELEMENTS = 16
+#: Objects that are made where they are a hyperparameter themselves.
+_MADE = frozenset((*PLAIN_CLASSES, checks.ARRAY, checks.BUFFER, checks.DTYPE))
 
 
 def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
@@ -125,41 +128,32 @@ def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, An
         if isinstance(leaf, TensorRef):
             read = tensor_values(file, [leaf])[0] if leaf.numel <= _MOST_ELEMENTS else None
             return LeftInFile(f"a tensor of torch.{leaf.dtype}, shape {leaf.shape}") if read is None else read
-        if isinstance(leaf, (Size, Global, DtypeStandIn, StandIn)):
-            return _named(file, leaf)
-        if isinstance(leaf, Call):
-            return LeftInFile(f"an object of {leaf}"[:200])
         if isinstance(leaf, StorageRef):
             return LeftInFile(f"a storage of {leaf.nbytes} bytes")
-        value: Any = leaf.value if isinstance(leaf, ArrayStandIn) else leaf
-        return _number_or_left(value, leaf)
+        return _named(file, leaf) if isinstance(leaf, (Size, Global, Call)) else _number_or_left(leaf)
 
-    def plain(value: Any) -> Any:  # an object of a class that the user allowed
-        is_made = isinstance(value, Call)
-        return _number_or_left(materialise(file, value), None) if is_made else replace_leaves(value, real)
+    def plain(value: Any) -> Any:
+        is_made = isinstance(value, Call) and (value.is_users or value.name in _MADE)
+        return _number_or_left(materialise(file, value)) if is_made else replace_leaves(value, real)
 
-    return {key: plain(value) for key, value in group.items() if not _is_device(value)}
+    is_device = {key for key, value in group.items() if isinstance(value, Call) and value.name == "torch.device"}
+    return {key: plain(value) for key, value in group.items() if key not in is_device}
 
 
-def _number_or_left(value: Any, leaf: Any) -> Any:
+def _number_or_left(value: Any) -> Any:
     if isinstance(value, (type, Call)) or not hasattr(value, "__array__"):
-        return LeftInFile("an array without numbers") if isinstance(leaf, ArrayStandIn) else value
+        return value
     return LeftInFile(repr(value)[:200]) if value.shape else value.item()
 
 
-def _is_device(value: Any) -> bool:
-    """Whether a value stands for a ``torch.device``."""
-    return isinstance(value, StandIn) and value.name == "torch.device"
-
-
-def _named(file: PickledFile, leaf: Any) -> Any:
+def _named(file: PickledFile, leaf: Size | Global | Call) -> Any:
     """The size, dtype or enum member that a leaf stands for; other objects differ from their equals of other files."""
     try:
         found = materialise(file, leaf)
     except ElasticCkptError:  # of another version; refused by its name, and only where it is restored
         found = None
-    is_read = isinstance(found, Enum) if isinstance(leaf, StandIn) else found is not None
-    return found if is_read else LeftInFile(f"an object of {getattr(leaf, 'name', leaf)}"[:200])
+    is_read = isinstance(found, Enum) if isinstance(leaf, Call) else found is not None
+    return found if is_read else LeftInFile(f"an object of {leaf}"[:200])
 
 
 def plain_numbers(file: PickledFile, values: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
-from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
+from elastic_ckpt.formats.torch_archive.calls import Call
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 #: What Python's audit hooks report of code that a reader has no reason to run.
@@ -114,8 +114,8 @@ def tensors(node: Any, met: set[int]) -> Iterator[TensorRef]:
         parts += [*node, *node.values()]
     elif isinstance(node, (list, tuple, set, frozenset)):
         parts += node
-    elif isinstance(node, StandIn):
-        parts += node.args
+    elif isinstance(node, Call):
+        parts += [*node.args, *(each for _, values in node.steps for each in values)]
     if hasattr(node, "__dict__"):
         parts += vars(node).values()
     for part in parts:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layout, Layouts
 from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted, set_state
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, storage_id
@@ -142,7 +143,7 @@ def _unpickle(
     data: bytes, at: int, load: Callable[[Any], Any], file_nbytes: int, is_trusted: bool = False
 ) -> tuple[Any, int]:
     find = find_trusted if is_trusted else find_global
-    machine = Machine(data, find, load, set_state, at, file_nbytes, keeps_unmade=True, is_trusted=is_trusted)
+    machine = Machine(data, find, load, set_state, at, file_nbytes, keeps=(ElasticCkptError,), is_trusted=is_trusted)
     return machine.run(), machine.at
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError
 
-#: Classes of Python that are made of plain parts, where their result is wanted (:mod:`elastic_ckpt.formats.objects`).
-PLAIN_CLASSES = frozenset(
-    (
-        *("collections.deque", "collections.defaultdict", "types.SimpleNamespace", "builtins.slice", "builtins.range"),
-        *("datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone"),
-        *("decimal.Decimal", "fractions.Fraction"),
-    )
-)
+#: How a :class:`Call` is made: NEWOBJ makes an object that is not initialized; a member of an enum by its name; a
+#: tensor of a class of the user's.
+CALL, NEW, MEMBER, SUBCLASS = "call", "new", "member", "subclass"
+#: What is done with its result.
+STATE, ITEMS, PAIRS, MEMBERS = "state", "items", "pairs", "members"
+#: ``deepspeed.runtime.zero.config.ZeroStageEnum``, as Python 3.11.0 to 3.11.3 pickle it by name.
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +43,41 @@ class Global:
 
 
 class Call:
-    """A call that is made when its result is wanted: of what, with what, and which state and items that then gets.
+    """An object that is made when it is wanted: by calling what, with what, and which state and items it then gets.
 
     Attributes:
         function: the :class:`Global` that is called, or another call, whose result is.
-        args: its arguments.
-        is_new: whether NEWOBJ makes the object, without initializing it.
+        args, how: its arguments; CALL, NEW, MEMBER or SUBCLASS.
         steps: of a kind each (STATE, ITEMS, PAIRS or MEMBERS), and with a value: states are lists of one.
+
+    The attributes of an object of a listed class are its own.
     """
 
-    __slots__ = ("args", "function", "is_new", "steps")
+    __slots__ = ("__dict__", "args", "function", "how", "steps")
     is_plain_key: ClassVar[bool] = True
 
-    def __init__(self, function: Any, args: tuple[Any, ...], is_new: bool = False) -> None:
-        self.function, self.args, self.is_new = function, args, is_new
+    def __init__(self, function: Any, args: tuple[Any, ...] = (), how: str = CALL) -> None:
+        self.function, self.args, self.how = function, args, how
         self.steps: list[tuple[str, list[Any]]] = []
 
-    def __repr__(self) -> str:
+    @property
+    def name(self) -> str:
         return str(self.function)
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the user allowed what is called."""
+        return type(self.function) is Call or self.function.users is not None
+
+    def __int__(self) -> int:
+        return _STAGES[self.args[0]] if self.how == MEMBER else int(self.args[0])
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:  # by which files are compared
+        is_short = {int, str}.issuperset(map(type, self.args))
+        return f"{self.name}({', '.join(map(repr, self.args))})" if is_short else self.name
 
 
 class Unmade:
@@ -76,8 +93,15 @@ class Unmade:
         return str(self.error.found)
 
 
-#: What is done with a :class:`Call`'s result.
-STATE, ITEMS, PAIRS, MEMBERS = "state", "items", "pairs", "members"
+class Size(tuple[int, ...]):
+    """``torch.Size``."""
+
+    __slots__ = ()
+
+    def __new__(cls, sizes: Any = ()) -> Size:
+        if type(sizes) not in (tuple, list) or not {int}.issuperset(map(type, sizes)):
+            raise pickle.UnpicklingError("a torch.Size that is no list of integers")
+        return super().__new__(cls, sizes)
 
 
 def described(value: Any) -> str:

@@ -12,38 +12,26 @@ import argparse
 import importlib
 import operator
 import pathlib
-import pickle
 import re
 import sys
-from collections import Counter, OrderedDict
 from collections.abc import Callable
-from enum import Enum
 from functools import cache, partial
 from typing import Any
 
-from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import (
-    PLAIN_CLASSES,
-    STATE,
-    Call,
-    Global,
-    Unmade,
-    described,
-    unsafe_error,
-)
-from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
-from elastic_ckpt.formats.torch_archive.stand_ins import (
-    ArrayStandIn,
-    DtypeStandIn,
-    Size,
-    StandIn,
-    dtype_stand_in,
-    numpy_array,
-    numpy_scalar,
-)
-from elastic_ckpt.formats.torch_archive.tensors import REBUILD, subclass_error
+from elastic_ckpt.formats.torch_archive import checks
+from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, unsafe_error
+from elastic_ckpt.formats.torch_archive.keys import checked_keys
+from elastic_ckpt.formats.torch_archive.tensors import NOT_DENSE, REBUILD, kind_error, subclass_error
 
+#: Classes of Python that are made of plain parts, where their result is wanted (:mod:`elastic_ckpt.formats.objects`).
+PLAIN_CLASSES = frozenset(
+    (
+        *("collections.deque", "collections.defaultdict", "types.SimpleNamespace", "builtins.slice", "builtins.range"),
+        *("datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone"),
+        *("decimal.Decimal", "fractions.Fraction"),
+    )
+)
 #: What torch itself adds to the list of whoever imports it, and what starts to talk to other ranks where it is called.
 _COLLECTIVE = frozenset({"torch.distributed.device_mesh.DeviceMesh", "torch.distributed.device_mesh.init_device_mesh"})
 #: Modules whose names are refused even where the user allowed one, as torch does.
@@ -72,30 +60,29 @@ _CLASSES = (
     *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
     *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
 )
-#: What Python's own classes are made of: long texts take long to become numbers, "1e999999999" an endless fraction.
-_PARTS, _LONGEST_TEXT = frozenset({int, float, bool, bytes, type(None), Global}), 1 << 10
-_FRACTION = re.compile(r"-?\d+(?:/\d+)?")
-#: Dtypes, also those whose tensors cannot be read, and how integers stand for the numbers of a quantized tensor.
-_OF_TORCH = re.compile(r"torch\.(?:bool|(?:q?u?int|bits|b?float|complex)\d\w{,30}|per_(?:tensor|channel)_\w{,30})")
 #: Classes whose state is a tuple: the attributes in it.
 _OF_TUPLES = dict.fromkeys(
     (f"{_DCP}.metadata.TensorProperties", "torch.distributed._shard.sharded_tensor.metadata.TensorProperties"),
     ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"),  # the last since torch 2.14
 )
+#: Dtypes, also those whose tensors cannot be read.
+_DTYPE = re.compile(r"torch\.(?:bool|(?:q?u?int|bits|b?float|complex)\d\w{,30})")
 
 
 def find_global(module: str, name: str) -> Global:
     """The entry of a name. One that is not on the list, and that the user did not allow, has an error."""
     path = f"{module}.{name}"
     entry = _closed_list().get(path)
-    if path == "numpy.dtype" and path in _users_globals():
-        return Global(path, partial(dtype_stand_in, True))
+    if path == checks.DTYPE and path in _users_globals():
+        return Global(path, checks.any_dtype)
     if entry is not None:
         return entry
-    if is_storage(module, name) or _OF_TORCH.fullmatch(path):
+    if (path.startswith("torch.") and path.endswith("Storage")) or _DTYPE.fullmatch(path):
         return Global(path)
     if module not in _BLOCKED and path not in _COLLECTIVE and path in (users := _users_globals()):
         return Global(path, users=users[path])
+    if path in NOT_DENSE:
+        return Global(path, error=kind_error(path))
     is_torchao = module.partition(".")[0] == "torchao"
     return Global(path, error=subclass_error(path) if is_torchao else unsafe_error(path))
 
@@ -103,63 +90,23 @@ def find_global(module: str, name: str) -> Global:
 def find_trusted(module: str, name: str) -> Global:
     """The entry of a name in a trusted pickle, which is imported if it is not on the list."""
     path = f"{module}.{name}"
-    if path == "numpy.dtype":
-        return Global(path, partial(dtype_stand_in, True))
+    if path == checks.DTYPE:
+        return Global(path, checks.any_dtype)
     entry = find_global(module, name)
     if entry.error is None and path != "builtins.getattr":
         return entry
     try:
         found = operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        return Global(path, error=import_error(path, error))
+        text = "this file holds an object of a class that cannot be imported here"
+        remedy = "install its package, or import the module that has it before loading"
+        return Global(path, error=UnsupportedError(text, found=f"{path}: {error}"[:300], remedy=remedy))
     return Global(path, users=found)
 
 
-def import_error(path: str, error: Exception) -> UnsupportedError:
-    """A class or function that is not there."""
-    return UnsupportedError(
-        "this file holds an object of a class that cannot be imported here",
-        found=f"{path}: {error}"[:300],
-        remedy="install its package, or import the module that has it before loading",
-    )
-
-
-def is_storage(module: str, name: str) -> bool:
-    """Whether a name is of a class of storages, of whatever device."""
-    return module.partition(".")[0] == "torch" and name.endswith("Storage")
-
-
 def set_state(target: Any, state: Any) -> None:
-    """Give an object the state that a BUILD opcode has for it; :class:`pickle.UnpicklingError` for other objects."""
-    kind = type(target)
-    if kind is StandIn and type(state) is tuple and target.name in _OF_TUPLES:
-        state = dict(zip(_OF_TUPLES[target.name], state, strict=False))
-    if kind in (Call, Unmade):
-        _keep_state(target, state)
-    elif kind in (DtypeStandIn, ArrayStandIn):
-        target.set_state(state)
-    elif kind in (argparse.Namespace, StandIn, OrderedDict):
-        if type(state) is not dict or not all(is_attribute(key, kind) for key in state):
-            raise pickle.UnpicklingError(f"a state of {kind.__name__} that is no dictionary of attributes")
-        vars(target).update(state)
-    else:
-        raise pickle.UnpicklingError(f"an object of type {kind.__name__} is given a state")
-
-
-def is_attribute(key: Any, kind: type = argparse.Namespace) -> bool:
-    """Whether a key of a state can be an attribute: none that Python or the class gives a meaning."""
-    return type(key) is str and not key.startswith("__") and not hasattr(kind, key)
-
-
-def _keep_state(target: Call | Unmade, state: Any) -> None:
-    """The state of an object that is made later, or never; of Python's own classes, only namespaces have one."""
-    if isinstance(target, Unmade):
-        return
-    if type(target.function) is Global and target.function.users is None:
-        is_namespace = target.function.name == "types.SimpleNamespace" and type(state) is dict
-        if not is_namespace or not all(map(is_attribute, state)):
-            raise pickle.UnpicklingError(f"an object of type {target.function} is given a state")
-    target.steps.append((STATE, [state]))
+    """:func:`.checks.set_state`."""
+    checks.set_state(target, state, _OF_TUPLES.get(target.name) if type(target) is Call else None)
 
 
 def _users_globals() -> dict[str, Any]:
@@ -174,164 +121,34 @@ def _users_globals() -> dict[str, Any]:
 @cache
 def _closed_list() -> dict[str, Global]:
     calls: dict[str, Callable[..., Any] | None] = {
-        "argparse.Namespace": _namespace,
-        "collections.OrderedDict": _ordered_dict,
-        "collections.Counter": _counter,
+        "argparse.Namespace": argparse.Namespace,  # which takes keywords alone
+        "collections.OrderedDict": checks.ordered_dict,
+        "collections.Counter": checks.counter,
         "builtins.set": lambda items=(): set(checked_keys(items)),
         "builtins.frozenset": lambda items=(): frozenset(checked_keys(items)),
-        "builtins.complex": _complex,
-        "builtins.bytearray": _bytearray,
-        "builtins.bytes": _bytes,
-        "builtins.getattr": _enum_member,
+        "builtins.complex": checks.complex_number,
+        "builtins.bytearray": checks.byte_array,
+        "builtins.bytes": lambda: b"",  # only empty ones are pickled so, in protocols below 3
+        "builtins.getattr": partial(checks.enum_member, _ENUMS),
         **dict.fromkeys(map("builtins.{}".format, ("object", "list", "dict", "tuple", "str", "int", "float", "bool"))),
-        "_codecs.encode": _encode,
-        "copyreg._reconstructor": _reconstruct,
+        "_codecs.encode": checks.encoded,
         "torch.Size": Size,
         "torch.Tensor": None,
         "torch.nn.parameter.Parameter": None,
-        "numpy.dtype": partial(dtype_stand_in, False),
-        "numpy.ndarray": None,
+        "torch.device": checks.device,
+        "torch.serialization._get_layout": checks.layout,
+        checks.DTYPE: checks.numpy_dtype,
+        checks.ARRAY: None,
         **REBUILD,
+        **{path: partial(checks.of_class, path) for path in (*_CLASSES, *_OF_TUPLES)},
+        **{path: partial(checks.of_enum, path) for path in _ENUMS},
+        **{path: partial(checks.of_python, path) for path in PLAIN_CLASSES},
     }
     for module in ("pathlib", "pathlib._local"):  # the second is Python 3.13's
-        calls |= {f"{module}.{cls.__name__}": partial(_path, cls) for cls in (pathlib.PosixPath, pathlib.PurePosixPath)}
+        for cls in (pathlib.PosixPath, pathlib.PurePosixPath):
+            calls[f"{module}.{cls.__name__}"] = partial(checks.path, cls)
     for core in ("numpy._core", "numpy.core"):  # of numpy 2, and of older ones
-        calls |= {
-            f"{core}.multiarray._reconstruct": _empty_array,
-            f"{core}.multiarray.scalar": numpy_scalar,
-            f"{core}.numeric._frombuffer": _from_buffer,
-        }
-    calls |= {path: partial(_stand_in, path) for path in (*_CLASSES, *_OF_TUPLES)}
-    calls |= {path: partial(_member, path) for path in _ENUMS}
-    calls |= {path: partial(_later, path) for path in PLAIN_CLASSES}
-    calls |= {"torch.device": _device, "torch.serialization._get_layout": _layout}
+        calls[f"{core}.multiarray._reconstruct"] = checks.numpy_array
+        calls[f"{core}.multiarray.scalar"] = checks.numpy_scalar
+        calls[f"{core}.numeric._frombuffer"] = checks.numpy_buffer
     return {path: Global(path, call, copies=path not in REBUILD) for path, call in calls.items()}
-
-
-def _later(name: str, *args: Any) -> Call:
-    """An object of a class of Python's, whose arguments are small, and no containers."""
-    for arg in args:
-        if type(arg) is Unmade:
-            raise arg.error
-        is_text = type(arg) is str and len(arg) <= _LONGEST_TEXT
-        is_text = is_text and (name != "fractions.Fraction" or _FRACTION.fullmatch(arg) is not None)
-        is_users = type(arg) is Call and (type(arg.function) is Call or arg.function.users is not None)
-        is_duration = type(arg) is Call and str(arg) in ("datetime.timedelta", "datetime.timezone")
-        if not (is_text or is_users or is_duration or type(arg) in _PARTS or (type(arg) is tuple and not arg)):
-            raise unsafe_error(f"{name} of {described(arg)}")
-    return Call(Global(name), args)
-
-
-def _stand_in(name: str) -> StandIn:
-    """An object before its state; none of the classes is pickled with arguments."""
-    return StandIn(name)
-
-
-def _member(enum: str, value: Any) -> StandIn:
-    if type(value) not in (int, str):
-        raise pickle.UnpicklingError(f"a member of {enum} of {described(value)}")
-    return StandIn(enum, (value,))
-
-
-def _device(kind: Any, index: Any = None) -> StandIn:
-    if type(kind) is not str or type(index) not in (int, type(None)):
-        raise pickle.UnpicklingError("a device without a type and an index")
-    return StandIn("torch.device", (kind,) if index is None else (kind, index))
-
-
-def _layout(name: Any) -> StandIn:
-    """With which torch pickles the layout of a tensor."""
-    if type(name) is not str:
-        raise pickle.UnpicklingError("a layout without a name")
-    return StandIn("torch.layout", (name,))
-
-
-def _namespace() -> argparse.Namespace:
-    return argparse.Namespace()
-
-
-def _ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
-    new: OrderedDict[Any, Any] = OrderedDict()
-    if type(items) not in (list, tuple):
-        raise pickle.UnpicklingError(f"an OrderedDict of {described(items)}")
-    for key, value in items:
-        check_key(key, len(new))
-        new[key] = value
-    return new
-
-
-def _counter(counts: Any = ()) -> Counter[Any]:
-    if type(counts) is not dict and counts != ():
-        raise pickle.UnpicklingError("a Counter of something that is no dictionary")
-    new: Counter[Any] = Counter()
-    new.update(dict(counts))
-    return new
-
-
-def _complex(real: Any, imaginary: Any) -> complex:
-    if type(real) is not float or type(imaginary) is not float:
-        raise pickle.UnpicklingError("a complex number that is no pair of floats")
-    return complex(real, imaginary)
-
-
-def _bytearray(*args: Any) -> bytearray:
-    """``bytearray()``, ``bytearray(bytes)`` and, of protocol 2, ``bytearray(str, "latin-1")``."""
-    if len(args) == 2:
-        return bytearray(_encode(*args))
-    if args and type(args[0]) is not bytes:  # an integer would be a size to allocate
-        raise pickle.UnpicklingError("a bytearray of something that is no bytes")
-    return bytearray(*args)
-
-
-def _bytes(*args: Any) -> bytes:
-    if args:  # only empty ones are pickled so, in protocols below 3
-        raise pickle.UnpicklingError("bytes of something else")
-    return b""
-
-
-def _encode(text: Any, encoding: Any = "") -> bytes:
-    """``codecs.encode``, with which protocols below 3 write bytes."""
-    if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError(f"an encoding that is no writer's: {described(encoding)}")
-    return text.encode("latin-1")
-
-
-def _reconstruct(cls: Any, base: Any, state: Any) -> Any:
-    """``copyreg._reconstructor``, with which protocols below 2 write objects."""
-    if type(cls) is not Global or type(base) is not Global or base.name != "builtins.object":
-        raise pickle.UnpicklingError("an object that is made from another kind than object")
-    if cls.users is not None:
-        return Call(cls, (), is_new=True)
-    if cls.call is None:
-        raise cls.error or unsafe_error(cls.name)
-    return cls.call()
-
-
-def _enum_member(enum: Any, name: Any) -> Any:
-    """``getattr``, with which Python 3.11.0 to 3.11.3 (Debian 12's) pickle members of enums; only they may."""
-    if type(enum) is Global and type(name) is str and not name.startswith("_"):
-        if enum.name in _ENUMS:
-            return StandIn(enum.name, (name,), is_by_name=True)
-        if isinstance(enum.users, type) and issubclass(enum.users, Enum):
-            return Call(Global("builtins.getattr", users=operator.getitem), (enum, name))
-    raise unsafe_error(f"builtins.getattr of {described(enum)}, {described(name)}")
-
-
-def _path(cls: type[pathlib.PurePath], *parts: Any) -> pathlib.PurePath:
-    """A path: made from strings alone, without touching a file."""
-    if not all(type(part) is str for part in parts):
-        raise pickle.UnpicklingError("a path of something else than strings")
-    return cls(*parts)
-
-
-def _empty_array(cls: Any, shape: Any, dtype: Any) -> ArrayStandIn:
-    if type(cls) is Global and cls.error is not None:
-        raise cls.error
-    if shape != (0,) or dtype not in ("b", b"b"):
-        raise pickle.UnpicklingError("an array that has elements before its state")
-    return ArrayStandIn()
-
-
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
-    """numpy's arrays in protocol 5."""
-    return numpy_array(dtype, data, checked_shape(Size(shape))).reshape(shape, order="F" if order == "F" else "C")

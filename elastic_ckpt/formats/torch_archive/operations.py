@@ -16,7 +16,7 @@ from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
 if TYPE_CHECKING:
     from elastic_ckpt.formats.torch_archive.unpickler import Machine
 
-#: Largest number in bytes or digits: Python converts up to 4,300.
+#: Largest number in bytes.
 _MOST_NUMBER_NBYTES = 1 << 10
 
 
@@ -59,44 +59,14 @@ def _long(machine: Machine, width: int) -> int:
     return int.from_bytes(machine.take(nbytes), "little", signed=True)
 
 
-def _float(machine: Machine) -> float:
-    """FLOAT of protocol 0."""
-    line = machine.line()
-    if len(line) > _MOST_NUMBER_NBYTES:
-        raise pickle.UnpicklingError(f"a number of {len(line)} digits")
-    return float(line)
-
-
-def _decimal(machine: Machine) -> bool | int:
-    """INT and LONG of protocol 0, in which INT writes booleans as 00 and 01."""
-    line = machine.line().removesuffix(b"L")
-    if len(line) > _MOST_NUMBER_NBYTES:
-        raise pickle.UnpicklingError(f"an integer of {len(line)} digits")
-    return line == b"01" if line in (b"00", b"01") else int(line)
-
-
-def _quoted(machine: Machine) -> str:
-    """STRING of protocol 0."""
-    line = machine.line()
-    if len(line) < 2 or line[0] != line[-1] or line[0] not in b"'\"":
-        raise pickle.UnpicklingError("a string without quotes")
-    return line[1:-1].decode("unicode_escape")
-
-
 def _tuple3(machine: Machine) -> None:
     machine.count_container()
     first, second, third = machine.stack[-3:]  # ValueError if there are fewer
     machine.stack[-3:] = [(first, second, third)]
 
 
-def _put(index: Callable[[Machine], int]) -> Callable[[Machine], None]:
-    def put(machine: Machine) -> None:
-        position = index(machine)
-        if not 0 <= position <= machine.at:
-            raise pickle.UnpicklingError(f"entry {position} of a memo, at byte {machine.at}")
-        machine.memo[position] = machine.stack[-1]
-
-    return put
+def _put(machine: Machine) -> None:
+    machine.memo[machine.number(1)] = machine.stack[-1]
 
 
 def _memoize(machine: Machine) -> None:
@@ -104,17 +74,7 @@ def _memoize(machine: Machine) -> None:
     machine.memo[len(machine.memo)] = machine.stack[-1]
 
 
-def _append(machine: Machine) -> None:
-    item = machine.stack.pop()
-    _extend(machine.stack[-1], [item])
-
-
-def _appends(machine: Machine) -> None:
-    items = machine.pop_mark()
-    _extend(machine.stack[-1], items)
-
-
-def _extend(target: Any, items: list[Any]) -> None:
+def _append(target: Any, items: list[Any]) -> None:
     if _is_kept_for_later(target, ITEMS, items):
         return
     if type(target) is not list:
@@ -127,16 +87,6 @@ def _is_kept_for_later(target: Any, kind: str, items: list[Any]) -> bool:
     if type(target) is Call:
         target.steps.append((kind, items))
     return type(target) in (Call, Unmade)
-
-
-def _set_item(machine: Machine) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    _update(machine.stack[-1], [key, value])
-
-
-def _set_items(machine: Machine) -> None:
-    items = machine.pop_mark()
-    _update(machine.stack[-1], items)
 
 
 def _update(target: Any, items: list[Any]) -> None:
@@ -155,13 +105,32 @@ def _update(target: Any, items: list[Any]) -> None:
         target[key] = value
 
 
-def _add_items(machine: Machine) -> None:
-    items = machine.pop_mark()
-    if _is_kept_for_later(machine.stack[-1], MEMBERS, items):
+def _add(target: Any, items: list[Any]) -> None:
+    if _is_kept_for_later(target, MEMBERS, items):
         return
-    if type(machine.stack[-1]) is not set:
-        raise pickle.UnpicklingError(f"members are added to an object of type {type(machine.stack[-1]).__name__}")
-    machine.stack[-1] |= set(checked_keys(items, len(machine.stack[-1])))
+    if type(target) is not set:
+        raise pickle.UnpicklingError(f"members are added to an object of type {type(target).__name__}")
+    target |= set(checked_keys(items, len(target)))
+
+
+def _with_marked(fill: Callable[[Any, list[Any]], None]) -> Callable[[Machine], None]:
+    """The operation that fills what is below the topmost mark with what is above it."""
+
+    def filled(machine: Machine) -> None:
+        items = machine.pop_mark()
+        fill(machine.stack[-1], items)
+
+    return filled
+
+
+def _with_last(fill: Callable[[Any, list[Any]], None], count: int) -> Callable[[Machine], None]:
+    """The operation that fills an object with the ``count`` above it."""
+
+    def filled(machine: Machine) -> None:
+        items = [machine.stack.pop() for _ in range(count)]
+        fill(machine.stack[-1], items[::-1])
+
+    return filled
 
 
 def _global(machine: Machine, module: str, name: str) -> Global:
@@ -191,10 +160,10 @@ def _build(machine: Machine) -> None:
     try:
         machine.build(target, state)
     except ElasticCkptError as error:  # of an array, whose elements are refused
-        target.value = machine.unmade(error)
+        target.function = Global(target.name, error=machine.unmade(error).error)
 
 
-def _drop(machine: Machine) -> None:
+def _pop_mark(machine: Machine) -> None:
     machine.pop_mark()
 
 
@@ -204,12 +173,6 @@ def _pop(machine: Machine) -> None:
         machine.marks.pop()
     else:
         machine.stack.pop()
-
-
-def _new_dict(items: list[Any]) -> dict[Any, Any]:
-    new: dict[Any, Any] = {}
-    _update(new, items)
-    return new
 
 
 #: By opcode.
@@ -222,19 +185,12 @@ OPERATIONS: dict[int, Callable[[Machine], None]] = {
     pickle.EMPTY_TUPLE[0]: _constant(()),
     pickle.EMPTY_LIST[0]: _make(lambda machine: []),
     pickle.EMPTY_DICT[0]: _make(lambda machine: {}),
-    pickle.BINPUT[0]: _put(lambda machine: machine.number(1)),
+    pickle.BINPUT[0]: _put,
     pickle.BININT[0]: _push(lambda machine: int.from_bytes(machine.take(4), "little", signed=True)),
     pickle.EMPTY_SET[0]: _make(lambda machine: set()),
-    pickle.INT[0]: _push(_decimal),
-    pickle.LONG[0]: _push(_decimal),
     pickle.LONG1[0]: _push(lambda machine: _long(machine, 1)),
     pickle.LONG4[0]: _push(lambda machine: _long(machine, 4)),
-    pickle.FLOAT[0]: _push(_float),
     pickle.BINFLOAT[0]: _push(lambda machine: struct.unpack(">d", machine.take(8))[0]),
-    pickle.STRING[0]: _push(_quoted),
-    pickle.UNICODE[0]: _push(lambda machine: machine.line().decode("raw-unicode-escape")),
-    pickle.BINSTRING[0]: _push(lambda machine: _text(machine, 4)),
-    pickle.SHORT_BINSTRING[0]: _push(lambda machine: _text(machine, 1)),
     pickle.SHORT_BINUNICODE[0]: _push(lambda machine: _text(machine, 1)),
     pickle.BINUNICODE8[0]: _push(lambda machine: _text(machine, 8)),
     pickle.SHORT_BINBYTES[0]: _push(lambda machine: machine.take(machine.number(1))),
@@ -245,20 +201,17 @@ OPERATIONS: dict[int, Callable[[Machine], None]] = {
     pickle.TUPLE[0]: _make(lambda machine: tuple(machine.pop_mark())),
     pickle.BINPERSID[0]: _push(lambda machine: machine.load(machine.stack.pop())),
     pickle.LIST[0]: _make(lambda machine: machine.pop_mark()),
-    pickle.DICT[0]: _make(lambda machine: _new_dict(machine.pop_mark())),
     pickle.FROZENSET[0]: _make(lambda machine: frozenset(checked_keys(machine.pop_mark()))),
-    pickle.APPEND[0]: _append,
-    pickle.APPENDS[0]: _appends,
-    pickle.SETITEM[0]: _set_item,
-    pickle.SETITEMS[0]: _set_items,
-    pickle.ADDITEMS[0]: _add_items,
-    pickle.GET[0]: _push(lambda machine: machine.memo[int(machine.line())]),
-    pickle.PUT[0]: _put(lambda machine: int(machine.line())),
+    pickle.APPEND[0]: _with_last(_append, 1),
+    pickle.APPENDS[0]: _with_marked(_append),
+    pickle.SETITEM[0]: _with_last(_update, 2),
+    pickle.SETITEMS[0]: _with_marked(_update),
+    pickle.ADDITEMS[0]: _with_marked(_add),
     pickle.MEMOIZE[0]: _memoize,
     pickle.GLOBAL[0]: _push(lambda machine: _global(machine, machine.line().decode(), machine.line().decode())),
     pickle.STACK_GLOBAL[0]: _stack_global,
     pickle.NEWOBJ[0]: _new_object,
     pickle.BUILD[0]: _build,
     pickle.POP[0]: _pop,
-    pickle.POP_MARK[0]: _drop,
+    pickle.POP_MARK[0]: _pop_mark,
 }

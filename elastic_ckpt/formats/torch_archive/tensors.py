@@ -13,7 +13,7 @@ from typing import Any
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import STATE, Call, Global, Unmade, described
+from elastic_ckpt.formats.torch_archive.calls import STATE, SUBCLASS, Call, Global, described
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 #: dtype of each of torch's typed storages.
@@ -59,13 +59,13 @@ def storage_id(persistent_id: Any) -> tuple[str, str, int, Any]:
 
 def _rebuild(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = None, _hooks: Any = None, metadata: Any = None
-) -> TensorRef | Call:
+) -> TensorRef:
     return _tensor(storage, None, offset, size, stride, grad, metadata)
 
 
 def _rebuild_v3(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
-) -> TensorRef | Call:
+) -> TensorRef:
     if type(dtype) is not Global:
         raise pickle.UnpicklingError("a tensor without a dtype")
     return _tensor(storage, dtype.name.removeprefix("torch."), offset, size, stride, grad, metadata)
@@ -73,13 +73,16 @@ def _rebuild_v3(
 
 def _tensor(
     storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any, grad: Any, metadata: Any
-) -> TensorRef | Call:
+) -> TensorRef:
     if type(storage) is not StorageRef or not isinstance(size, tuple) or not isinstance(stride, tuple):
         raise pickle.UnpicklingError("a tensor without storage, size or strides")
     dtype = dtype or storage.dtype
     itemsize = ITEMSIZE.get(dtype)
     if itemsize is None:
         raise kind_error(f"a tensor of torch.{dtype}")
+    if metadata:  # its elements are the conjugates, or the negatives, of its bytes
+        kinds = sorted(map(str, metadata)) if type(metadata) is dict else described(metadata)
+        raise kind_error(f"a tensor with {kinds}")
     if len(size) != len(stride) or type(offset) is not int:
         raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
     size, stride = checked_shape(size), checked_shape(stride)
@@ -90,22 +93,12 @@ def _tensor(
         what = f"a tensor of {size} ends at byte {end}"
         raise pickle.UnpicklingError(f"a storage has {storage.nbytes} bytes, but {what}")
     start = offset * itemsize
-    at = storage.byte_offset + start
-    ref = TensorRef(dtype, size, stride, at, False, None, grad is True, None, start, storage.nbytes)
-    return _changed_lazily(ref, metadata) if metadata else ref
+    return TensorRef(
+        dtype, size, stride, storage.byte_offset + start, False, None, grad is True, None, start, storage.nbytes
+    )
 
 
-def _changed_lazily(ref: TensorRef, metadata: Any) -> Call:
-    """A tensor whose elements are the conjugates, or the negatives, of its bytes."""
-    if type(metadata) is not dict or not {"conj", "neg"}.issuperset(metadata) or {True} != set(metadata.values()):
-        kinds = sorted(map(str, metadata)) if type(metadata) is dict else described(metadata)
-        raise kind_error(f"a tensor with {kinds}")
-    return Call(Global(CHANGED), (ref, tuple(sorted(metadata))))
-
-
-def _rebuild_parameter(data: Any, requires_grad: Any, _hooks: Any, state: Any = None) -> TensorRef | Call:
-    if type(data) is Call:
-        return _with_state(Call(Global(PARAMETER), (data, requires_grad is True)), state)
+def _rebuild_parameter(data: Any, requires_grad: Any, _hooks: Any, state: Any = None) -> TensorRef:
     return replace(_with_state(data, state), is_parameter=True, requires_grad=requires_grad is True)
 
 
@@ -113,54 +106,31 @@ def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Tensor
     """A tensor of a class, or with attributes."""
     if type(cls) is not Global or type(function) is not Global or type(args) is not tuple:
         raise pickle.UnpicklingError("a tensor without class or arguments")
-    if function.name not in REBUILD or function.call in (None, _rebuild_from_type):
+    if function.name not in (*REBUILD, *NOT_DENSE) or function.call is _rebuild_from_type:
         raise pickle.UnpicklingError("a tensor that is rebuilt by an unknown function")
+    if function.call is None:
+        raise function.error or kind_error(function.name)
     data = function.call(*args)
     if cls.name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-        ref = _with_state(data, state)
-        return replace(ref, is_parameter=True) if type(ref) is TensorRef and cls.name != "torch.Tensor" else ref
+        return replace(_with_state(data, state), is_parameter=cls.name != "torch.Tensor")
     if cls.users is None:
         raise cls.error or subclass_error(cls.name)
-    made = Call(Global(SUBCLASS), (data, cls))
+    made = Call(cls, (data,), SUBCLASS)
     made.steps.append((STATE, [state]))
     return made
 
 
-def _with_state(data: Any, state: Any) -> Any:
+def _with_state(data: Any, state: Any) -> TensorRef:
     """The tensor with attributes; DeepSpeed's optimizer swapper names a tensor's file by its ``ds_id``."""
-    if type(data) is Unmade:
-        raise data.error
-    if type(data) not in (TensorRef, Call):
+    if type(data) is not TensorRef:
         raise pickle.UnpicklingError("a parameter that is no tensor")
     attributes = state[0] if type(state) is tuple and state else state  # with the values of slots
     if not attributes:
         return data
     if type(attributes) is not dict:
         raise pickle.UnpicklingError("attributes of a tensor that are no dictionary")
-    if type(data) is Call:
-        data.steps.append((STATE, [attributes]))
-        return data
     swap_id = attributes.get("ds_id")
     return replace(data, swap_id=swap_id if isinstance(swap_id, str) else data.swap_id, attributes=attributes)
-
-
-def _quantized(storage: Any, offset: Any, size: Any, stride: Any, params: Any, grad: Any, _hooks: Any = None) -> Call:
-    """Integers with a scale, of which there are no more than the storage has."""
-    ref = _tensor(storage, None, offset, size, stride, None, None)
-    if type(ref) is not TensorRef or ref.numel * ITEMSIZE[ref.dtype] > storage.nbytes or type(params) is not tuple:
-        raise pickle.UnpicklingError("a quantized tensor that is larger than its storage")
-    return Call(Global("torch._utils._rebuild_qtensor"), (ref, params, grad is True))
-
-
-def _later(name: str) -> Callable[..., Call]:
-    return lambda *args: Call(Global(name), args)
-
-
-def _unsupported(name: str) -> Callable[..., TensorRef]:
-    def refuse(*_args: Any) -> TensorRef:
-        raise kind_error(name)
-
-    return refuse
 
 
 def kind_error(found: str) -> UnsupportedError:
@@ -169,7 +139,7 @@ def kind_error(found: str) -> UnsupportedError:
         "this file holds a tensor of a kind that cannot be read by its bytes",
         expected="a dense tensor of a plain dtype",
         found=found[:300],
-        remedy='save it in another form; in the client state, "client_state": "readable" leaves it out',
+        remedy="save it in another form",
     )
 
 
@@ -184,14 +154,6 @@ def subclass_error(name: str) -> UnsupportedError:
     )
 
 
-#: Tensors that :mod:`elastic_ckpt.formats.objects` makes where they are wanted, beside those of ``torch._utils``.
-CHANGED, PARAMETER, SUBCLASS = "a conjugated or negated tensor", "a parameter", "a tensor of a class of its own"
-LATER = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_meta_tensor_no_storage")
-_NOT_DENSE = (
-    *("_rebuild_mkldnn_tensor", "_rebuild_nested_tensor", "_rebuild_wrapper_subclass"),
-    *("_rebuild_sparse_csr_tensor", "_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor"),
-    "_rebuild_xla_tensor",
-)
 #: Functions that rebuild tensors, by qualified name.
 REBUILD: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _rebuild,
@@ -202,7 +164,12 @@ REBUILD: dict[str, Callable[..., Any]] = {
     "torch._tensor._rebuild_from_type": _rebuild_from_type,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch.tensor._rebuild_from_type": _rebuild_from_type,
-    "torch._utils._rebuild_qtensor": _quantized,
-    **{name: _later(name) for name in LATER},
-    **{f"torch._utils.{name}": _unsupported(f"torch._utils.{name}") for name in _NOT_DENSE},
 }
+#: Those of other tensors, which check their parts.
+NOT_DENSE = frozenset(
+    f"torch._utils._rebuild_{kind}"
+    for kind in (
+        *("sparse_tensor", "sparse_csr_tensor", "qtensor", "meta_tensor_no_storage", "wrapper_subclass", "xla_tensor"),
+        *("mkldnn_tensor", "nested_tensor", "device_tensor_from_numpy", "device_tensor_from_cpu_tensor"),
+    )
+)

@@ -9,8 +9,7 @@ from dataclasses import replace as replaced
 from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, PLAIN_CLASSES, Call, Global, Unmade
-from elastic_ckpt.formats.torch_archive.stand_ins import ArrayStandIn, DtypeStandIn, StandIn
+from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, SUBCLASS, Call, Global, Unmade
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, kind_error
 
@@ -21,7 +20,7 @@ _MOST_DEPTH, _MOST_REPEATED = 128, 64
 _MOST_IN_KEY, _MOST_OF_ONE_HASH = 512, 128
 _HASHED_WITH_SEED = frozenset({str, bytes, bool, type(None)})
 _PLAIN = frozenset({str, bool, int, float, complex, bytes, type(None)})
-_LEAVES = _PLAIN | {TensorRef, bytearray, DtypeStandIn, StorageRef}
+_LEAVES = _PLAIN | {TensorRef, bytearray, StorageRef}
 #: Entries of a model-states file that this package reads; the others are the client state, and that of schedulers.
 _OWN_ENTRIES = frozenset(
     (
@@ -51,11 +50,10 @@ def check_tree(tree: Any) -> None:
     if met > 1000 + _MOST_REPEATED * sum(1 + len(each) for each in kept):
         raise _too_entangled(f"{met} objects, most of them again and again")
     for node in odd:
+        if type(node) is Call and node.how == SUBCLASS:
+            raise kind_error(f"{node}, a tensor of a class of its own")
         if type(node) is not Call and node.error is not None:
             raise node.error
-        name = node.function.name if type(node) is Call and type(node.function) is Global else ""
-        if name and node.function.users is None and name not in PLAIN_CLASSES:
-            raise kind_error(name)
 
 
 def _size(node: Any, sizes: dict[int, int], kept: list[Any], odd: list[Any], depth: int) -> int:
@@ -82,8 +80,8 @@ def _size(node: Any, sizes: dict[int, int], kept: list[Any], odd: list[Any], dep
 
 def _children(node: Any) -> list[Any] | tuple[Any, ...]:
     """All objects in a container, keys that are strings excepted."""
-    if type(node) is StandIn:  # first what there are most of
-        return [*node.args, *vars(node).values()]
+    if type(node) is Call:  # first what there are most of
+        return [node.function, *node.args, *vars(node).values(), *(each for _, values in node.steps for each in values)]
     children: Any = ()
     if isinstance(node, (list, tuple)):
         children = node
@@ -92,10 +90,6 @@ def _children(node: Any) -> list[Any] | tuple[Any, ...]:
         children = [*keys, *node.values(), *(vars(node).values() if hasattr(node, "__dict__") else ())]
     elif isinstance(node, argparse.Namespace):
         children = list(vars(node).values())
-    elif type(node) is Call:
-        children = [node.function, *node.args, *(value for _, values in node.steps for value in values)]
-    elif type(node) is ArrayStandIn:
-        children = (node.value,)
     elif isinstance(node, (set, frozenset)):
         children = list(node)
     return children
@@ -122,12 +116,12 @@ _ENTER, _MAKE, _FILL = range(3)
 def replace_leaves(
     root: Any,
     replace: Callable[[Any], Any],
-    give: Callable[[Call, Any, list[tuple[str, list[Any]]]], None] | None = None,
+    give: Callable[[Call, Any, dict[str, Any], list[tuple[str, list[Any]]]], None] | None = None,
 ) -> Any:
     """Copy a tree, passing leaves through ``replace``; what was shared, or contains itself, does so again.
 
-    Strings, numbers and bytes stay. Keys and attributes are copied too. A stand-in and a call are leaves with their own
-    parts replaced; what a call became is given its steps by ``give``. Each object is met once, and nothing recurses:
+    Strings, numbers and bytes stay. Keys and attributes are copied too. A call is a leaf whose arguments are replaced;
+    what it became is given its attributes and steps by ``give``. Each object is met once, and nothing recurses:
     containers that may contain themselves are made empty, and filled behind their parts.
     """
     done: dict[int, Any] = {}
@@ -174,19 +168,15 @@ def _needed(node: Any) -> list[Any]:
     """What must be there before a node is made."""
     if type(node) in (tuple, frozenset):
         return _not_plain(node)
-    if type(node) is StandIn:
-        return _not_plain(_children(node))
     if type(node) is Call:
         return _not_plain((*((node.function,) if type(node.function) is Call else ()), *node.args))
-    if type(node) is TensorRef:
-        return [] if node.attributes is None else [node.attributes]
-    return [node.value] if type(node) is ArrayStandIn and type(node.value) in (Call, Unmade) else []
+    return [node.attributes] if type(node) is TensorRef and node.attributes is not None else []
 
 
 def _within(node: Any) -> list[Any]:
     """What a node gets that was made."""
     if type(node) is Call:
-        return _not_plain(value for _, values in node.steps for value in values)
+        return _not_plain((*vars(node).values(), *(value for _, values in node.steps for value in values)))
     is_filled = isinstance(node, (list, dict, argparse.Namespace)) or type(node) is set
     return _not_plain(_children(node)) if is_filled else []
 
@@ -198,19 +188,11 @@ def _made(node: Any, new: Callable[[Any], Any], replace: Callable[[Any], Any]) -
         _check_keys(node, new)
     if type(node) in (tuple, frozenset):
         return type(node)(map(new, node))
-    if type(node) is StandIn:
-        stand_in = StandIn(node.name, tuple(map(new, node.args)), node.is_by_name)
-        vars(stand_in).update((key, new(value)) for key, value in vars(node).items())
-        node = stand_in
-    elif type(node) is Call:
+    if type(node) is Call:
         function = new(node.function) if type(node.function) is Call else node.function
-        node = Call(function, tuple(map(new, node.args)), node.is_new)
+        node = Call(function, tuple(map(new, node.args)), node.how)
     elif type(node) is TensorRef and node.attributes is not None:
         node = replaced(node, attributes=new(node.attributes))
-    elif type(node) is ArrayStandIn and type(node.value) in (Call, Unmade):
-        array = ArrayStandIn()
-        array.value = new(node.value)
-        node = array
     return replace(node)
 
 
@@ -238,10 +220,12 @@ def _fill(node: Any, target: Any, new: Callable[[Any], Any], give: Any) -> None:
         keys = {PAIRS: slice(None, None, 2), MEMBERS: slice(None)}
         _check_keys([key for kind, values in node.steps if kind in keys for key in values[keys[kind]]], new)
         steps = [(kind, list(map(new, values))) for kind, values in node.steps]
+        attributes = {key: new(value) for key, value in vars(node).items()}
         if type(target) is Call:
             target.steps += steps
+            vars(target).update(attributes)
         elif give is not None:
-            give(node, target, steps)
+            give(node, target, attributes, steps)
     elif isinstance(node, list):
         target.extend(map(new, node))
     elif isinstance(node, dict):

@@ -10,8 +10,8 @@ Time and memory are linear in the size of the pickle: lengths are compared with 
 the bytes so far, containers and what calls copy out of shared arguments are counted, keys that can be made to collide
 are few, and :mod:`.tree` bounds what a walk through the result costs.
 
-Source: ``pickletools.py`` of Python, protocols 0 to 5. Opcodes that no pickler writes for plain data (extension codes,
-out-of-band buffers, instances of Python 2's classes, recursive tuples) are refused.
+Source: ``pickletools.py`` of Python, protocols 2 to 5. Opcodes that no pickler writes for plain data (extension codes,
+out-of-band buffers, instances of Python 2's classes) are refused, and so are those of protocols 0 and 1.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError
-from elastic_ckpt.formats.torch_archive.calls import Call, Global, Unmade, described, unsafe_error
+from elastic_ckpt.formats.torch_archive.calls import CALL, NEW, Call, Global, Unmade, described, unsafe_error
 from elastic_ckpt.formats.torch_archive.operations import OPERATIONS
 from elastic_ckpt.formats.torch_archive.tensor_opcodes import tensor_reader
 
-#: Longest line of a text opcode (protocol 0).
+#: Longest line of a name.
 _MOST_LINE_NBYTES = 1 << 16
 #: Size that the arguments of all calls may have per byte of the pickle, and in addition: a few bytes pass a shared
 #: argument to a call that copies it.
@@ -54,7 +54,7 @@ class Machine:
         build: sets the state of an object, as BUILD asks for; raises for any object it does not know.
         at: see ``data``.
         file_nbytes: size of the file, from which the number of containers follows that it may make.
-        keeps_unmade: whether what is refused becomes :class:`Unmade` in the result; otherwise it is raised.
+        keeps: errors of what is refused that becomes :class:`Unmade` in the result; others are raised.
         is_trusted: whether counts and lengths are unbounded.
     """
 
@@ -66,7 +66,7 @@ class Machine:
         build: Callable[[Any, Any], None],
         at: int = 0,
         file_nbytes: int = 0,
-        keeps_unmade: bool = False,
+        keeps: tuple[type[ElasticCkptError], ...] = (),
         is_trusted: bool = False,
     ) -> None:
         self.data, self.at = data, at
@@ -76,7 +76,7 @@ class Machine:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], Global] = {}
-        self._keeps_unmade = keeps_unmade
+        self._keeps = keeps
         self.left = sys.maxsize if is_trusted else _MOST_COPIED * len(data) + _MOST_MORE_COPIED
         self.containers = (
             sys.maxsize if is_trusted else file_nbytes // _FILE_NBYTES_PER_CONTAINER + _MOST_MORE_CONTAINERS
@@ -144,7 +144,9 @@ class Machine:
                 self.at = at
                 operation = OPERATIONS.get(code)
                 if operation is None:
-                    raise pickle.UnpicklingError(f"the opcode {code:#04x}, which plain data does not need")
+                    raise pickle.UnpicklingError(
+                        f"the opcode {code:#04x}, which data of protocols 2 to 5 does not need"
+                    )
                 operation(self)
                 at = self.at
 
@@ -191,9 +193,9 @@ class Machine:
         except ElasticCkptError as error:
             return self.unmade(error)
 
-    def _called_later(self, function: Any, arguments: tuple[Any, ...], is_new: bool = False) -> Any:
+    def _called_later(self, function: Any, arguments: tuple[Any, ...], how: str = CALL) -> Any:
         if type(function) is Call or (type(function) is Global and function.users is not None):
-            return Call(function, arguments, is_new)
+            return Call(function, arguments, how)
         if type(function) is Unmade:
             return function
         if type(function) is Global:
@@ -213,12 +215,12 @@ class Machine:
         """What NEWOBJ makes of a global; as by :mod:`pickle`, an object of a class of the user's is not initialized."""
         if type(cls) is Global and cls.call is None and cls.users is not None and type(arguments) is tuple:
             self.count_container()
-            return self._called_later(cls, arguments, is_new=True)
+            return self._called_later(cls, arguments, NEW)
         return self.call(cls, arguments)
 
     def unmade(self, error: ElasticCkptError) -> Unmade:
         """What stands for an object that is refused; raises the error where nothing may."""
-        if not self._keeps_unmade:
+        if not isinstance(error, self._keeps):
             raise error
         return Unmade(error)
 

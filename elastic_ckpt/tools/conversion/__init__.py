@@ -27,7 +27,7 @@ from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
+from elastic_ckpt.formats.torch_archive.calls import NEW, Call, Global
 from elastic_ckpt.formats.universal_files import common_optimizer_state
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.reader import progress_bar
@@ -172,7 +172,7 @@ def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
         return {"cat_dim": 0, "param_n_sub_params": 2}
     shape = whole.shape[1:] if whole.rows > 1 else whole.shape
     sizes = tuple(shape[dim] // sum(parts) * part for part in parts)
-    noted = StandIn(_SUBPARAM_SHAPE)
+    noted = Call(Global(_SUBPARAM_SHAPE), (), NEW)
     widths = (*shape[:dim], sizes, *shape[dim + 1 :])
     vars(noted).update(patterns=[re.escape(whole.name)], shape=widths, partition_dim=dim)
     return {"sub_param_shape": noted}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
+from elastic_ckpt.formats.torch_archive.calls import MEMBER, Call
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 
 
@@ -20,12 +20,12 @@ class _Placeholder:
     __slots__ = ("stand_in",)
     path = ""
 
-    def __init__(self, stand_in: StandIn) -> None:
+    def __init__(self, stand_in: Call) -> None:
         self.stand_in = stand_in
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         cls, args = type(self), self.stand_in.args
-        if self.stand_in.is_by_name:
+        if self.stand_in.how == MEMBER:
             return getattr, (cls, *args)
         if args:
             return cls, args
@@ -52,12 +52,16 @@ _classes: dict[str, type[_Placeholder]] = {}
 def save(tree: Any, path: str | os.PathLike[str]) -> None:
     """:func:`torch.save` for a tree with stand-ins, which become objects of the classes that they stand for."""
     with open(path, "wb") as stream:
-        torch.save(replace_leaves(tree, _placeholder), stream, pickle_module=_MODULE, pickle_protocol=2)
+        torch.save(replace_leaves(tree, _placeholder, _give), stream, pickle_module=_MODULE, pickle_protocol=2)
 
 
 def _placeholder(leaf: Any) -> Any:
-    if type(leaf) is not StandIn:
+    if type(leaf) is not Call:
         return leaf
     if leaf.name not in _classes:
         _classes[leaf.name] = type("_Named", (_Placeholder,), {"__slots__": (), "path": leaf.name})
     return _classes[leaf.name](leaf)
+
+
+def _give(_call: Call, made: _Placeholder, attributes: dict[str, Any], _steps: Any) -> None:
+    vars(made.stand_in).update(attributes)

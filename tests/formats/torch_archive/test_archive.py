@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from elastic_ckpt.formats.torch_archive.archive import read_archive_tree
+from elastic_ckpt.formats.torch_archive.calls import Call
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError
-from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 
@@ -42,4 +42,4 @@ def test_a_device_is_data(tmp_path: Path) -> None:
     torch.save(torch.device("cuda", 1), tmp_path / "file.pt")
     with open(tmp_path / "file.pt", "rb") as stream:
         device = read_archive_tree(stream, trust_pickle=False).tree
-    assert type(device) is StandIn and device.args == ("cuda", 1)
+    assert type(device) is Call and device.args == ("cuda", 1)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt.formats.torch_archive.calls import Global
+from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size
 from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
-from elastic_ckpt.formats.torch_archive.stand_ins import Size, StandIn
 
 
 @pytest.mark.parametrize("key", ["a", 3, -(1 << 59), True, None, b"b", 1.5, 1 << 80, (1, ("a", 2.5)), Size((2, 3))])
@@ -20,7 +19,7 @@ def test_plain_keys_are_taken(key: Any) -> None:
 
 
 def test_names_and_stand_ins_are_keys() -> None:
-    check_key((Global("torch.float32"), StandIn("deepspeed.Enum", (1,))), others=0)
+    check_key((Global("torch.float32"), Call(Global("deepspeed.Enum"), (1,))), others=0)
 
 
 @pytest.mark.parametrize("key", [PurePosixPath("a"), frozenset(range(40)), (0,) * 40, [(1,)], ({},)])

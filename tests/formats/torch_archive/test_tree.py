@@ -10,7 +10,6 @@ import pytest
 
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import Call, Global
-from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tree import check_tree, replace_leaves
 
@@ -85,7 +84,7 @@ def test_what_contains_itself_does_so_in_the_copy() -> None:
 
 
 def test_keys_members_attributes_and_sharing_are_copied_too() -> None:
-    stand_in = StandIn("deepspeed.Enum", (3,))
+    stand_in = Call(Global("deepspeed.Enum"), (3,))
     vars(stand_in)["scale"] = shared = [4]
     ordered = OrderedDict(a=shared)
     ordered._metadata = shared  # type: ignore[attr-defined]

@@ -1,0 +1,252 @@
+"""What is made of the arguments and states that a pickle has for a name on the closed list, once they are checked."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pathlib
+import pickle
+import re
+from collections import Counter, OrderedDict
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from elastic_ckpt.core.shapes import checked_shape
+from elastic_ckpt.formats.torch_archive.calls import (
+    MEMBER,
+    NEW,
+    STATE,
+    Call,
+    Global,
+    Size,
+    Unmade,
+    described,
+    unsafe_error,
+)
+from elastic_ckpt.formats.torch_archive.keys import check_key
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ARRAY, BUFFER, DTYPE, NAMESPACE = "numpy.ndarray", "numpy.frombuffer", "numpy.dtype", "types.SimpleNamespace"
+#: What Python's own classes are made of: long texts take long to become numbers, "1e999999999" an endless fraction.
+_PARTS, _LONGEST_TEXT = frozenset({int, float, bool, bytes, type(None), Global}), 1 << 10
+_FRACTION = re.compile(r"-?\d+(?:/\d+)?")
+#: Numbers, strings of one length, dates and durations, and the units of these.
+_PLAIN_DTYPE, _UNIT, _MOST_UNITS = (
+    re.compile(r"[?biufc]\d{0,2}|[US]\d{1,6}|[mM]8"),
+    re.compile(rb"[a-zA-Z]{1,7}"),
+    1 << 30,
+)
+
+
+def set_state(target: Any, state: Any, fields: tuple[str, ...] | None = None) -> None:
+    """Give an object the state that a BUILD opcode has for it; :class:`pickle.UnpicklingError` for other objects.
+
+    ``fields`` are the attributes in a state that is a tuple.
+    """
+    kind = type(target)
+    if kind is Unmade:
+        return
+    if kind is Call and (target.is_users or target.name in (ARRAY, DTYPE, NAMESPACE)):
+        if not target.is_users:
+            _CHECK_STATE[target.name](target, state)
+        target.steps.append((STATE, [state]))
+        return
+    if fields and type(state) is tuple:
+        state = dict(zip(fields, state, strict=False))
+    is_known = kind in (argparse.Namespace, OrderedDict) or (kind is Call and target.how == NEW)
+    if not is_known or type(state) is not dict or not all(is_attribute(key, kind) for key in state):
+        raise pickle.UnpicklingError(
+            f"an object of type {kind.__name__} is given a state, or no dictionary of attributes"
+        )
+    vars(target).update(state)
+
+
+def is_attribute(key: Any, kind: type = argparse.Namespace) -> bool:
+    """Whether a key of a state can be an attribute: none that Python or the class gives a meaning."""
+    return type(key) is str and not key.startswith("__") and not hasattr(kind, key)
+
+
+def _check_namespace(_target: Call, state: Any) -> None:
+    if type(state) is not dict or not all(map(is_attribute, state)):
+        raise pickle.UnpicklingError("a state of a namespace that is no dictionary of attributes")
+
+
+def _check_dtype(target: Call, state: Any) -> None:
+    """The state of a plain dtype: numpy's own ``__setstate__`` does not check a hostile one."""
+    version, order, *more, itemsize, alignment, flags = state[:8]
+    spec, units = target.args[0], state[8:]
+    is_number = (itemsize, alignment, flags) == (-1, -1, 0)
+    is_text = spec[0] in "SU" and (alignment, flags) in ((1, 0), (4, 8)) and itemsize == real_dtype(target).itemsize
+    if version not in (3, 4) or order not in ("<", ">", "|", "=") or more != [None] * 3 or not (is_number or is_text):
+        raise pickle.UnpicklingError("a dtype with parts, or of another size")
+    if units:  # of a date: a unit, how many of it, and numbers that are always 1
+        ((metadata, (unit, *counts)),) = units
+        is_known = metadata in (None, {}) and spec[0] in "mM" and type(unit) is bytes and _UNIT.fullmatch(unit)
+        if not is_known or len(counts) != 3 or not all(type(each) is int and 0 < each < _MOST_UNITS for each in counts):
+            raise pickle.UnpicklingError("a date without a unit")
+
+
+def _check_array(_target: Call, state: Any) -> None:
+    _version, shape, dtype, _is_fortran, data = state
+    _check_elements(dtype, data, shape)
+
+
+_CHECK_STATE = {ARRAY: _check_array, DTYPE: _check_dtype, NAMESPACE: _check_namespace}
+
+
+def _check_elements(dtype: Any, data: Any, shape: Any) -> None:
+    if type(dtype) is Unmade:
+        raise dtype.error
+    if type(dtype) is not Call or dtype.name != DTYPE:
+        raise pickle.UnpicklingError("an array without a dtype")
+    if not dtype.is_users:
+        nbytes = math.prod(checked_shape(Size(shape))) * real_dtype(dtype).itemsize
+        if type(data) not in (bytes, bytearray) or len(data) != nbytes:
+            raise pickle.UnpicklingError("an array without the bytes of its elements")
+
+
+def real_dtype(call: Call) -> np.dtype[Any]:
+    """The dtype of a call that was checked."""
+    import numpy as np  # noqa: PLC0415  few files need it
+
+    dtype: np.dtype[Any] = np.dtype(call.args[0], False, True)
+    for _, (state,) in call.steps[-1:]:
+        dtype.__setstate__(state)  # type: ignore[attr-defined]
+    return dtype
+
+
+def numpy_dtype(spec: Any = None, align: Any = False, copy: Any = True) -> Call:
+    """``numpy.dtype`` of plain data."""
+    text = spec.decode("ascii") if isinstance(spec, bytes) else spec
+    if isinstance(text, str) and _PLAIN_DTYPE.fullmatch(text):
+        return Call(Global(DTYPE), (text,))
+    shown = text[:100] if isinstance(text, str) else type(text).__name__
+    raise unsafe_error(f"numpy.dtype of {shown}: numbers, strings and dates only; add_safe_globals([numpy.dtype])")
+
+
+def any_dtype(spec: Any = None, align: Any = False, copy: Any = True) -> Call:
+    """``numpy.dtype`` where the user allowed it."""
+    import numpy as np  # noqa: PLC0415  few files need it
+
+    is_plain = isinstance(spec, str) and _PLAIN_DTYPE.fullmatch(spec)
+    return numpy_dtype(spec) if is_plain else Call(Global(DTYPE, users=np.dtype), (spec, align, copy))
+
+
+def numpy_array(cls: Any, shape: Any, dtype: Any) -> Call:
+    """An array before its state."""
+    if type(cls) is Global and cls.error is not None:
+        raise cls.error
+    if shape != (0,) or dtype not in ("b", b"b"):
+        raise pickle.UnpicklingError("an array that has elements before its state")
+    return Call(Global(ARRAY))
+
+
+def numpy_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Call:
+    """An array in protocol 5."""
+    _check_elements(dtype, data, shape)
+    return Call(Global(BUFFER), (data, dtype, shape, "F" if order == "F" else "C"))
+
+
+def numpy_scalar(dtype: Any, data: Any) -> Any:
+    """``numpy.core.multiarray.scalar``."""
+    import numpy as np  # noqa: PLC0415  few files need it
+
+    _check_elements(dtype, data, ())
+    if dtype.is_users:
+        return Call(Global("numpy.scalar", users=np.float64(0).__reduce__()[0]), (dtype, data))
+    return np.frombuffer(data, real_dtype(dtype))[0]
+
+
+def of_python(name: str, *args: Any) -> Call:
+    """An object of a class of Python's, whose arguments are small, and no containers."""
+    for arg in args:
+        if type(arg) is Unmade:
+            raise arg.error
+        is_text = type(arg) is str and len(arg) <= _LONGEST_TEXT
+        is_text = is_text and (name != "fractions.Fraction" or _FRACTION.fullmatch(arg) is not None)
+        is_made = type(arg) is Call and (arg.is_users or arg.name in ("datetime.timedelta", "datetime.timezone"))
+        if not (is_text or is_made or type(arg) in _PARTS or (type(arg) is tuple and not arg)):
+            raise unsafe_error(f"{name} of {described(arg)}")
+    return Call(Global(name), args)
+
+
+def of_class(name: str) -> Call:
+    """An object before its state; none of the classes is pickled with arguments."""
+    return Call(Global(name), (), NEW)
+
+
+def of_enum(name: str, value: Any) -> Call:
+    if type(value) not in (int, str):
+        raise pickle.UnpicklingError(f"a member of {name} of {described(value)}")
+    return Call(Global(name), (value,))
+
+
+def enum_member(enums: tuple[str, ...], enum: Any, name: Any) -> Call:
+    """``getattr``, with which Python 3.11.0 to 3.11.3 (Debian 12's) pickle members of enums; only they may."""
+    if type(enum) is Global and type(name) is str and not name.startswith("_"):
+        is_users = isinstance(enum.users, type) and issubclass(enum.users, Enum)
+        if enum.name in enums or is_users:
+            return Call(enum, (name,), MEMBER)
+    raise unsafe_error(f"builtins.getattr of {described(enum)}, {described(name)}")
+
+
+def device(kind: Any, index: Any = None) -> Call:
+    if type(kind) is not str or type(index) not in (int, type(None)):
+        raise pickle.UnpicklingError("a device without a type and an index")
+    return Call(Global("torch.device"), (kind,) if index is None else (kind, index))
+
+
+def layout(name: Any) -> Call:
+    """With which torch pickles the layout of a tensor."""
+    if type(name) is not str:
+        raise pickle.UnpicklingError("a layout without a name")
+    return Call(Global("torch.layout"), (name,))
+
+
+def ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
+    new: OrderedDict[Any, Any] = OrderedDict()
+    if type(items) not in (list, tuple):
+        raise pickle.UnpicklingError(f"an OrderedDict of {described(items)}")
+    for key, value in items:
+        check_key(key, len(new))
+        new[key] = value
+    return new
+
+
+def counter(counts: Any = ()) -> Counter[Any]:
+    if type(counts) is not dict and counts != ():
+        raise pickle.UnpicklingError("a Counter of something that is no dictionary")
+    new: Counter[Any] = Counter()
+    new.update(dict(counts))
+    return new
+
+
+def complex_number(real: Any, imaginary: Any) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise pickle.UnpicklingError("a complex number that is no pair of floats")
+    return complex(real, imaginary)
+
+
+def byte_array(*args: Any) -> bytearray:
+    """``bytearray()``, ``bytearray(bytes)`` and, of protocol 2, ``bytearray(str, "latin-1")``."""
+    if len(args) == 2:
+        return bytearray(encoded(*args))
+    if args and type(args[0]) is not bytes:  # an integer would be a size to allocate
+        raise pickle.UnpicklingError("a bytearray of something that is no bytes")
+    return bytearray(*args)
+
+
+def encoded(text: Any, encoding: Any = "") -> bytes:
+    """``codecs.encode``, with which protocols below 3 write bytes."""
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"an encoding that is no writer's: {described(encoding)}")
+    return text.encode("latin-1")
+
+
+def path(cls: type[pathlib.PurePath], *parts: Any) -> pathlib.PurePath:
+    """A path: made from strings alone, without touching a file."""
+    if not all(type(part) is str for part in parts):
+        raise pickle.UnpicklingError("a path of something else than strings")
+    return cls(*parts)
