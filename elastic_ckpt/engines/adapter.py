@@ -85,9 +85,11 @@ class EngineAdapter(ABC):
         named_buffers = dict(engine.module.named_buffers(remove_duplicate=False))
         named = named_buffers.keys() | dict(engine.module.named_parameters(remove_duplicate=False)).keys()
         self._others = frozenset(name for name in saved if name not in named)
-        #: Persistent buffers by FQN.
+        #: Persistent buffers by FQN. Of one that is a parameter, ZeRO-3 saves nothing under the buffer's name.
         self.buffers = {
-            self._experts.get(name, name): buffer for name, buffer in named_buffers.items() if name in saved
+            self._experts.get(name, name): torch.empty(0, dtype=buffer.dtype) if hasattr(buffer, "ds_id") else buffer
+            for name, buffer in named_buffers.items()
+            if name in saved
         }
         owned = {id(param) for params in members for param in params}
         self.frozen: dict[str, Any] = {}

@@ -184,6 +184,7 @@ TWO_RANKS = [
         for cell in cells("-".join(names), [number % (3 if "empty" in str(names) else 4)], oddities=names)
     ),
     *cells("rewind", [0, 1], "bf16", trained=2),
+    *cells("rewind-buffer-of-a-parameter", [3], trained=2, oddities=["buffer_of_a_frozen_parameter"]),
     *cells("path-and-number", [1, 3], path=True),
     *cells("tag-validation", [1], config={"checkpoint": {"tag_validation": "Fail"}}),
     *cells("parallel-write", [1, 3], config={"checkpoint": {"parallel_write": {"pipeline_stage": True}}}),
