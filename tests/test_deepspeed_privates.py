@@ -53,9 +53,12 @@ def test_what_is_missing_or_takes_other_parameters_is_named(listed: Privates, mi
     assert listed.missing() == missing
 
 
-def test_sources_that_are_not_installed_hide_nothing_from_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError("could not get source code"), TypeError("is a built-in class")])
+def test_sources_that_are_not_installed_hide_nothing_from_the_load(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def getsource(found: object) -> str:
-        raise OSError("could not get source code")
+        raise error
 
     monkeypatch.setattr(privates.inspect, "getsource", getsource)
     assert Privates("runtime.engine", "DeepSpeedEngine", ("_no_such",)).missing() == []

@@ -29,7 +29,7 @@ runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer
     update_lp_params() cpu_offload loss_scaler overflow
     0.19.7: round_robin_bit16_offsets
     0.17.6: all_grad_tensors
-    install(): flatten_dense_tensors_aligned(tensor_list,alignment)
+    align_partitions: flatten_dense_tensors_aligned(tensor_list,alignment)
 runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3
     0.18.5: _epilogue_ran_this_backward
     fp16_groups fp16_partitioned_groups fp16_partitioned_groups_flat fp32_partitioned_groups_flat
@@ -39,14 +39,14 @@ runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3
     NVMe offload: _swappable_optimizer_subgroup(sub_group_id) optimizer_swapper fp16_partitioned_groups_flat_numel
     NVMe offload: _optimizer_states_and_gradient_swap_in(sub_group_id,timer_names)
     NVMe offload: _reassign_or_swap_out_partitioned_parameters(sub_group_id)
-    install(): __avg_scatter_grads(params_to_reduce) reduce_scatter_coalesced
+    align_partitions: __avg_scatter_grads(params_to_reduce) reduce_scatter_coalesced
 runtime.zero.parameter_offload:DeepSpeedZeRoOffload
     partition_all_parameters() persistent_parameters
 runtime.bf16_optimizer:BF16_Optimizer
     bf16_groups bf16_partitioned_groups fp32_groups_flat_partition fp32_groups_has_gradients real_dp_process_group
     dp_process_group _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state()
     _restore_from_bit16_weights() update_lp_params()
-    install(): _flatten_dense_tensors_aligned(tensor_list,alignment)
+    align_partitions: _flatten_dense_tensors_aligned(tensor_list,alignment)
 runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer
     fp16_groups fp32_groups refresh_fp32_params() overflow
     0.18.6: loss_scale_config
@@ -60,7 +60,7 @@ runtime.fp16.loss_scaler:DynamicLossScaler
 runtime.zero.partition_parameters:Init
     ds_tensor ds_tensor.status ds_tensor.final_location ds_shape ds_numel ds_secondary_tensor ds_process_group
     all_gather(param_list) all_gather_coalesced(params)
-    install(): _padding_size(param) _partition_param(param) _aligned_size _dist_allgather_fn
+    align_partitions: _padding_size(param) _partition_param(param) _aligned_size _dist_allgather_fn
 runtime.torch_autocast
     0.17.6, ZeRO-3: has_comm_dtype(param)
 runtime.swap_tensor.optimizer_utils:OptimizerSwapper
@@ -77,24 +77,23 @@ runtime.checkpoint_engine.datastates_checkpoint_engine:DataStatesCheckpointEngin
     0.18.1: is_decoupled() commit_info
 runtime.engine:DeepSpeedEngine
     0.17.1: _commit_decoupled_checkpoint()
-    install(): load_checkpoint(load_dir,tag,load_module_strict,load_optimizer_states,load_lr_scheduler_states,\
-load_module_only,custom_load_fn)
-    install(): _configure_zero_optimizer(optimizer) _configure_bf16_optimizer(optimizer)
+    install(): load_checkpoint(load_dir,tag)
+    align_partitions: _configure_zero_optimizer(optimizer) _configure_bf16_optimizer(optimizer)
     _get_zero_param_shapes() seq_data_parallel_group num_experts fp16_enabled param_names mp_world_size
     seq_dp_world_size sequence_parallel_size has_moe_layers loaded_checkpoint_dp_world_size
     loaded_checkpoint_mp_world_size random_ltd_enabled curriculum_learning_enabled load_universal_checkpoint
     use_node_local_storage _config checkpoint_engine
 runtime.pipe.module:PipelineModule
-    install(): _partition_layers(method) _layer_specs _topo _set_bounds(start,stop) parts
+    weighted pipeline stages: _partition_layers(method) _layer_specs _topo _set_bounds(start,stop) parts
     tied_weight_attrs
 runtime.zero.partition_parameters:NoGatherHandle
-    install(): param.ds_tensor.data
+    align_partitions: param.ds_tensor.data
 runtime.zero.partition_parameters:NoGatherCoalescedHandle
-    install(): param.ds_tensor.data
+    align_partitions: param.ds_tensor.data
 runtime.zero.partition_parameters
-    install(): _dist_allgather_fn(input_tensor,output_tensor,group)
+    align_partitions: _dist_allgather_fn(input_tensor,output_tensor,group)
 runtime.comm.coalesced_collectives
-    install(): reduce_scatter_coalesced(tensors,group)
+    align_partitions: reduce_scatter_coalesced(tensors,group)
 moe.layer:MoE
     mixtures of experts: expert_group_name num_local_experts deepspeed_moe enable_expert_tensor_parallelism
 moe.experts:Experts
@@ -129,7 +128,7 @@ class Privates(NamedTuple):
             source = inspect.getsource(getattr(module, self.owner) if self.owner else module)
         except (ImportError, AttributeError):
             return [f"deepspeed.{self.module}{self.owner and '.'}{self.owner}"]
-        except OSError:  # an engine's own objects still show them
+        except (OSError, TypeError):  # an engine's own objects still show them
             return []
         code = _without_comments(source)
         return [f"{self.owner or self.module}.{name}" for name in self.names if not re.search(_pattern(name), code)]

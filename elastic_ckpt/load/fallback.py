@@ -22,7 +22,6 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from elastic_ckpt import distributed
-from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.engines.compat import (
     base_optimizer,
     dp_group_of,
@@ -44,7 +43,6 @@ from elastic_ckpt.formats.saved_config import base_groups, config_section, count
 from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
-from elastic_ckpt.patches.aligned_partitions import alignment_of
 from elastic_ckpt.storage.local import file_names
 
 #: Entries of a param group that do not depend on the kind of optimizer.
@@ -53,20 +51,19 @@ _LAYOUTS = {0: "whole", 1: "zero12", 2: "zero12", 3: "zero3"}
 
 
 def deepspeed_loads_it_right(
-    engine: Any, found: Found, arguments: LoadArguments, check_sizes: bool, own_files: bool = False
+    engine: Any, found: Found, arguments: LoadArguments, check_steps: bool, own_files: bool = False
 ) -> bool:
     """Whether DeepSpeed's own loader restores a folder correctly, all its files being of one save. Collective.
 
     Args:
         engine, found, arguments: the live engine, the checkpoint, and arguments of ``load_checkpoint``.
-        check_sizes: whether partitions must have the live ones' sizes, and states the step of the counters: set if
-            elastic_ckpt did not understand the files.
+        check_steps: whether states must have the step of the counters: if elastic_ckpt did not understand the files.
         own_files: whether each rank looks at its own files only: if each node saves to its own disk.
     """
 
     def save() -> tuple[Any, ...] | None:
         try:
-            return _save_of(engine, found, arguments, check_sizes, own_files)
+            return _save_of(engine, found, arguments, check_steps, own_files)
         except Exception:  # files that cannot be read are not known to load correctly
             return None
 
@@ -93,7 +90,7 @@ def on_own_disks(engine: Any, found: Found) -> bool:
 
 
 def _save_of(
-    engine: Any, found: Found, arguments: LoadArguments, check_sizes: bool, own_files: bool
+    engine: Any, found: Found, arguments: LoadArguments, check_steps: bool, own_files: bool
 ) -> tuple[Any, ...] | None:
     """The save that DeepSpeed's loader would read; ``None`` if it is not known to be restored correctly. Local."""
     if found.format != "native" or found.files.by_fast_writer:
@@ -105,7 +102,7 @@ def _save_of(
         return None
     if not own_files and comparison.whole_weights:
         return ()
-    return comparison.one_save(1 if own_files else engine.seq_dp_world_size, check_sizes)
+    return comparison.one_save(1 if own_files else engine.seq_dp_world_size, check_steps)
 
 
 def _own_part(engine: Any, found: Found) -> Found:
@@ -162,12 +159,12 @@ class _Comparison:
         plain = engine.mp_world_size == 1 and not engine.has_moe_layers
         return not self.with_states and whole_here and self.stage < 3 and plain
 
-    def one_save(self, partitions: int, check_sizes: bool) -> tuple[Any, ...] | None:
+    def one_save(self, partitions: int, check_steps: bool) -> tuple[Any, ...] | None:
         """The counters and DeepSpeed version of all files; ``None`` if some are missing, or of another save or size.
 
         Args:
             partitions: number of data-parallel ranks that must have files.
-            check_sizes: see :func:`deepspeed_loads_it_right`; without it, states must still be of one step.
+            check_steps: see :func:`deepspeed_loads_it_right`; without it, states must still be of one step.
         """
         with_optimizer = has_optimizer(self.engine)
         needed = partitions if self.stage and with_optimizer else len(self._optimizers)
@@ -185,10 +182,12 @@ class _Comparison:
         counted = counters.pop()
         if counted[0] is None or (optimizers and self._is_mixed(models[0], optimizers)):
             return None
-        if check_sizes and optimizers and with_optimizer:
+        if optimizers and with_optimizer:
+            # DeepSpeed's loader zero-pads masters of another size, and shifts what follows
             step, live = counted[0] - (counted[2] or 0), flat_master_numels(self.engine)
             for file in optimizers:
-                if list(_partition_numels(file, self.stage == 3)) != live or not _steps(file) <= {step}:
+                same_sizes = list(_partition_numels(file, self.stage == 3)) == live
+                if not same_sizes or (check_steps and not _steps(file) <= {step}):
                     return None
         return (*counted, *versions)
 
@@ -227,12 +226,7 @@ class _Comparison:
     def _native_fits(self) -> bool:
         engine, model = self.engine, self._open(self._models[0])
         optimizer = self._open(self._optimizers[0]) if self._optimizers else model
-        # DeepSpeed's loader zero-pads masters of another size, and shifts what follows
-        same_padding = (config_section(model, CONFIG_KEY).get("align_partitions") or 0) == alignment_of(
-            engine.optimizer
-        )
-        same = self._same_topology(model) and same_padding
-        same = same and same_features(engine, features_in(model) | features_in(optimizer))
+        same = self._same_topology(model) and same_features(engine, features_in(model) | features_in(optimizer))
         if not self.arguments.load_module_strict:
             names = module_entries(model.tree["module"]).keys()
             trained = {name for name, param in engine.module.named_parameters() if param.requires_grad}

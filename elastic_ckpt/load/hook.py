@@ -41,9 +41,9 @@ from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks
 from elastic_ckpt.load.handover import screen_folder, screened_loads
 from elastic_ckpt.load.on_damage import Attempts
 from elastic_ckpt.load.prepare import Clock, Prepared, prepare
-from elastic_ckpt.patches import unwrap, wrap
-from elastic_ckpt.patches.aligned_partitions import install_alignment, uninstall_alignment
-from elastic_ckpt.patches.pipeline_stages import install_pipe, uninstall_pipe
+from elastic_ckpt.patches import argument, unwrap, wrap
+from elastic_ckpt.patches.aligned_partitions import align_engine, unwatch_alignment, watch_alignment
+from elastic_ckpt.patches.pipeline_stages import unwatch_pipe, watch_pipe
 from elastic_ckpt.storage.pins import look_again, pinned
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ def patch_engine() -> None:
     wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
     wrap(DeepSpeedEngine, "__init__", _initialize)
     DeepSpeedEngine.elastic_report = None
-    install_alignment()
-    install_pipe()
+    watch_alignment()
+    watch_pipe()
 
 
 def unpatch_engine() -> None:
@@ -63,12 +63,13 @@ def unpatch_engine() -> None:
     if unwrap(DeepSpeedEngine, "load_checkpoint"):
         unwrap(DeepSpeedEngine, "__init__")
         del DeepSpeedEngine.elastic_report
-        uninstall_alignment()
-        uninstall_pipe()
+        unwatch_alignment()
+        unwatch_pipe()
 
 
 def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedEngine.__init__``, with a warning about engines whose saves are incomplete."""
+    """``DeepSpeedEngine.__init__``: aligned partitions if the config asks, a warning if saves will be incomplete."""
+    align_engine(argument(original, "config_class", (engine, *args), kwargs))
     original(engine, *args, **kwargs)
     warn_of_incomplete_saves(engine)
 
@@ -200,7 +201,7 @@ def _prepare_unless_left(
     if (
         not elastic_only
         and on_own_disks(engine, found)
-        and deepspeed_loads_it_right(engine, found, arguments, check_sizes=True, own_files=True)
+        and deepspeed_loads_it_right(engine, found, arguments, check_steps=True, own_files=True)
     ):
         why, own_files = "each node has files of its own (use_node_local_storage), those of this topology", True
     else:
@@ -224,7 +225,7 @@ def _is_deepspeeds(engine: Any, found: Found, arguments: LoadArguments, error: E
     """Whether DeepSpeed's own loader restores what elastic_ckpt refuses with this error. Collective."""
     if not isinstance(error, (UnsupportedError, LayoutError, UnforeseenError)):
         return False
-    return deepspeed_loads_it_right(engine, found, arguments, check_sizes=not isinstance(error, UnsupportedError))
+    return deepspeed_loads_it_right(engine, found, arguments, check_steps=not isinstance(error, UnsupportedError))
 
 
 def _delegate(

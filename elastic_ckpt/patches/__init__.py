@@ -1,8 +1,12 @@
-"""Opt-in patches of training (not of loading), and how methods of DeepSpeed are wrapped and unwrapped."""
+"""Opt-in patches of training, and how methods of DeepSpeed are wrapped and unwrapped.
+
+Constructors are watched; what trains and partitions is DeepSpeed's own until one of them is given the option.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -32,3 +36,8 @@ def unwrap(owner: Any, name: str) -> bool:
         return False
     setattr(owner, name, original)
     return True
+
+
+def argument(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call of ``function`` gives for one of its parameters; ``None`` if nothing."""
+    return inspect.signature(function).bind_partial(*args, **kwargs).arguments.get(name)

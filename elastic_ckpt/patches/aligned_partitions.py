@@ -2,15 +2,14 @@
 
 Every data-parallel degree then cuts a parameter, or a group's flat buffer, between the same blocks, so that 8-bit
 states move between degrees bit-exactly. DeepSpeed has no such option (``parameter_alignment`` is 16 bytes, and only for
-the start of a parameter), so :func:`install_alignment` wraps its private functions (0.19):
+the start of a parameter), so its private functions (0.19) are wrapped once a ``deepspeed.zero.Init`` or an engine is
+built with the option:
 
 - ZeRO-1/2: ``flatten_dense_tensors_aligned``, which pads a group's flat buffer. ``nccl_start_alignment_factor`` keeps
   its value, which asserts about addresses and bucket sizes depend on.
 - ZeRO-3: ``Init._padding_size`` pads each parameter; ``Init._partition_param`` leaves padding uninitialized, and
   garbage would scale the last real elements' 8-bit block; ``reduce_scatter_coalesced`` cuts gradients without padding;
   ``_dist_allgather_fn``, ``NoGatherHandle`` and ``NoGatherCoalescedHandle`` expect gathered parameters without it.
-
-Without the option, each wrapper calls the original.
 """
 
 from __future__ import annotations
@@ -27,17 +26,15 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero import partition_parameters, stage3
-from deepspeed.runtime.zero.partition_parameters import Init, NoGatherCoalescedHandle, NoGatherHandle
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2
+from deepspeed.runtime.zero.partition_parameters import Init
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import CONFIG_KEY, read_config
 from elastic_ckpt.core.flat_ranges import per_parameter_numel
-from elastic_ckpt.errors import ConfigError
+from elastic_ckpt.errors import ConfigError, UnsupportedError
 from elastic_ckpt.patches import unwrap, wrap
 
 #: Alignment of the engine that is being built or reduces gradients, in elements; 0 for DeepSpeed's own.
@@ -47,20 +44,42 @@ _ATTRIBUTE = "_elastic_ckpt_alignment"
 _aligned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def install_alignment() -> None:
-    """Wrap the functions with which DeepSpeed pads partitions. Idempotent."""
-    for owner, name, wrapper in _WRAPPED:
-        wrap(owner, name, wrapper)
+def watch_alignment() -> None:
+    """Watch for a ``deepspeed.zero.Init`` with the option; :func:`align_engine` is for engines. Idempotent."""
+    wrap(Init, "__init__", _init)
 
 
-def uninstall_alignment() -> None:
-    """Undo :func:`install_alignment`, unless an engine built with the option still trains."""
+def unwatch_alignment() -> None:
+    """Undo :func:`watch_alignment`, and all wrappers unless an engine built with the option still trains."""
     if not _aligned:
-        for owner, name, _ in _WRAPPED:
+        unwrap(Init, "__init__")
+        for owner, name, _ in _wrapped():
             unwrap(owner, name)
 
 
-def alignment_of(owner: Any) -> int:
+def align_engine(config: Any) -> None:
+    """Wrap what pads partitions if the ``DeepSpeedConfig`` of an engine to be has the option. Idempotent."""
+    _align(getattr(config, "_param_dict", None) or {})
+
+
+def _align(config: Mapping[str, Any]) -> int:
+    """Wrap what pads partitions if a DeepSpeed config has the option, which is returned; 0: it has not."""
+    section = config.get(CONFIG_KEY)  # other errors in it are raised when it is used
+    asked = isinstance(section, Mapping) and section.get("align_partitions")
+    numel = read_config(config).align_partitions if asked else 0
+    if numel:
+        try:
+            for owner, name, wrapper in _wrapped():
+                wrap(owner, name, wrapper)
+        except AttributeError as error:
+            problem = '"align_partitions" needs private names of DeepSpeed that this version does not have'
+            raise UnsupportedError(
+                problem, found=str(error), remedy="leave it out, or install a version that was tried"
+            )
+    return numel
+
+
+def _alignment_of(owner: Any) -> int:
     """Alignment of partitions in a live optimizer or ``deepspeed.zero.Init``, in elements; 0 for DeepSpeed's own."""
     return int(getattr(owner, _ATTRIBUTE, 0))
 
@@ -75,7 +94,7 @@ def _aligned_to(numel: int) -> Iterator[None]:
 
 
 def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
-    numel = _asked_for(engine._config._param_dict or {})
+    numel = _align(engine._config._param_dict or {})
     if numel:
         _refuse_other_paths(engine, numel)
     with _aligned_to(numel):
@@ -96,13 +115,6 @@ def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any
                 expected = f"a partition of a multiple of {numel} elements"
                 raise _not_reached(f"param group {number}", expected, flat.numel())
     return made
-
-
-def _asked_for(config: Mapping[str, Any]) -> int:
-    """``"align_partitions"`` of a DeepSpeed config; other errors in our section are raised when it is used."""
-    section = config.get(CONFIG_KEY)
-    asked = isinstance(section, Mapping) and section.get("align_partitions")
-    return read_config(config).align_partitions if asked else 0
 
 
 def _refuse_other_paths(engine: Any, numel: int) -> None:
@@ -167,29 +179,30 @@ def _init(original: Callable[..., Any], init: Any, *args: Any, **kwargs: Any) ->
         with open(given, encoding="utf-8") as stream:
             given = json.load(stream)
     if not numel and isinstance(given, Mapping):
-        numel = _asked_for(given)
-    setattr(init, _ATTRIBUTE, numel)
+        numel = _align(given)
+    if numel:
+        setattr(init, _ATTRIBUTE, numel)
     original(init, *args, **kwargs)
 
 
 def _padding_size(original: Callable[..., Any], init: Any, param: Any) -> int:
-    if not alignment_of(init):
+    if not _alignment_of(init):
         return int(original(init, param))
     world_size = dist.get_world_size(param.ds_process_group)
-    return per_parameter_numel(param.ds_numel, world_size, alignment_of(init)) * world_size - int(param.ds_numel)
+    return per_parameter_numel(param.ds_numel, world_size, _alignment_of(init)) * world_size - int(param.ds_numel)
 
 
 def _partition_param(original: Callable[..., Any], init: Any, param: Any, *args: Any, **kwargs: Any) -> None:
     is_new = param.ds_tensor is None
     original(init, param, *args, **kwargs)
     partition = param.ds_tensor
-    if alignment_of(init) and is_new and partition.numel():  # empty: it is on NVMe
+    if _alignment_of(init) and is_new and partition.numel():  # empty: it is on NVMe
         start = dist.get_rank(param.ds_process_group) * partition.numel()
         partition[max(0, min(param.ds_numel - start, partition.numel())) :] = 0
 
 
 def _scatter(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    with _aligned_to(alignment_of(optimizer)):
+    with _aligned_to(_alignment_of(optimizer)):
         return original(optimizer, *args, **kwargs)
 
 
@@ -227,7 +240,7 @@ def _allgather(original: Callable[..., Any], partition: torch.Tensor, output: to
 def _no_gather(original: Callable[..., Any], handle: Any, params: Any) -> None:
     """On one rank a partition is its parameter, here with padding behind it: give DeepSpeed one without."""
     partitions = []
-    for param in [params] if isinstance(handle, NoGatherHandle) else params:
+    for param in [params] if isinstance(handle, partition_parameters.NoGatherHandle) else params:
         if param.ds_tensor.numel() > param.ds_numel and not hasattr(param.ds_tensor, "ds_quant_scale"):
             partitions.append((param.ds_tensor, param.ds_tensor.data))
             param.ds_tensor.data = param.ds_tensor.data.narrow(0, 0, param.ds_numel)
@@ -238,18 +251,17 @@ def _no_gather(original: Callable[..., Any], handle: Any, params: Any) -> None:
             partition.data = data
 
 
-#: (owner, name, wrapper) of everything that is wrapped.
-_WRAPPED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (DeepSpeedEngine, "_configure_zero_optimizer", _configure),
-    (DeepSpeedEngine, "_configure_bf16_optimizer", _configure),
-    (DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", _flatten),
-    (BF16_Optimizer, "_flatten_dense_tensors_aligned", _flatten),
-    (Init, "__init__", _init),
-    (Init, "_padding_size", _padding_size),
-    (Init, "_partition_param", _partition_param),
-    (DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", _scatter),
-    (stage3, "reduce_scatter_coalesced", _reduce_scatter),
-    (partition_parameters, "_dist_allgather_fn", _allgather),
-    (NoGatherHandle, "__init__", _no_gather),
-    (NoGatherCoalescedHandle, "__init__", _no_gather),
-)
+def _wrapped() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """(owner, name, wrapper) of everything that is wrapped."""
+    yield DeepSpeedEngine, "_configure_zero_optimizer", _configure
+    yield DeepSpeedEngine, "_configure_bf16_optimizer", _configure
+    yield stage_1_and_2.DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", _flatten
+    yield bf16_optimizer.BF16_Optimizer, "_flatten_dense_tensors_aligned", _flatten
+    yield Init, "_padding_size", _padding_size
+    yield Init, "_partition_param", _partition_param
+    name = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+    yield stage3.DeepSpeedZeroOptimizer_Stage3, name, _scatter
+    yield stage3, "reduce_scatter_coalesced", _reduce_scatter
+    yield partition_parameters, "_dist_allgather_fn", _allgather
+    yield partition_parameters.NoGatherHandle, "__init__", _no_gather
+    yield partition_parameters.NoGatherCoalescedHandle, "__init__", _no_gather

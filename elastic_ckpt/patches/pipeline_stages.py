@@ -14,8 +14,8 @@ Stages are consecutive layers. Of all partitions, :func:`partition_weights` take
 4. the least sum of squared layer counts, since layers of no weight take time and memory too,
 5. each cut as late as possible, so that layers of equal weight are cut as by ``uniform``.
 
-Integer arithmetic gives every rank the same cuts. :func:`install_pipe` wraps ``PipelineModule._partition_layers``
-(0.19), which also serves ``DualPipeVModule``.
+Integer arithmetic gives every rank the same cuts. Once a ``PipelineModule`` is built with such a method,
+``PipelineModule._partition_layers`` (0.19) is wrapped, which also serves ``DualPipeVModule``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from deepspeed.utils import logger
 from torch import nn
 
 from elastic_ckpt.errors import ConfigError, listed
-from elastic_ckpt.patches import unwrap, wrap
+from elastic_ckpt.patches import argument, unwrap, wrap
 
 _METHOD = "_partition_layers"
 _PLAIN, _WEIGHTED = "type:", "weighted_type:"
@@ -45,14 +45,22 @@ _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 
 
-def install_pipe() -> None:
-    """Add the weighted methods to ``PipelineModule``. Idempotent."""
-    wrap(PipelineModule, _METHOD, _partition_layers)
+def watch_pipe() -> None:
+    """Watch for a ``PipelineModule`` with a weighted method. Idempotent."""
+    wrap(PipelineModule, "__init__", _init)
 
 
-def uninstall_pipe() -> None:
-    """Undo :func:`install_pipe`, unless another wrapper is around the patch."""
+def unwatch_pipe() -> None:
+    """Undo :func:`watch_pipe` and what it has led to, unless another wrapper is around the patch."""
+    unwrap(PipelineModule, "__init__")
     unwrap(PipelineModule, _METHOD)
+
+
+def _init(original: Callable[..., None], module: Any, *args: Any, **kwargs: Any) -> None:
+    method = argument(original, "partition_method", (module, *args), kwargs)
+    if isinstance(method, str) and is_weighted(method):
+        wrap(PipelineModule, _METHOD, _partition_layers)
+    original(module, *args, **kwargs)
 
 
 def _partition_layers(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from torch import nn
 
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.patches.pipeline_stages import install_pipe, uninstall_pipe
+from elastic_ckpt.patches.pipeline_stages import unwatch_pipe, watch_pipe
 
 WIDTH, VOCABULARY = 8, 16
 STEPS = 3
@@ -60,7 +60,7 @@ def train(model: PipelineModule) -> list[float]:
 def partition(arguments: dict[str, Any]) -> list[SimpleNamespace]:
     """Partition by each of ``methods``, build and train; and the errors of what cannot be."""
     uniform = train(build("uniform"))
-    install_pipe()
+    watch_pipe()
     facts = []
     for method in arguments["methods"]:
         model = build(method)
@@ -69,7 +69,7 @@ def partition(arguments: dict[str, Any]) -> list[SimpleNamespace]:
         found = {"method": method, "stage": dist.get_rank(), "parts": model.partitions(), "layers": own}
         facts.append(SimpleNamespace(**found, losses=train(model), uniform_losses=uniform))
     refused = error_of(arguments["refused"])
-    uninstall_pipe()
+    unwatch_pipe()
     facts.append(SimpleNamespace(refused=refused, uninstalled=error_of("weighted_type:embed:2|block:1")))
     return facts
 

@@ -59,7 +59,7 @@ def test_each_model_parallel_ranks_files_must_be_of_the_same_save(
 
     monkeypatch.setattr(fallback, "_save_of", lambda *_: (20, "0.19.8"))
     monkeypatch.setattr(fallback.distributed, "all_gather", lambda doing, work: [work(), other])
-    assert fallback.deepspeed_loads_it_right(None, found, LoadArguments("/x"), check_sizes=False) == right
+    assert fallback.deepspeed_loads_it_right(None, found, LoadArguments("/x"), check_steps=False) == right
 
 
 @pytest.mark.parametrize(

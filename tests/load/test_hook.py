@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,29 @@ def test_install_replaces_the_method_and_adds_the_report(original: Any) -> None:
     install()
     assert vars(DeepSpeedEngine)[OWN] is not original
     assert DeepSpeedEngine.elastic_report is None
+
+
+def everything() -> dict[str, Any]:
+    """All that DeepSpeed's loaded modules, and the classes in them, define."""
+    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "deepspeed"}
+    found = {f"{name}.{key}": value for name, module in modules.items() for key, value in [*vars(module).items()]}
+    classes = {value for value in found.values() if isinstance(value, type) and value.__module__ in modules}
+    members = ((owner, key, value) for owner in classes for key, value in [*vars(owner).items()])
+    return found | {f"{owner.__module__}.{owner.__qualname__}.{key}": value for owner, key, value in members}
+
+
+def test_what_trains_is_deepspeeds_own(original: Any) -> None:
+    before = everything()
+    install()
+    after = everything()
+    assert {key for key in after if after[key] is not before.get(key)} == {
+        "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint",
+        "deepspeed.runtime.engine.DeepSpeedEngine.__init__",
+        "deepspeed.runtime.zero.partition_parameters.Init.__init__",
+        "deepspeed.runtime.pipe.module.PipelineModule.__init__",
+    }
+    uninstall()
+    assert all(value is before[key] for key, value in everything().items())
 
 
 def test_installing_twice_is_installing_once(original: Any) -> None:

@@ -13,30 +13,35 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.patches import aligned_partitions as patch
 
+ASKS = SimpleNamespace(_param_dict={"elastic_checkpoint": {"align_partitions": 8}})
+
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    patch.uninstall_alignment()
+    patch.unwatch_alignment()
     yield
-    patch.uninstall_alignment()
+    patch.unwatch_alignment()
 
 
 def test_each_private_is_wrapped_once_and_comes_back() -> None:
-    before = [vars(owner)[name] for owner, name, _ in patch._WRAPPED]
-    patch.install_alignment()
-    wrapped = [vars(owner)[name] for owner, name, _ in patch._WRAPPED]
+    before = [vars(owner)[name] for owner, name, _ in patch._wrapped()]
+    patch.watch_alignment()
+    patch.align_engine(SimpleNamespace(_param_dict={"elastic_checkpoint": {"mode": "auto"}}))
+    assert [vars(owner)[name] for owner, name, _ in patch._wrapped()] == before
+    patch.align_engine(ASKS)
+    wrapped = [vars(owner)[name] for owner, name, _ in patch._wrapped()]
     assert not any(one is other for one, other in zip(before, wrapped, strict=True))
-    patch.install_alignment()
-    assert [vars(owner)[name] for owner, name, _ in patch._WRAPPED] == wrapped
-    patch.uninstall_alignment()
-    assert [vars(owner)[name] for owner, name, _ in patch._WRAPPED] == before
+    patch.align_engine(ASKS)
+    assert [vars(owner)[name] for owner, name, _ in patch._wrapped()] == wrapped
+    patch.unwatch_alignment()
+    assert [vars(owner)[name] for owner, name, _ in patch._wrapped()] == before
 
 
 @pytest.mark.parametrize(("numel", "world_size", "padding"), [(10, 2, 6), (16, 2, 0), (17, 3, 7), (0, 2, 0)])
 def test_a_parameter_is_padded_to_whole_blocks_on_every_rank(
     numel: int, world_size: int, padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patch.install_alignment()
+    patch.align_engine(ASKS)
     init = Init.__new__(Init)
     monkeypatch.setattr(comm, "get_world_size", lambda group=None: world_size)
     setattr(init, patch._ATTRIBUTE, 8)
@@ -49,7 +54,7 @@ def test_a_parameter_is_padded_to_whole_blocks_on_every_rank(
 @pytest.mark.parametrize(("numel", "multiple"), [(0, 4), (8, 16), (5, 20)])
 def test_a_flat_buffer_is_padded_to_whole_blocks_on_every_rank(numel: int, multiple: int) -> None:
     """DeepSpeed asks for two elements of each of two ranks."""
-    patch.install_alignment()
+    patch.align_engine(ASKS)
     asked: list[int] = []
     optimizer = DeepSpeedZeroOptimizer.__new__(DeepSpeedZeroOptimizer)
     with patch._aligned_to(numel):

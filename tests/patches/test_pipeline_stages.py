@@ -21,13 +21,13 @@ from torch import nn
 
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.patches import pipeline_stages as pipe
+from elastic_ckpt.patches import wrap as wrap_method
 from elastic_ckpt.patches.pipeline_stages import (
-    install_pipe,
     is_weighted,
     layer_name,
     layer_weights,
     partition_weights,
-    uninstall_pipe,
+    unwatch_pipe,
 )
 from tests.source import code_of
 
@@ -54,7 +54,7 @@ def norm(x: Any) -> Any:
 @pytest.fixture(autouse=True)
 def original() -> Iterator[Any]:
     """DeepSpeed's own method, which is in place before and after each test."""
-    uninstall_pipe()
+    unwatch_pipe()
     function = vars(PipelineModule)[OWN]
     yield function
     PipelineModule._partition_layers = function
@@ -354,7 +354,7 @@ METHOD = "type:embed:4|transformer:2|head:1"
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("prefix", ["", "weighted_"])
 def test_a_module_is_cut_by_weight_the_same_way_on_every_rank(rank: int, prefix: str) -> None:
-    install_pipe()
+    wrap_method(PipelineModule, OWN, pipe._partition_layers)
     module = a_module(rank)
     assert module._partition_layers(method=prefix + METHOD) is None
     assert module.parts == [0, 2, 4, 9]
@@ -363,14 +363,14 @@ def test_a_module_is_cut_by_weight_the_same_way_on_every_rank(rank: int, prefix:
 
 
 def test_the_method_may_be_given_by_position() -> None:
-    install_pipe()
+    wrap_method(PipelineModule, OWN, pipe._partition_layers)
     module = a_module()
     module._partition_layers(METHOD)
     assert module.parts == partition_weights([4, 2, 2, 2, 2, 0, 0, 2, 1], 3)
 
 
 def test_a_dualpipev_module_is_cut_into_twice_as_many_stages() -> None:
-    install_pipe()
+    wrap_method(PipelineModule, OWN, pipe._partition_layers)
     module = a_module(1, stages=2, cls=DualPipeVModule)
     module._partition_layers(METHOD)
     parts = partition_weights([4, 2, 2, 2, 2, 0, 0, 2, 1], 4)
@@ -382,7 +382,7 @@ def test_a_dualpipev_module_is_cut_into_twice_as_many_stages() -> None:
 def test_other_methods_do_what_they_did(method: str, original: Any) -> None:
     theirs, ours = a_module(1), a_module(1)
     original(theirs, method)
-    install_pipe()
+    wrap_method(PipelineModule, OWN, pipe._partition_layers)
     ours._partition_layers(method)
     assert list(ours.parts) == list(theirs.parts)
     assert (ours._local_start, ours._local_stop) == (theirs._local_start, theirs._local_stop)
@@ -400,14 +400,14 @@ def test_other_methods_go_to_deepspeed_with_unchanged_arguments(arguments: tuple
         return "done"
 
     PipelineModule._partition_layers = fake
-    install_pipe()
+    wrap_method(PipelineModule, OWN, pipe._partition_layers)
     module = a_module()
     assert module._partition_layers(*arguments, **keywords) == "done"
     assert calls == [(module, arguments, keywords)]
 
 
 def test_a_refused_method_leaves_the_module_uncut() -> None:
-    install_pipe()
+    wrap_method(PipelineModule, OWN, pipe._partition_layers)
     module = a_module()
     with pytest.raises(ConfigError, match="decoder"):
         module._partition_layers("type:embed:2|decoder:1")
@@ -417,7 +417,7 @@ def test_a_refused_method_leaves_the_module_uncut() -> None:
 def test_rank_0_logs_one_line_for_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(pipe.logger, "info", lines.append)
-    install_pipe()
+    wrap_method(PipelineModule, OWN, pipe._partition_layers)
     a_module(1)._partition_layers(METHOD)
     assert lines == []
     a_module(0, stages=2)._partition_layers("type:embed:2.5|transformer:1|head:0.25")
@@ -443,20 +443,20 @@ def test_names_are_those_by_which_deepspeed_finds_layers(pattern: str) -> None:
 
 
 def test_installing_twice_is_installing_once(original: Any) -> None:
-    install_pipe()
+    wrap_method(PipelineModule, OWN, pipe._partition_layers)
     once = vars(PipelineModule)[OWN]
     assert once is not original and once.__name__ == OWN and inspect.signature(once) == inspect.signature(original)
-    install_pipe()
+    wrap_method(PipelineModule, OWN, pipe._partition_layers)
     assert vars(PipelineModule)[OWN] is once
-    uninstall_pipe()
+    unwatch_pipe()
     assert vars(PipelineModule)[OWN] is original
-    uninstall_pipe()
+    unwatch_pipe()
     assert vars(PipelineModule)[OWN] is original
 
 
 @pytest.mark.parametrize("wrap", [functools.wraps, lambda inner: lambda outer: outer])
 def test_a_wrapper_around_the_patch_stays(wrap: Callable[..., Any]) -> None:
-    install_pipe()
+    wrap_method(PipelineModule, OWN, pipe._partition_layers)
     ours = vars(PipelineModule)[OWN]
 
     @wrap(ours)
@@ -464,7 +464,7 @@ def test_a_wrapper_around_the_patch_stays(wrap: Callable[..., Any]) -> None:
         return ours(self, *args, **kwargs)
 
     PipelineModule._partition_layers = theirs
-    uninstall_pipe()
+    unwatch_pipe()
     assert vars(PipelineModule)[OWN] is theirs
 
 
