@@ -73,9 +73,7 @@ def _align(config: Mapping[str, Any]) -> int:
                 wrap(owner, name, wrapper)
         except AttributeError as error:
             problem = '"align_partitions" needs private names of DeepSpeed that this version does not have'
-            raise UnsupportedError(
-                problem, found=str(error), remedy="leave it out, or install a version that was tried"
-            )
+            raise UnsupportedError(problem, found=str(error), remedy="install a version that was tried") from error
     return numel
 
 
