@@ -53,9 +53,47 @@ class StorageChunk:
     code: BlockCode | None = None
 
 
+class ChunkSource:
+    """Where the elements of a tensor, or of one tensor-parallel shard of it, are: chunks, sorted by ``range.start``."""
+
+    __slots__ = ()
+
+    @property
+    def blocks(self) -> BlockFormat | None:
+        """How the elements are quantized; ``None`` for plain values, and without chunks."""
+        return None
+
+    @property
+    def files(self) -> Collection[int]:
+        """The files with chunks."""
+        return {chunk.file for chunk in self}
+
+    def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
+        """The chunks in some files."""
+        return (chunk for chunk in self if chunk.file in files)
+
+    def __iter__(self) -> Iterator[StorageChunk]:
+        raise NotImplementedError
+
+    def __bool__(self) -> bool:
+        raise NotImplementedError
+
+    def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
+        """The chunks that have some of the elements ``[start, stop)``, of which there is at least one."""
+        raise NotImplementedError
+
+    def moved(self, files: int) -> ChunkSource:
+        """The same chunks where ``files`` more files come before theirs."""
+        raise NotImplementedError
+
+    def tile(self, numel: int) -> bool:
+        """Whether each of ``numel`` elements is known to be in exactly one chunk."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
-class ListedChunks:
-    """The chunks of a tensor, or of one tensor-parallel shard of it, sorted by ``range.start``."""
+class ListedChunks(ChunkSource):
+    """Chunks one by one."""
 
     chunks: tuple[StorageChunk, ...] = ()
 
@@ -67,36 +105,18 @@ class ListedChunks:
 
     @property
     def blocks(self) -> BlockFormat | None:
-        """How the elements are quantized; ``None`` for plain values, and without chunks."""
         return next((chunk.code.format for chunk in self.chunks if chunk.code is not None), None)
 
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
-        """The chunks that have some of the elements ``[start, stop)``, of which there is at least one."""
         chunks = self.chunks
         first = max(bisect_right(chunks, start, key=lambda chunk: chunk.range.start) - 1, 0) if len(chunks) > 1 else 0
         return [chunk for chunk in chunks[first:] if chunk.range.start < stop and chunk.range.stop > start]
 
-    @property
-    def files(self) -> Collection[int]:
-        """The files with chunks."""
-        return {chunk.file for chunk in self.chunks}
-
-    def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
-        """The chunks in some files."""
-        return (chunk for chunk in self.chunks if chunk.file in files)
-
     def moved(self, files: int) -> ListedChunks:
-        """The same chunks where ``files`` more files come before theirs."""
         return ListedChunks(tuple(replace(chunk, file=chunk.file + files) for chunk in self.chunks))
 
     def tile(self, numel: int) -> bool:
-        """Whether each of ``numel`` elements is in exactly one chunk."""
-        position = 0
-        for chunk in self.chunks:
-            if chunk.range.start != position:
-                return False
-            position = chunk.range.stop
-        return position == numel
+        return _tile(((chunk.range.start, chunk.range.numel) for chunk in self.chunks), numel)
 
 
 def listed(*chunks: StorageChunk) -> tuple[ListedChunks]:
@@ -183,7 +203,7 @@ class FlatTensors:
 
     def begin_on(self, rank: int) -> int:
         """The first byte of a rank's tensor."""
-        return _of_rank(self.byte_offsets, rank)
+        return self.byte_offsets[rank if len(self.byte_offsets) > 1 else 0]
 
     def end_on(self, rank: int) -> int:
         """The first byte behind a rank's tensor, padding included."""
@@ -197,7 +217,7 @@ def by_rank(offsets: Iterable[int]) -> array[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionedChunks:
+class PartitionedChunks(ChunkSource):
     """The chunks of one parameter, or of one tensor-parallel shard of it, in the flat tensors of all ranks.
 
     ``files_before`` is added to indices of files. A state with rows has the chunks of one row after another.
@@ -215,11 +235,9 @@ class PartitionedChunks:
 
     @property
     def blocks(self) -> BlockFormat | None:
-        """How the elements are quantized; ``None`` for plain values."""
         return self.flat.blocks
 
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
-        """The chunks that have some of the elements ``[start, stop)``, of which there is at least one."""
         rule, found = self.rule, []
         if self.flat.rows == 1:  # the hot path of planning
             first, last = (start + rule.shift) // rule.step, (stop - 1 + rule.shift) // rule.step
@@ -231,28 +249,18 @@ class PartitionedChunks:
         return found
 
     @property
-    def files(self) -> Collection[int]:
-        """The files with chunks."""
-        ranks = self.rule.ranks
-        files = self.flat.files[ranks.start : ranks.stop]
+    def files(self) -> range:
+        files = self.flat.files[self.rule.ranks.start : self.rule.ranks.stop]
         return range(files.start + self.files_before, files.stop + self.files_before, files.step)
 
     def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
-        """The chunks in some files."""
-        before, every, ranks = self.files_before, self.flat.files, self.rule.ranks
-        if len(ranks) <= len(files):
-            mine = [rank for rank in ranks if every[rank] + before in files]
-        else:
-            found = sorted(every.index(file - before) for file in files if file - before in every)
-            mine = [rank for rank in found if rank in ranks]
+        mine = sorted(self.rule.ranks.start + self.files.index(file) for file in files if file in self.files)
         return (self._chunk(row, rank) for row in range(self.flat.rows) for rank in mine)
 
     def moved(self, files: int) -> PartitionedChunks:
-        """The same chunks where ``files`` more files come before theirs."""
-        return PartitionedChunks(self.rule, self.flat, self.files_before + files)
+        return replace(self, files_before=self.files_before + files)
 
-    def tile(self, numel: int) -> bool:
-        """Whether each of ``numel`` elements is in exactly one chunk; the rule proves it."""
+    def tile(self, numel: int) -> bool:  # the rule proves it
         return numel == self.flat.rows * self.rule.numel
 
     def _chunk(self, row: int, rank: int) -> StorageChunk:
@@ -265,15 +273,11 @@ class PartitionedChunks:
         base = offsets[rank] if len(offsets) > 1 else offsets[0]
         offset = base + (row * flat.numel + position) * flat.itemsize
         if flat.blocks is not None:
-            scales = _of_rank(flat.scales_offsets, rank) + row * flat.blocks.blocks(flat.numel) * _SCALE_NBYTES
+            scales = flat.scales_offsets[rank if len(flat.scales_offsets) > 1 else 0]
+            scales += row * flat.blocks.blocks(flat.numel) * _SCALE_NBYTES
             code = BlockCode(flat.blocks, position, scales)
-        return StorageChunk(
-            FlatRange(before + start, before + stop), self.files_before + flat.files[rank], offset, code
-        )
-
-
-def _of_rank(offsets: array[int], rank: int) -> int:
-    return offsets[rank] if len(offsets) > 1 else offsets[0]
+        elements = FlatRange(before + start, before + stop)
+        return StorageChunk(elements, self.files_before + flat.files[rank], offset, code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,13 +289,9 @@ class Box:
     file: int
     byte_offset: int
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
 
 @dataclass(frozen=True, slots=True)
-class BoxChunks:
+class BoxChunks(ChunkSource):
     """The chunks of a tensor that was saved in boxes, as DTensors are: each box has many contiguous runs of elements.
 
     Attributes:
@@ -309,36 +309,24 @@ class BoxChunks:
     def __bool__(self) -> bool:
         return bool(self.boxes)
 
-    @property
-    def blocks(self) -> BlockFormat | None:
-        """Boxes hold plain values."""
-        return None
-
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
-        """The chunks that have some of the elements ``[start, stop)``, of which there is at least one."""
         found = chain.from_iterable(self._runs(box, start, stop) for box in self.boxes)
         return sorted(found, key=lambda chunk: chunk.range.start)
 
     @property
     def files(self) -> Collection[int]:
-        """The files with chunks."""
         return {box.file for box in self.boxes}
 
-    def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
-        """The chunks in some files."""
-        return chain.from_iterable(self._runs(box) for box in self.boxes if box.file in files)
-
     def moved(self, files: int) -> BoxChunks:
-        """The same chunks where ``files`` more files come before theirs."""
         return replace(self, boxes=tuple(replace(box, file=box.file + files) for box in self.boxes))
 
     def tile(self, numel: int) -> bool:
         """Whether the boxes are a grid, in which each of ``numel`` elements is in exactly one; others may tile too."""
-        if not self.boxes or numel != sum(box.numel for box in self.boxes):
+        if not self.boxes or numel != sum(math.prod(box.sizes) for box in self.boxes):
             return not numel and not self.boxes
         cuts = [{(box.offsets[dim], box.sizes[dim]) for box in self.boxes} for dim in range(len(self.shape))]
         return len({box.offsets for box in self.boxes}) == len(self.boxes) == math.prod(map(len, cuts)) and all(
-            _tile_dim(cut, size) for cut, size in zip(cuts, self.shape, strict=True)
+            _tile(sorted(cut), size) for cut, size in zip(cuts, self.shape, strict=True)
         )
 
     def _runs(self, box: Box, start: int = 0, stop: int | None = None) -> Iterator[StorageChunk]:
@@ -371,14 +359,11 @@ def boxed(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -> Chun
     return source if any(math.prod(before) > 1 for before in cuts) else ListedChunks(tuple(source))
 
 
-def _tile_dim(cut: Iterable[tuple[int, int]], size: int) -> bool:
+def _tile(parts: Iterable[tuple[int, int]], size: int) -> bool:
+    """Whether (offset, size) of ascending parts follow each other from 0 to ``size``."""
     position = 0
-    for offset, width in sorted(cut):
+    for offset, width in parts:
         if offset != position:
             return False
         position += width
     return position == size
-
-
-#: Where the elements of a tensor, or of one tensor-parallel shard of it, are.
-ChunkSource = ListedChunks | PartitionedChunks | BoxChunks

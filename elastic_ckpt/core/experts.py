@@ -19,7 +19,7 @@ from typing import NamedTuple
 from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, listed
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, TensorMetadata
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import RESTORE, DamagedError
 
 #: Path of the experts in an ``MoE`` layer; the number of an expert follows.
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
@@ -86,12 +86,8 @@ def with_stacks(metadata: CheckpointMetadata) -> CheckpointMetadata:
         parts = [f"{name}.{expert}" for expert in range(number)]
         saved, *others = ((parameters.pop(part, None), keys.get(part)) for part in parts)
         if others != [saved] * len(others):
-            raise DamagedError(
-                "stacked experts do not all have the same states",
-                parameter=name,
-                file=metadata.source.folder,
-                remedy="restore the folder from its original, or take another tag",
-            )
+            problem = "stacked experts do not all have the same states"
+            raise metadata.error(DamagedError, problem, name, None, None, RESTORE)
         if saved[0] is None:  # frozen
             continue
         parameters[name] = replace(saved[0], shape=(number, *saved[0].shape))

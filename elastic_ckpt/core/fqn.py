@@ -23,22 +23,11 @@ NAME_PRESETS: Mapping[str, RenameRules] = {
 
 def rename(name: str, rules: RenameRules) -> str:
     """Apply to a saved name the first rule whose pattern is found in it."""
-    for pattern, replacement in rules:
-        if re.search(pattern, name):
-            return re.sub(pattern, replacement, name)
-    return name
+    return next((re.sub(pattern, new, name) for pattern, new in rules if re.search(pattern, name)), name)
 
 
 def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> CheckpointMetadata:
-    """Apply the user's renames to every name in the checkpoint: parameters, buffers, frozen weights, ties.
-
-    Args:
-        metadata: what the checkpoint holds.
-        rules: (pattern, replacement) as for :func:`re.sub`; only the first rule that is found in a name applies.
-
-    Raises:
-        MismatchError: two saved names would become one.
-    """
+    """Apply the user's renames to every name in the checkpoint; :class:`MismatchError` if two would become one."""
     if not rules:
         return metadata
     names = dict.fromkeys([*metadata.parameters, *(name for name, _ in metadata.tensors), *metadata.aliases])
@@ -47,19 +36,15 @@ def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> Checkpoint
         by_new.setdefault(rename(name, rules), []).append(name)
     for new, old in by_new.items():
         if len(old) > 1:
-            raise MismatchError(
+            problem, expected = (
                 'a rule under "rename" gives two saved parameters one name',
-                parameter=new,
-                expected="one saved name for each live one",
-                found=listed(old),
-                remedy='make the pattern narrower: "elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}',
+                "one saved name for each live one",
             )
+            remedy = 'make the pattern narrower: "elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}'
+            raise MismatchError(problem, None, expected, listed(old), parameter=new, remedy=remedy)
     used = Counter(next((pattern for pattern, _ in rules if re.search(pattern, name)), None) for name in names)
     patterns = sorted((pattern for pattern, _ in rules), key=lambda pattern: not used[pattern])
-    notes = [
-        f"rename: {f'{used[pattern]} names go' if used[pattern] else 'no name in the checkpoint goes'} by {pattern!r}"
-        for pattern in patterns
-    ]
+    notes = [f"rename: {used[pattern] or 'no'} names go by {pattern!r}" for pattern in patterns]
     return _with_names(metadata, lambda name: rename(name, rules), notes)
 
 

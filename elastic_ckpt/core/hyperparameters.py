@@ -36,19 +36,9 @@ def left_in_file(value: Any) -> Iterator[LeftInFile]:
 
 
 def refuse_left_in_file(group: Mapping[str, Any], names: Iterable[str], folder: str, remedy: str = _KEEP_LIVE) -> None:
-    """Raise :class:`UnsupportedError` for a hyperparameter of a param group that was not read as a whole.
-
-    Args:
-        group, names: hyperparameters and parameters of the group.
-        folder, remedy: of the checkpoint; what to do.
-    """
+    """Raise :class:`UnsupportedError` for a hyperparameter of a param group that was not read as a whole."""
     for key, value in group.items():
         for each in left_in_file(value):
-            raise UnsupportedError(
-                f'"{key}" of a param group holds a tensor, an array or an object, which is not supported yet',
-                parameter=listed(names),
-                file=folder,
-                expected="numbers, strings, dtypes, and collections of these",
-                found=str(each),
-                remedy=remedy,
-            )
+            problem = f'"{key}" of a param group holds a tensor, an array or an object, which is not supported yet'
+            expected = "numbers, strings, dtypes, and collections of these"
+            raise UnsupportedError(problem, folder, expected, each, parameter=listed(names), remedy=remedy)

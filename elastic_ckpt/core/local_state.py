@@ -16,16 +16,11 @@ from elastic_ckpt.core.strided import TPLayout
 
 @dataclass(frozen=True, slots=True)
 class SequenceParallel:
-    """How sequence parallelism divides the ranks that ZeRO calls data-parallel.
-
-    The ranks of a sequence-parallel group share their samples and are adjacent: rank = data-parallel rank x
-    ``degree`` + sequence-parallel rank (``initialize_sequence_parallel``, parallel_state_sp.py).
+    """How sequence parallelism divides the ranks that ZeRO calls data-parallel: ``degree`` of them share one sample.
 
     Attributes:
-        degree: ranks that share one sample; 1 without sequence parallelism.
         partitioned: whether ZeRO partitions over data times sequence ranks, as it does with an ``mpu``. With a device
-            mesh (``"sequence_parallel_size"`` and ``"data_parallel_size"``), ZeRO-1 and 2 partition over the
-            data-parallel ranks alone.
+            mesh, ZeRO-1 and 2 partition over the data-parallel ranks alone.
         strided: whether the ranks of a group are not adjacent, as with a custom ``mpu``. Ranks of different degrees
             then cannot be matched.
     """
@@ -43,10 +38,6 @@ class SequenceParallel:
         """Data-parallel degree, given the ``dp`` ranks that ZeRO partitions over."""
         return dp // self.ranks_per_sample or dp
 
-    def data_rank(self, dp_rank: int) -> int:
-        """Data-parallel rank, given the rank among those that ZeRO partitions over."""
-        return dp_rank // self.ranks_per_sample
-
 
 NO_SEQUENCE_PARALLEL = SequenceParallel()
 #: In place of a class where there is no live optimizer.
@@ -55,11 +46,9 @@ SAVED_OPTIMIZER = "the optimizer that saved it"
 
 @dataclass(frozen=True, slots=True)
 class FlatPartition:
-    """One flat fp32 tensor of this rank, which the optimizer updates.
+    """One flat fp32 tensor of this rank: a param group (ZeRO-1/2), sub-group (ZeRO-3), or often a parameter.
 
     Attributes:
-        index: the param group (ZeRO-1/2), sub-group (ZeRO-3), or often the parameter (unpartitioned).
-        group: index into :attr:`LocalState.groups`.
         numel, dtype: elements, padding included; torch dtype of the master weights.
         members: all parameters of the group or sub-group, on this rank or not.
         replicated: whether every data-parallel rank holds the same bytes.
@@ -79,13 +68,7 @@ class FlatPartition:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A range of one parameter inside a flat partition of this rank.
-
-    Attributes:
-        name, shape: the parameter; if tensor-parallel, the shape of this rank's shard.
-        range: elements of the parameter.
-        flat, flat_offset: index into :attr:`LocalState.flats`, and where the range starts there, in elements.
-    """
+    """A range of a parameter (``shape``: of this rank's shard), at ``flat_offset`` of flat partition ``flat``."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,11 +81,8 @@ class Fragment:
 class WholeTensor:
     """A tensor that no optimizer owns: a buffer, or a frozen parameter (with ZeRO-3, this rank's part of it).
 
-    Attributes:
-        name, key, shape, dtype: the tensor; ``key`` is :data:`~elastic_ckpt.core.metadata.BUFFER` or ``FROZEN``.
-        range: the elements on this rank.
-        replicated: whether every data-parallel rank holds the same bytes.
-        trains: whether an optimizer would own it, if the engine had one.
+    ``replicated``: whether every data-parallel rank holds the same bytes; ``trains``: whether an optimizer would own
+    it, if the engine had one.
     """
 
     name: str
@@ -120,11 +100,11 @@ class LiveLayout:
 
     Attributes:
         shapes: its shape on each tensor-parallel rank.
-        dim: sharded dimension that the parameter records; -1 if replicated, ``None`` if not recorded.
-        stride: consecutive sub-parameters on each rank (Megatron's ``partition_stride``).
+        dim, stride: sharded dimension that it records (-1: replicated, ``None``: not recorded), and consecutive
+            sub-parameters on each rank (Megatron's ``partition_stride``).
         owner: top-level packages of its module (``"megatron.core"``).
         split: its full layout, where recorded (AutoTP).
-        values: checksum of a buffer's values on each tensor-parallel rank; empty for parameters.
+        values: checksum of a buffer's values on each tensor-parallel rank.
         origin: source of these facts, if not a live parameter.
         is_unsliced: whether each of the tensor-parallel ranks that hold it has it whole, as one of several experts.
     """
@@ -170,7 +150,7 @@ class RankCoordinates:
     @property
     def data_rank(self) -> int:
         """Data-parallel rank, shared by the ranks of a sequence-parallel group."""
-        return self.sequence.data_rank(self.dp_rank)
+        return self.dp_rank // self.sequence.ranks_per_sample
 
     @property
     def mp_rank(self) -> int:
@@ -217,12 +197,9 @@ class LocalState:
     """What one rank's engine holds in memory.
 
     Attributes:
-        zero_stage: 0 to 3.
         optimizer: class name of the base optimizer.
         flats, fragments: flat partitions, and the ranges of parameters inside them, in flat order.
         wholes: buffers and frozen parameters.
-        groups: param groups.
-        model: the model and this rank's coordinates.
         family: optimizers that keep the same states under other names; ``None`` if there are none.
         defaults: hyperparameters that this optimizer knows.
         others: entries of the module's state dict that are neither parameters nor buffers: hooks make them.

@@ -6,18 +6,21 @@ row-major order).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.chunks import ChunkSource, StorageChunk
 from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.state_kinds import BlockFormat
+from elastic_ckpt.errors import ElasticCkptError, listed
+
+E = TypeVar("E", bound=ElasticCkptError)
 
 #: Key of the fp32 master weights; optimizer states have their own keys beside it.
 MASTER = "fp32"
@@ -43,8 +46,6 @@ ITEMSIZE = MappingProxyType(
 
 #: Floating-point dtypes that torch converts to others -> those that have all of their values.
 _WIDER = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"), "float32": ("float64",), "float64": ()}
-#: Conversions that round but keep the exponent range: nothing overflows or vanishes.
-_ROUNDING = {("float32", "bfloat16"), ("float16", "bfloat16")}
 
 
 def converts_exactly(source: str, target: str) -> bool:
@@ -53,8 +54,8 @@ def converts_exactly(source: str, target: str) -> bool:
 
 
 def converts_by_rounding(source: str, target: str) -> bool:
-    """Whether ``target`` has the range of ``source`` at lower precision."""
-    return (source, target) in _ROUNDING
+    """Whether ``target`` has the exponent range of ``source`` at lower precision: nothing overflows or vanishes."""
+    return source in ("float32", "float16") and target == "bfloat16"
 
 
 def is_floating(dtype: str) -> bool:
@@ -76,7 +77,7 @@ class TensorMetadata:
     """One parameter, state, buffer or frozen weight, and the chunks that tile it.
 
     Attributes:
-        name, key: its FQN, and :data:`MASTER`, :data:`BUFFER`, :data:`FROZEN` or the name of an optimizer state.
+        key: :data:`MASTER`, :data:`BUFFER`, :data:`FROZEN` or the name of an optimizer state.
         shape: logical shape, ``(rows, *shape of the parameter)`` for a state with rows; with tensor-parallel shards,
             the shape of the first.
         dtype: torch dtype in the file (``"float32"``), of the codes if quantized.
@@ -170,11 +171,10 @@ class SourceFacts:
     """Where the checkpoint comes from.
 
     Attributes:
-        format, folder, tag: of ``READERS`` in :mod:`elastic_ckpt.formats`; absolute path of the tag's folder; the tag.
+        format, folder: of ``READERS`` in :mod:`elastic_ckpt.formats`; absolute path of the tag's folder.
         zero_stage: stage of the save; 0 if optimizer states were not partitioned.
         dp: ranks that ZeRO partitioned over at the save; of ``"dcp"``, the number of files.
-        ds_version: DeepSpeed version that saved it.
-        tp, pp: tensor- and pipeline-parallel degree of the files; a universal checkpoint holds whole tensors.
+        tp, pp: degrees of the files; a universal checkpoint holds whole tensors.
         ep: expert-parallel degree, among the ``dp`` ranks; with layers of several degrees, the largest.
         sequence: how sequence parallelism divided the ``dp`` ranks.
         frozen_recorded: whether frozen parameters are listed; if not, they may have been excluded on purpose
@@ -200,23 +200,15 @@ class SourceFacts:
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """Facts about optimizer states by key, over all parameters.
-
-    Attributes:
-        opaque, damaged: states of unknown layout, and incomplete ones: key -> description.
-        fresh: saved states that the user asked not to restore.
-    """
+    """Optimizer states of unknown layout, and incomplete ones: key -> why; those that the user asked not to restore."""
 
     opaque: Mapping[str, str] = field(default_factory=dict)
     damaged: Mapping[str, str] = field(default_factory=dict)
     fresh: frozenset[str] = frozenset()
 
     def __or__(self, other: StateFacts) -> StateFacts:
-        return StateFacts(
-            {**other.opaque, **self.opaque},
-            {**other.damaged, **self.damaged},
-            self.fresh | other.fresh,
-        )
+        opaque, damaged = {**other.opaque, **self.opaque}, {**other.damaged, **self.damaged}
+        return StateFacts(opaque, damaged, self.fresh | other.fresh)
 
 
 @dataclass(frozen=True)
@@ -224,15 +216,11 @@ class CheckpointMetadata:
     """Everything a checkpoint holds.
 
     Attributes:
-        source: where it comes from.
-        files: the files that chunks point into.
         parameters: optimizer-owned parameters by FQN.
         tensors: logical tensors by ``(name, key)``.
         groups: hyperparameters of each saved param group, in saved order, with values as of scalar states.
         aliases: tied name without data of its own -> name that holds it.
-        states: facts about optimizer states.
         buffers_of_this_rank: whether each rank reads buffers from its own file, so that they may differ.
-        declared: what the checkpoint declares about its tensor-parallel shards.
         run: arguments of the run that saved it (Megatron's ``args``).
         replicas: tied replicas of other pipeline stages or names, as they are named in the files, by ``(name, key)``.
         stages: name of a parameter, or of another tensor in a stage's own files -> pipeline stages that saved it,
@@ -258,6 +246,13 @@ class CheckpointMetadata:
     stacked: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    def error(
+        self, kind: type[E], problem: str, names: str | Iterable[str], expected: Any, found: Any, remedy: str = ""
+    ) -> E:
+        """An error about some names of this checkpoint."""
+        parameter = names if isinstance(names, str) else listed(names)
+        return kind(problem, self.source.folder, expected, found, parameter=parameter, remedy=remedy)
 
     def names(self, key: str) -> Sequence[str]:
         """Names that have a tensor under ``key``, in metadata order."""

@@ -48,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A range of slot number ``slot``, a replicated one, that data-parallel rank ``owner`` reads and broadcasts."""
+    """A range of a replicated slot that data-parallel rank ``owner`` reads and broadcasts."""
 
     slot: int
     range: FlatRange
@@ -81,7 +81,6 @@ class ReadItem:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
         return self.rows * self.numel * ITEMSIZE[self.dtype]
 
     @property
@@ -101,10 +100,8 @@ class ReadItem:
 
     def _part(self, skipped: int, distance: int, numel: int) -> ReadItem:
         code = self.code and replace(self.code, position=self.code.position + skipped)
-        byte_offset = self.byte_offset + skipped * ITEMSIZE[self.dtype]
-        return ReadItem(
-            self.file, byte_offset, self.slot, self.slot_offset + distance, numel, self.dtype, 1, 0, 0, code
-        )
+        byte_offset, slot_offset = self.byte_offset + skipped * ITEMSIZE[self.dtype], self.slot_offset + distance
+        return ReadItem(self.file, byte_offset, self.slot, slot_offset, numel, self.dtype, code=code)
 
 
 def clip_items(items: Sequence[ReadItem], start: int, stop: int, disjoint: bool = True) -> tuple[ReadItem, ...]:
@@ -120,45 +117,36 @@ def clip_items(items: Sequence[ReadItem], start: int, stop: int, disjoint: bool 
 def join_neighbours(items: Iterable[ReadItem]) -> list[ReadItem]:
     """Join single-row items that continue their predecessor, in file and in slot; the order stays."""
     joined: list[ReadItem] = []
-    numel, end = 0, -1  # of the last one: elements with all that continue it, and the byte behind them
+    end = -1  # the byte behind the last one
     for item in items:
-        if item.byte_offset == end and _continues(joined[-1], numel, item):
-            numel += item.numel
+        if item.byte_offset == end and _continues(joined[-1], item):
+            last = joined[-1]
+            numel = last.numel + item.numel
+            joined[-1] = ReadItem(
+                last.file, last.byte_offset, last.slot, last.slot_offset, numel, last.dtype, code=last.code
+            )
         else:
-            if joined:
-                joined[-1] = _prolonged(joined[-1], numel)
             joined.append(item)
-            numel = item.numel
-        end = joined[-1].byte_offset + numel * ITEMSIZE[item.dtype]
-    if joined:
-        joined[-1] = _prolonged(joined[-1], numel)
+        end = item.byte_offset + item.numel * ITEMSIZE[item.dtype]
     return joined
 
 
-def _continues(first: ReadItem, numel: int, item: ReadItem) -> bool:
+def _continues(first: ReadItem, item: ReadItem) -> bool:
     """Whether an item continues another one in the slot, given where it is in the file."""
     return (
         first.file == item.file
-        and first.slot_offset + numel == item.slot_offset
+        and first.slot_offset + first.numel == item.slot_offset
         and first.slot == item.slot
         and first.dtype == item.dtype
         and first.rows == item.rows == 1
-        and (first.code and replace(first.code, position=first.code.position + numel)) == item.code
+        and (first.code and replace(first.code, position=first.code.position + first.numel)) == item.code
     )
-
-
-def _prolonged(item: ReadItem, numel: int) -> ReadItem:
-    if numel == item.numel:
-        return item
-    return ReadItem(item.file, item.byte_offset, item.slot, item.slot_offset, numel, item.dtype, code=item.code)
-
-
-_IN_FILE = operator.attrgetter("file", "byte_offset", "slot", "slot_offset")
 
 
 def in_file_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
     """Items sorted by file and offset, neighbours joined."""
-    return tuple(join_neighbours(sorted(items, key=_IN_FILE)))
+    in_file = operator.attrgetter("file", "byte_offset", "slot", "slot_offset")
+    return tuple(join_neighbours(sorted(items, key=in_file)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +173,6 @@ class RequantizeItem:
 
     @property
     def stop(self) -> int:
-        """One past the last element in the slot."""
         return self.start + self.numel
 
     @property
@@ -205,9 +192,7 @@ class ReadPlan:
     """The reads of one rank.
 
     Attributes:
-        files, slots: what is read, and what is written.
         items: sorted by file and offset, neighbours joined.
-        requantize_items: what is decoded, quantized or summed on its way.
         shares: who reads which range of the replicated slots; the same on every rank.
     """
 
@@ -247,8 +232,6 @@ class ReplicaCheck:
     """Replicas that should be equal: of a whole tensor, or of a range of it.
 
     Attributes:
-        name, key: the tensor.
-        numel: elements of each replica.
         replicas: single-row items of each replica, sorted by ``slot_offset``, which counts from its first element.
         taken: how differing replicas are resolved: ``first`` or ``mean``.
         is_guess: whether only equal shapes suggest that these are replicas.
@@ -286,12 +269,10 @@ class Outcome:
     """What happens to some items of the checkpoint or of the live engine.
 
     Attributes:
-        role: kind of item: ``"fp32"``, a state key, ``"optimizer states"``, ``"buffer"``, ``"frozen"``,
-            ``"param groups"``, ``"lr scheduler"``, ``"loss scale"``, ``"counters"``, ``"client state"``.
+        role: kind of item: a key, ``"optimizer states"``, ``"param groups"``, ``"lr scheduler"``, ``"loss scale"`` ...
         what: ``"restored"``; ``"fresh"``: the live engine keeps or starts its own; ``"skipped"``: saved, but not
             requested or not applicable; ``"ignored"``: the live model has no counterpart.
-        names: the items; empty if the role has only one.
-        reason: why, unless restored.
+        names, reason: the items, none if the role has only one; why, unless restored.
     """
 
     role: str
@@ -315,7 +296,6 @@ class LoadPlan:
     """Everything that one rank reads, checks, commits and reports in a load.
 
     Attributes:
-        reads: what it reads.
         replica_checks: replicas that this rank compares before anything is written.
         may_differ: names whose replicas a rule or the checkpoint allows to differ.
         blocks: number of 8-bit blocks that the plan fills.
@@ -324,8 +304,6 @@ class LoadPlan:
         hyperparameters: per live group, the values to set.
         saved_groups: number of param groups in the checkpoint.
         group_sources: per live group, the saved groups that its values come from; empty if the live values stay.
-        outcomes: what is restored, and what is not and why.
-        notes: sentences for the report.
     """
 
     reads: ReadPlan

@@ -55,7 +55,7 @@ class Codebook:
 
     @property
     def zero(self) -> int:
-        """The code whose value is zero: 127 in bitsandbytes' signed map, 0 in its unsigned one."""
+        """The code whose value is zero."""
         return bisect_left(self.values, 0.0)
 
     @property
@@ -89,12 +89,10 @@ class LiveState:
     """A tensor state that the live optimizer keeps for one flat partition.
 
     Attributes:
-        key, dtype: its name and torch dtype (of the codes, if quantized).
-        layout: :data:`ELEMENTWISE`, :data:`TOUCHED`, :data:`WHOLE`, :data:`REPLICATED`, or :data:`SCRATCH`, which need
-            not be restored.
-        rows: leading dimension of an elementwise state.
+        dtype: of the codes, if quantized.
+        layout: :data:`ELEMENTWISE` ...; :data:`SCRATCH` need not be restored.
+        rows, shape: leading dimension of an elementwise state; shape of a whole, replicated or scratch one.
         blocks: how it is quantized; ``None`` if it is not.
-        shape: of a whole, replicated or scratch state.
         initial: value of elements that no step has updated.
     """
 

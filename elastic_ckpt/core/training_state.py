@@ -15,13 +15,7 @@ AHEAD = "ahead"
 
 @dataclass(frozen=True)
 class LossScale:
-    """State of an fp16 loss scaler, in one form for all optimizers.
-
-    Attributes:
-        dynamic: whether the scale adapts.
-        values: ``cur_scale``, and ``cur_iter`` if it is counted; if dynamic also ``last_overflow_iter``,
-            ``scale_factor`` and ``scale_window``, and from partitioned optimizers ``cur_hysteresis`` and its settings.
-    """
+    """State of an fp16 loss scaler, in one form for all optimizers: ``cur_scale``, ``cur_iter`` ..."""
 
     dynamic: bool
     values: Mapping[str, Any]
@@ -46,10 +40,7 @@ class TrainingState:
 
     Attributes:
         counters: ``global_steps``, ``global_samples``, ``skipped_steps``, ``dp_world_size``, ``mp_world_size``.
-        batch: batch sizes of the save.
-        lr_scheduler: state dict of the scheduler, or ``None``.
-        loss_scale: state of the fp16 loss scaler; ``None`` if the run did not train in fp16.
-        overflow: the optimizer's overflow flag.
+        loss_scale: ``None`` if the run did not train in fp16.
         checkpoint: all other top-level entries of the model-states file, the client state included.
         left_out: by name, why entries of the client state are not among them.
         same_ranks: whether the job has the ranks of the save, so that each gets its own state; if not, every rank has
@@ -76,7 +67,6 @@ class Features:
     Attributes:
         experts: number of experts, by layer.
         expert_groups: param groups of experts, which show the expert-parallel degree.
-        one_bit: whether a 1-bit optimizer is used.
         mics: ranks in a MiCS shard group; 0 without MiCS.
     """
 
@@ -96,8 +86,5 @@ class Features:
     @property
     def names(self) -> str:
         """Those that only DeepSpeed's own loader restores, in words; empty where there is none."""
-        names = (
-            (self.one_bit, "a 1-bit optimizer"),
-            (self.mics > 0, f"MiCS (mics_shard_size {self.mics})"),
-        )
-        return ", ".join(name for present, name in names if present)
+        names = ["a 1-bit optimizer"] * self.one_bit + [f"MiCS (mics_shard_size {self.mics})"] * (self.mics > 0)
+        return ", ".join(names)

@@ -107,7 +107,7 @@ class _Builder:
         for number, (file, items) in enumerate(zip(files, contents.files.values(), strict=True)):
             for item, byte_offset in zip(items, file.byte_offsets, strict=True):
                 box = Box(item.offsets, item.sizes or (), number, byte_offset)
-                if item.sizes is not None and box.numel:
+                if item.sizes is not None and 0 not in box.sizes:
                     self._boxes.setdefault(item.name, []).append(box)
         self._tensors: dict[tuple[str, str], TensorMetadata] = {}
         self._scalars: dict[str, dict[str, Any]] = {}

@@ -15,6 +15,7 @@ from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, UnsupportedError, listed
+from elastic_ckpt.planning.optimizer_kinds import OTHER_OPTIMIZER
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
 _EXCLUDED = "saved without frozen parameters (exclude_frozen_parameters=True): the model's own values stay"
@@ -71,9 +72,30 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     here, elsewhere = live.union(name for name, _ in wholes), local_state.model.elsewhere
     unexpected = {n for n in chain(trained, frozen, buffers) if n not in elsewhere and n not in here}  # often thousands
     if strict and not unexpected.isdisjoint(local_state.others):
-        raise _made_by_hooks(metadata, unexpected & local_state.others)
+        problem = "the module's state dict has entries that are neither parameters nor buffers"
+        remedy = "load_checkpoint(..., load_module_strict=False), if they hold nothing that training needs; or "
+        raise metadata.error(
+            UnsupportedError,
+            problem,
+            unexpected & local_state.others,
+            "parameters and buffers under their own names",
+            "entries that a hook of the module adds or renames",
+            remedy + AT_ITS_TOPOLOGY,
+        )
     if strict and (any(missing.values()) or unexpected):
-        raise _names_differ(metadata, set().union(*missing.values()), unexpected)
+        lost = set().union(*missing.values())
+        tied = listed(f"{name} = {metadata.aliases[name]}" for name in lost if name in metadata.aliases)
+        hint = f"; tied at save time, not now: {tied}" if tied != "none" else ""
+        remedy = "load_checkpoint(..., load_module_strict=False) restores what matches and reports the rest; renamed "
+        remedy += 'ones: "elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}'
+        raise metadata.error(
+            MismatchError,
+            "model and checkpoint do not have the same parameters and buffers",
+            lost or unexpected,
+            f"in the model but not in the checkpoint: {listed(lost)}",
+            f"in the checkpoint but not in the model: {listed(unexpected)}{hint}",
+            remedy,
+        )
     outcomes = [
         *((role, "fresh", names, _NOT_SAVED) for role, names in missing.items()),
         (FROZEN, "fresh", excluded, _EXCLUDED),
@@ -86,34 +108,6 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
         restored=restored,
         wholes=found,
         outcomes=tuple(Outcome(role, what, tuple(sorted(names)), why) for role, what, names, why in outcomes if names),
-    )
-
-
-def _made_by_hooks(metadata: CheckpointMetadata, names: set[str]) -> UnsupportedError:
-    return UnsupportedError(
-        "the module's state dict has entries that are neither parameters nor buffers, which is not supported yet",
-        parameter=listed(names),
-        file=metadata.source.folder,
-        expected="parameters and buffers under their own names",
-        found="entries that a hook of the module adds or renames",
-        remedy="load_checkpoint(..., load_module_strict=False), if they hold nothing that training needs; or "
-        f"{AT_ITS_TOPOLOGY}",
-    )
-
-
-def _names_differ(metadata: CheckpointMetadata, missing: set[str], unexpected: set[str]) -> MismatchError:
-    tied = {name: metadata.aliases[name] for name in missing if name in metadata.aliases}
-    hint = f"; tied at save time, not now: {listed(f'{a} = {b}' for a, b in tied.items())}" if tied else ""
-    return MismatchError(
-        "model and checkpoint do not have the same parameters and buffers",
-        parameter=listed(missing or unexpected),
-        file=metadata.source.folder,
-        expected=f"in the model but not in the checkpoint: {listed(missing)}",
-        found=f"in the checkpoint but not in the model: {listed(unexpected)}{hint}",
-        remedy=(
-            "load_checkpoint(..., load_module_strict=False) restores what matches and reports the rest; renamed "
-            'ones: "elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}'
-        ),
     )
 
 
@@ -188,20 +182,18 @@ def _mixed(
         if name in metadata.parameters:
             members[metadata.parameters[name].group].append(name)
     changed = [name for source, names in members.items() if shown[source] != live for name in names]
-    return MismatchError(
-        f"param group {number} now mixes parameters whose saved groups had different hyperparameters",
-        parameter=listed(changed or group.names),
-        expected="one set of hyperparameters for the group",
-        found="; ".join(
-            f"saved group {source}, {len(members[source])} parameters such as {members[source][0]}: {values}"
-            for source, values in shown.items()
-        ),
-        remedy=(
-            "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees "
-            '[0] under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is another '
-            f"training: it leaves {live} for all {len(group.names)} parameters, which changes {len(changed)} of them"
-        ),
+    found = "; ".join(
+        f"saved group {source}, {len(members[source])} parameters such as {members[source][0]}: {values}"
+        for source, values in shown.items()
     )
+    remedy = (
+        "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees [0] "
+        'under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is another '
+        f"training: it leaves {live} for all {len(group.names)} parameters, which changes {len(changed)} of them"
+    )
+    problem = f"param group {number} now mixes parameters whose saved groups had different hyperparameters"
+    expected = "one set of hyperparameters for the group"
+    return MismatchError(problem, None, expected, found, parameter=listed(changed or group.names), remedy=remedy)
 
 
 def _refuse_other_weight_decay(number: int, group: LiveGroup, saved: list[Mapping[str, Any]]) -> None:
@@ -210,13 +202,9 @@ def _refuse_other_weight_decay(number: int, group: LiveGroup, saved: list[Mappin
     kinds = {True: "decoupled (AdamW)", False: "L2 (Adam)"}
     for values in saved:
         if live is not None and values.get(_DECOUPLED, live) != live:
-            raise MismatchError(
-                f"weight decay of param group {number} is of another kind",
-                parameter=listed(group.names),
-                expected=f"{kinds[bool(live)]} in the live optimizer",
-                found=f"{kinds[bool(values[_DECOUPLED])]} in the checkpoint",
-                remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
-            )
+            problem = f"weight decay of param group {number} is of another kind"
+            both = f"{kinds[bool(live)]} in the live optimizer", f"{kinds[bool(values[_DECOUPLED])]} in the checkpoint"
+            raise MismatchError(problem, None, *both, parameter=listed(group.names), remedy=OTHER_OPTIMIZER)
 
 
 def transferable(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _MARKS = frozenset(
 #: Values that an optimizer without these hyperparameters implies.
 _USUAL = {"maximize": False, "bias_correction": True}
 _ADAM_MARKS = frozenset({"amsgrad", "bias_correction"})
-_REMEDY = "resume with the optimizer that saved it, or with load_optimizer_states=False"
+OTHER_OPTIMIZER = "resume with the optimizer that saved it, or with load_optimizer_states=False"
 #: State of bitsandbytes' LAMB and LARS only: the norm of an update.
 UPDATE_NORM = "unorm_vec"
 
@@ -43,11 +43,15 @@ def renamed_states(
 
 
 def mismatch(
-    metadata: CheckpointMetadata, problem: str, names: Iterable[str], expected: str, found: str, remedy: str = _REMEDY
+    metadata: CheckpointMetadata,
+    problem: str,
+    names: Iterable[str],
+    expected: str,
+    found: str,
+    remedy: str = OTHER_OPTIMIZER,
 ) -> MismatchError:
     """The error about the optimizer states of some parameters."""
-    folder = metadata.source.folder
-    return MismatchError(problem, parameter=listed(names), file=folder, expected=expected, found=found, remedy=remedy)
+    return metadata.error(MismatchError, problem, names, expected, found, remedy)
 
 
 def refuse_lost_choices(
@@ -59,13 +63,10 @@ def refuse_lost_choices(
         saved = metadata.groups[number]
         for key, usual in _USUAL.items():
             if saved and live and (key in saved) != (key in live) and bool({**live, **saved}[key]) != usual:
-                raise mismatch(
-                    metadata,
-                    f'"{key}" of param group {number} means something that the other optimizer has no word for',
-                    members,
-                    expected=f"{live.get(key, f'{usual}, always')} (live optimizer {local_state.optimizer})",
-                    found=f"{saved.get(key, f'{usual}, always')} in the checkpoint",
-                )
+                problem = f'"{key}" of param group {number} cannot be expressed in the other optimizer'
+                expected, found = (group.get(key, f"{usual}, always") for group in (live, saved))
+                expected = f"{expected} (live optimizer {local_state.optimizer})"
+                raise mismatch(metadata, problem, members, expected, f"{found} in the checkpoint")
 
 
 def saved_optimizer(metadata: CheckpointMetadata) -> str:
@@ -90,13 +91,9 @@ def refuse_other_kind(
     """Refuse states that, by the hyperparameters, another kind of optimizer saved (:class:`MismatchError`)."""
 
     def other_kind(live: Iterable[str], saved: Iterable[str]) -> MismatchError:
-        return mismatch(
-            metadata,
-            "the checkpoint was saved by another kind of optimizer, whose states have the same names",
-            members,
-            expected=f"{listed(live) if live else 'nothing'} (live optimizer {local_state.optimizer})",
-            found=listed(saved) if saved else "nothing",
-        )
+        problem = "the checkpoint was saved by another kind of optimizer, whose states have the same names"
+        expected = f"{listed(live) if live else 'nothing'} (live optimizer {local_state.optimizer})"
+        return mismatch(metadata, problem, members, expected, listed(saved) if saved else "nothing")
 
     own = _hyperparameters(local_state, flat)
     live = {key: value for key, value in own.items() if key in local_state.defaults or not local_state.defaults}

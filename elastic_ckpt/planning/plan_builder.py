@@ -26,6 +26,7 @@ from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
 from elastic_ckpt.planning.following import Leader, padding_items
 from elastic_ckpt.planning.matching import Matching, weights_key
+from elastic_ckpt.planning.optimizer_kinds import OTHER_OPTIMIZER
 from elastic_ckpt.planning.quantized_items import requantized_blocks, split_row
 from elastic_ckpt.planning.read_items import FragmentSource, Sharing, check_tiling, gaps_of, read_items, rows_in_order
 from elastic_ckpt.planning.state_matching import StateLink, StateMatching
@@ -136,7 +137,10 @@ class PlanBuilder:
             if not self._is_resharded(name):
                 self._check_shape(part.tensor, own if live.rows == 1 else (live.rows, *own))
             elif live.layout in (WHOLE, TOUCHED):
-                raise _cannot_reshard(name, live.key)
+                problem = f"{live.key} is of a whole parameter, and cannot be cut for another tensor-parallel degree"
+                both = "a state with one value for each element", f"{live.key}, of a shape of its own"
+                remedy = "load at the tensor-parallel degree it was saved with, or with load_optimizer_states=False"
+                raise self._metadata.error(MismatchError, problem, name, *both, remedy)
         if live.blocks is not None or any(part.tensor.is_quantized for part in parts):
             self._add_quantized(flat, live, parts, numel)
             return
@@ -186,12 +190,8 @@ class PlanBuilder:
         if not self._is_resharded(whole.name):
             self._check_shape(part.tensor, whole.shape)
         if saved != whole.dtype and not (is_floating(saved) and is_floating(whole.dtype)):
-            raise MismatchError(
-                f"dtype of this {whole.key} differs",
-                parameter=whole.name,
-                expected=f"{whole.dtype} in the live model",
-                found=f"{saved} in the checkpoint",
-            )
+            problem, both = f"dtype of this {whole.key} differs", (f"{whole.dtype} in the live model", f"{saved} saved")
+            raise self._metadata.error(MismatchError, problem, whole.name, *both)
         replicated = whole.replicated and not (whole.key == BUFFER and self._metadata.buffers_of_this_rank)
         slot = Slot(whole.key, -1, whole.name, whole.range.numel, whole.dtype, (), replicated)
         self._add_values(slot, [part])
@@ -245,7 +245,10 @@ class PlanBuilder:
         number, rows, target = len(self._slots), live.rows, live.blocks
         for part in parts:
             if part.sources.scale is not None:
-                raise _cannot_blend(part.fragment.name, live.key)
+                problem = f"{live.key} is quantized, and would have to be averaged or added up over ranks"
+                remedy = '"elastic_checkpoint": {"replicated_params": "first"}, or load_optimizer_states=False'
+                both = "a state of plain values", "8-bit codes"
+                raise self._metadata.error(MismatchError, problem, part.fragment.name, *both, remedy)
             if not part.tensor.is_empty:  # else it does not show whether it was quantized
                 saved = _VALUES_DTYPE if part.tensor.is_quantized else part.tensor.dtype
                 self._check_dtype(part, live.key, saved, live.dtype if target is None else _VALUES_DTYPE)
@@ -282,28 +285,20 @@ class PlanBuilder:
     ) -> None:
         changed = sum(map(requantized_blocks, items))
         if changed:
-            raise MismatchError(
-                f"8-bit blocks of {live.key} would have to be requantized (lossy)",
-                parameter=parts[0].fragment.name,
-                file=self._metadata.source.folder,
-                expected='blocks that are whole on both sides, since "on_change" is "error"',
-                found=f"{changed} of {blocks} blocks of this partition mix elements of several saved blocks",
-                remedy=(
-                    '"elastic_checkpoint": {"on_change": "warn"}; or load at the topology it was saved '
-                    'with; under "align_partitions", a change of the data-parallel degree alone never needs it'
-                ),
-            )
+            problem, name = f"8-bit blocks of {live.key} would have to be requantized (lossy)", parts[0].fragment.name
+            expected = 'blocks that are whole on both sides, since "on_change" is "error"'
+            found = f"{changed} of {blocks} blocks of this partition mix elements of several saved blocks"
+            remedy = '"elastic_checkpoint": {"on_change": "warn"}; or load at the topology it was saved with; under '
+            remedy += '"align_partitions", a change of the data-parallel degree alone never needs it'
+            raise self._metadata.error(MismatchError, problem, name, expected, found, remedy)
 
     def _add_replicated(self, flat: FlatPartition, live: LiveState, saved: ReplicatedState) -> None:
         """Every rank reads it: it is small."""
         if (live.dtype, live.shape) != (saved.dtype, saved.shape):
-            raise MismatchError(
-                f"optimizer state {live.key!r}, which is one for all partitions, is of another kind",
-                file=self._metadata.files[saved.file].path,
-                expected=f"{live.dtype} of shape {live.shape} in the live optimizer",
-                found=f"{saved.dtype} of shape {saved.shape} in the checkpoint",
-                remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
-            )
+            problem = f"optimizer state {live.key!r}, which is one for all partitions, is of another kind"
+            live_side, saved_side = (f"{each.dtype} of shape {each.shape}" for each in (live, saved))
+            both = f"{live_side} in the live optimizer", f"{saved_side} in the checkpoint"
+            raise MismatchError(problem, self._metadata.files[saved.file].path, *both, remedy=OTHER_OPTIMIZER)
         numel = math.prod(saved.shape)
         self._items.append(ReadItem(saved.file, saved.byte_offset, len(self._slots), 0, numel, saved.dtype))
         self._slots.append(Slot(live.key, flat.index, "", numel, saved.dtype, (), False, REPLICATED, 1, saved.shape))
@@ -311,14 +306,9 @@ class PlanBuilder:
     def _tensor(self, name: str, key: str) -> TensorMetadata:
         tensor = self._metadata.tensors.get((name, key))
         if tensor is None:
-            raise DamagedError(
-                f"the checkpoint knows this parameter but holds no {key} for it",
-                parameter=name,
-                file=self._metadata.source.folder,
-                expected=f"a tensor for {key}",
-                found="none",
-                remedy="the save is incomplete: take another tag, or load with load_optimizer_states=False",
-            )
+            problem = f"the checkpoint knows this parameter but holds no {key} for it"
+            remedy = "the save is incomplete: take another tag, or load with load_optimizer_states=False"
+            raise self._metadata.error(DamagedError, problem, name, f"a tensor for {key}", "none", remedy)
         if (name, key) not in self._tiled:
             check_tiling(self._metadata, tensor)
             self._tiled.add((name, key))
@@ -327,13 +317,10 @@ class PlanBuilder:
     def _check_shape(self, tensor: TensorMetadata, live_shape: tuple[int, ...]) -> None:
         saved = tensor.shard_shapes[self._shard_of(tensor)]
         if saved != live_shape:
-            raise MismatchError(
-                f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs",
-                parameter=tensor.name,
-                expected=f"{live_shape} in the live model",
-                found=f"{saved} in the checkpoint",
-                remedy="build the model with the sizes it was saved with; no loader option makes shapes fit",
-            )
+            problem = f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs"
+            both = f"{live_shape} in the live model", f"{saved} in the checkpoint"
+            remedy = "build the model with the sizes it was saved with; no loader option makes shapes fit"
+            raise self._metadata.error(MismatchError, problem, tensor.name, *both, remedy)
 
     def _check_dtype(self, part: FragmentSource, key: str, saved: str, dtype: str) -> None:
         tensor = part.tensor
@@ -346,14 +333,10 @@ class PlanBuilder:
         remedy = "resume with the dtype of master weights and states that the checkpoint was saved with"
         if rounds:
             remedy += '; or "elastic_checkpoint": {"on_change": "warn"}, which rounds them'
-        raise MismatchError(
-            f"{key} of this parameter would lose precision",
-            parameter=part.fragment.name,
-            file=next((self._metadata.files[chunk.file].path for chunk in tensor.chunks), None),
-            expected=f"{dtype}, which the live optimizer keeps",
-            found=f"{tensor.dtype} in the checkpoint",
-            remedy=remedy,
-        )
+        problem, name = f"{key} of this parameter would lose precision", part.fragment.name
+        file = next((self._metadata.files[chunk.file].path for chunk in tensor.chunks), None)
+        both = f"{dtype}, which the live optimizer keeps", f"{tensor.dtype} in the checkpoint"
+        raise MismatchError(problem, file, *both, parameter=name, remedy=remedy)
 
 
 def _state_slot(flat: FlatPartition, live: LiveState, numel: int, dtype: str, shape: tuple[int, ...] = ()) -> Slot:
@@ -371,23 +354,3 @@ def _touched(fragments: Sequence[Fragment], restored: Sequence[Fragment]) -> tup
             wholes.append(replace(fragment, range=FlatRange(0, numel), flat_offset=position))
         position += numel
     return wholes, position
-
-
-def _cannot_reshard(name: str, key: str) -> MismatchError:
-    return MismatchError(
-        f"{key} is kept for a parameter as a whole, and cannot be cut for another tensor-parallel degree",
-        parameter=name,
-        expected="a state with one value for each element",
-        found=f"{key}, of a shape of its own",
-        remedy="load at the tensor-parallel degree it was saved with, or with load_optimizer_states=False",
-    )
-
-
-def _cannot_blend(name: str, key: str) -> MismatchError:
-    return MismatchError(
-        f"{key} is quantized, and would have to be averaged or added up over tensor-parallel ranks",
-        parameter=name,
-        expected="a state of plain values",
-        found="8-bit codes",
-        remedy='"elastic_checkpoint": {"replicated_params": "first"}, or load_optimizer_states=False',
-    )

@@ -90,12 +90,12 @@ def _refuse(
         return
     source, key = metadata.source, keys[0]
     how = "as a new optimizer has them" if what == "hyperparameter" else "out, if the optimizer's next step needs none"
-    raise UnsupportedError(
+    raise metadata.error(
+        UnsupportedError,
         f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions are others now",
-        parameter=listed(keys),
-        file=source.folder,
-        expected=f"the ranks and partitions of the save (DP={source.dp}, TP={source.tp}, ZeRO-{source.zero_stage})",
-        found=str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200],
+        keys,
+        f"the ranks and partitions of the save (DP={source.dp}, TP={source.tp}, ZeRO-{source.zero_stage})",
+        str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200],
         remedy=f'"elastic_checkpoint": {{"states": {json.dumps(dict.fromkeys(keys, "fresh"))}}} leaves them {how}; or '
         "load at the topology it was saved with",
     )

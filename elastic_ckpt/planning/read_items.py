@@ -144,14 +144,11 @@ def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
             if start != position:
                 problem, where = ("stored twice", "two files") if start < position else ("incomplete", "no file")
                 of = f" of tensor-parallel rank {shard}" if tensor.shards else ""
-                raise DamagedError(
-                    f"{tensor.key} of this parameter is {problem} in the checkpoint",
-                    parameter=tensor.name,
-                    file=metadata.source.folder,
-                    expected="every element in exactly one file",
-                    found=f"elements {min(start, position)} to {max(start, position)}{of} in {where}",
-                    remedy="a shard is missing or belongs to another save: restore the folder from its original",
-                )
+                problem = f"{tensor.key} of this parameter is {problem} in the checkpoint"
+                found = f"elements {min(start, position)} to {max(start, position)}{of} in {where}"
+                remedy = "a shard is missing or belongs to another save: restore the folder from its original"
+                expected = "every element in exactly one file"
+                raise metadata.error(DamagedError, problem, tensor.name, expected, found, remedy)
             position = stop
 
 

@@ -25,7 +25,9 @@ from elastic_ckpt.planning.optimizer_kinds import (
 )
 
 _ROLE = "optimizer states"
+_RESTORE = "restore the missing files, take another tag, or load with load_optimizer_states=False"
 _FUSED_ADAM = "deepspeed.ops.adam.fused_adam.FusedAdam"
+_OWN_GROUPS = "put them in param groups of their own, or load with load_optimizer_states=False"
 Scalars = Mapping[str, Any]
 
 
@@ -94,32 +96,18 @@ def match_states(
 def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | UnsupportedError]:
     """An error for each damaged state, and for each of unknown layout."""
     for key, description in metadata.states.damaged.items():
-        yield DamagedError(
-            f"optimizer state {key!r} does not have the scales that its 8-bit codes need",
-            parameter=key,
-            file=metadata.source.folder,
-            expected="one scale for each block of 256 or 2048 elements",
-            found=description,
-            remedy="restore the files from their original, take another tag, or load with load_optimizer_states=False",
-        )
+        problem = f"optimizer state {key!r} does not have the scales that its 8-bit codes need"
+        expected = "one scale for each block of 256 or 2048 elements"
+        yield metadata.error(DamagedError, problem, key, expected, description, _RESTORE)
     for key, description in metadata.states.opaque.items():
-        if metadata.source.format == "dcp":  # no declaration settles what a state of whole tensors is
-            remedy = f'"elastic_checkpoint": {{"states": {{"{key}": "fresh"}}}} leaves it out, and '
-            remedy += "load_optimizer_states=False all states"
-        else:
-            remedy = (
-                f'if you know what it is: "elastic_checkpoint": {{"states": {{"{key}": "replicated"}}}} (or '
-                '"elementwise", "fresh"); load_optimizer_states=False leaves all states out; or '
-                f"{AT_ITS_TOPOLOGY}"
-            )
-        yield UnsupportedError(
-            f"optimizer state {key!r} has a layout that cannot be cut for another topology",
-            parameter=key,
-            file=metadata.source.folder,
-            expected="one value per element of the partition, one per tensor, or a tensor that all ranks share",
-            found=description,
-            remedy=remedy,
-        )
+        problem = f"optimizer state {key!r} has a layout that cannot be resharded"
+        expected = "one value per element of the partition, one per tensor, or a tensor that all ranks share"
+        # of DCP, no declaration settles what a state of whole tensors is
+        is_dcp = metadata.source.format == "dcp"
+        remedy = f'"elastic_checkpoint": {{"states": {{"{key}": "{"fresh" if is_dcp else "replicated"}"}}}}'
+        remedy += " leaves it out" if is_dcp else f' (or "elementwise", "fresh") says what it is; or {AT_ITS_TOPOLOGY}'
+        remedy += "; load_optimizer_states=False leaves all states out"
+        yield metadata.error(UnsupportedError, problem, key, expected, description, remedy)
 
 
 def refuse_partial(metadata: CheckpointMetadata) -> None:
@@ -130,13 +118,9 @@ def refuse_partial(metadata: CheckpointMetadata) -> None:
     with_state = {metadata.parameters[name].group for name in stateful if name in metadata.parameters}
     for name, saved in metadata.parameters.items():
         if saved.group in with_state and name not in stateful:
-            raise DamagedError(
-                "the checkpoint holds no optimizer state of this parameter, but of others in its param group",
-                parameter=name,
-                file=metadata.source.folder,
-                expected=f"{listed(metadata.state_keys)} and step",
-                found="none",
-                remedy="restore the missing files, or load with load_optimizer_states=False",
+            problem = "the checkpoint holds no optimizer state of this parameter, but of others in its param group"
+            raise metadata.error(
+                DamagedError, problem, name, f"{listed(metadata.state_keys)} and step", "none", _RESTORE
             )
 
 
@@ -190,16 +174,10 @@ class _Matcher:
         distinct = [by_text[text] for text in sorted(by_text)]
         if len(distinct) > 1:
             examples = [next(name for name in values if repr(values[name]) == text) for text in sorted(by_text)[:2]]
-            raise mismatch(
-                self.metadata,
-                "parameters that now share one flat tensor were saved with different scalar states",
-                examples,
-                expected="one value for all, since the optimizer keeps one per flat tensor",
-                found=" and ".join(
-                    f"{dict(value)} ({name})" for name, value in zip(examples, distinct[:2], strict=True)
-                ),
-                remedy="put them in param groups of their own, or load with load_optimizer_states=False",
-            )
+            problem = "parameters that now share one flat tensor were saved with different scalar states"
+            expected = "one value for all, since the optimizer keeps one per flat tensor"
+            found = " and ".join(f"{dict(values[name])} ({name})" for name in examples)
+            raise mismatch(self.metadata, problem, examples, expected, found, _OWN_GROUPS)
         return dict(distinct[0]) if distinct else None
 
     def _link(self, flat: FlatPartition, members: Sequence[str]) -> tuple[StateLink, ...]:
@@ -224,14 +202,10 @@ class _Matcher:
             if renamed is None:
                 raise self._other_states(flat, members, saved)
             if not self.convert:
-                raise mismatch(
-                    metadata,
-                    "the checkpoint was saved by another optimizer, whose states can be converted",
-                    members,
-                    expected=f"states of the live optimizer {local_state.optimizer}",
-                    found=f"states of {saved_optimizer(metadata)}",
-                    remedy='"elastic_checkpoint": {"convert_optimizer": true}, or load_optimizer_states=False',
-                )
+                problem = "the checkpoint was saved by another optimizer, whose states can be converted"
+                both = f"states of the live optimizer {local_state.optimizer}", f"states of {saved_optimizer(metadata)}"
+                remedy = '"elastic_checkpoint": {"convert_optimizer": true}, or load_optimizer_states=False'
+                raise mismatch(metadata, problem, members, *both, remedy)
             names, self.converted = dict(renamed), True
         links = [StateLink(live, names.get(live.key, "")) for live in wanted]
         for live in others:
@@ -244,14 +218,10 @@ class _Matcher:
         metadata, local_state = self.metadata, self.local_state
         fresh = sorted(set(flat.members) - set(members))
         if fresh or metadata.states.fresh:
-            raise mismatch(
-                metadata,
-                f"{local_state.optimizer} is not known, nor what its states start with where the checkpoint has none",
-                fresh or members,
-                expected="a saved state for every parameter of a flat tensor",
-                found="none" if fresh else f'"fresh" in "states": {listed(metadata.states.fresh)}',
-                remedy="put such parameters into param groups of their own, or load with load_optimizer_states=False",
-            )
+            problem = f"{local_state.optimizer} is not known, nor what its states start with where none is saved"
+            found = "none" if fresh else f'"fresh" in "states": {listed(metadata.states.fresh)}'
+            expected = "a saved state for every parameter of a flat tensor"
+            raise mismatch(metadata, problem, fresh or members, expected, found, _OWN_GROUPS)
         links = []
         for key in sorted(saved):
             name = next(name for name in members if (name, key) in metadata.tensors)
@@ -272,56 +242,35 @@ class _Matcher:
         found = [state for name in members for state in parameters[name].replicated if state.key == key]
         same = len({(state.crc32, state.shape, state.dtype) for state in found}) == 1
         if len(found) != len(members) or not same or any(state.differs for state in found):
-            raise mismatch(
-                self.metadata,
-                f"optimizer state {key!r} should be one for all partitions, but ranks or partitions saved different "
-                "values",
-                members,
-                expected="the same bytes everywhere",
-                found=f"{len({state.crc32 for state in found})} different values, or differences between ranks",
-                remedy=(
-                    f'it may be no replicated state: "elastic_checkpoint": {{"states": {{"{key}": "elementwise"}}}} '
-                    '(or "fresh"); or load at the topology it was saved with'
-                ),
-            )
+            problem = f"optimizer state {key!r} should be one for all partitions, but different values were saved"
+            differing = f"{len({state.crc32 for state in found})} different values, or differences between ranks"
+            remedy = f'if it is no replicated state: "elastic_checkpoint": {{"states": {{"{key}": "elementwise"}}}} '
+            remedy += '(or "fresh"); or load at the topology it was saved with'
+            raise mismatch(self.metadata, problem, members, "the same bytes everywhere", differing, remedy)
         return found[0]
 
     def _other_states(self, flat: FlatPartition, members: Sequence[str], saved: Iterable[str]) -> MismatchError:
         live = {state.key for state in flat.states or () if state.layout != SCRATCH}
         scalars = {key for name in members for key, _ in self.metadata.parameters[name].scalars}
-        return mismatch(
-            self.metadata,
-            "the checkpoint was saved by an optimizer that keeps other states",
-            members,
-            expected=f"{listed(live.union(flat.scalars or ()))} (live optimizer {self.local_state.optimizer})",
-            found=f"{listed(scalars.union(saved))} ({saved_optimizer(self.metadata)})",
-        )
+        problem = "the checkpoint was saved by an optimizer that keeps other states"
+        expected = f"{listed(live.union(flat.scalars or ()))} (live optimizer {self.local_state.optimizer})"
+        found = f"{listed(scalars.union(saved))} ({saved_optimizer(self.metadata)})"
+        return mismatch(self.metadata, problem, members, expected, found)
 
     def _refuse_other_scalars(self, flat: FlatPartition, values: Scalars) -> None:
         unused = {key for key, value in values.items() if value is None}
         for key in () if flat.scalars is None else values.keys() & flat.scalars:
             if key not in unused and not all(map(isfinite, numbers(values[key]) or (nan,))):
-                raise DamagedError(
-                    f"{key!r} of these parameters is no finite number",
-                    parameter=listed(flat.members),
-                    file=self.metadata.source.folder,
-                    expected="a count or a factor",
-                    found=str(values[key])[:100],
-                    remedy="take another tag, or load with load_optimizer_states=False",
-                )
+                problem, found = f"{key!r} of these parameters is no finite number", str(values[key])[:100]
+                raise self.metadata.error(DamagedError, problem, flat.members, "a count or a factor", found, _RESTORE)
         if flat.scalars is None or set(values) - unused == set(flat.scalars):
             return
         parameters, states = self.metadata.parameters, [live.key for live in flat.states or ()]
         if {key for saved in parameters.values() for key, _ in saved.scalars} != set(flat.scalars):
             raise self._other_states(flat, [name for name in flat.members if name in parameters], states)
-        raise DamagedError(
-            "the checkpoint holds states of these parameters, but not all of their scalar states",
-            parameter=listed(flat.members),
-            file=self.metadata.source.folder,
-            expected=f"{listed(flat.scalars)} beside {listed(states)}",
-            found=listed(values),
-            remedy="restore the missing files, or load with load_optimizer_states=False",
-        )
+        problem = "the checkpoint holds states of these parameters, but not all of their scalar states"
+        expected = f"{listed(flat.scalars)} beside {listed(states)}"
+        raise self.metadata.error(DamagedError, problem, flat.members, expected, listed(values), _RESTORE)
 
     def _with_own_steps(self) -> tuple[Scalars | None, ...]:
         """FusedAdam without ZeRO reads the count beside each tensor, and uses only the last one of a group."""

@@ -270,7 +270,7 @@ def _of_live_parameter(spec: ShardSpec) -> RuleSource | None:
 
 
 def _of_shapes(spec: ShardSpec) -> RuleSource | None:
-    """Equal shards are replicated; else the spec dimension is the only one that sums to the same on both sides."""
+    """Equal shards are replicated; else the sharded dimension is the only one that sums to the same on both sides."""
     saved, live = spec.shapes, spec.live.shapes
     if len({*saved, *live}) == 1:
         if len(saved) == 1 and len(saved[0]) > 1 and is_vocabulary(spec.name):

@@ -32,7 +32,9 @@ def test_parallel_state_sp_states_its_own_degree_as_the_tensor_parallel_one(sp: 
     found = stated.borne_out(1)
     assert found == Degrees(1, 1, SequenceParallel(sp))
     assert found.sequence.data_degree(sp * data) == data
-    assert [found.sequence.data_rank(rank) for rank in range(sp * data)] == [rank // sp for rank in range(sp * data)]
+    assert [rank // found.sequence.ranks_per_sample for rank in range(sp * data)] == [
+        rank // sp for rank in range(sp * data)
+    ]
 
 
 @given(tp=st.integers(2, 8), files=DEGREE)
@@ -46,7 +48,7 @@ def test_the_saved_config_and_megatrons_arguments_tell_the_sequence_parallel_deg
     assert stated_degrees(tree(1, 1), config, {}).borne_out(1).sequence == SequenceParallel(2)
     mesh = stated_degrees(tree(1, 1, dp_world_size=3), {**config, "data_parallel_size": 3}, {}).borne_out(1).sequence
     assert mesh == SequenceParallel(2, partitioned=False)
-    assert (mesh.data_degree(3), mesh.data_rank(2)) == (3, 2)
+    assert (mesh.data_degree(3), mesh.ranks_per_sample) == (3, 1)
     assert stated_degrees(tree(4, 1), {}, {"ds_sequence_parallel_size": 2}).borne_out(4).sequence == SequenceParallel(2)
 
 
