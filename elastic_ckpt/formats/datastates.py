@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.shapes import checked_shape
@@ -50,9 +50,7 @@ def read_datastates_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
     refs = {key: _tensor_ref(key, entry, start, at) for key, entry in header.items()}
     _refuse_overlaps(refs)
     stream.seek(at)
-    tree = unpickled(stream.read(end - at), _refuse_storage, nbytes, trust_pickle)
-    check_tree(tree)
-    tree = _with_tensors(tree, "", refs)
+    tree = _with_tensors(unpickled(stream.read(end - at), nbytes, trust_pickle), "", refs)
     if refs:
         raise ArchiveError(f"its state does not have the tensors {sorted(refs)[:8]}, which its header lists")
     check_tree(tree)
@@ -88,10 +86,6 @@ def _refuse_overlaps(refs: Mapping[str, TensorRef]) -> None:
     for (_, last, key), (first, _, other) in pairwise(spans):
         if first < last:
             raise ArchiveError(f"its header lets the tensors {key} and {other} overlap"[:300])
-
-
-def _refuse_storage(_persistent_id: Any) -> NoReturn:
-    raise ArchiveError("its pickle refers to a torch storage, which it does not have")
 
 
 def _with_tensors(node: Any, key: str | None, refs: dict[str, TensorRef]) -> Any:

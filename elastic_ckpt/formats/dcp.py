@@ -33,10 +33,9 @@ from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.classify import FRESH
-from elastic_ckpt.formats.dcp_entries import GROUPS, Entries, sort_entries
-from elastic_ckpt.formats.dcp_items import DcpFile, read_dcp_file
+from elastic_ckpt.formats.dcp_entries import Entries, sort_entries
 from elastic_ckpt.formats.dcp_megatron import Common, read_common, sort_megatron_entries, unstacked
-from elastic_ckpt.formats.dcp_metadata import DcpContents, read_dcp_metadata
+from elastic_ckpt.formats.dcp_metadata import DcpContents, DcpFile, read_dcp_file, read_dcp_metadata
 from elastic_ckpt.formats.exchange import opener_of, read_my_share
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.saved_states import normal_groups
@@ -64,7 +63,7 @@ def read_dcp(found: Found, options: MetadataOptions) -> Checkpoint:
 
     def read(position: int) -> DcpFile:
         name = names[position]
-        return read_dcp_file(found.path(name), contents.files[name], contents, wanted, groups, options.trust_pickle)
+        return read_dcp_file(found.path(name), name, contents, wanted, groups, options.trust_pickle)
 
     files = read_my_share(len(names), read)
     with distributed.deterministic("fit the checkpoint's files together"):
@@ -135,7 +134,9 @@ class _Builder:
             self._scalars = {name: {_STEP: step} for name, _ in entries.states}
         shapes = self._contents.tensors
         parameters = {
-            name: SavedParameter(shapes[entries.weights[name]][1], group, self._sorted_scalars(name))
+            name: SavedParameter(
+                shapes[entries.weights[name]][1], group, tuple(sorted(self._scalars.get(name, {}).items()))
+            )
             for name, group in members.items()
         }
         return CheckpointMetadata(
@@ -170,12 +171,6 @@ class _Builder:
         checkpoint = {CLIENT_KEY: client} if client else {}
         return TrainingState(counters, BatchSizes(None, None, None), None, None, False, checkpoint)
 
-    def _value(self, entry: str) -> Any:
-        value = self._values[entry]
-        if isinstance(value, ElasticCkptError):
-            raise value
-        return value
-
     def _groups(self) -> tuple[dict[str, int], list[Mapping[str, Any]]]:
         """:meth:`_saved_groups`; without states, the names of states are enough."""
         try:
@@ -189,15 +184,18 @@ class _Builder:
     def _saved_groups(self) -> tuple[dict[str, int], list[Mapping[str, Any]]]:
         """The param group of each trained parameter, and their hyperparameters; those saved by parameter are merged."""
         weights, members, groups = self._entries.weights, dict[str, int](), list[Mapping[str, Any]]()
-        for key, saved in self._group_values():
-            values = {**saved}
+        for (_, key), entries in self._entries.groups.items():
+            for value in map(self._values.__getitem__, entries.values()):
+                if isinstance(value, ElasticCkptError):
+                    raise value
+            values = {name: value for name, entry in entries.items() for value in self._values[entry].values()}
             names = values.pop("params", None if isinstance(key, int) else [key])
             if not isinstance(names, list) or not all(type(name) is str and name in weights for name in names):
                 raise UnsupportedError(
                     "a param group of this torch.distributed.checkpoint folder does not list its parameters by name",
-                    file=self._found.folder,
-                    expected="names of the model's parameters, as get_state_dict saves them",
-                    found=f"{names!r}"[:200],
+                    self._found.folder,
+                    "names of the model's parameters, as get_state_dict saves them",
+                    f"{names!r}"[:200],
                     remedy="save the state dict of get_state_dict, or load with load_optimizer_states=False",
                 )
             if isinstance(key, int) or values not in groups:
@@ -205,9 +203,9 @@ class _Builder:
             if twice := sorted(members.keys() & set(names)):
                 raise MismatchError(
                     "two param groups of this torch.distributed.checkpoint folder have one parameter",
+                    self._found.folder,
+                    "each parameter in one param group",
                     parameter=listed(twice),
-                    file=self._found.folder,
-                    expected="each parameter in one param group",
                     remedy="save the optimizer that is to be resumed alone, or load with load_optimizer_states=False",
                 )
             number = len(groups) - 1 if isinstance(key, int) else groups.index(values)
@@ -216,23 +214,8 @@ class _Builder:
         if not members and not stateful:  # weights alone
             live = {name for names in self._options.live_groups for name in names}
             stateful = [name for name in weights if rename(name, self._options.rename) in live]
-        alone = self._common.groups[0] if self._has_one_group else {}
+        alone = self._common.groups[0] if self._common.is_one_group else {}
         return members | dict.fromkeys(stateful, len(groups)), groups + [alone] * bool(stateful)
-
-    def _group_values(self) -> Iterator[tuple[int | str, Mapping[str, Any]]]:
-        for (_, key), entries in self._entries.groups.items():
-            values = {name: value for name, entry in entries.items() for value in self._value(entry).values()}
-            every = values.get(GROUPS)
-            if isinstance(every, list) and all(isinstance(group, Mapping) for group in every):
-                yield from enumerate(every)
-            else:
-                yield key, values
-
-    @property
-    def _has_one_group(self) -> bool:
-        """Whether ``common.pt`` has the same hyperparameters for all parameters."""
-        groups = self._common.groups
-        return bool(groups) and all(group == groups[0] for group in groups)
 
     def _ties(self, members: Mapping[str, int]) -> dict[str, str]:
         """Second names of weights that are tied in the live model -> the kept name; their values are compared."""
@@ -254,7 +237,9 @@ class _Builder:
         dtype, shape = self._contents.tensors.get(entry, ("", None))
         own = self._contents.tensors[self._entries.weights[name]][1]
         if shape is None or (shape == () and (own or key == _STEP)):
-            value = self._value(entry) if self._options.with_states else self._values[entry]
+            value = self._values[entry]
+            if self._options.with_states and isinstance(value, ElasticCkptError):
+                raise value
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 self._scalars.setdefault(name, {})[key] = TensorValue(dtype, (), (value,)) if dtype else value
             else:
@@ -263,9 +248,6 @@ class _Builder:
             self._opaque[key] = f"{dtype} of shape {shape}"
         else:
             self._tensors[name, key] = self._tensor(name, key, entry, is_whole=own not in (shape, shape[1:]))
-
-    def _sorted_scalars(self, name: str) -> tuple[tuple[str, Any], ...]:
-        return tuple(sorted(self._scalars.get(name, {}).items()))
 
     def _warnings(self) -> Iterator[str]:
         written_at = self._contents.written_at + _MOST_SKEW
@@ -279,23 +261,18 @@ class _Builder:
     def _notes(self) -> Iterator[str]:
         others, values = self._entries.others, self._values
         unread = {entry: values[entry] for entry in others if isinstance(values.get(entry), ElasticCkptError)}
-        homeless = [entry for entry in others if entry in values and entry not in unread]
-        tensors = [entry for entry in others if entry in self._contents.tensors]
-        if homeless:
-            yield f"no part of a DeepSpeed engine, in the client state under {CLIENT_KEY!r}: {listed(homeless)}"
-        if tensors:
-            yield f"tensors of neither model nor optimizer, not restored: {listed(tensors)}"
-        for entry, error in unread.items():
-            yield f"not read: {entry} ({error.problem}: {error.details.get('found')})"
-        extra = [entry for entry in others if _EXTRA_STATE in entry]
-        if extra:
-            yield f"extra states of modules, not restored: {listed(extra)}"
-        if self._common.others:
-            yield f"of common.pt in the client state under {CLIENT_KEY!r}: {listed(self._common.others)}"
+        yield from (f"not read: {entry} ({error.problem}: {error.found})" for entry, error in unread.items())
+        low = {self._tensors[key].dtype for key in self._tensors if key[1] == MASTER} - {"float32"}
+        client = f"in the client state under {CLIENT_KEY!r}"
+        lists = {
+            f"no part of a DeepSpeed engine, {client}": {each for each in others if each in values} - unread.keys(),
+            "tensors of neither model nor optimizer, not restored": set(others) & self._contents.tensors.keys(),
+            "extra states of modules, not restored": {entry for entry in others if _EXTRA_STATE in entry},
+            f"of common.pt, {client}": self._common.others,
+            "the optimizer's masters are the model's weights, in": low,
+        }
+        yield from (f"{what}: {listed(names)}" for what, names in lists.items() if names)
         if not self._scalars:
             yield "no optimizer's step is recorded: the counters start from zero"
-        if self._common.groups and not self._has_one_group:
+        if self._common.groups and not self._common.is_one_group:
             yield "common.pt does not record the members of its param groups, whose hyperparameters are not restored"
-        low = {self._tensors[key].dtype for key in self._tensors if key[1] == MASTER} - {"float32"}
-        if low:
-            yield f"the optimizer's masters are the model's weights, in {listed(low)}"

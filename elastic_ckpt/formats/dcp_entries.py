@@ -16,7 +16,7 @@ from elastic_ckpt.core.metadata import is_floating
 from elastic_ckpt.errors import MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.dcp_metadata import DcpContents, Path, Shape
 
-_STATE, GROUPS = "state", "param_groups"
+_STATE, _GROUPS = "state", "param_groups"
 #: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
 _COLLECTION = "an item of a hyperparameter that is a dictionary, or has tensors in it"
@@ -33,7 +33,7 @@ class Entries:
 
     Attributes:
         weights, states: FQN, or FQN and key of the state -> entry.
-        groups: param group -> hyperparameter -> entry; of all groups in one object (torch before 2.4), that alone.
+        groups: param group -> hyperparameter -> entry.
         others: entries of neither model nor optimizer.
         opaque: states of unknown layout: key -> description.
     """
@@ -50,7 +50,7 @@ def sort_entries(contents: DcpContents, folder: str, with_states: bool = True) -
 
     Without ``with_states``, optimizers that cannot be sorted are left out.
     """
-    optimizers = {path[:at] for path in contents.paths.values() for at in _places(path, GROUPS)}
+    optimizers = {path[:at] for path in contents.paths.values() for at in _places(path, _GROUPS)}
     try:
         return _sorted(contents, optimizers, folder)
     except (UnsupportedError, MismatchError):
@@ -69,7 +69,7 @@ def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entrie
     rest: list[str] = []
     flattened: list[tuple[Path, str, str]] = []
     for entry, path in contents.paths.items():
-        roots = (path[:at] for word in (_STATE, GROUPS) for at in _places(path, word))
+        roots = (path[:at] for word in (_STATE, _GROUPS) for at in _places(path, word))
         root = next((root for root in roots if root in optimizers), None)
         if root is None:
             if any(path[:at] in optimizers for at in _flat_groups(path)):
@@ -77,20 +77,20 @@ def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entrie
             rest.append(entry)
             continue
         word, *keys = path[len(root) :]
-        if word == GROUPS and not keys:
-            groups[root, 0] = {GROUPS: entry}
-        elif word == GROUPS and len(keys) == 2:
+        if word == _GROUPS and len(keys) == 2:
             groups.setdefault((root, keys[0]), {})[str(keys[1])] = entry
         elif word == _STATE and len(keys) >= 2 and type(keys[0]) is str:
             add_state(states, (keys[0], ".".join(map(str, keys[1:]))), entry, folder)
-        elif not keys:
+        elif not keys and word not in (_STATE, _GROUPS):
             flattened.append((root, str(word), entry))
         else:
             raise _unknown_layout(folder, f"{entry}, {_COLLECTION}", _WITHOUT_STATES)
     trained = {name for name, _ in states}
     weights = _model(contents, rest, trained, {name for _, name, _ in flattened}, folder)
     for root, word, entry in flattened:
-        kind, name, key = _split(word, weights)
+        kind, _, key = word.partition(".")
+        name = _owner(word, weights) or ""
+        key = key.removeprefix(f"{name}.")
         if kind == _STATE:
             add_state(states, (name, key), entry, folder)
         else:
@@ -112,10 +112,8 @@ def _unrecognized(
         is_state = any(keys[-1] in weights or _owner(str(keys[0]), weights) for keys in inside)
         if shape and is_floating(dtype) and (is_state or not has_optimizer):
             found.setdefault(str(path[0]), []).append(entry)
-    return {
-        key: f"tensors beside the model without the param_groups that an optimizer has: {listed(entries)}"
-        for key, entries in found.items()
-    }
+    why = "tensors beside the model without the param_groups that an optimizer has: "
+    return {key: why + listed(entries) for key, entries in found.items()}
 
 
 def add_state(states: dict[tuple[str, str], str], place: tuple[str, str], entry: str, folder: str) -> None:
@@ -124,11 +122,11 @@ def add_state(states: dict[tuple[str, str], str], place: tuple[str, str], entry:
     if other != entry:
         raise MismatchError(
             f"two optimizers of this torch.distributed.checkpoint folder have {place[1]} of one parameter",
+            folder,
+            "each parameter in one optimizer",
+            f"{other} and {entry}",
             parameter=place[0],
-            file=folder,
-            expected="each parameter in one optimizer",
-            found=f"{other} and {entry}",
-            remedy="save the optimizer that is to be resumed alone, or load with load_optimizer_states=False",
+            remedy=f"save the optimizer that is to be resumed alone{_WITHOUT_STATES}",
         )
 
 
@@ -141,7 +139,7 @@ def _places(path: Path, word: str) -> Iterator[int]:
 
 def _flat_groups(path: Path) -> Iterator[int]:
     """Where a path enters a hyperparameter of a flattened state dict."""
-    return (at for at, key in enumerate(path[:-1]) if type(key) is str and key.startswith(f"{GROUPS}."))
+    return (at for at, key in enumerate(path[:-1]) if type(key) is str and key.startswith(f"{_GROUPS}."))
 
 
 def _model(
@@ -178,7 +176,12 @@ def _refuse_copies(
     """
     model = fitting[0]
     arrays = {root: _arrays(contents, names) for root, names in dicts.items()}
-    copies = [root for root in dicts if root != model and (root in fitting or _is_copy(arrays[model], arrays[root]))]
+    names, shapes = arrays[model].keys(), sorted(arrays[model].values())
+
+    def is_copy(other: Mapping[str, Shape]) -> bool:  # or of the parameters alone
+        return bool(other) and (names <= other.keys() or other.keys() <= names or sorted(other.values()) == shapes)
+
+    copies = [root for root in dicts if root != model and (root in fitting or is_copy(arrays[root]))]
     above = model[:-1]
     is_called = not model or model[-1] in _MODEL_KEYS
     others = [root[len(above)] for root in copies if root[: len(above)] == above and len(root) > len(above)]
@@ -187,11 +190,10 @@ def _refuse_copies(
     if copies:
         raise UnsupportedError(
             "more than one state dict of this torch.distributed.checkpoint folder may be the model's",
-            file=folder,
-            expected="the model's alone, or under 'model' beside copies of it",
-            found=f"tensors of the same names or shapes under {_shown([model, *copies])}",
-            remedy="save {'model': ..., 'optim': ...} of get_state_dict(model, optimizer) without copies (averages) of "
-            "the model: dcp.load of these entries alone, then dcp.save",
+            folder,
+            "the model's alone, or under 'model' beside copies of it",
+            f"tensors of the same names or shapes under {_shown([model, *copies])}",
+            remedy="dcp.load of {'model': ..., 'optim': ...} without averages of the model, then dcp.save",
         )
 
 
@@ -201,12 +203,6 @@ def _arrays(contents: DcpContents, names: Mapping[str, str]) -> dict[str, Shape]
         name: contents.tensors[entry][1] for name, entry in names.items() if type(contents.paths[entry][-1]) is str
     }
     return {_WRAPPER.sub("", name): shape for name, shape in places.items() if shape}
-
-
-def _is_copy(model: Mapping[str, Shape], other: Mapping[str, Shape]) -> bool:
-    """Whether tensors are those of the model, or of its parameters alone."""
-    has_names = model.keys() <= other.keys() or other.keys() <= model.keys()
-    return bool(other) and (has_names or sorted(model.values()) == sorted(other.values()))
 
 
 def _shown(roots: Iterable[Path]) -> str:
@@ -220,17 +216,11 @@ def _owner(word: str, names: Mapping[str, str]) -> str | None:
     return next((name for name in candidates if name in names), None)
 
 
-def _split(word: str, names: Mapping[str, str]) -> tuple[str, str, str]:
-    kind, _, rest = word.partition(".")
-    name = _owner(word, names) or ""
-    return kind, name, rest.removeprefix(f"{name}.")
-
-
 def _unknown_layout(folder: str, found: str, remedy: str = "") -> UnsupportedError:
     return UnsupportedError(
         "the entries of this torch.distributed.checkpoint folder are in no layout that is known",
-        file=folder,
-        expected="state dicts of torch.distributed.checkpoint.state_dict.get_state_dict, under keys of any names",
-        found=found,
+        folder,
+        "state dicts of torch.distributed.checkpoint.state_dict.get_state_dict, under keys of any names",
+        found,
         remedy=f"save {{'model': ..., 'optim': ...}} of get_state_dict(model, optimizer){remedy}",
     )

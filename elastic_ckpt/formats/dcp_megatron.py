@@ -38,9 +38,7 @@ class Common:
     Attributes:
         groups: hyperparameters of the param groups, whose members are not recorded.
         step: the optimizer's step, one for all parameters.
-        iteration, samples: of the training loop.
-        run: Megatron's arguments.
-        others: everything else but the optimizer's.
+        iteration, samples, run, others: of the training loop; Megatron's arguments; all but the optimizer's.
     """
 
     groups: tuple[Mapping[str, Any], ...] = ()
@@ -50,6 +48,11 @@ class Common:
     run: Mapping[str, Any] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_one_group(self) -> bool:
+        """Whether all parameters have the same hyperparameters."""
+        return bool(self.groups) and all(group == self.groups[0] for group in self.groups)
+
 
 def read_common(folder: str, trust_pickle: bool) -> Common | None:
     """Read ``common.pt``; ``None`` where there is none, as in folders of other writers. Local."""
@@ -58,28 +61,23 @@ def read_common(folder: str, trust_pickle: bool) -> Common | None:
         return None
     file = open_pickled(path, trust_pickle)
     with named_errors(path):
-        optimizer = file.tree.get("optimizer", {})
         others = {str(key): materialise(file, value) for key, value in file.tree.items() if key != "optimizer"}
-        return _common(hyperparameters(file, {"": optimizer})[""], others)
-
-
-def _common(optimizer: dict[Any, Any], tree: dict[str, Any]) -> Common:
-    chained = list(optimizer.values()) if set(map(type, optimizer)) == {int} else [optimizer]
-    parts = [part.get("optimizer", part) for part in chained]  # of mixed precision
-    groups = [group for part in parts for group in part.get("param_groups", ())]
-    steps = [part["state"]["common_step"] for part in parts if "common_step" in part.get("state", {})]
-    steps += [group["step"] for group in groups if "step" in group]  # as the distributed optimizer keeps it
-    arguments = tree.get("args")
-    run = vars(arguments) if isinstance(arguments, Namespace) else {}
-    iteration, samples = tree.get("iteration"), run.get("consumed_train_samples")
-    return Common(
-        tuple({key: value for key, value in group.items() if key not in ("params", "step")} for group in groups),
-        max(map(float, steps), default=None),
-        iteration if isinstance(iteration, int) else None,
-        samples if isinstance(samples, int) else None,
-        run,
-        tree,
-    )
+        optimizer = hyperparameters(file, {"": file.tree.get("optimizer", {})})[""]
+        chained = list(optimizer.values()) if set(map(type, optimizer)) == {int} else [optimizer]
+        parts = [part.get("optimizer", part) for part in chained]  # of mixed precision
+        groups = [group for part in parts for group in part.get("param_groups", ())]
+        steps = [part["state"]["common_step"] for part in parts if "common_step" in part.get("state", {})]
+        steps += [group["step"] for group in groups if "step" in group]  # as the distributed optimizer keeps it
+        run = vars(others["args"]) if isinstance(others.get("args"), Namespace) else {}
+        iteration, samples = others.get("iteration"), run.get("consumed_train_samples")
+        return Common(
+            tuple({key: value for key, value in group.items() if key not in ("params", "step")} for group in groups),
+            max(map(float, steps), default=None),
+            iteration if isinstance(iteration, int) else None,
+            samples if isinstance(samples, int) else None,
+            run,
+            others,
+        )
 
 
 def unstacked(contents: DcpContents, folder: str) -> DcpContents:
@@ -97,10 +95,10 @@ def unstacked(contents: DcpContents, folder: str) -> DcpContents:
         if item.sizes[:1] != (1,):
             raise UnsupportedError(
                 "a chunk of this torch.distributed.checkpoint folder has not one layer, as Megatron Core saves them",
+                folder,
+                "one layer of a stack of them, by the name: layers without a number",
+                f"a chunk of {item.sizes} of {shape}",
                 parameter=item.name,
-                file=folder,
-                expected="one layer of a stack of them, by the name: layers without a number",
-                found=f"a chunk of {item.sizes} of {shape}",
                 remedy="save with --ckpt-format torch_dist; a module that is no stack of layers needs another name",
             )
         layers[item.name].add(item.offsets[0])

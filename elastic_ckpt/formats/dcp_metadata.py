@@ -1,25 +1,33 @@
-"""``.metadata`` of a ``torch.distributed.checkpoint`` folder: which entries there are, and where their bytes are.
+"""The files of a ``torch.distributed.checkpoint`` folder: ``.metadata``, and ``torch.save`` archives one after another.
 
-It is a pickle, which torch itself loads unrestricted. Here it is read like the pickles of other checkpoints
-(:mod:`.torch_archive`): its classes are a closed list, and nothing in it runs. Source: ``metadata.py`` and
-``filesystem.py`` of ``torch/distributed/checkpoint``, torch 2.0 to 2.13.
+``.metadata`` says which entries there are, and where their bytes are. It is a pickle, which torch itself loads
+unrestricted; here it is read like those of other checkpoints (:mod:`.torch_archive`). Of a tensor's archive, directory
+and pickle are read: what is needed is where its data begins. Source: ``metadata.py`` and ``filesystem.py`` of
+``torch/distributed/checkpoint``, torch 2.0 to 2.13.
 """
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Mapping
+from array import array
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.core.checksums import Records
+from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
 from elastic_ckpt.core.shapes import checked_shape
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.formats.metadata_builder import refuse_view
 from elastic_ckpt.formats.naming import DCP_METADATA
-from elastic_ckpt.formats.pickled import named_errors, unreadable
-from elastic_ckpt.formats.torch_archive.archive import most_pickle_nbytes, unpickled
+from elastic_ckpt.formats.objects import materialise
+from elastic_ckpt.formats.pickled import PickledFile, named_errors, unreadable
+from elastic_ckpt.formats.torch_archive.archive import Trees, most_pickle_nbytes, read_archive_tree, unpickled
 from elastic_ckpt.formats.torch_archive.calls import described
-from elastic_ckpt.formats.torch_archive.tree import check_tree
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tree import replace_leaves
+from elastic_ckpt.formats.values import hyperparameters, read_numbers
 from elastic_ckpt.storage.local import open_stream
 
 #: Bytes of ``.metadata`` for one container in it, of which a chunk has a dozen, times those of other pickles.
@@ -60,79 +68,83 @@ class DcpContents:
     written_at: float = 0.0
 
 
+@dataclass(frozen=True)
+class DcpFile(SourceFile):
+    """One ``.distcp`` file: byte offset of each item's data (-1: an object), and values of entries by name.
+
+    A value that cannot be read is the error; ``written_at`` is in seconds since 1970.
+    """
+
+    byte_offsets: array[int]
+    values: Mapping[str, Any]
+    written_at: float
+
+
 def read_dcp_metadata(folder: str) -> DcpContents:
     """Read ``.metadata``; :class:`ElasticCkptError` if it is damaged, unsafe, or of a writer that is not supported."""
     path = os.path.join(folder, DCP_METADATA)
     with named_errors(path):
         with open_stream(path) as stream:
-            status, most = os.fstat(stream.fileno()), most_pickle_nbytes(0, trust_pickle=True)
-            size = status.st_size
-            if size > most:
-                raise UnsupportedError("this .metadata is larger than any that is read", found=f"{size} bytes")
-            raw = stream.read(size)
-        tree = unpickled(raw, _no_storage, _MORE_CONTAINERS * len(raw), trust_pickle=False)
-        check_tree(tree)
-        return replace(_contents(tree, path), written_at=status.st_mtime)
+            status = os.fstat(stream.fileno())
+            if status.st_size > most_pickle_nbytes(0, trust_pickle=True):
+                raise UnsupportedError(
+                    "this .metadata is larger than any that is read", found=f"{status.st_size} bytes"
+                )
+            raw = stream.read(status.st_size)
+        tree = unpickled(raw, _MORE_CONTAINERS * len(raw), trust_pickle=False)
+        tensors, missing = _entries(tree, path)
+        files: dict[str, list[StoredItem]] = {}
+        for index, info in tree.storage_data.items():
+            offset = getattr(index, "offset", None)
+            key = index.fqn, None if offset is None else checked_shape(offset)
+            if key not in missing:
+                continue  # as after a save that was cut short and repeated
+            if transforms := getattr(info, "transform_descriptors", None):
+                what = "this torch.distributed.checkpoint folder was written through extensions"
+                found = f"transformed by {', '.join(map(described, transforms))}"
+                raise UnsupportedError(what, path, "bytes as they are", found, remedy="save it without extensions")
+            start, nbytes = checked_shape((info.offset, info.length))
+            item = StoredItem(index.fqn, start, nbytes, key[1] or (), missing.pop(key))
+            files.setdefault(_file_name(info.relative_path, path), []).append(item)
+        if missing:
+            raise DamagedError(
+                "this .metadata does not tell in which file an entry is: the save is incomplete",
+                path,
+                "a file, an offset and a length for each entry",
+                f"none for {len(missing)}",
+                parameter=next(iter(missing))[0],
+            )
+        paths = {name: tuple(keys) for name, keys in (getattr(tree, "planner_data", None) or {}).items()}
+        if not all(type(key) in (str, int) for keys in paths.values() for key in keys):
+            raise unreadable(path, "paths of entries that are not made of names and numbers")
+        return DcpContents(
+            tensors,
+            {name: paths.get(name, (name,)) for name in tree.state_dict_metadata},
+            {name: tuple(sorted(items, key=lambda item: item.start)) for name, items in sorted(files.items())},
+            status.st_mtime,
+        )
 
 
-def _no_storage(_persistent_id: Any) -> Any:
-    raise ValueError("a tensor")
-
-
-def _contents(tree: Any, path: str) -> DcpContents:
+def _entries(tree: Any, path: str) -> tuple[dict[str, tuple[str, Shape]], dict[tuple[str, Shape | None], Shape | None]]:
+    """The tensors, and the sizes of all chunks by entry and offsets; of objects, these are ``None``."""
     tensors: dict[str, tuple[str, Shape]] = {}
-    missing: dict[tuple[str, Shape | None], Shape | None] = {}
+    chunks: dict[tuple[str, Shape | None], Shape | None] = {}
     for name, entry in tree.state_dict_metadata.items():
         if entry.name.endswith(".BytesStorageMetadata"):
-            missing[name, None] = None
+            chunks[name, None] = None
             continue
-        shape = checked_shape(entry.size, name)
-        tensors[name] = _dtype(name, entry.properties.dtype), shape
+        shape, dtype = checked_shape(entry.size, name), entry.properties.dtype.name.removeprefix("torch.")
+        if dtype not in ITEMSIZE:
+            raise UnsupportedError(
+                "a tensor has a dtype that is not supported", None, ", ".join(ITEMSIZE), dtype, parameter=name
+            )
+        tensors[name] = dtype, shape
         for chunk in entry.chunks:
             offsets, sizes = checked_shape(chunk.offsets), checked_shape(chunk.sizes)
             if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
                 raise unreadable(path, f"a chunk of {sizes} at {offsets} of {name}, of shape {shape}")
-            missing[name, offsets] = sizes
-    files: dict[str, list[StoredItem]] = {}
-    for index, info in tree.storage_data.items():
-        offset = getattr(index, "offset", None)
-        key = index.fqn, None if offset is None else checked_shape(offset)
-        if key not in missing:
-            continue  # as after a save that was cut short and repeated
-        start, nbytes = checked_shape((info.offset, info.length))
-        item = StoredItem(index.fqn, start, nbytes, key[1] or (), missing.pop(key))
-        _refuse_transformed(item, info, path)
-        files.setdefault(_file_name(info.relative_path, path), []).append(item)
-    if missing:
-        raise DamagedError(
-            "this .metadata does not tell in which file an entry is",
-            parameter=next(iter(missing))[0],
-            file=path,
-            expected="a file, an offset and a length for each entry",
-            found=f"none for {len(missing)}",
-            remedy="the save is incomplete: take another one",
-        )
-    paths = {name: tuple(keys) for name, keys in (getattr(tree, "planner_data", None) or {}).items()}
-    if not all(type(key) in (str, int) for keys in paths.values() for key in keys):
-        raise unreadable(path, "paths of entries that are not made of names and numbers")
-    return DcpContents(
-        tensors,
-        {name: paths.get(name, (name,)) for name in tree.state_dict_metadata},
-        {name: tuple(sorted(items, key=lambda item: item.start)) for name, items in sorted(files.items())},
-    )
-
-
-def _dtype(name: str, dtype: Any) -> str:
-    found = dtype.name.removeprefix("torch.")
-    if found not in ITEMSIZE:
-        raise UnsupportedError(
-            "a tensor has a dtype that is not supported",
-            parameter=name,
-            expected=", ".join(ITEMSIZE),
-            found=found,
-            remedy="save it in one of these dtypes",
-        )
-    return found
+            chunks[name, offsets] = sizes
+    return tensors, chunks
 
 
 def _file_name(name: Any, path: str) -> str:
@@ -142,14 +154,91 @@ def _file_name(name: Any, path: str) -> str:
     return name
 
 
-def _refuse_transformed(item: StoredItem, info: Any, path: str) -> None:
-    transforms = getattr(info, "transform_descriptors", None)
-    if transforms:
-        raise UnsupportedError(
-            "this torch.distributed.checkpoint folder was written through extensions, which are not supported",
+class _Slice(io.RawIOBase):
+    """An archive within an open file, as a file of its own."""
+
+    def __init__(self, descriptor: int, item: StoredItem) -> None:
+        self._descriptor, self._item, self._at = descriptor, item, 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (self._item.nbytes if whence == os.SEEK_END else 0)
+        return self._at
+
+    def read(self, nbytes: int = -1) -> bytes:
+        left = max(self._item.nbytes - self._at, 0)
+        raw = os.pread(self._descriptor, left if nbytes < 0 else min(nbytes, left), self._item.start + self._at)
+        self._at += len(raw)
+        return raw
+
+
+def read_dcp_file(
+    path: str,
+    name: str,
+    contents: DcpContents,
+    wanted: Collection[str],
+    groups: Collection[str] = (),
+    trust_pickle: bool = False,
+) -> DcpFile:
+    """Locate the data of each item of a file, and read the values of the entries in ``wanted``, which are small.
+
+    The value of an entry in ``groups``, a hyperparameter, is what :func:`.hyperparameters` makes of it:
+    ``{"": value}``, or nothing. :class:`DamagedError` if the file is not what ``.metadata`` says.
+    """
+    offsets, values, trees = array("q"), dict[str, Any](), Trees()
+    records: list[tuple[int, int, int]] = []
+    with named_errors(path), open_stream(path) as stream:
+        status = os.fstat(stream.fileno())
+        for item in contents.files[name]:
+            if item.start + item.nbytes > status.st_size:
+                raise unreadable(
+                    path, f"{status.st_size} bytes, but {item.name} ends at byte {item.start + item.nbytes}"
+                )
+            offset = -1
+            if item.sizes is not None or item.name in wanted:
+                try:
+                    archive = read_archive_tree(_Slice(stream.fileno(), item), trust_pickle, trees)  # type: ignore[arg-type]
+                    file = _moved(PickledFile(path, status.st_size, archive.tree, records=archive.records), item.start)
+                    if item.name in wanted:
+                        values[item.name] = _value_of(file, item.name in groups)
+                    if item.sizes is not None:
+                        offset = _data_of(item, file.tree, contents, path)
+                    records += file.records
+                except (UnsafePickleError, UnsupportedError) as error:
+                    if item.sizes is not None:
+                        raise
+                    values[item.name] = error
+            offsets.append(offset)
+    return DcpFile(path, status.st_size, offsets, values, status.st_mtime, records=Records.of(records))
+
+
+def _moved(file: PickledFile, start: int) -> PickledFile:
+    """An archive that begins at a byte of its file, with its tensors' places in that."""
+
+    def moved(leaf: Any) -> Any:
+        return replace(leaf, byte_offset=leaf.byte_offset + start) if isinstance(leaf, TensorRef) else leaf
+
+    records = Records.of((offset + start, nbytes, crc32) for offset, nbytes, crc32 in file.records)
+    return replace(file, tree=replace_leaves(file.tree, moved), records=records)
+
+
+def _value_of(file: PickledFile, in_group: bool) -> Any:
+    if in_group:
+        return hyperparameters(file, {"": file.tree})
+    is_number = isinstance(file.tree, TensorRef) and not file.tree.shape
+    return read_numbers(file, [file.tree])[0].item() if is_number else materialise(file, file.tree)
+
+
+def _data_of(item: StoredItem, tree: Any, contents: DcpContents, path: str) -> int:
+    """Where a tensor's data begins; :class:`DamagedError` if it is another tensor than ``.metadata`` lists."""
+    dtype, _ = contents.tensors[item.name]
+    expected = dtype, [size for size in item.sizes or () if size != 1]  # but for dimensions of one layer
+    if not isinstance(tree, TensorRef) or (tree.dtype, [size for size in tree.shape if size != 1]) != expected:
+        raise DamagedError(
+            "this file holds another tensor than .metadata lists: files of two saves are mixed",
+            path,
+            f"{dtype} of shape {item.sizes} at byte {item.start}",
+            f"{tree.dtype} of shape {tree.shape}" if isinstance(tree, TensorRef) else type(tree).__name__,
             parameter=item.name,
-            file=path,
-            expected="bytes as they are",
-            found=f"transformed by {', '.join(map(described, transforms))}",
-            remedy="save it without extensions",
         )
+    refuse_view(item.name, "this tensor", tree, path)
+    return tree.byte_offset

@@ -30,8 +30,7 @@ from elastic_ckpt.formats.base import Checkpoint, MetadataOptions
 from elastic_ckpt.formats.classify import FRESH
 from elastic_ckpt.formats.dcp import read_dcp
 from elastic_ckpt.formats.dcp_entries import sort_entries
-from elastic_ckpt.formats.dcp_items import read_dcp_file
-from elastic_ckpt.formats.dcp_metadata import read_dcp_metadata
+from elastic_ckpt.formats.dcp_metadata import read_dcp_file, read_dcp_metadata
 from elastic_ckpt.formats.detect import find_checkpoint
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
@@ -127,15 +126,19 @@ def test_layouts_are_recognized_by_the_names_in_them(tmp_path: Path, folder: Pat
     assert first.groups == second.groups
 
 
-def test_param_groups_may_be_one_object(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_param_groups_in_one_object_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch before 2.4 saves lists."""
     model, optim = state_dicts()
     monkeypatch.setattr(_nested_dict, "traverse_state_dict", traverse_state_dict_v_2_3)
     old = save(tmp_path / "old", {"model": model, "optim": optim})
     assert "optim.param_groups" in read_dcp_metadata(str(old)).paths
-    first, second = read(folder).metadata, read(old).metadata
-    assert first.parameters == second.parameters and first.groups == second.groups
-    optim["param_groups"] = [7]
+    with pytest.raises(UnsupportedError, match="in no layout that is known"):
+        read(old)
+
+
+def test_groups_that_list_no_parameters_are_refused(tmp_path: Path) -> None:
+    model, optim = state_dicts()
+    optim["param_groups"][0]["params"] = [7]
     with pytest.raises(UnsupportedError, match="does not list its parameters by name"):
         read(save(tmp_path / "odd", {"model": model, "optim": optim}))
 
@@ -447,6 +450,6 @@ def test_many_chunks_are_no_attack(folder: Path) -> None:
 def test_values_are_read_of_what_is_wanted_alone(folder: Path) -> None:
     contents = read_dcp_metadata(str(folder))
     ((name, items),) = contents.files.items()
-    file = read_dcp_file(str(folder / name), items, contents, {"note"})
+    file = read_dcp_file(str(folder / name), name, contents, {"note"})
     assert file.values == {"note": "hello"} and len(file.byte_offsets) == len(items)
     assert [at == -1 for at in file.byte_offsets] == [item.sizes is None for item in items]

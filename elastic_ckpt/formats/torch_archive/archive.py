@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
@@ -134,9 +134,15 @@ def most_pickle_nbytes(file_nbytes: int, trust_pickle: bool) -> int:
     return min(max(share, _MOST_SMALL_PICKLE_NBYTES), _MOST_PICKLE_NBYTES)
 
 
-def unpickled(data: bytes, load: Callable[[Any], Any], file_nbytes: int, trust_pickle: bool) -> Any:
-    """The object of a pickle; errors as of :func:`read_archive_tree`."""
-    return (_unpickle_trusting if trust_pickle else _unpickle)(data, 0, load, file_nbytes)[0]
+def unpickled(data: bytes, file_nbytes: int, trust_pickle: bool) -> Any:
+    """The tree of a pickle that has no storages; errors as of :func:`read_archive_tree`."""
+
+    def refuse(_persistent_id: Any) -> NoReturn:
+        raise ArchiveError("its pickle refers to a torch storage, which it does not have")
+
+    tree = (_unpickle_trusting if trust_pickle else _unpickle)(data, 0, refuse, file_nbytes)[0]
+    check_tree(tree)
+    return tree
 
 
 def _unpickle(
