@@ -13,7 +13,7 @@ import decimal
 import fractions
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -83,22 +83,19 @@ def materialise_entries(
     try:
         return materialise(file, dict(entries)), {}
     except _NOT_MADE:
-        errors = dict(_refused(file, entries))
-    for key, error in errors.items():
-        if not may_skip(key):
-            raise error
-    return materialise(file, {key: value for key, value in entries.items() if key not in errors}), errors
-
-
-def _refused(file: PickledFile, entries: Mapping[Any, Any]) -> Iterator[tuple[Any, ElasticCkptError]]:
+        errors: dict[Any, ElasticCkptError] = {}
     for key, value in entries.items():
         try:
             materialise(file, {key: value})
         except _NOT_MADE as error:
-            name = repr(key)[:100] if isinstance(key, (str, int)) else f"of a {type(key).__name__}"
-            remedy = f'{error.remedy}; or go on without it: "elastic_checkpoint": {{"on_unreadable_entry": "skip"}}'
-            details = {**error.details, "file": file.path, "remedy": remedy}
-            yield key, type(error)(f"the entry {name} of the client state: {error.problem}", **details)
+            if not may_skip(key):
+                name = repr(key)[:100] if isinstance(key, (str, int)) else f"of a {type(key).__name__}"
+                remedy = f'{error.remedy}; or go on without it: "elastic_checkpoint": {{"on_unreadable_entry": "skip"}}'
+                details = {**error.details, "file": file.path, "remedy": remedy}
+                problem = f"the entry {name} of the client state: {error.problem}"
+                raise type(error)(problem, **details) from error
+            errors[key] = error
+    return materialise(file, {key: value for key, value in entries.items() if key not in errors}), errors
 
 
 class _Maker:
@@ -168,7 +165,7 @@ class _Maker:
         name = leaf if isinstance(leaf, Global) else type(leaf).__name__
         return UnsupportedError(
             "an object of this file cannot be made again",
-            file=self._file.path,
+            self._file.path,
             found=f"{name}: {type(error).__name__}: {error}"[:300],
             remedy="save it in another form",
         )

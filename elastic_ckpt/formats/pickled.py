@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -51,9 +51,9 @@ class PickledFile:
             if not isinstance(node, Mapping) or key not in node:
                 raise LayoutError(
                     "this file lacks an entry that DeepSpeed always writes",
-                    file=self.path,
-                    expected=" / ".join(keys[: depth + 1]),
-                    found=sorted(map(str, node))[:12] if isinstance(node, Mapping) else type(node).__name__,
+                    self.path,
+                    " / ".join(keys[: depth + 1]),
+                    sorted(map(str, node))[:12] if isinstance(node, Mapping) else type(node).__name__,
                     remedy="the file is not of this checkpoint, or of a DeepSpeed version that is not supported",
                 )
             node = node[key]
@@ -150,40 +150,31 @@ def unreadable(path: str, found: str) -> DamagedError:
 
 
 def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> PickledFile:
-    """:func:`open_pickled`, with an error that says so if DeepSpeed's ``fast`` writer appended to the file."""
+    """:func:`open_pickled`, with an error that says so if DeepSpeed's ``fast`` writer appended to the file.
+
+    Such a file has bytes in its middle that its archive's directory does not know of. Where it can be read, it is
+    refused only if not all of its records have their checksums.
+    """
     try:
         file = open_pickled(path, trust_pickle, known)
     except DamagedError:
         if os.path.isfile(path):
-            refuse_appended(path)
+            with suppress(ArchiveError), open_stream(path) as stream:
+                _refuse_surplus(path, Listing(stream).surplus_nbytes)
         raise
-    if file.surplus_nbytes:
-        refuse_appended(path, file)
+    if file.surplus_nbytes and file.changed_record() is not None:
+        _refuse_surplus(path, file.surplus_nbytes)
     return file
 
 
-def refuse_appended(path: str, readable: PickledFile | None = None) -> None:
-    """Raise :class:`DamagedError` if a file has bytes in its middle that its archive's directory does not know of.
-
-    Of a ``readable`` file, only if not all of its records have their checksums; reads it whole.
-    """
-    surplus = _surplus_nbytes(path)
-    if surplus > 0 and not (readable is not None and readable.changed_record() is None):
+def _refuse_surplus(path: str, nbytes: int) -> None:
+    if nbytes > 0:
         raise DamagedError(
             "this file was written over an older one: DeepSpeed's fast checkpoint writer appends the last bytes of the "
             "new file to the old one, and torch.load then reads old values",
-            file=path,
-            expected="a file that was written once, by one rank",
-            found=f"{surplus} bytes of another archive inside it",
+            path,
+            "a file that was written once, by one rank",
+            f"{nbytes} bytes of another archive inside it",
             remedy="take another tag; with this writer, remove the folder of a tag before it is saved again, and let "
             'each rank write under a name of its own ("data_parallel": "replica")',
         )
-
-
-def _surplus_nbytes(path: str) -> int:
-    """Bytes between a zip archive's directory, by the offset that its end states, and that end; 0 for other files."""
-    try:
-        with open_stream(path) as stream:
-            return Listing(stream).surplus_nbytes
-    except ArchiveError:
-        return 0

@@ -43,32 +43,25 @@ METADATA = "__metadata__"
 #: torch dtype -> its name in the format.
 DTYPES = MappingProxyType(
     {
-        "float64": "F64",
-        "float32": "F32",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
-        "complex64": "C64",
-        "int64": "I64",
-        "int32": "I32",
-        "int16": "I16",
-        "int8": "I8",
-        "uint64": "U64",
-        "uint32": "U32",
-        "uint16": "U16",
-        "uint8": "U8",
-        "bool": "BOOL",
+        **{f"float{bits}": f"F{bits}" for bits in (64, 32, 16)},
+        **{
+            f"{sign}int{bits}": f"{letter}{bits}"
+            for sign, letter in (("", "I"), ("u", "U"))
+            for bits in (64, 32, 16, 8)
+        },
+        **{
+            "bfloat16": "BF16",
+            "float8_e4m3fn": "F8_E4M3",
+            "float8_e5m2": "F8_E5M2",
+            "complex64": "C64",
+            "bool": "BOOL",
+        },
     }
 )
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-#: Files with optimizer states, as ``elastic-ckpt export --optimizer`` writes them.
-_OPTIMIZER = "optimizer"
-#: Files with the weights, as Transformers writes them.
-_MODEL = "model"
+#: Files with optimizer states, as ``elastic-ckpt export --optimizer`` writes them, and with the weights.
+_OPTIMIZER, _MODEL = "optimizer", "model"
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
-#: Metadata that names the library, and is no tied name.
-_FORMAT = "format"
 
 
 @dataclass(frozen=True)
@@ -104,13 +97,12 @@ def read_safetensors(found: Found, options: MetadataOptions) -> Checkpoint:
         for name in header.tensors:
             first = owner.setdefault((_stem(file) == _OPTIMIZER, name), number)
             if first != number:
-                path = list(headers.values())[first].path
                 raise MismatchError(
                     "two files of this folder have a tensor of one name",
+                    header.path,
+                    "one file for each tensor",
+                    f"also in {list(headers.values())[first].path}",
                     parameter=name,
-                    file=header.path,
-                    expected="one file for each tensor",
-                    found=f"also in {path}",
                     remedy="remove the file that does not belong here",
                 )
     files = list(headers.values())
@@ -133,9 +125,9 @@ def _chosen(stems: set[str], folder: str) -> list[str]:
     if len(models) > 1 and _MODEL not in models:
         raise MismatchError(
             "this folder has safetensors files of several models",
-            file=folder,
-            expected=f"{_MODEL}{SUFFIX}, or files of one model",
-            found=shown(models),
+            folder,
+            f"{_MODEL}{SUFFIX}, or files of one model",
+            shown(models),
             remedy="put the files of the one that you mean into a folder of their own",
         )
     return sorted({_MODEL if len(models) > 1 else stem for stem in models} | (stems & {_OPTIMIZER}))
@@ -145,13 +137,8 @@ def _read_plain(found: Found, stem: str, names: set[str]) -> dict[str, _Header]:
     """Files without an index: one, or all that their numbers count."""
     files = sorted(name for name in names if _stem(name) == stem)
     if files not in ([stem + SUFFIX], [f"{stem}-{n + 1:05d}-of-{len(files):05d}{SUFFIX}" for n in range(len(files))]):
-        raise DamagedError(
-            "these files have no index, and are not all files of one save",
-            file=found.path(files[0]),
-            expected=f"{stem}{INDEX_SUFFIX}",
-            found=shown(files),
-            remedy="restore the index and the missing files, or remove those of the other save",
-        )
+        problem = "these files have no index, and are not all files of one save"
+        raise DamagedError(problem, found.path(files[0]), f"{stem}{INDEX_SUFFIX}", shown(files))
     return {name: _read_header(found.path(name)) for name in files}
 
 
@@ -170,14 +157,8 @@ def _read_indexed(found: Found, stem: str) -> dict[str, _Header]:
     differ = {name for name, _ in there.symmetric_difference(index.items())}
     differ -= tied - {name for name, _ in there}
     if differ:
-        raise DamagedError(
-            "the index does not belong to these files: they have other tensors than it names",
-            parameter=shown(differ),
-            file=path,
-            expected="each tensor in the file that the index names",
-            found="tensors in other files, in none, or not in the index",
-            remedy="restore the index and the files of one save",
-        )
+        problem = "the index does not belong to these files: they have other tensors than it names"
+        raise DamagedError(problem, path, "each tensor in the file that the index names", parameter=shown(differ))
     return headers
 
 
@@ -193,13 +174,8 @@ def _read_header(path: str) -> _Header:
             raise ValueError("metadata whose values are no text")
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["dtype"] not in _TORCH_DTYPES:
-                raise UnsupportedError(
-                    "a tensor has a dtype that is not supported",
-                    parameter=name,
-                    expected=shown(_TORCH_DTYPES),
-                    found=str(entry["dtype"]),
-                    remedy="save it in one of these dtypes",
-                )
+                problem, found = "a tensor has a dtype that is not supported", str(entry["dtype"])
+                raise UnsupportedError(problem, None, shown(_TORCH_DTYPES), found, parameter=name)
             dtype, shape = _TORCH_DTYPES[entry["dtype"]], checked_shape(entry["shape"], name)
             start, stop = (8 + nbytes + offset for offset in checked_shape(entry["data_offsets"], name))
             if start != position or stop - start != math.prod(shape) * ITEMSIZE[dtype]:
@@ -218,7 +194,6 @@ def _named_errors(path: str) -> Iterator[None]:
             yield
     except DamagedError as error:
         error.expected = "a complete safetensors file, or an index of some, as their library writes them"
-        error.remedy = "copy the file again from its original"
         raise
 
 
@@ -262,7 +237,7 @@ def _metadata(
         if (name, MASTER) in tensors
     }
     every = [file.metadata.items() for file in files]
-    ties = {alias: name for items in every for alias, name in items if (False, name) in owner and alias != _FORMAT}
+    ties = {alias: name for items in every for alias, name in items if (False, name) in owner and alias != "format"}
     return CheckpointMetadata(
         source=SourceFacts(found.format, found.folder, found.tag, 0, len(files), ""),
         files=tuple(SourceFile(file.path, file.nbytes) for file in files),

@@ -4,9 +4,7 @@ Below ZeRO-3, each rank that is a writer saves the model-states file:
 
 - ``fast`` writers of several replicas, sockets or machines each write a whole copy, under a name of their own;
 - ranks of one name write one file at the same time, so that it may be a mixture of theirs (all of them with ``python``,
-  those that are not the writers of their socket or machine with ``fast``);
-- only with a torch whose ``torch.save`` knows ``save_torch_storage_object_list`` does each file have a slice of the
-  storages, in the legacy format. Their pickles differ by rank, so that slices cannot be put together.
+  those that are not the writers of their socket or machine with ``fast``).
 """
 
 from __future__ import annotations
@@ -23,56 +21,19 @@ _SAVE_ELSE = 'take another tag; save without "writer", or with "type": "fast" an
 
 
 def refuse_writers(found: Found, trust_pickle: bool) -> None:
-    """Refuse copies that may not be whole, or not of one save. Local; opens few files.
-
-    Raises:
-        DamagedError: copies of another number of writers are of another save, or unreadable.
-        UnsupportedError: each file may have a slice.
-    """
-    files = found.files
-    for name in (*files.model.values(), *files.optimizer.values()):
-        if number_of_writers(name) > 1:
-            _refuse_slices(found.path(name), trust_pickle)
-            break  # one option of the config decides for all files
+    """Raise :class:`DamagedError` for copies of another number of writers that are of another save. Opens few files."""
     compared: set[tuple[str, int]] = set()
-    for copy, name in files.copies.items():
+    for copy, name in found.files.copies.items():
         writers = number_of_writers(copy)
-        if writers != number_of_writers(name) and (name, writers) not in compared:
-            compared.add((name, writers))
-            _refuse_other_save(found, copy, name, trust_pickle)
-
-
-def _refuse_slices(path: str, trust_pickle: bool) -> None:
-    try:
-        open_file(path, trust_pickle)
-    except DamagedError as error:
-        if _is_zip(path):
-            raise
-        raise UnsupportedError(
-            "this file has a slice of the tensors: several data-parallel writers saved one legacy (non-zip) archive",
-            file=path,
-            expected="files that each have all tensors, as torch's own torch.save writes them",
-            found=error.found,
-            remedy='take another tag; save with "checkpoint": {"checkpoint_serialization": true}, which is the default',
-        ) from error
-
-
-def _is_zip(path: str) -> bool:
-    with open_stream(path) as stream:
-        return stream.read(2) == b"PK"
-
-
-def _refuse_other_save(found: Found, copy: str, name: str, trust_pickle: bool) -> None:
-    saved, other = (open_file(found.path(each), trust_pickle) for each in (name, copy))
-    expected, counters = ({key: file.tree.get(key) for key in COUNTERS} for file in (saved, other))
-    if counters != expected:
-        raise DamagedError(
-            f"two saves are mixed in one folder: {copy} belongs to another one than {name}",
-            file=other.path,
-            expected=expected,
-            found=counters,
-            remedy="remove the older files, or take another tag",
-        )
+        if writers == number_of_writers(name) or (name, writers) in compared:
+            continue
+        compared.add((name, writers))
+        saved, other = (open_file(found.path(each), trust_pickle) for each in (name, copy))
+        expected, counters = ({key: file.tree.get(key) for key in COUNTERS} for file in (saved, other))
+        if counters != expected:
+            problem = f"two saves are mixed in one folder: {copy} belongs to another one than {name}"
+            remedy = "remove the older files, or take another tag"
+            raise DamagedError(problem, other.path, expected, counters, remedy=remedy)
 
 
 def refuse_mixture(file: PickledFile) -> None:
@@ -87,20 +48,22 @@ def refuse_mixture(file: PickledFile) -> None:
         return
     if stage == 0 and not writer.get("data_parallel"):
         return  # rank 0 alone is a writer
-    if not _is_zip(file.path):
+    with open_stream(file.path) as stream:
+        is_zip = stream.read(2) == b"PK"
+    if not is_zip:
         raise UnsupportedError(
             "several ranks may have written this legacy (non-zip) archive at the same time, and it has no checksums",
-            file=file.path,
-            expected="a zip archive, or a file that one rank wrote",
-            found=f"the writer {dict(writer)}",
+            file.path,
+            "a zip archive, or a file that one rank wrote",
+            f"the writer {dict(writer)}",
             remedy=_SAVE_ELSE,
         )
     changed = file.changed_record() if any(file.records.crc32s) else None  # none: set_crc32_options(False)
     if changed is not None:
         raise DamagedError(
             "this file is a mixture: several ranks wrote it at the same time, as DeepSpeed's checkpoint writers do",
-            file=file.path,
-            expected="records with the CRC32s that the archive's directory states",
-            found=f"another CRC32 of the record at byte {changed}",
+            file.path,
+            "records with the CRC32s that the archive's directory states",
+            f"another CRC32 of the record at byte {changed}",
             remedy=_SAVE_ELSE,
         )
