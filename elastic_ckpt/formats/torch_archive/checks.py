@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import pathlib
 import pickle
 import re
-from collections import Counter, OrderedDict
+from collections import OrderedDict
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.formats.torch_archive.calls import (
+    CALL,
     MEMBER,
     NEW,
     STATE,
@@ -172,15 +173,24 @@ def of_python(name: str, *args: Any) -> Call:
     return Call(Global(name), args)
 
 
-def of_class(name: str) -> Call:
-    """An object before its state; none of the classes is pickled with arguments."""
-    return Call(Global(name), (), NEW)
+def later(name: str, *args: Any, how: str = CALL) -> Call:
+    """An object of a name on the list."""
+    return Call(Global(name), args, how)
 
 
-def of_enum(name: str, value: Any) -> Call:
-    if type(value) not in (int, str):
-        raise pickle.UnpicklingError(f"a member of {name} of {described(value)}")
-    return Call(Global(name), (value,))
+def typed(make: Callable[..., Any], *kinds: type | tuple[type, ...], is_repeated: bool = False) -> Callable[..., Any]:
+    """A function whose arguments must be of these kinds, or of the first, however many there are."""
+
+    def checked(*args: Any) -> Any:
+        expected = kinds * len(args) if is_repeated else kinds
+        for arg, kind in zip(args, expected, strict=False):
+            if type(arg) not in (kind if isinstance(kind, tuple) else (kind,)):
+                raise pickle.UnpicklingError(f"an argument of the wrong type: {described(arg)}")
+        if len(args) > len(expected):
+            raise pickle.UnpicklingError(f"{len(args)} arguments, where there are at most {len(expected)}")
+        return make(*args)
+
+    return checked
 
 
 def enum_member(enums: tuple[str, ...], enum: Any, name: Any) -> Call:
@@ -190,19 +200,6 @@ def enum_member(enums: tuple[str, ...], enum: Any, name: Any) -> Call:
         if enum.name in enums or is_users:
             return Call(enum, (name,), MEMBER)
     raise unsafe_error(f"builtins.getattr of {described(enum)}, {described(name)}")
-
-
-def device(kind: Any, index: Any = None) -> Call:
-    if type(kind) is not str or type(index) not in (int, type(None)):
-        raise pickle.UnpicklingError("a device without a type and an index")
-    return Call(Global("torch.device"), (kind,) if index is None else (kind, index))
-
-
-def layout(name: Any) -> Call:
-    """With which torch pickles the layout of a tensor."""
-    if type(name) is not str:
-        raise pickle.UnpicklingError("a layout without a name")
-    return Call(Global("torch.layout"), (name,))
 
 
 def ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
@@ -215,27 +212,9 @@ def ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
     return new
 
 
-def counter(counts: Any = ()) -> Counter[Any]:
-    if type(counts) is not dict and counts != ():
-        raise pickle.UnpicklingError("a Counter of something that is no dictionary")
-    new: Counter[Any] = Counter()
-    new.update(dict(counts))
-    return new
-
-
-def complex_number(real: Any, imaginary: Any) -> complex:
-    if type(real) is not float or type(imaginary) is not float:
-        raise pickle.UnpicklingError("a complex number that is no pair of floats")
-    return complex(real, imaginary)
-
-
 def byte_array(*args: Any) -> bytearray:
-    """``bytearray()``, ``bytearray(bytes)`` and, of protocol 2, ``bytearray(str, "latin-1")``."""
-    if len(args) == 2:
-        return bytearray(encoded(*args))
-    if args and type(args[0]) is not bytes:  # an integer would be a size to allocate
-        raise pickle.UnpicklingError("a bytearray of something that is no bytes")
-    return bytearray(*args)
+    """Of bytes and, of protocol 2, of a text in latin-1; an integer would be a size to allocate."""
+    return bytearray(encoded(*args)) if len(args) == 2 else typed(bytearray, bytes)(*args)
 
 
 def encoded(text: Any, encoding: Any = "") -> bytes:
@@ -243,10 +222,3 @@ def encoded(text: Any, encoding: Any = "") -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"an encoding that is no writer's: {described(encoding)}")
     return text.encode("latin-1")
-
-
-def path(cls: type[pathlib.PurePath], *parts: Any) -> pathlib.PurePath:
-    """A path: made from strings alone, without touching a file."""
-    if not all(type(part) is str for part in parts):
-        raise pickle.UnpicklingError("a path of something else than strings")
-    return cls(*parts)

@@ -14,13 +14,14 @@ import operator
 import pathlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive import checks
-from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, unsafe_error
+from elastic_ckpt.formats.torch_archive.calls import NEW, Call, Global, Size, unsafe_error
 from elastic_ckpt.formats.torch_archive.keys import checked_keys
 from elastic_ckpt.formats.torch_archive.tensors import NOT_DENSE, REBUILD, kind_error, subclass_error
 
@@ -123,10 +124,10 @@ def _closed_list() -> dict[str, Global]:
     calls: dict[str, Callable[..., Any] | None] = {
         "argparse.Namespace": argparse.Namespace,  # which takes keywords alone
         "collections.OrderedDict": checks.ordered_dict,
-        "collections.Counter": checks.counter,
+        "collections.Counter": checks.typed(Counter, dict),
         "builtins.set": lambda items=(): set(checked_keys(items)),
         "builtins.frozenset": lambda items=(): frozenset(checked_keys(items)),
-        "builtins.complex": checks.complex_number,
+        "builtins.complex": checks.typed(complex, float, float),
         "builtins.bytearray": checks.byte_array,
         "builtins.bytes": lambda: b"",  # only empty ones are pickled so, in protocols below 3
         "builtins.getattr": partial(checks.enum_member, _ENUMS),
@@ -135,18 +136,18 @@ def _closed_list() -> dict[str, Global]:
         "torch.Size": Size,
         "torch.Tensor": None,
         "torch.nn.parameter.Parameter": None,
-        "torch.device": checks.device,
-        "torch.serialization._get_layout": checks.layout,
+        "torch.device": checks.typed(partial(checks.later, "torch.device"), str, (int, type(None))),
+        "torch.serialization._get_layout": checks.typed(partial(checks.later, "torch.layout"), str),
         checks.DTYPE: checks.numpy_dtype,
         checks.ARRAY: None,
         **REBUILD,
-        **{path: partial(checks.of_class, path) for path in (*_CLASSES, *_OF_TUPLES)},
-        **{path: partial(checks.of_enum, path) for path in _ENUMS},
+        **{path: checks.typed(partial(checks.later, path, how=NEW)) for path in (*_CLASSES, *_OF_TUPLES)},
+        **{path: checks.typed(partial(checks.later, path), (int, str)) for path in _ENUMS},
         **{path: partial(checks.of_python, path) for path in PLAIN_CLASSES},
     }
     for module in ("pathlib", "pathlib._local"):  # the second is Python 3.13's
         for cls in (pathlib.PosixPath, pathlib.PurePosixPath):
-            calls[f"{module}.{cls.__name__}"] = partial(checks.path, cls)
+            calls[f"{module}.{cls.__name__}"] = checks.typed(cls, str, is_repeated=True)  # touches no file
     for core in ("numpy._core", "numpy.core"):  # of numpy 2, and of older ones
         calls[f"{core}.multiarray._reconstruct"] = checks.numpy_array
         calls[f"{core}.multiarray.scalar"] = checks.numpy_scalar

@@ -26,7 +26,6 @@ from typing import Any
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.torch_archive.calls import CALL, NEW, Call, Global, Unmade, described, unsafe_error
 from elastic_ckpt.formats.torch_archive.operations import OPERATIONS
-from elastic_ckpt.formats.torch_archive.tensor_opcodes import tensor_reader
 
 #: Longest line of a name.
 _MOST_LINE_NBYTES = 1 << 16
@@ -88,10 +87,9 @@ class Machine:
         Raises :class:`pickle.UnpicklingError`, what ``find``, ``load`` and the functions of globals raise, and for
         noise :class:`IndexError`, :class:`KeyError`, :class:`ValueError`, :class:`TypeError` or :class:`struct.error`.
         """
-        # the most frequent opcodes, alone and together, are inlined: a call for each would double the time
+        # the most frequent opcodes are inlined: a call for each would double the time
         data, at, stack, marks, memo = self.data, self.at, self.stack, self.marks, self.memo
         push, pop, uint32 = stack.append, stack.pop, _UINT32.unpack_from
-        read_tensor = tensor_reader(data, memo, self.load, self.call)
         while True:
             code = data[at]
             at += 1
@@ -117,13 +115,9 @@ class Machine:
                 push(data[at + 4 : end].decode("utf-8", "surrogatepass"))
                 at = end
             elif code == 0x28:  # MARK
-                tensor = read_tensor(at, stack[-1]) if data[at] == 0x28 and stack else None
-                if tensor is None:
-                    if len(marks) > _MOST_MARKS:
-                        raise pickle.UnpicklingError(f"more than {_MOST_MARKS} marks")
-                    marks.append(len(stack))
-                else:
-                    stack[-1], at = tensor
+                if len(marks) > _MOST_MARKS:
+                    raise pickle.UnpicklingError(f"more than {_MOST_MARKS} marks")
+                marks.append(len(stack))
             elif code == 0x52:  # REDUCE
                 arguments, function = pop(), stack[-1]
                 stack[-1] = self.call(function, arguments)
