@@ -98,6 +98,8 @@ COVERED_BY = {
     "distributed/test_matrix.py": "formats/native",
     "distributed/test_parallel.py": "megatron",
     "engines/test_versions.py": "engines/tried",
+    "formats/test_client_state.py": "formats/torch_archive/checks",
+    "formats/torch_archive/test_unpickler.py": "formats/torch_archive/operations",
     "load/test_startup.py": "cli/disable cli/enable cli/exec",
     "planning/test_planner.py": "planning/optimizer_kinds",
 }
