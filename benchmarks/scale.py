@@ -32,10 +32,10 @@ from benchmarks.split import split
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan
-from elastic_ckpt.formats import READERS
 from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.formats.exchange import read_my_share
+from elastic_ckpt.load.exchange import read_my_share
+from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.tools.conversion import convert
 from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
@@ -100,7 +100,7 @@ def measure(folder: Path, stage: int, parameters: int, ranks: int, job_ranks: in
     found, find_s = _cpu_of(lambda: locate(str(folder), None))
     options = MetadataOptions(with_client_state=False)
     point = _measured(
-        lambda: READERS[found.format](found, options).metadata, Topology(dp=live_ranks, zero_stage=stage), job_ranks
+        lambda: read_checkpoint(found, options).metadata, Topology(dp=live_ranks, zero_stage=stage), job_ranks
     )
     return replace(point, parameters=parameters, ranks=ranks, find_s=find_s, format=found.format)
 

@@ -93,7 +93,7 @@ def test_the_rules_are_a_preset_that_cuts_as_it_says(tmp_path: Path) -> None:
 
 def test_what_the_page_names_exists() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for path in ("formats/detect.py", "formats/exchange.py", "formats/dcp.py", "engines/optimizers.py"):
+    for path in ("formats/detect.py", "formats/base.py", "load/metadata.py", "formats/dcp.py", "engines/optimizers.py"):
         assert path in text and (REPO / "elastic_ckpt" / path).is_file()
     for path in (
         "core/tp_rules.py",

@@ -95,7 +95,6 @@ COVERED_BY = {
     "distributed/test_cli_export.py": "cli/export",
     "distributed/test_cli_latest.py": "cli/latest tools/latest",
     "distributed/test_cli_verify.py": "cli/verify",
-    "distributed/test_matrix.py": "formats/native",
     "distributed/test_parallel.py": "megatron",
     "engines/test_versions.py": "engines/tried",
     "formats/test_client_state.py": "formats/torch_archive/checks",

@@ -1,18 +1,28 @@
-"""On-disk formats, each read into the form of :mod:`elastic_ckpt.core.metadata`."""
+"""On-disk formats, each read into the form of :mod:`elastic_ckpt.core.metadata`. Pure functions of a folder.
+
+:func:`elastic_ckpt.load.metadata.read_checkpoint` lets all ranks of a job read one together.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 
-from elastic_ckpt.formats.base import Checkpoint, FormatReader, Found, MetadataOptions
-from elastic_ckpt.formats.dcp import read_dcp
-from elastic_ckpt.formats.native import read_native
+from elastic_ckpt.formats.base import Checkpoint, Format, FormatReader, Found, MetadataOptions
+from elastic_ckpt.formats.dcp import dcp_reading, read_contents
+from elastic_ckpt.formats.native import native_reading, survey_native
 from elastic_ckpt.formats.safetensors import read_safetensors
-from elastic_ckpt.formats.universal import read_universal
+from elastic_ckpt.formats.universal import universal_reading
+from elastic_ckpt.formats.universal_files import list_parameters
 
-#: :attr:`Found.format` -> its reader.
-READERS: MappingProxyType[str, FormatReader] = MappingProxyType(
-    {"native": read_native, "universal": read_universal, "dcp": read_dcp, "safetensors": read_safetensors}
+#: :attr:`Found.format` -> what reads it.
+READERS: MappingProxyType[str, Format | FormatReader] = MappingProxyType(
+    {
+        "native": Format(native_reading, survey_native),
+        "universal": Format(universal_reading, lambda found, options: partial(list_parameters, found)),
+        "dcp": Format(dcp_reading, lambda found, options: partial(read_contents, found, options)),
+        "safetensors": read_safetensors,
+    }
 )
 
-__all__ = ["READERS", "Checkpoint", "FormatReader", "Found", "MetadataOptions"]
+__all__ = ["READERS", "Checkpoint", "Format", "FormatReader", "Found", "MetadataOptions"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
-from elastic_ckpt.core.training_state import Features
+from elastic_ckpt.core.training_state import Features, LossScale
 from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import Found, MetadataOptions
@@ -34,6 +34,7 @@ from elastic_ckpt.formats.partitioned import partitioned_metadata
 from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
+from elastic_ckpt.formats.training_state import loss_scale_of
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
 from elastic_ckpt.formats.zero0_experts import unpartitioned_experts
 
@@ -60,6 +61,14 @@ class RankFiles:
         """Of the files of optimizer states; ``None`` where it has none."""
         experts = [each.state.scaler for each in self.expert_optimizers.values()]
         return experts + [each.loss_scaler for each in self.optimizers.values()][:1]
+
+    @property
+    def scale_and_overflow(self) -> tuple[LossScale | None, bool]:
+        """The loss scale, wherever it is, and the overflow flag."""
+        optimizer, unpartitioned = next(iter(self.optimizers.values()), None), self.model.optimizer
+        if optimizer is not None:
+            return loss_scale_of(optimizer.loss_scaler), optimizer.overflow
+        return loss_scale_of(None if unpartitioned is None else unpartitioned.scaler), False
 
 
 @dataclass(frozen=True)

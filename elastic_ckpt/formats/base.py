@@ -92,8 +92,57 @@ class Checkpoint:
     files_opened: int
 
 
-#: Reads the metadata of one format. Collective; raises the same :class:`ElasticCkptError` on every rank.
+#: Opens a file of the checkpoint.
+OpenFile = Callable[[str], PickledFile]
+#: Reads a folder by itself, the same on every rank.
 FormatReader = Callable[[Found, MetadataOptions], Checkpoint]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What the files of a checkpoint hold together, as one rank knows it.
+
+    Attributes:
+        metadata, model_path: as in :class:`Checkpoint`.
+        state: the training state, where all ranks know it.
+        position, for_all: else what has been read at that position tells it to this rank, or to all.
+        read_state: position -> training state, on the rank that has read what is there.
+    """
+
+    metadata: CheckpointMetadata
+    model_path: str
+    state: TrainingState | None = None
+    position: int = 0
+    for_all: bool = True
+    read_state: Callable[[int], TrainingState] | None = None
+
+
+@dataclass(frozen=True)
+class FolderReading:
+    """How to read a folder of which each rank reads a share.
+
+    Attributes:
+        count: how many things there are to read.
+        read: reduces what is at a position below ``count`` to something small.
+        fit: puts together what all ranks have read, in order; this rank has opened files, by path.
+    """
+
+    count: int
+    read: Callable[[int, OpenFile], Any]
+    fit: Callable[[Sequence[Any], Mapping[str, PickledFile]], Fitted]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format whose files are shared among ranks. Pure functions of a folder.
+
+    Attributes:
+        reading: how to read a folder, the same on every rank, given what was surveyed.
+        survey: what one rank alone has to look at first; ``None``: nothing.
+    """
+
+    reading: Callable[[Found, MetadataOptions, Any], FolderReading]
+    survey: Callable[[Found, MetadataOptions], Callable[[], Any] | None] = lambda found, options: None
 
 
 def refuse_unsupported_folder(found: Found) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastic_ckpt import distributed
 from elastic_ckpt.core.chunks import Box, boxed
 from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import (
@@ -31,13 +30,13 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
-from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
+from elastic_ckpt.formats.base import Fitted, FolderReading, Found, MetadataOptions, OpenFile
 from elastic_ckpt.formats.classify import FRESH
 from elastic_ckpt.formats.dcp_entries import Entries, sort_entries
 from elastic_ckpt.formats.dcp_megatron import Common, read_common, sort_megatron_entries, unstacked
 from elastic_ckpt.formats.dcp_metadata import DcpContents, DcpFile, read_dcp_file, read_dcp_metadata
-from elastic_ckpt.formats.exchange import opener_of, read_my_share
 from elastic_ckpt.formats.naming import DCP_METADATA
+from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import normal_groups
 
 #: Key of the client state for what has no home in a DeepSpeed engine.
@@ -49,31 +48,28 @@ _MOST_SKEW = 60.0
 _EXTRA_STATE = "._extra_state"
 
 
-def read_dcp(found: Found, options: MetadataOptions) -> Checkpoint:
-    """Read the metadata of a DCP folder. Collective: all ranks raise the same :class:`ElasticCkptError`."""
-    contents, common = distributed.broadcast("read the checkpoint's metadata", lambda: _read_contents(found, options))
-    with distributed.deterministic("look at the checkpoint's entries"):
-        if common is None:
-            entries = sort_entries(contents, found.folder, options.with_states)
-        else:
-            entries = sort_megatron_entries(contents, found.folder)
-        groups = frozenset(entry for group in entries.groups.values() for entry in group.values())
-        wanted = groups | _wanted(contents, entries, options)
-    names = list(contents.files)
+def dcp_reading(found: Found, options: MetadataOptions, surveyed: tuple[DcpContents, Common | None]) -> FolderReading:
+    """How to read a DCP folder of which :func:`read_contents` has read ``.metadata``."""
+    contents, common = surveyed
+    if common is None:
+        entries = sort_entries(contents, found.folder, options.with_states)
+    else:
+        entries = sort_megatron_entries(contents, found.folder)
+    groups = frozenset(entry for group in entries.groups.values() for entry in group.values())
+    wanted, names = groups | _wanted(contents, entries, options), list(contents.files)
 
-    def read(position: int) -> DcpFile:
+    def read(position: int, _: OpenFile) -> DcpFile:
         name = names[position]
         return read_dcp_file(found.path(name), name, contents, wanted, groups, options.trust_pickle)
 
-    files = read_my_share(len(names), read)
-    with distributed.deterministic("fit the checkpoint's files together"):
+    def fit(files: Sequence[DcpFile], _: Mapping[str, PickledFile]) -> Fitted:
         builder = _Builder(found, contents, entries, files, options, common or Common())
-        metadata, state = builder.metadata(), builder.training_state()
-    opened = sum(opener_of(position) == distributed.rank() for position in range(len(names)))
-    return Checkpoint(metadata, state, found.path(DCP_METADATA), opened)
+        return Fitted(builder.metadata(), found.path(DCP_METADATA), builder.training_state())
+
+    return FolderReading(len(names), read, fit)
 
 
-def _read_contents(found: Found, options: MetadataOptions) -> tuple[DcpContents, Common | None]:
+def read_contents(found: Found, options: MetadataOptions) -> tuple[DcpContents, Common | None]:
     contents, common = read_dcp_metadata(found.folder), read_common(found.folder, options.trust_pickle)
     return (contents if common is None else unstacked(contents, found.path(DCP_METADATA))), common
 

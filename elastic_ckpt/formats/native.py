@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from elastic_ckpt import distributed
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
-from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, refuse_unsupported_folder
-from elastic_ckpt.formats.exchange import open_my_share
+from elastic_ckpt.formats.base import Fitted, FolderReading, Found, MetadataOptions, OpenFile
 from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, index_expert, index_expert_optimizer
 from elastic_ckpt.formats.merging import LayerShard, index_layer
 from elastic_ckpt.formats.model_states import ModelIndexer, ModelShard, model_indexer
@@ -21,43 +21,52 @@ from elastic_ckpt.formats.partitioned import index_zero3, index_zero12
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
-from elastic_ckpt.formats.training_state import TrainingStates, Wanted
+from elastic_ckpt.formats.training_state import read_training_state
 from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
 
 #: What one file of a native checkpoint holds.
 Indexed = ModelShard | OptimizerShard | LayerShard | ExpertShard | ExpertOptimizer | SourceFile
 
 
-def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
-    """Read the metadata of a native checkpoint. Collective: all ranks raise the same :class:`ElasticCkptError`."""
-    with distributed.deterministic("look at the checkpoint's files"):  # at their names, as rank 0 has found them
-        refuse_unsupported_folder(found)
-        names = _expected_files(found)
-    if found.files.by_fast_writer:
-        distributed.broadcast("compare the writers' copies", lambda: refuse_writers(found, options.trust_pickle))
-    kinds = list(names)
+def survey_native(found: Found, options: MetadataOptions) -> Callable[[], None] | None:
+    """Whether copies of several writers are whole and of one save."""
+    return (lambda: refuse_writers(found, options.trust_pickle)) if found.files.by_fast_writer else None
 
-    paths = [found.path(name) for name in names.values()]
+
+def native_reading(found: Found, options: MetadataOptions, _: None) -> FolderReading:
+    """How to read a native checkpoint."""
+    names = _expected_files(found)
+    kinds, paths = list(names), [found.path(name) for name in names.values()]
     index_model = model_indexer(options.states)
 
-    def index(file: PickledFile, position: int) -> Indexed:
-        return index_native(file, kinds[position], options.states, index_model)
+    def read(position: int, open_one: OpenFile) -> Indexed:
+        return index_native(open_one(paths[position]), kinds[position], options.states, index_model)
 
-    indexed, opened = open_my_share(paths, index, options)
-    assembled: list[tuple[Assembled, TrainingStates]] = []
-
-    def fit() -> Wanted:
+    def fit(indexed: Sequence[Indexed], opened: Mapping[str, PickledFile]) -> Fitted:
         files = assemble(found, kinds, indexed, options)
         if options.check_shards:
-            _spot_check(files, opened)
-        states = TrainingStates(files, opened, options.coordinates, options)
-        assembled.append((files, states))
-        return states.wanted()
+            _spot_check(files, {at for at, path in enumerate(paths) if path in opened})
+        position, for_all = _own_state(files, options.coordinates)
 
-    everybody = distributed.all_gather("fit the checkpoint's files together", fit)
-    files, states = assembled[0]
-    state = replace(states.exchanged(everybody), degrees=(files.grid.tp, files.grid.pp))
-    return Checkpoint(files.metadata, state, paths[everybody[distributed.rank()][0]], len(opened))
+        def read_state(at: int) -> TrainingState:
+            rank = next(rank for rank in files.ranks.values() if at in rank.models)
+            same_ranks, degrees = files.grid.has_ranks_of(options.coordinates), (files.grid.tp, files.grid.pp)
+            file, sequence = opened[paths[at]], files.grid.sequence
+            state = read_training_state(file, *rank.scale_and_overflow, same_ranks, sequence, options)
+            return replace(state, degrees=degrees)
+
+        return Fitted(files.metadata, paths[position], None, position, for_all, read_state)
+
+    return FolderReading(len(paths), read, fit)
+
+
+def _own_state(files: Assembled, coordinates: RankCoordinates) -> tuple[int, bool]:
+    """Position of the file with this rank's training state, its own if the topology allows; whether all want that."""
+    grid = files.grid
+    same_model = (grid.tp, grid.pp) == (coordinates.tp, coordinates.pp)
+    models = list(files.ranks[coordinates.mp_rank if same_model else 0].models)
+    own = grid.own_file(coordinates) if len(models) > 1 else None
+    return models[own or 0], own is None and (not same_model or coordinates.tp * coordinates.pp == 1)
 
 
 def index_native(
@@ -78,7 +87,7 @@ def index_native(
     return (index_zero3 if is_zero3 else index_zero12)(file, second, options)
 
 
-def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
+def _spot_check(files: Assembled, opened: Collection[int]) -> None:
     """Compare masters with weights, in the files that this process opened."""
     all_metadata, stages_of = files.all_metadata, files.metadata.stages
     known = frozenset(chain.from_iterable(metadata.parameters for metadata in all_metadata.values()))

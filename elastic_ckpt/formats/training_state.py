@@ -1,18 +1,14 @@
-"""The training state of a checkpoint (counters, batch sizes, scheduler, loss scale, client state), and its exchange."""
+"""The training state of a checkpoint (counters, batch sizes, scheduler, loss scale, client state)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
-from elastic_ckpt import distributed
-from elastic_ckpt.core.local_state import RankCoordinates, SequenceParallel
+from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.errors import LayoutError
-from elastic_ckpt.formats.assembling import Assembled
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.formats.exchange import opener_of
 from elastic_ckpt.formats.model_states import read_counters
 from elastic_ckpt.formats.objects import materialise_entries
 from elastic_ckpt.formats.pickled import PickledFile
@@ -29,63 +25,6 @@ _DEFAULTS = MetadataOptions()
 _DEEPSPEEDS = frozenset({"lr_scheduler", "random_ltd", "data_sampler"})
 #: Entries that are no training state; DeepSpeed's own loader returns frozen fragments as client state.
 _NOT_READ = frozenset({"module", "optimizer", "lr_scheduler", "frozen_param_fragments"})
-
-#: Position of the model-states file with a rank's training state; and from its opener, if all want it, that state.
-Wanted = tuple[int, bytes | None]
-
-
-@dataclass(frozen=True)
-class TrainingStates:
-    """Gives each rank the training state that it wants, whichever rank opened that file (``opened``, by position)."""
-
-    files: Assembled
-    opened: Mapping[int, PickledFile]
-    coordinates: RankCoordinates
-    options: MetadataOptions
-    _known: dict[int, TrainingState] = field(default_factory=dict)
-
-    def wanted(self) -> Wanted:
-        """What this rank wants: its own file's state if the topology allows, else the first rank's. Local."""
-        coordinates, grid = self.coordinates, self.files.grid
-        same_model = (grid.tp, grid.pp) == (coordinates.tp, coordinates.pp)
-        models = list(self.files.ranks[coordinates.mp_rank if same_model else 0].models)
-        own = grid.own_file(coordinates) if len(models) > 1 else None
-        position = models[own or 0]
-        of_all = own is None and (not same_model or coordinates.tp * coordinates.pp == 1)
-        state = self._read(position) if position in self.opened else None
-        alone = distributed.world_size() == 1
-        return position, distributed.pack(state) if state is not None and of_all and not alone else None
-
-    def exchanged(self, everybody: Sequence[Wanted]) -> TrainingState:
-        """The training state that this rank wants, given what each rank wants. Collective if any rank lacks its own."""
-        packed = {position: state for position, state in everybody if state is not None}
-        by_others = {position for rank, (position, _) in enumerate(everybody) if opener_of(position) != rank}
-        lacking = by_others - packed.keys()
-        if lacking:  # the same on all ranks
-
-            def read() -> dict[int, bytes]:
-                return {at: distributed.pack(self._read(at)) for at in sorted(lacking & self.opened.keys())}
-
-            for part in distributed.all_gather("read counters, scheduler and client state", read):
-                packed.update(part)
-        own, _ = everybody[distributed.rank()]
-        return self._known[own] if own in self._known else distributed.unpack(packed[own])
-
-    def _read(self, position: int) -> TrainingState:
-        if position not in self._known:
-            rank = next(rank for rank in self.files.ranks.values() if position in rank.models)
-            optimizer = next(iter(rank.optimizers.values()), None)
-            unpartitioned = next(iter(rank.models.values())).optimizer
-            scaler = None if unpartitioned is None else unpartitioned.scaler
-            self._known[position] = read_training_state(
-                self.opened[position],
-                loss_scale_of(scaler if optimizer is None else optimizer.loss_scaler),
-                optimizer is not None and optimizer.overflow,
-                self.files.grid.has_ranks_of(self.coordinates),
-                self.files.grid.sequence,
-                self.options,
-            )
-        return self._known[position]
 
 
 def read_training_state(

@@ -7,21 +7,20 @@ files. Source: ``ds_to_universal.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, groupby
 from typing import Any
 
-from elastic_ckpt import distributed
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, TensorMetadata
 from elastic_ckpt.core.strided import Shape
+from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
-from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, refuse_unsupported_folder
-from elastic_ckpt.formats.exchange import file_opener, opener_of, read_my_share
+from elastic_ckpt.formats.base import Fitted, FolderReading, Found, MetadataOptions, OpenFile
 from elastic_ckpt.formats.experts import with_slices, with_tied_copies
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
@@ -36,7 +35,6 @@ from elastic_ckpt.formats.universal_files import (
     OptimizerFile,
     StateFile,
     index_optimizer,
-    list_parameters,
     optimizer_path,
     read_parameter,
     unpacked,
@@ -48,81 +46,67 @@ _NO_OPTIMIZER_FILE = (
 )
 
 
-def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
-    """Read the metadata of a universal checkpoint. Collective: all ranks raise the same :class:`ElasticCkptError`."""
-    contents = _read_contents(found, options)
-    models, optimizer, states = contents.models, contents.optimizer, contents.states
-    first = next(iter(models.values()))
-    fitted: list[CheckpointMetadata] = []
+def universal_reading(found: Found, options: MetadataOptions, surveyed: tuple[bool, list[str]]) -> FolderReading:
+    """How to read a universal checkpoint; :func:`list_parameters` has ``surveyed`` it.
 
-    def fit() -> bytes | None:
-        for _, of_one in groupby(models, key=lambda rank: rank[0]):
-            model_states.check_same_save([models[rank] for rank in of_one])
-        firsts = {mp: model for (mp, dp), model in models.items() if dp == 0}
-        model_states.check_same_save(list(firsts.values()), one_rank=False)
-        refuse_features(first.features, first.path)
-        if optimizer is not None and not optimizer.in_true_order:
-            _refuse_wrong_data(first, optimizer)
-        grid = grid_of(firsts, found.folder, options.coordinates)
-        tied = [with_tied_copies(model, options.live_ties) for model in models.values()]
-        metadata = _build_metadata(found, tied, optimizer, states, grid)
-        metadata = with_slices(metadata, first)
-        scalers = [None if optimizer is None else optimizer.loss_scaler]
-        metadata = with_progress_compared(metadata, first, options.check_shards, scalers)
+    Each rank also lists the folders of its parameters.
+    """
+    model_files, (has_optimizer, names) = _model_files(found), surveyed
+    ranks, paths = list(model_files), [*map(found.path, model_files.values())]
+    files = len(paths) + has_optimizer
+    index_model = model_indexer()
+
+    def read(position: int, open_one: OpenFile) -> Any:
+        if position >= files:
+            return read_parameter(found, names[position - files], open_one)
+        if position == len(paths):
+            return index_optimizer(open_one(optimizer_path(found)))
+        return index_model(open_one(paths[position]), ranks[position][1])
+
+    def fit(items: Sequence[Any], opened: Mapping[str, PickledFile]) -> Fitted:
+        states = [unpacked(found, name, packed) for name, packed in zip(names, items[files:], strict=True)]
+        models: dict[tuple[int, int], ModelShard] = dict(zip(ranks, items, strict=False))
+        optimizer: OptimizerFile | None = items[len(paths)] if has_optimizer else None
+        metadata, grid = _fit_together(found, models, optimizer, list(chain.from_iterable(states)), options)
+        first = models[ranks[0]]
         if options.check_shards and metadata.source.merged_from == 1:
-            mine = {file.path for file in contents.opened}
-            numbers = {number for number, file in enumerate(metadata.files) if file.path in mine}
+            numbers = {number for number, file in enumerate(metadata.files) if file.path in opened}
             spot_check(metadata, first.path, first.weights, numbers)
-        fitted.append(metadata)
-        if opener_of(0) != distributed.rank():
-            return None
-        same_ranks = len(models) == 1 and grid.has_ranks_of(options.coordinates)
-        scale, overflow = (None, False) if optimizer is None else (optimizer.loss_scaler, optimizer.overflow)
-        state = read_training_state(
-            contents.opened[0], loss_scale_of(scale), overflow, same_ranks, grid.sequence, options
-        )
-        # with several model-parallel ranks, every rank gets the state of one
-        return distributed.pack(replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state)
 
-    everybody = distributed.all_gather("fit the checkpoint's files together", fit)
-    packed = next(each for each in everybody if each is not None)
-    return Checkpoint(fitted[0], distributed.unpack(packed), first.path, len(contents.opened))
+        def read_state(_: int) -> TrainingState:
+            same_ranks = len(models) == 1 and grid.has_ranks_of(options.coordinates)
+            scale, overflow = (None, False) if optimizer is None else (optimizer.loss_scaler, optimizer.overflow)
+            file = opened[first.path]
+            state = read_training_state(file, loss_scale_of(scale), overflow, same_ranks, grid.sequence, options)
+            # with several model-parallel ranks, every rank gets the state of one
+            return replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state
+
+        return Fitted(metadata, first.path, read_state=read_state)
+
+    return FolderReading(files + len(names), read, fit)
 
 
-@dataclass
-class _Contents:
-    """What the files hold: model-states files by model- and data-parallel rank; ``opened`` on this rank."""
-
-    models: dict[tuple[int, int], ModelShard]
-    optimizer: OptimizerFile | None
-    states: list[StateFile]
-    opened: list[PickledFile]
-
-
-def _read_contents(found: Found, options: MetadataOptions) -> _Contents:
-    """Read each file on one rank, which also lists the folders of its parameters. Collective."""
-    with distributed.deterministic("look at the checkpoint's files"):  # at their names, as rank 0 has found them
-        refuse_unsupported_folder(found)
-        model_files = _model_files(found)
-    has_optimizer, names = distributed.broadcast("look at the checkpoint's files", lambda: list_parameters(found))
-    ranks = list(model_files)
-    paths = [*map(found.path, model_files.values()), *([optimizer_path(found)] if has_optimizer else ())]
-    open_one, index_model, opened = file_opener(options), model_indexer(), list[PickledFile]()
-
-    def open_mine(path: str) -> PickledFile:
-        opened.append(open_one(path))
-        return opened[-1]
-
-    def read(position: int) -> Any:
-        if position >= len(paths):
-            return read_parameter(found, names[position - len(paths)], open_mine)
-        file = open_mine(paths[position])
-        return index_model(file, ranks[position][1]) if position < len(ranks) else index_optimizer(file)
-
-    items = read_my_share(len(paths) + len(names), read)
-    states = [unpacked(found, name, packed) for name, packed in zip(names, items[len(paths) :], strict=True)]
-    models = dict(zip(ranks, items, strict=False))
-    return _Contents(models, items[len(ranks)] if has_optimizer else None, list(chain.from_iterable(states)), opened)
+def _fit_together(
+    found: Found,
+    models: Mapping[tuple[int, int], ModelShard],
+    optimizer: OptimizerFile | None,
+    states: list[StateFile],
+    options: MetadataOptions,
+) -> tuple[CheckpointMetadata, Grid]:
+    """The metadata, given model-states files by model- and data-parallel rank, and the grid of those."""
+    first = next(iter(models.values()))
+    for _, of_one in groupby(models, key=lambda rank: rank[0]):
+        model_states.check_same_save([models[rank] for rank in of_one])
+    firsts = {mp: model for (mp, dp), model in models.items() if dp == 0}
+    model_states.check_same_save(list(firsts.values()), one_rank=False)
+    refuse_features(first.features, first.path)
+    if optimizer is not None and not optimizer.in_true_order:
+        _refuse_wrong_data(first, optimizer)
+    grid = grid_of(firsts, found.folder, options.coordinates)
+    tied = [with_tied_copies(model, options.live_ties) for model in models.values()]
+    metadata = with_slices(_build_metadata(found, tied, optimizer, states, grid), first)
+    scalers = [None if optimizer is None else optimizer.loss_scaler]
+    return with_progress_compared(metadata, first, options.check_shards, scalers), grid
 
 
 def _model_files(found: Found) -> dict[tuple[int, int], str]:

@@ -21,10 +21,11 @@ from elastic_ckpt.engines.coordinates import model_of_all
 from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, restores_states
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
+from elastic_ckpt.formats import Checkpoint, Found, MetadataOptions
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import check_files
+from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.storage.pins import look_again
 
@@ -94,7 +95,7 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
     with clock("plan"):
         adapter, local_state = _describe(engine, arguments)
     with clock("metadata"):
-        checkpoint = READERS[found.format](found, _metadata_options(local_state, arguments, config))
+        checkpoint = read_checkpoint(found, _metadata_options(local_state, arguments, config))
     with clock("plan"):
         planned: list[tuple[LoadPlan, TrainingStateCommit, tuple[str, ...]]] = []
 

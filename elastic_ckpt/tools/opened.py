@@ -13,9 +13,10 @@ from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config, state_op
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ConfigError, DamagedError, NotFoundError
-from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
+from elastic_ckpt.formats import Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, find_checkpoint, list_tags, look_at, read_latest
 from elastic_ckpt.formats.safetensors import find_safetensors
+from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.storage.pins import steady
 
 
@@ -93,7 +94,7 @@ def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = Tru
         with_unmade=with_unmade,
     )
     with steady():
-        return Opened(found, READERS[found.format](found, options), config)
+        return Opened(found, read_checkpoint(found, options), config)
 
 
 def open_folder(folder: str, tag: str | None, config: ElasticConfig, with_states: bool = True) -> Opened:

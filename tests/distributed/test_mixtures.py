@@ -15,8 +15,9 @@ import pytest
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError
-from elastic_ckpt.formats import READERS, MetadataOptions
+from elastic_ckpt.formats import MetadataOptions
 from elastic_ckpt.formats.detect import look_at
+from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.tools.verification import verify
 from tests.distributed.conftest import Launch
 from tests.distributed.mixture_jobs import Pair
@@ -76,7 +77,7 @@ def content(folder: Path, with_states: bool) -> str | None:
     found = look_at(str(folder.parent), folder.name)
     assert found is not None
     try:
-        checkpoint = READERS[found.format](found, MetadataOptions(with_states=with_states))
+        checkpoint = read_checkpoint(found, MetadataOptions(with_states=with_states))
     except ElasticCkptError:
         return None
     metadata, state, digest = checkpoint.metadata, checkpoint.training_state, hashlib.sha256()

@@ -28,12 +28,12 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.base import Checkpoint, MetadataOptions
 from elastic_ckpt.formats.classify import FRESH
-from elastic_ckpt.formats.dcp import read_dcp
 from elastic_ckpt.formats.dcp_entries import sort_entries
 from elastic_ckpt.formats.dcp_metadata import read_dcp_file, read_dcp_metadata
 from elastic_ckpt.formats.detect import find_checkpoint
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
+from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import state_errors
 from elastic_ckpt.sharding.resolve import ReshardPlan
@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> Path:
 def read(folder: Path, **options: Any) -> Checkpoint:
     found = find_checkpoint(str(folder), None, prefer_universal=False)
     assert found is not None and found.format == "dcp"
-    return read_dcp(found, MetadataOptions(**options))
+    return read_checkpoint(found, MetadataOptions(**options))
 
 
 def values(checkpoint: Checkpoint, name: str, key: str) -> torch.Tensor:

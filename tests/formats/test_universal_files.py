@@ -18,8 +18,8 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.universal import read_universal
 from elastic_ckpt.formats.universal_files import StateFile, index_state, read_parameter, unpacked
+from elastic_ckpt.load.metadata import read_checkpoint
 
 OPTIONS = MetadataOptions(with_client_state=False)
 STATES = ("exp_avg", "exp_avg_sq", "fp32")
@@ -62,11 +62,11 @@ def played(found: Found, ranks: int) -> tuple[list[Checkpoint], PlayedJob, dict[
         return note
 
     with mock.patch("os.scandir", noted(os.scandir)), mock.patch("os.listdir", noted(os.listdir)):
-        return job.run_all(lambda: read_universal(found, OPTIONS)), job, listed
+        return job.run_all(lambda: read_checkpoint(found, OPTIONS)), job, listed
 
 
 def test_each_rank_lists_and_opens_its_share_of_the_files_and_all_know_the_same(found: Found) -> None:
-    alone = read_universal(found, OPTIONS)
+    alone = read_checkpoint(found, OPTIONS)
     assert alone.files_opened == 2 + 4 * len(NAMES)
     everybody, _, listed = played(found, 8)
     assert all(each.metadata == alone.metadata for each in everybody)
@@ -99,9 +99,9 @@ def test_a_folder_that_another_rank_cannot_see_is_named_on_all(found: Found) -> 
     os.rename(found.path(f"zero/{NAMES[5]}"), found.path("zero/elsewhere"))
     listing = [NAMES[5] if name == "elsewhere" else name for name in sorted(os.listdir(found.path("zero")))]
     names = [name for name in listing if not name.endswith(".pt")]
-    with mock.patch("elastic_ckpt.formats.universal.list_parameters", lambda _: (True, names)):
+    with mock.patch("elastic_ckpt.formats.list_parameters", lambda _: (True, names)):
         job = PlayedJob(3)
         with pytest.raises(
             DamagedError, match=r"(?s)a folder of the checkpoint is missing.*layers\.5\.weight.*all nodes share"
         ):
-            job.run_all(lambda: read_universal(found, OPTIONS))
+            job.run_all(lambda: read_checkpoint(found, OPTIONS))

@@ -11,11 +11,12 @@ import torch
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.read_plan import names_with
 from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError
-from elastic_ckpt.formats import READERS, Found, MetadataOptions
+from elastic_ckpt.formats import Found, MetadataOptions
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED, model_indexer
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.peek import peek
 from elastic_ckpt.formats.pickled import Trees, open_pickled
+from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import live
 from tests.unpartitioned import FILE, STATES, Model, catalog_of, check_states, contents, indexed, trained
@@ -423,12 +424,12 @@ def test_bf16_of_deepspeed_0_17_has_weights_alone(
     indexed(tmp_path, model.state_dict(), None, ds_version=version, ds_config=config)
     found = Found("native", str(tmp_path), tmp_path.name, sort_names([FILE], is_universal=False))
     with pytest.raises(LayoutError, match="saved without optimizer states" if is_bug else "missing") as caught:
-        READERS["native"](found, MetadataOptions())
+        read_checkpoint(found, MetadataOptions())
     assert ("load_module_only=True" in str(caught.value.remedy)) == is_bug
     peeked = peek(found)
     assert peeked is not None and peeked.without_states == is_bug
     if is_bug:
-        metadata = READERS["native"](found, MetadataOptions(with_states=False)).metadata
+        metadata = read_checkpoint(found, MetadataOptions(with_states=False)).metadata
         weights = {name: tensor for name, tensor in model.state_dict().items() if name != "mask"}
         keys = dict(metadata.tensors.keys())
         assert all(torch.equal(contents(metadata, name, keys[name]), weights[name]) for name in weights)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, SavedOverError
-from elastic_ckpt.formats import READERS
+from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.tools import opened
 from elastic_ckpt.tools.opened import config_of, locate, open_folder
 from tests.formats import test_dcp
@@ -75,13 +75,13 @@ def test_no_file_of_a_folder_may_move_while_its_metadata_is_read(
     for path in folder.iterdir():
 
         def read(found: Any, options: Any, path: Path = path) -> Any:
-            checkpoint = READERS[found.format](found, options)
+            checkpoint = read_checkpoint(found, options)
             os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
             if error is not None:
                 raise error
             return checkpoint
 
-        monkeypatch.setattr(opened, "READERS", dict.fromkeys(READERS, read))
+        monkeypatch.setattr(opened, "read_checkpoint", read)
         with pytest.raises(SavedOverError) as caught:
             open_folder(str(folder), None, config_of(None))
         assert caught.value.file == str(path)

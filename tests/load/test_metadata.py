@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.formats import training_state
 from elastic_ckpt.formats.assembling import Assembled, RankFiles
-from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.formats.exchange import opener_of
+from elastic_ckpt.formats.base import Fitted
 from elastic_ckpt.formats.grid import Grid
-from elastic_ckpt.formats.training_state import TrainingStates, Wanted
+from elastic_ckpt.formats.native import _own_state
+from elastic_ckpt.load import metadata
+from elastic_ckpt.load.exchange import opener_of
+from elastic_ckpt.load.metadata import SharedState, Wanted
 
 #: Tensor-parallel, pipeline-parallel and data-parallel degree.
 Degrees = tuple[int, int, int]
@@ -47,10 +48,9 @@ class Job:
         self.world = live[0] * live[1] * live[2]
         self.me = 0
         self.told: list[dict[int, bytes]] = []
-        monkeypatch.setattr(training_state.distributed, "rank", lambda: self.me)
-        monkeypatch.setattr(training_state.distributed, "world_size", lambda: self.world)
-        monkeypatch.setattr(training_state.distributed, "all_gather", self._all_gather)
-        monkeypatch.setattr(training_state, "read_training_state", lambda file, *_: file)
+        monkeypatch.setattr(metadata.distributed, "rank", lambda: self.me)
+        monkeypatch.setattr(metadata.distributed, "world_size", lambda: self.world)
+        monkeypatch.setattr(metadata.distributed, "all_gather", self._all_gather)
 
     def _all_gather(self, doing: str, work: Any) -> list[dict[int, bytes]]:
         if len(self.told) == self.world:
@@ -60,11 +60,11 @@ class Job:
 
     def states(self) -> list[Any]:
         """The (model-parallel, data-parallel) rank whose state each rank gets."""
-        states: list[TrainingStates] = []
+        states: list[SharedState] = []
         wanted: list[Wanted] = []
         for _ in self._ranks():
-            opened: Any = {at: kind[:2] for at, kind in enumerate(self.kinds) if opener_of(at) == self.me}
-            states.append(TrainingStates(self.files, opened, self._place(), MetadataOptions()))
+            position, for_all = _own_state(self.files, self._place())
+            states.append(SharedState(Fitted(self.files.metadata, "", None, position, for_all, self._read)))
             wanted.append(states[-1].wanted())
         waiting = 0
         for _ in self._ranks():
@@ -77,6 +77,10 @@ class Job:
         for _ in self._ranks():
             found.append(states[self.me].exchanged(wanted))
         return found
+
+    def _read(self, position: int) -> Any:
+        assert opener_of(position) == self.me
+        return self.kinds[position][:2]
 
     def _ranks(self) -> Iterator[None]:
         for rank in range(self.world):

@@ -1,4 +1,4 @@
-"""Opens the files of a checkpoint, each on one rank, and gives what they hold to all ranks.
+"""Gives to all ranks what each has read.
 
 Most of what the files of a thousand ranks hold is the same in all: names, shapes, param groups, the config. The fields
 in which files differ (``OWN_FIELDS`` of their dataclasses) travel from every file. What files have in common travels
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
-from elastic_ckpt.formats.base import OWN_FIELDS, MetadataOptions, refuse_swapped
+from elastic_ckpt.formats.base import OWN_FIELDS, MetadataOptions, OpenFile, refuse_swapped
 from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade
 from elastic_ckpt.formats.torch_archive.archive import Trees
 
@@ -28,27 +28,6 @@ def opener_of(position: int) -> int:
     return position % distributed.world_size()
 
 
-def open_my_share(
-    paths: Sequence[str], index: Callable[[PickledFile, int], T], options: MetadataOptions
-) -> tuple[list[T], dict[int, PickledFile]]:
-    """Read the metadata of all files, each on one rank (:func:`opener_of`), and give the results to all. Collective.
-
-    ``paths`` is the same list on every rank; ``index`` reduces an opened file, and its position in ``paths``, to
-    something small.
-
-    Returns:
-        The results in the order of ``paths``, and the files that this rank opened, by position.
-    """
-    opened: dict[int, PickledFile] = {}
-    open_one = file_opener(options)
-
-    def read(position: int) -> T:
-        opened[position] = open_one(paths[position])
-        return index(opened[position], position)
-
-    return read_my_share(len(paths), read), opened
-
-
 def read_my_share(count: int, read: Callable[[int], T]) -> list[T]:
     """Run ``read`` for each position below ``count``, each on one rank, and return all results. Collective."""
     me = distributed.rank()
@@ -56,12 +35,12 @@ def read_my_share(count: int, read: Callable[[int], T]) -> list[T]:
     return [everything[position] for position in range(count)]
 
 
-def file_opener(options: MetadataOptions) -> Callable[[str], PickledFile]:
-    """What opens files of a checkpoint; those with the same pickle share their tree."""
+def file_opener(options: MetadataOptions, opened: dict[str, PickledFile]) -> OpenFile:
+    """What opens files of a checkpoint, and adds them to ``opened``; those with the same pickle share their tree."""
     trees = Trees()
 
     def open_one(path: str) -> PickledFile:
-        file = open_file(path, options.trust_pickle, trees)
+        file = opened[path] = open_file(path, options.trust_pickle, trees)
         if not options.with_unmade:
             refuse_unmade(file)
         if options.check_shards:

@@ -15,8 +15,8 @@ from benchmarks.played import PlayedJob
 from elastic_ckpt import distributed
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.formats.exchange import all_gather_items, joiner, open_my_share, opener_of, split
 from elastic_ckpt.formats.pickled import PickledFile, Trees, open_pickled
+from elastic_ckpt.load.exchange import all_gather_items, file_opener, joiner, opener_of, split
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,10 @@ def test_files_with_one_pickle_are_read_once(tmp_path: Path) -> None:
     paths = [str(tmp_path / f"zero_pp_rank_{rank}.pt") for rank in range(3)]
     for rank, path in enumerate(paths):
         torch.save({"a": torch.full((3,), float(rank)), "b": "other" if rank == 2 else "same."}, path)
-    items, opened = open_my_share(paths, lambda file, position: (position, file.tree["b"]), MetadataOptions())
-    assert items == [(0, "same."), (1, "same."), (2, "other")]
-    assert opened[0].tree is opened[1].tree is not opened[2].tree
+    opened: dict[str, PickledFile] = {}
+    trees = [file.tree for file in map(file_opener(MetadataOptions(), opened), paths)]
+    assert list(opened) == paths and [tree["b"] for tree in trees] == ["same.", "same.", "other"]
+    assert trees[0] is trees[1] is not trees[2]
 
 
 @pytest.mark.parametrize("change", ["offset", "size"])
@@ -121,8 +122,5 @@ def test_a_tree_is_not_shared_if_its_tensors_are_elsewhere(tmp_path: Path, chang
 
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    def index(file: PickledFile, position: int) -> None:
-        raise AssertionError
-
     with pytest.raises(DamagedError, match="missing"):
-        open_my_share([str(tmp_path / "none.pt")], index, MetadataOptions())
+        file_opener(MetadataOptions(), {})(str(tmp_path / "none.pt"))
