@@ -14,13 +14,13 @@ from functools import lru_cache
 from itertools import chain
 from typing import ClassVar
 
-from elastic_ckpt.core.chunks import PartitionRule, StorageChunk
+from elastic_ckpt.core.chunks import PartitionRule
 from elastic_ckpt.core.chunks import listed as listed_chunks
 from elastic_ckpt.core.experts import expert_name, numbers_of_experts, slice_rules, slices, stacked_name
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, CheckpointMetadata, SourceFile, TensorMetadata
 from elastic_ckpt.core.state_kinds import TOUCHED, WHOLE, StateOptions
-from elastic_ckpt.errors import LayoutError, UnsupportedError, listed
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.classify import SavedKind
 from elastic_ckpt.formats.metadata_builder import Shapes, dense_tensor
@@ -58,12 +58,9 @@ def index_expert(file: PickledFile) -> ExpertShard:
     found = {name: expert_name(name) for name in weights}
     others = [name for name, e in found.items() if (e.number != expert if e else not name.endswith(f".{expert}"))]
     if others or not weights:
-        raise LayoutError(
-            "this file does not have the weights of the expert that its name says",
-            file=file.path,
-            expected=f"tensors of expert {expert} of one layer",
-            found=listed(others) if others else "no tensors",
-        )
+        problem = "this file does not have the weights of the expert that its name says"
+        have = listed(others) if others else "no tensors"
+        raise LayoutError(problem, file.path, f"tensors of expert {expert} of one layer", have)
     return ExpertShard(file.path, file.nbytes, layer, expert, weights, records=file.records)
 
 
@@ -119,13 +116,9 @@ class Division:
 
 
 def cannot_slice(key: str, name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"optimizer state {key!r} is kept for stacked experts as a whole, and cannot be divided among them",
-        parameter=name,
-        expected="states with one value for each element",
-        found=key,
-        remedy="load_optimizer_states=False, or load at the topology it was saved with",
-    )
+    problem = f"optimizer state {key!r} is kept for stacked experts as a whole, and cannot be divided among them"
+    expected, remedy = "states with one value for each element", f"load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"
+    return UnsupportedError(problem, None, expected, key, parameter=name, remedy=remedy)
 
 
 def is_across(model: ModelShard, shards: Sequence[OptimizerShard], flat: int, tp: int) -> bool:
@@ -218,22 +211,15 @@ def check_experts(
     present = {(each.layer, each.expert): each for each in experts}
     for layer, expert in sorted(expected ^ present.keys()):
         name = f"layer_{layer}_expert_{expert}_mp_rank_{mp}_model_states.pt"
-        raise LayoutError(
-            f"the file of an expert is {'missing' if (layer, expert) in expected else 'one too many'}",
-            file=found.path(name),
-            expected=f"experts of {len(counts)} layers, {list(counts)} of them, according to {model.path}",
-            found=f"{len(present)} files of experts",
-        )
+        problem = f"the file of an expert is {'missing' if (layer, expert) in expected else 'one too many'}"
+        wanted = f"experts of {len(counts)} layers, {list(counts)} of them, according to {model.path}"
+        raise LayoutError(problem, found.path(name), wanted, f"{len(present)} files of experts")
     names: dict[int, str] = {}
     for each in experts:
         if names.setdefault(each.layer, each.path_of_layer) != each.path_of_layer:
-            raise LayoutError(
-                "files of one layer's experts name different layers: files of two saves are mixed",
-                parameter=next(iter(each.weights)),
-                file=each.path,
-                expected=f"experts of {names[each.layer]}",
-                found=each.path_of_layer,
-            )
+            problem = "files of one layer's experts name different layers: files of two saves are mixed"
+            wanted, parameter = f"experts of {names[each.layer]}", next(iter(each.weights))
+            raise LayoutError(problem, each.path, wanted, each.path_of_layer, parameter=parameter)
     degrees = {
         e.layer: degree_of(shards, flat)
         for flat, shapes in enumerate(model.param_shapes)
@@ -244,22 +230,14 @@ def check_experts(
         ep = degree_of(shards, flat)
         for name, placed in ((name, model.stacked[name]) for name, _ in shapes if name in model.stacked):
             if len(placed) != ep:
-                raise LayoutError(
-                    "experts of AutoEP are not placed as their optimizer states are divided",
-                    parameter=name,
-                    file=model.path,
-                    expected=f"{ep} expert-parallel ranks, from the optimizer-states files",
-                    found=f"experts on {len(placed)} ranks",
-                )
+                problem = "experts of AutoEP are not placed as their optimizer states are divided"
+                wanted = f"{ep} expert-parallel ranks, from the optimizer-states files"
+                raise LayoutError(problem, model.path, wanted, f"experts on {len(placed)} ranks", parameter=name)
     for number, path in names.items():
         if path in local and local[path] * degrees[path] != counts[number]:
-            raise LayoutError(
-                "experts in the optimizer's files are not as many as the model's",
-                parameter=f"{path}*",
-                file=model.path,
-                expected=f"{counts[number]} experts",
-                found=f"{local[path]} experts on each of {degrees[path]} expert-parallel ranks",
-            )
+            problem = "experts in the optimizer's files are not as many as the model's"
+            have = f"{local[path]} experts on each of {degrees[path]} expert-parallel ranks"
+            raise LayoutError(problem, model.path, f"{counts[number]} experts", have, parameter=f"{path}*")
 
 
 def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], model: ModelShard) -> CheckpointMetadata:
@@ -292,14 +270,9 @@ def with_slices(metadata: CheckpointMetadata, model: ModelShard) -> CheckpointMe
         if saved is None:
             continue
         if saved.shape[:1] != (len(experts),):
-            raise LayoutError(
-                "this parameter does not have the experts that the model-states file lists",
-                parameter=name,
-                file=model.path,
-                expected=f"{len(experts)} experts along its first dimension",
-                found=f"shape {saved.shape}",
-                remedy="convert the native checkpoint again",
-            )
+            problem = "this parameter does not have the experts that the model-states file lists"
+            wanted = f"{len(experts)} experts along its first dimension"
+            raise LayoutError(problem, model.path, wanted, f"shape {saved.shape}", parameter=name)
         parts = list(slices(name, saved.shape, experts))
         parameters |= {part.name: replace(saved, shape=part.shape) for part in parts}
         for _, key in [each for each in metadata.tensors if each[0] == name]:
@@ -307,12 +280,11 @@ def with_slices(metadata: CheckpointMetadata, model: ModelShard) -> CheckpointMe
             if tensor.is_whole:
                 raise cannot_slice(key, name)
             for part in parts:
-                chunks = (_sliced(chunk, part.range, ITEMSIZE[tensor.dtype]) for chunk in tensor.chunks)
+                start, numel = part.range.start * ITEMSIZE[tensor.dtype], part.range.numel
+                chunks = (  # the only chunk, from the slice on
+                    replace(chunk, range=FlatRange(0, numel), byte_offset=chunk.byte_offset + start)
+                    for chunk in tensor.chunks
+                )
                 sources = listed_chunks(*chunks)
                 tensors[part.name, key] = replace(tensor, name=part.name, shape=part.shape, sources=sources)
     return replace(metadata, parameters=parameters, tensors=tensors)
-
-
-def _sliced(chunk: StorageChunk, wanted: FlatRange, itemsize: int) -> StorageChunk:
-    """Some elements of the only chunk of a tensor, as the chunk of a tensor of these alone."""
-    return replace(chunk, range=FlatRange(0, wanted.numel), byte_offset=chunk.byte_offset + wanted.start * itemsize)

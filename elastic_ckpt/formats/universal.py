@@ -32,6 +32,7 @@ from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 from elastic_ckpt.formats.universal_files import (
+    CONVERT_AGAIN,
     OptimizerFile,
     StateFile,
     index_optimizer,
@@ -115,36 +116,23 @@ def _model_files(found: Found) -> dict[tuple[int, int], str]:
     names = {(mp, 0): name for mp, name in files.model.items()}
     names = names or {(mp, dp): name for (dp, mp), name in files.model_zero3.items()}
     if not names:
-        raise DamagedError(
-            "a file of the universal checkpoint is missing",
-            file=found.path("mp_rank_00_model_states.pt"),
-            expected="the model-states files that DeepSpeed's converter copies",
-            found="none",
-            remedy="convert the native checkpoint again",
-        )
+        problem, file = "a file of the universal checkpoint is missing", found.path("mp_rank_00_model_states.pt")
+        expected = "the model-states files that DeepSpeed's converter copies"
+        raise DamagedError(problem, file, expected, "none", remedy=CONVERT_AGAIN)
     return dict(sorted(names.items()))
 
 
 def _refuse_wrong_data(model: ModelShard, optimizer: OptimizerFile) -> None:
     """Refuse what DeepSpeed's converter gets wrong."""
     if optimizer.zero_stage < 3 and model.zero.get("round_robin_gradients") and model.counters["dp_world_size"] > 1:
-        raise UnsupportedError(
-            "this universal checkpoint was converted from a run with round_robin_gradients: DeepSpeed's converter "
-            "assigns the wrong data to almost every parameter of such a run",
-            file=model.path,
-            expected="a universal checkpoint from a run without round_robin_gradients",
-            found='"zero_optimization": {"round_robin_gradients": true} in the saved config',
-            remedy="load the native checkpoint instead: elastic_ckpt restores its true order",
-        )
-    if optimizer.zero_stage == 3 and model.alignment > 1:
-        raise UnsupportedError(
-            'this universal checkpoint was converted from a ZeRO-3 run with "align_partitions": DeepSpeed\'s converter '
-            "takes padding for parameters there",
-            file=model.path,
-            expected='a universal checkpoint from a run without "align_partitions"',
-            found=f'"align_partitions": {model.alignment} in the saved config',
-            remedy="load the native checkpoint instead",
-        )
+        option, harm = "round_robin_gradients", "assigns the wrong data to almost every parameter of such a run"
+    elif optimizer.zero_stage == 3 and model.alignment > 1:
+        option, harm = "align_partitions", "takes padding for parameters there"
+    else:
+        return
+    problem = f"this universal checkpoint was converted from a run with {option}: DeepSpeed's converter {harm}"
+    expected, found = f"a universal checkpoint from a run without {option}", f"{option} in the saved config"
+    raise UnsupportedError(problem, model.path, expected, found, remedy="load the native checkpoint instead")
 
 
 def _refuse_unlisted(first: ModelShard, states: Iterable[StateFile], parameters: Collection[str]) -> None:
@@ -155,14 +143,9 @@ def _refuse_unlisted(first: ModelShard, states: Iterable[StateFile], parameters:
     stateful = {item.name for item in states if item.tensor is not None and item.key != MASTER}
     unlisted = sorted(stateful.difference(parameters))
     if unlisted:
-        raise DamagedError(
-            "the model-states files of the universal checkpoint do not list all parameters that have optimizer states",
-            parameter=shortened(unlisted),
-            file=first.path,
-            expected="every parameter whose folder below zero has states, in param_shapes",
-            found="none of these",
-            remedy="convert the native checkpoint again",
-        )
+        problem = "the model-states files of the universal checkpoint do not list all parameters that have states"
+        expected, names = "every parameter whose folder below zero has states, in param_shapes", shortened(unlisted)
+        raise DamagedError(problem, first.path, expected, "none of these", parameter=names, remedy=CONVERT_AGAIN)
 
 
 def _build_metadata(
@@ -222,11 +205,11 @@ def _divided(item: StateFile, tensor: TensorMetadata, shapes: tuple[Shape, ...])
         raise MismatchError(
             "DeepSpeed's converter concatenated the tensor-parallel shards of this parameter, but the shapes in the "
             "model-states files do not add up to its tensor",
+            item.path,
+            " + ".join(map(str, shapes)),
+            tensor.shape,
             parameter=item.name,
-            file=item.path,
-            expected=" + ".join(map(str, shapes)),
-            found=tensor.shape,
-            remedy="files of two conversions are mixed: convert again",
+            remedy=f"files of two conversions are mixed: {CONVERT_AGAIN}",
         )
     starts = accumulate(numels, initial=0)
     offsets = (chunk.byte_offset + start * ITEMSIZE[tensor.dtype] for start in starts)
@@ -266,12 +249,11 @@ def _parameters(
                 shape = saved if saved is not None and (len(saved) > 1 or len(local) == 1) else local
                 if grid.tp > 1 and len(shape) > 1 and saved is not None and len(saved) == 1:
                     raise UnsupportedError(
-                        "this universal checkpoint was converted from a tensor-parallel ZeRO-3 run, whose shards "
-                        "DeepSpeed's converter does not put together",
+                        "DeepSpeed's converter does not put together the shards of a tensor-parallel ZeRO-3 run",
+                        model.path,
+                        "tensors of the whole parameters",
+                        f"a flat tensor of {saved[0]} elements",
                         parameter=name,
-                        file=model.path,
-                        expected="tensors of the whole parameters",
-                        found=f"a flat tensor of {saved[0]} elements",
                         remedy="load the native checkpoint instead",
                     )
                 parameter = SavedParameter(shape, group_of.get(flat, flat), tuple(sorted(scalars.items())))
@@ -299,11 +281,7 @@ def _module_tensors(models: Sequence[ModelShard], trained: Iterable[str], grid: 
 def _check_numel(item: StateFile, tensor: TensorRef, shape: tuple[int, ...]) -> None:
     """From stage 3 the tensor is flat, from stages 1 and 2 it has the parameter's shape."""
     if tensor.numel != math.prod(shape) or (len(tensor.shape) > 1 and tensor.shape != shape):
-        raise MismatchError(
-            f"{item.key} of this parameter does not have the shape that the model-states file lists",
-            parameter=item.name,
-            file=item.path,
-            expected=f"{shape}, the same for {MASTER} and states",
-            found=tensor.shape,
-            remedy="files of two conversions are mixed, or vocabulary padding was stripped: convert again",
-        )
+        problem = f"{item.key} of this parameter does not have the shape that the model-states file lists"
+        remedy = f"files of two conversions are mixed, or vocabulary padding was stripped: {CONVERT_AGAIN}"
+        expected = f"{shape}, the same for {MASTER} and states"
+        raise MismatchError(problem, item.path, expected, tensor.shape, parameter=item.name, remedy=remedy)

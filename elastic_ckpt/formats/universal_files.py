@@ -28,15 +28,10 @@ from elastic_ckpt.storage.local import file_names, folder_names
 
 #: Entries that belong to one rank's partition.
 _PARTITIONS = frozenset(
-    {
-        "base_optimizer_state",
-        "param_slice_mappings",
-        "single_partition_of_fp32_groups",
-        "fp32_flat_groups",
-        "fp32_groups_flat_partition",
-        "optimizer_state_dict",
-    }
+    {"base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups"}
+    | {"fp32_groups_flat_partition", "optimizer_state_dict"}
 )
+CONVERT_AGAIN = "convert the native checkpoint again"
 #: Fused parts of a parameter, of which a file may claim any number.
 _MOST_SUB_PARAMETERS = 1 << 10
 #: Marks that each parameter has its own data, whatever DeepSpeed's converter would have made of such a run.
@@ -85,7 +80,6 @@ Packed = tuple[str, int, TensorRef | None, float | None, Rule | None, bool, Reco
 
 
 def optimizer_path(found: Found) -> str:
-    """Path of the file with what belongs to no parameter."""
     return found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
 
 
@@ -120,22 +114,16 @@ def index_state(file: PickledFile) -> StateFile:
     name, key = os.path.basename(folder), base.removesuffix(".pt")
     if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
         if not value.is_contiguous:
-            raise DamagedError(
-                f"{key} of this parameter was saved as a view that is not contiguous", parameter=name, file=file.path
-            )
+            problem = f"{key} of this parameter was saved as a view that is not contiguous"
+            raise DamagedError(problem, file.path, parameter=name)
         rule = _rule_of(name, file.tree)
         is_concatenated = is_parameters and rule is None and file.tree.get("cat_dim") == 0
         return StateFile(file.path, file.nbytes, name, key, value, None, rule, is_concatenated, records=file.records)
     scalar = plain_numbers(file, {key: value})[key]
     if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
-        raise DamagedError(
-            f"{key} of this parameter is neither a tensor nor a number",
-            parameter=name,
-            file=file.path,
-            expected="a tensor, or a dict with 'param'",
-            found=type(scalar).__name__,
-            remedy="convert the native checkpoint again",
-        )
+        problem, found = f"{key} of this parameter is neither a tensor nor a number", type(scalar).__name__
+        expected = "a tensor, or a dict with 'param'"
+        raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=CONVERT_AGAIN)
     return StateFile(file.path, file.nbytes, name, key, None, scalar)
 
 
@@ -169,9 +157,7 @@ def index_optimizer(file: PickledFile) -> OptimizerFile:
     """Read the optimizer's file."""
     groups = file.section("param_groups")
     states = file.tree.get("optimizer_state_dict", {}).get("state", {})
-    scalars: dict[int, dict[str, float]] = {}
-    for flat, values in _scalars(states).items():
-        scalars[int(flat)] = plain_numbers(file, values)
+    scalars = {int(flat): plain_numbers(file, values) for flat, values in _scalars(states).items()}
     return OptimizerFile(
         zero_stage=int(file.tree.get("zero_stage", 1)),
         groups=read_groups(file, groups),

@@ -38,20 +38,17 @@ def unpartitioned_experts(
     builder = MetadataBuilder(found, [model, *optimizers, *experts], options.states, states)
     for expert in experts:
         if model.features.experts[expert.layer] % ep:
-            raise LayoutError(
-                "the experts of a layer cannot be on so many expert-parallel ranks",
-                parameter=f"{expert.path_of_layer}*",
-                file=expert.path,
-                expected=f"a number of experts that {ep} divides, from the optimizers of {ep} expert-parallel ranks",
-                found=f"{model.features.experts[expert.layer]} experts",
-            )
+            problem, name = "a layer's experts cannot be on so many expert-parallel ranks", f"{expert.path_of_layer}*"
+            expected, have = f"a number of experts that {ep} divides", f"{model.features.experts[expert.layer]} experts"
+            raise LayoutError(problem, expert.path, expected, have, parameter=name)
     local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
     for each in optimizers:
         shard, files = _on_rank(model, experts, each, local, first_file=1 + ep)
         live = tuple(_named_on_rank(names, each.ep_rank, local, shard.stacked) for names in options.live_groups)
         names, notes = member_names(shard, each.state, replace(options, live_groups=live))
         if each.ep_rank:  # dense parameters are in each of these files
-            names = [[name if name and _is_expert(name, shard) else None for name in group] for group in names]
+            of_experts = {name for name in shard.weights if name in shard.stacked or expert_name(name)}
+            names = [[name if name in of_experts else None for name in group] for group in names]
         add_unpartitioned(builder, shard, each.state, names, 1 + each.ep_rank)
         if each.state.kind == PLAIN:  # the weights are the masters
             for name, _ in shapes_of(shard, filter(None, chain.from_iterable(names))):
@@ -66,22 +63,17 @@ def _degree(found: Found, optimizers: Sequence[ExpertOptimizer]) -> int:
     """The expert-parallel degree, which param groups of experts are named after, as ``ep_size_2``."""
     named = {degree_in_name(group) for each in optimizers for group in each.state.groups if group.get("moe")}
     if len(named) > 1:
-        raise UnsupportedError(
-            "layers of different expert-parallel degrees are not supported without ZeRO",
-            file=optimizers[0].path,
-            expected="one degree, or ZeRO-1 or 2 at save time",
-            found=", ".join(map(str, sorted(named))),
-        )
+        problem = "layers of different expert-parallel degrees are not supported without ZeRO"
+        degrees = ", ".join(map(str, sorted(named)))
+        raise UnsupportedError(problem, optimizers[0].path, "one degree, or ZeRO-1 or 2 at save time", degrees)
     ep = next(iter(named), 0) or len(optimizers)
     missing = set(range(ep)) ^ {each.ep_rank for each in optimizers}
     if missing:
         name = f"expp_rank_{min(missing)}_mp_rank_00_optim_states.pt"
-        raise LayoutError(
-            f"a file of the checkpoint is {'missing' if min(missing) < ep else 'one too many'}",
-            file=found.path(name),
-            expected=f"the optimizers of {ep} expert-parallel ranks",
-            found=f"those of ranks {sorted(each.ep_rank for each in optimizers)}",
-        )
+        problem = f"a file of the checkpoint is {'missing' if min(missing) < ep else 'one too many'}"
+        expected = f"the optimizers of {ep} expert-parallel ranks"
+        have = f"those of ranks {sorted(each.ep_rank for each in optimizers)}"
+        raise LayoutError(problem, found.path(name), expected, have)
     return ep
 
 
@@ -104,10 +96,6 @@ def _on_rank(
         part = weights[f"{name}.{mine[0]}"]
         weights[name] = replace(part, shape=(len(mine), *part.shape), stride=(part.numel, *part.stride))
     return replace(model, weights=weights, optimizer=of.state, stacked=stacked), files
-
-
-def _is_expert(name: str, model: ModelShard) -> bool:
-    return name in model.stacked or expert_name(name) is not None
 
 
 def _named_on_rank(
