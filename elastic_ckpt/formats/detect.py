@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 from elastic_ckpt.core.metadata import MASTER
@@ -56,7 +54,7 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
         raise broken or _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
     if len(choices) == 2 and choices[0].folder != choices[1].folder:
         return _further(choices[0], choices[1], trust_pickle)
-    return replace(choices[0], notes=tuple(_later_saves(load_dir, choices[0], trust_pickle))) if choices else None
+    return choices[0] if choices else None
 
 
 def _without_latest(load_dir: str) -> Found | None:
@@ -165,12 +163,12 @@ def read_latest(load_dir: str, latest: str) -> str | None:
 def _misled(load_dir: str, latest: str, named: str) -> NotFoundError:
     """The error for a ``latest`` file that leads to no checkpoint."""
     path, shown = os.path.join(load_dir, latest), repr(named)[:200]
+    wanted, tag = f"the tag {shown} that {path} names", named[:200] or None
     if not named:
-        return _no_such_tag(load_dir, f"the name of a tag in {path}, which is empty", None)
-    if _below(load_dir, named) is None:
-        wanted = f"a tag below {load_dir}; {path} names {shown}, which is outside and is not followed"
-        return _no_such_tag(load_dir, wanted, None)
-    return _no_such_tag(load_dir, f"the tag {shown} that {path} names", named[:200])
+        wanted = f"the name of a tag in {path}, which is empty"
+    elif _below(load_dir, named) is None:
+        wanted, tag = f"a tag below {load_dir}; {path} names {shown}, which is outside and is not followed", None
+    return _no_such_tag(load_dir, wanted, tag)
 
 
 def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
@@ -207,18 +205,3 @@ def step_of_tag(tag: str) -> int | None:
     """The step in a tag of a known form; ``None``: it is another one."""
     own = _OWN_TAG.fullmatch(tag)
     return None if own is None else int(own[1])
-
-
-def _later_saves(load_dir: str, chosen: Found, trust_pickle: bool) -> Iterator[str]:
-    """Notes about checkpoints of later steps that are newer than the file ``latest``, which names another one."""
-    latest = os.path.join(load_dir, LATEST)
-    since = os.path.getmtime(latest) if os.path.isfile(latest) else math.inf
-    for name in folder_names(load_dir):
-        if name != chosen.tag and _mtime(os.path.join(load_dir, name)) > since:
-            later = look_beside(load_dir, name)
-            steps = None if later is None else global_steps(later, trust_pickle)
-            if steps is not None and steps > (global_steps(chosen, trust_pickle) or 0):
-                yield (
-                    f"{name} is newer than {LATEST}, which names another tag: its save has not ended, or "
-                    f"{LATEST} was set back (elastic-ckpt latest tells whether it is whole)"
-                )

@@ -112,35 +112,30 @@ def _spot_check(files: Assembled, opened: Collection[int]) -> None:
 
 
 def _expected_files(found: Found) -> dict[Kind, str]:
-    """Kind -> file name: model-states, optimizer-states, then layer files; :class:`DamagedError` for holes."""
+    """Kind -> file name: model-states, optimizer-states, then layer files; :class:`LayoutError` for holes."""
+    files = found.files
     models: dict[Kind, str] = {}
     optimizers: dict[Kind, str] = {}
-    for mp in sorted(found.files.mp_ranks):
-        optimizer = {dp: name for (dp, rank), name in found.files.optimizer.items() if rank == mp}
-        zero3 = {dp: name for (dp, rank), name in found.files.model_zero3.items() if rank == mp}
-        model = found.files.model.get(mp)
+    for mp in sorted(files.mp_ranks):
+        optimizer = {dp: name for (dp, rank), name in files.optimizer.items() if rank == mp}
+        zero3 = {dp: name for (dp, rank), name in files.model_zero3.items() if rank == mp}
+        model = files.model.get(mp)
         if model and zero3:
-            raise DamagedError(
-                "model-states files of ZeRO-3 and of another stage are in one folder",
-                file=found.path(model),
-                expected="files of one save",
-                found=f"{model} beside {zero3[min(zero3)]}",
-                remedy="remove the files of the older save, or take another tag",
-            )
+            problem = "model-states files of ZeRO-3 and of another stage are in one folder: two saves are mixed"
+            raise DamagedError(problem, found.path(model), "files of one save", f"{model} beside {zero3[min(zero3)]}")
         if not model and not zero3:
             expected = f"mp_rank_{mp:02d}_model_states.pt (or zero_pp_rank_*_mp_rank_{mp:02d}_model_states.pt)"
             raise missing_file(found, expected, "none")
         for kind, names in (("optim_states", optimizer), ("model_states", zero3)):
             holes = set(range(max(names, default=-1) + 1)) - set(names)
             if holes:
-                sample = plain_name(next(iter(names.values()))).replace(
-                    f"rank_{next(iter(names))}_", f"rank_{min(holes)}_", 1
-                )
+                first, plain = next(iter(names)), plain_name(next(iter(names.values())))
+                sample = plain.replace(f"rank_{first}_", f"rank_{min(holes)}_", 1)
                 raise missing_file(found, sample, f"{kind} of ranks {sorted(names)}")
         models |= {(mp, dp, "model"): name for dp, name in sorted(({0: model} if model else zero3).items())}
         optimizers |= {(mp, dp, "optimizer"): name for dp, name in sorted(optimizer.items())}
-    layers = {(*layer, "layer"): name for layer, name in sorted(found.files.layers.items())}
-    of_rank = sorted((mp, layer, expert, name) for (layer, expert, mp), name in found.files.experts.items())
+    layers = {(*layer, "layer"): name for layer, name in sorted(files.layers.items())}
+    of_rank = sorted((mp, layer, expert, name) for (layer, expert, mp), name in files.experts.items())
     experts = {(mp, number, "expert"): name for number, (mp, _, _, name) in enumerate(of_rank)}
-    of_experts = {(*rank, "experts' optimizer"): name for rank, name in sorted(found.files.expert_optimizers.items())}
+    of_experts = {(*rank, "experts' optimizer"): name for rank, name in sorted(files.expert_optimizers.items())}
     return models | optimizers | layers | of_experts | experts

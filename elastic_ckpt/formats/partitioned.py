@@ -56,8 +56,7 @@ def partitioned_metadata(
 ) -> CheckpointMetadata:
     """The metadata of one model-parallel rank whose optimizer states are partitioned; files are in rank order.
 
-    ``own`` is this rank's model-states file if each rank takes buffers from its own, ``None`` if all take the first's;
-    ``numbers`` are those of the flat tensors that count.
+    ``own`` is this rank's model-states file if each takes buffers from its own; ``numbers`` are flat tensors that count.
     """
     first = optimizers[0]
     files = [*models, *optimizers]
@@ -144,8 +143,7 @@ def rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int)
     partition_numel, paddings = shards[0].flats[flat].partition_numel, shards[0].flats[flat].alignment_paddings
     if paddings is not None and len(paddings) != len(numels):
         problem = f"param_alignment_paddings of param group {flat} does not have one entry a parameter"
-        expected = f"{len(numels)} entries, as many as parameters in {model.path}"
-        raise other_save_than_model(shards[0], problem, expected, len(paddings))
+        raise other_save_than_model(shards[0], problem, f"{len(numels)}, from {model.path}", len(paddings))
     offsets = group_offsets(numels, paddings)
     needed = offsets[-1] + numels[-1] if numels else 0
     if needed > partition_numel * len(shards):

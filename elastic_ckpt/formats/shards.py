@@ -3,12 +3,10 @@
 Stages 1 and 2 write one per param group, stage 3 one per sub-group, under other entry names (partitioned.py).
 
 On NVMe (stage 3), their data is in swap files beside the shards. ``DeepSpeedEngine.save_checkpoint`` copies the swap
-folder of rank R to ``<tag>/offloaded_tensors/rankR``. A sub-group whose partition has at least ``max(1 MiB,
-aio.block_size)`` bytes is swapped: its master is in ``<id>.tensor.swp``, a state in ``<state>-<id>.tensor.swp``, raw
-fp32 from the first byte on, padded at the end to a multiple of ``1024 * aio.intra_op_parallelism`` bytes. In the shard,
-the tensors of such a sub-group are empty or, with ``pipeline_read`` or ``pipeline_write``, stale at full size; each has
-its file's name as an attribute. Sources: ``swap_tensor/optimizer_utils.py``,
-``swap_tensor/pipelined_optimizer_swapper.py``.
+folder of rank R to ``<tag>/offloaded_tensors/rankR``. The master of a large sub-group is in ``<id>.tensor.swp``, a
+state in ``<state>-<id>.tensor.swp``: raw fp32, padded at the end. Its tensors in the shard are empty or, with
+``pipeline_read`` or ``pipeline_write``, stale at full size; each has its file's name as an attribute. Sources:
+``swap_tensor/optimizer_utils.py``, ``swap_tensor/pipelined_optimizer_swapper.py``.
 """
 
 from __future__ import annotations

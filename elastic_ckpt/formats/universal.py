@@ -225,29 +225,25 @@ def _parameters(
 ) -> dict[str, SavedParameter]:
     """The parameters of all pipeline stages, of the shapes in their files or, if flat (from stage 3), as listed."""
     step_files: dict[str, dict[str, float]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    stateful = set()
     for item in states:
         if item.scalar is not None:
             step_files.setdefault(item.name, {})[item.key] = item.scalar
-        elif item.tensor is not None and item.key == MASTER:
-            shapes[item.name] = item.tensor.shape
-        else:
-            stateful.add(item.name)
+    tensors = {(item.name, item.key): item.tensor for item in states if item.tensor is not None}
+    stateful = {name for name, key in tensors if key != MASTER}
     members = () if optimizer is None else optimizer.members
     group_of = {flat: number for number, inside in enumerate(members) for flat in inside}
     parameters: dict[str, SavedParameter] = {}
     for model in models:
-        steps = int(model.counters["global_steps"]) - int(model.counters["skipped_steps"])
+        steps = float(int(model.counters["global_steps"]) - int(model.counters["skipped_steps"]))
         for flat, named_shapes in enumerate(model.param_shapes):
-            shared = {} if optimizer is None else optimizer.scalars.get(flat, {})
             for name, local in named_shapes:
-                if optimizer is None:
-                    shared = {"step": float(steps)} if name in stateful else {}
+                counted = {"step": steps} if name in stateful else {}
+                shared = counted if optimizer is None else optimizer.scalars.get(flat, {})
                 scalars = {**shared, **step_files.get(name, {})}
-                saved = shapes.get(name)
-                shape = saved if saved is not None and (len(saved) > 1 or len(local) == 1) else local
-                if grid.tp > 1 and len(shape) > 1 and saved is not None and len(saved) == 1:
+                master = tensors.get((name, MASTER))
+                saved = local if master is None else master.shape
+                shape = saved if len(saved) > 1 or len(local) == 1 else local
+                if grid.tp > 1 and len(shape) > 1 and len(saved) == 1:
                     raise UnsupportedError(
                         "DeepSpeed's converter does not put together the shards of a tensor-parallel ZeRO-3 run",
                         model.path,

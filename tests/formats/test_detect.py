@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -385,21 +384,6 @@ def test_folders_that_cannot_be_looked_into_are_passed_over(tmp_path: Path, monk
 
     monkeypatch.setattr(os, "listdir", listdir)
     assert list_tags(str(tmp_path)) == ["a"]
-
-
-def test_a_later_save_that_latest_does_not_name_is_noted(tmp_path: Path) -> None:
-    for step in (4, 8, 2):
-        native(tmp_path, f"global_step{step}", steps=step)
-    point(tmp_path, "global_step4")
-    assert found_at(tmp_path).notes == ()
-    for step in (8, 2):  # a copy of an older one may be newer too
-        os.utime(tmp_path / f"global_step{step}", (time.time() + 60,) * 2)
-    (note,) = found_at(tmp_path).notes
-    assert note.startswith("global_step8 is newer than latest")
-    for file in (tmp_path / "global_step8").iterdir():
-        file.write_bytes(b"")  # a save that has just begun: its tag tells the step
-    os.utime(tmp_path / "global_step8", (time.time() + 60,) * 2)
-    assert found_at(tmp_path).notes == (note,)
 
 
 def test_metadata_of_dcp_beside_files_of_deepspeed_is_not_the_checkpoint(tmp_path: Path) -> None:
