@@ -93,10 +93,7 @@ class Assembled:
 
 
 def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], options: MetadataOptions) -> Assembled:
-    """Combine the files of a checkpoint, given the kind and the contents of each. Local.
-
-    Raises :class:`ElasticCkptError` if they are of different saves, incomplete, or not supported.
-    """
+    """Combine the files of a checkpoint, given the kind and the contents of each."""
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(kinds, indexed)
     for each in ranks.values():
@@ -124,10 +121,7 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
 def _experts_across(
     found: Found, ranks: Sequence[RankFiles], tp: int, options: MetadataOptions
 ) -> CheckpointMetadata | None:
-    """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole.
-
-    Their expert-parallel ranks are neighbors: tensor-parallel ranks count first, then data-parallel ones.
-    """
+    """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole."""
     model, lanes = ranks[0].model, [list(rank.optimizers.values()) for rank in ranks]
     numbers = [flat for flat in range(len(model.param_shapes)) if lanes[0] and is_across(model, lanes[0], flat, tp)]
     if not numbers:
@@ -171,10 +165,7 @@ def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFil
 
 
 def _completed(model: ModelShard, rank: RankFiles, options: MetadataOptions) -> ModelShard:
-    """``model`` with what its file lacks: names of buffers by the live model, and the version of the optimizer's files.
-
-    Without a live model, what no optimizer trains is a buffer if it has no floating-point values, else a frozen weight.
-    """
+    """``model`` with what its file lacks: names of buffers by the live model, or by dtype, and the version."""
     weights = dict(model.weights) | {name: ref for expert in rank.experts for name, ref in expert.weights.items()}
     names = {name: rename(name, options.rename) for name in weights}
     unknown = {name for name in weights if names[name] not in options.live_names}
@@ -191,9 +182,8 @@ def _completed(model: ModelShard, rank: RankFiles, options: MetadataOptions) -> 
 def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int], layers: Sequence[LayerShard]) -> None:
     """List ``param_shapes`` by names of the slices, and shapes of weights in the files of modules, layers and experts.
 
-    ``BF16_Optimizer`` without ZeRO lists none, nor does any file beside experts before 0.19.4. ``members`` and
-    ``layers`` are of one tensor-parallel rank. The spot check (native.py) proves the slices right; in round-robin order
-    ZeRO-1/2 writes wrong ones, of which the order of names alone is used (``_round_robin_reorder``, stage_1_and_2.py).
+    ``BF16_Optimizer`` without ZeRO lists none, nor does any file beside experts before 0.19.4. The spot check proves
+    the slices right; in round-robin order, their names alone are used (``_round_robin_reorder``, stage_1_and_2.py).
     """
     sliced = (names for each in ranks.values() for shard in each.optimizers.values() for names in shard.slice_names)
     known = frozenset(chain.from_iterable(sliced))
@@ -296,8 +286,7 @@ def _unpartitioned(found: Found, rank: RankFiles, options: MetadataOptions) -> C
 def _own_flats(found: Found, mp: int, rank: RankFiles, grid: Grid) -> list[int]:
     """The flat tensors of one model-parallel rank without those of experts that tensor-parallel ranks do not slice.
 
-    Raises :class:`LayoutError` unless all its experts are there, :class:`UnsupportedError` for unsliced ones without
-    ZeRO.
+    Raises :class:`LayoutError` unless all experts are there, :class:`UnsupportedError` for unsliced ones without ZeRO.
     """
     model, optimizers = rank.model, list(rank.optimizers.values())
     numbers = list(range(len(model.param_shapes)))
@@ -324,7 +313,7 @@ def missing_file(found: Found, name: str, have: str) -> DamagedError:
 
 
 def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerShard], numbers: Sequence[int]) -> None:
-    """The model-states file has the names on rank 0 alone; those of a rank's own partitions are in its own file."""
+    """The model-states file has rank 0's names alone."""
     for flat in numbers:
         if not 0 < partitions_of(optimizers, flat) < len(optimizers):
             continue
@@ -357,12 +346,9 @@ def _check_belong_together(
     if optimizers[0].zero_stage == 3:
         _check_count(models, len(optimizers), "the number of optimizer-states files")
     if len(models[0].param_shapes) != len(optimizers[0].flats):
-        raise other_save_than_model(
-            optimizers[0],
-            "model-states and optimizer-states files are of different saves",
-            f"{len(models[0].param_shapes)} flat tensors, from {models[0].path}",
-            len(optimizers[0].flats),
-        )
+        expected = f"{len(models[0].param_shapes)} flat tensors, from {models[0].path}"
+        problem = "model-states and optimizer-states files are of different saves"
+        raise other_save_than_model(optimizers[0], problem, expected, len(optimizers[0].flats))
 
 
 def _check_count(files: Sequence[SourceFile], expected: int, according_to: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
@@ -228,9 +229,8 @@ def _united(
 class LayerShard(SourceFile):
     """``layer_NN-model_MM-model_states.pt``: a pipeline layer's weights and buffers, of one tensor-parallel rank.
 
-    Source: ``PipelineModule.save_state_dict`` (pipe/module.py): each layer's state dict, without the layer's number,
-    which counts through the whole model, whatever the stage. Of a tied layer only the first occurrence has a file,
-    under that layer's number, while its parameters are named ``tied_modules.<key>.*``.
+    Source: ``PipelineModule.save_state_dict`` (pipe/module.py): each layer's state dict, without the layer's number. Of
+    a tied layer only the first occurrence has a file, while its parameters are named ``tied_modules.<key>.*``.
     """
 
     OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "layer", "tp_rank")
@@ -244,18 +244,16 @@ class LayerShard(SourceFile):
         tied, found = _tied_names(known), {}
         for key, ref in self.weights.items():
             name = f"{self.layer}.{key}"
-            found[name if name in known else tied.get(key) or name] = ref
+            found[name if name in known else tied.get(key, name)] = ref
         return found
 
 
 @lru_cache(maxsize=2)  # called for every layer with the same names
 def _tied_names(known: frozenset[str]) -> dict[str, str]:
-    """Name within a tied module -> FQN, of those among some; empty where two end in the same name."""
-    tied: dict[str, str] = {}
-    for name in sorted(filter(_TIED.match, known)):
-        inner = _TIED.sub("", name)
-        tied[inner] = "" if inner in tied else name
-    return tied
+    """Name within a tied module -> FQN; not where two end in the same name."""
+    names = list(filter(_TIED.match, known))
+    counts = Counter(_TIED.sub("", name) for name in names)
+    return {_TIED.sub("", name): name for name in names if counts[_TIED.sub("", name)] == 1}
 
 
 def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
@@ -272,8 +270,7 @@ def with_layers(
 ) -> CheckpointMetadata:
     """``metadata`` extended by the layers' files: buffers, and parameters that no optimizer owned.
 
-    ``layers`` are of all ``tp`` tensor-parallel ranks, ``buffers`` the names of the module's buffers, ``live_names``
-    those of the live model, for tied modules of which no optimizer owned anything.
+    ``layers`` are of all ``tp`` tensor-parallel ranks; ``live_names`` tell tied modules that no optimizer owned.
     """
     known = frozenset(metadata.parameters) | buffers | live_names
     shards: dict[str, list[tuple[int, int, TensorRef]]] = {}

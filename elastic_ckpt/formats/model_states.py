@@ -241,8 +241,7 @@ def model_indexer(options: StateOptions = _DEFAULTS) -> ModelIndexer:
 def _tied_names(file: PickledFile, params: Mapping[str, TensorRef]) -> dict[str, str]:
     """Tied names: later name -> first name.
 
-    The bytes show them: names that DeepSpeed lists lack a module's second name for a parameter or submodule, and below
-    ZeRO-3 include all that is empty. Those of ZeRO-3, which has no weights here, do not.
+    The bytes show them: what DeepSpeed lists lacks a module's second name, and below ZeRO-3 has all that is empty.
     """
     listed: Mapping[str, str] = file.tree.get("shared_params") or {}
     is_zero3 = os.path.basename(file.path).startswith("zero_pp_rank_")
@@ -290,7 +289,7 @@ _OF_OPTIMIZERS = frozenset({"state", "param_groups", "optimizer_state_dict", "ba
 
 
 def index_unpartitioned(file: PickledFile, options: StateOptions) -> UnpartitionedState | None:
-    """The optimizer entry of a file, ``None`` without one (under ZeRO); :class:`LayoutError` if it is malformed."""
+    """The optimizer entry of a file, ``None`` without one (under ZeRO)."""
     saved = file.tree.get("optimizer")
     if saved is None or (isinstance(saved, Mapping) and "base_optimizer_state" in saved):
         return None  # BF16_Optimizer of a pipeline writes a partition here, beside the files of all of them
@@ -326,10 +325,9 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
 
 
 def saved_without_states(file: PickledFile) -> bool:
-    """Whether a model-states file is of a run of which DeepSpeed saves no optimizer states: no entry and no file.
+    """Whether DeepSpeed has saved no optimizer states with this model-states file: no entry and no file.
 
-    DeepSpeed 0.17 wraps what trains bf16 without ZeRO as fp16 and then saves nothing of it; also at stage 1, if
-    gradients are accumulated in fp32 (``_configure_optimizer``, engine.py).
+    As 0.17 in bf16 without ZeRO, and at stage 1 with gradients in fp32 (``_configure_optimizer``, engine.py).
     """
     stage = config_section(file, "zero_optimization").get("stage")
     in_fp32 = config_section(file, "data_types").get("grad_accum_dtype") == "fp32"

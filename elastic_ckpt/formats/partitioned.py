@@ -56,7 +56,7 @@ def partitioned_metadata(
 ) -> CheckpointMetadata:
     """The metadata of one model-parallel rank whose optimizer states are partitioned; files are in rank order.
 
-    ``own`` is this rank's model-states file if each takes buffers from its own; ``numbers`` are flat tensors that count.
+    ``own`` is this rank's model-states file if each takes buffers from its own; ``numbers`` the flat tensors to add.
     """
     first = optimizers[0]
     files = [*models, *optimizers]
