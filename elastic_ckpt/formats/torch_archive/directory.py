@@ -10,6 +10,7 @@ the first record, looks names up without regard to case, and finds data by the l
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import zlib
@@ -130,26 +131,17 @@ class Listing:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What the bytes of a directory say; one for all files whose directories differ in the root's name alone.
+    """The records of a directory by name below the root; that of a record outside it begins with ``../``.
 
-    ``records`` are by name below the root; that of a record outside it begins with ``../``. ``ends`` are the offsets of
-    headers and of the directory.
+    ``ends`` are the offsets of headers and of the directory.
     """
 
-    raw: bytes
-    root: bytes
     records: Mapping[str, ArchiveRecord]
     ends: Sequence[int]
 
-    @property
-    def is_shareable(self) -> bool:
-        """Whether each record is below the root, and nothing but their names has its bytes."""
-        is_below = not any(name.startswith("../") for name in self.records)
-        return is_below and self.root.isascii() and self.raw.count(self.root) == len(self.records)
 
-
-#: By offset, size and number of entries of a directory.
-Layouts = dict[tuple[int, int, int], Layout]
+#: By offset, size and number of entries of a directory, and the digest of it without the root's name.
+Layouts = dict[tuple[int, int, int, bytes], Layout]
 
 
 class Directory(Listing):
@@ -166,21 +158,20 @@ class Directory(Listing):
     def __init__(self, stream: BinaryIO, known: Layouts) -> None:
         super().__init__(stream)
         self.has_read_headers = False
-        where = self.start, self.directory_nbytes, self.count
-        raw, same = self.read(self.start, self.directory_nbytes), known.get(where)
-        root = b"" if same is None else raw[ENTRY.size : ENTRY.size + len(same.root)]
-        if same and root.isascii() and root.endswith(b"/") and same.raw.replace(same.root, root) == raw:
-            self.root, self.layout = root[:-1].decode(), same
-        else:
-            self.root, self.layout = self._parsed(raw)
-            if self.layout.is_shareable:
-                known[where] = self.layout
-        if "/" in self.root or not raw.startswith(self.root.encode("utf-8", "replace") + b"/", ENTRY.size):
-            raise ArchiveError("its first record is not in the folder of its pickle")
+        raw = self.read(self.start, self.directory_nbytes)
+        name = raw[ENTRY.size : raw.find(b"/", ENTRY.size)] if b"/" in raw[ENTRY.size :] else b""
+        self.root = name.decode("utf-8", "backslashreplace")
+        # files whose directories differ in the root's name alone share one layout
+        is_plain = name.isascii() and raw.count(name + b"/") == self.count
+        where = self.start, len(raw), self.count, hashlib.blake2b(raw.replace(name + b"/", b"/")).digest()
+        same = known.get(where) if is_plain else None
+        self.layout = same or self._parsed()
+        if is_plain:
+            known[where] = self.layout
         if self.read(0, 4) != b"PK\x03\x04":
             raise ArchiveError("a zip archive that does not begin with a record")
 
-    def _parsed(self, raw: bytes) -> tuple[str, Layout]:
+    def _parsed(self) -> Layout:
         records = {record.name: record for record in self.entries()}
         if len(records) != self.count:
             raise ArchiveError(f"{len(records)} records, but its end counts {self.count}: damaged, or two of one name")
@@ -198,12 +189,11 @@ class Directory(Listing):
             raise ArchiveError("two records overlap")
         pickles = [name for name in records if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise ArchiveError(
-                "a zip archive without a pickle" if not pickles else "a zip archive with several pickles"
-            )
-        root = pickles[0].removesuffix("/data.pkl")
-        below = {_below(name, f"{root}/"): record for name, record in records.items()}
-        return root, Layout(raw, f"{root}/".encode(), below, [*headers, self.start])
+            raise ArchiveError(f"a zip archive with {len(pickles)} pickles")
+        if pickles[0] != f"{self.root}/data.pkl" or not next(iter(records)).startswith(f"{self.root}/"):
+            raise ArchiveError("its first record is not in the folder of its pickle")
+        below = {_below(name, f"{self.root}/"): record for name, record in records.items()}
+        return Layout(below, [*headers, self.start])
 
     def find(self, name: str) -> ArchiveRecord | None:
         """The record of a name below :attr:`root`."""
