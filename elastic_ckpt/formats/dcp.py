@@ -22,8 +22,6 @@ from elastic_ckpt.core.metadata import (
     CheckpointMetadata,
     SavedParameter,
     SourceFacts,
-    SourceFile,
-    StateFacts,
     TensorMetadata,
     is_floating,
 )
@@ -35,9 +33,9 @@ from elastic_ckpt.formats.classify import FRESH
 from elastic_ckpt.formats.dcp_entries import Entries, sort_entries
 from elastic_ckpt.formats.dcp_megatron import Common, read_common, sort_megatron_entries, unstacked
 from elastic_ckpt.formats.dcp_metadata import DcpContents, DcpFile, read_dcp_file, read_dcp_metadata
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.saved_states import normal_groups
 
 #: Key of the client state for what has no home in a DeepSpeed engine.
 CLIENT_KEY = "dcp"
@@ -94,9 +92,10 @@ class _Builder:
         options: MetadataOptions,
         common: Common,
     ) -> None:
-        self._common = common
         self._found, self._contents, self._entries, self._options = found, contents, entries, options
-        self._files = files
+        self._files, self._common = files, common
+        self._builder = MetadataBuilder(found, files, options.states)
+        self._builder.opaque = {key: why for key, why in entries.opaque.items() if not self._is_fresh(key)}
         self._values = {name: value for file in files for name, value in file.values.items()}
         self._boxes: dict[str, list[Box]] = {}
         for number, (file, items) in enumerate(zip(files, contents.files.values(), strict=True)):
@@ -104,50 +103,41 @@ class _Builder:
                 box = Box(item.offsets, item.sizes or (), number, byte_offset)
                 if item.sizes is not None and 0 not in box.sizes:
                     self._boxes.setdefault(item.name, []).append(box)
-        self._tensors: dict[tuple[str, str], TensorMetadata] = {}
         self._scalars: dict[str, dict[str, Any]] = {}
-        schema = options.states.schema
-        self._opaque = {key: text for key, text in entries.opaque.items() if schema.get(key) != FRESH}
+
+    def _is_fresh(self, key: str) -> bool:
+        return self._options.states.schema.get(key) == FRESH
 
     def metadata(self) -> CheckpointMetadata:
         """The metadata; ranks may differ in which of the untrained weights are buffers."""
-        found, entries = self._found, self._entries
+        found, entries, builder = self._found, self._entries, self._builder
         members, groups = self._groups()
         ties, live, renames = self._ties(members), self._options.live_buffers, self._options.rename
+        tensors: dict[tuple[str, str], TensorMetadata] = {}
         for name, entry in entries.weights.items():
             key = MASTER if ties.get(name, name) in members else BUFFER if rename(name, renames) in live else FROZEN
-            self._tensors[name, key] = self._tensor(name, key, entry)
+            tensors[name, key] = self._tensor(name, key, entry)
         copies: dict[tuple[str, str], tuple[TensorMetadata, ...]] = {}
         for tied, name in ties.items():
             key = MASTER if name in members else FROZEN
-            copies[name, key] = (*copies.get((name, key), ()), self._tensors.pop((tied, key)))
-        fresh = {key for key, kind in self._options.states.schema.items() if kind == FRESH}
+            copies[name, key] = (*copies.get((name, key), ()), tensors.pop((tied, key)))
+        builder.tensors.add(tensors)
         for (name, key), entry in entries.states.items():
-            if name in members and key not in fresh:
+            if name in members and not self._is_fresh(key):
                 self._add_state(name, key, entry)
         if self._common.step is not None:
             step = TensorValue("float32", (), (self._common.step,))
             self._scalars = {name: {_STEP: step} for name, _ in entries.states}
-        shapes = self._contents.tensors
-        parameters = {
-            name: SavedParameter(
-                shapes[entries.weights[name]][1], group, tuple(sorted(self._scalars.get(name, {}).items()))
-            )
-            for name, group in members.items()
-        }
-        return CheckpointMetadata(
-            source=SourceFacts(found.format, found.folder, found.tag, 0, len(self._files), ""),
-            files=tuple(SourceFile(file.path, file.nbytes, records=file.records) for file in self._files),
-            parameters=parameters,
-            tensors=self._tensors,
-            groups=normal_groups(groups, is_bitsandbytes=False),
-            states=StateFacts(self._opaque, fresh=frozenset(fresh)),
-            aliases=ties,
-            replicas=copies,
-            run=self._common.run,
-            notes=(*found.notes, *self._notes()),
-            warnings=tuple(self._warnings()),
+        for name, group in members.items():
+            shape, scalars = self._contents.tensors[entries.weights[name]][1], self._scalars.get(name, {})
+            builder.parameters[name] = SavedParameter(shape, group, tuple(sorted(scalars.items())))
+        builder.notes += self._notes({tensor.dtype for (_, key), tensor in tensors.items() if key == MASTER})
+        facts = SourceFacts(found.format, found.folder, found.tag, 0, len(self._files), "")
+        metadata = builder.metadata(
+            facts, groups, self._warnings(), aliases=ties, replicas=copies, run=self._common.run
         )
+        fresh = frozenset(filter(self._is_fresh, self._options.states.schema))
+        return replace(metadata, states=replace(metadata.states, fresh=fresh))
 
     def training_state(self) -> TrainingState:
         """Counters by the optimizer's step, and objects without a home. After :meth:`metadata`."""
@@ -239,11 +229,12 @@ class _Builder:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 self._scalars.setdefault(name, {})[key] = TensorValue(dtype, (), (value,)) if dtype else value
             else:
-                self._opaque[key] = f"an object of type {type(value).__name__}"
+                self._builder.opaque[key] = f"an object of type {type(value).__name__}"
         elif key in WEIGHTS or not is_floating(dtype):
-            self._opaque[key] = f"{dtype} of shape {shape}"
+            self._builder.opaque[key] = f"{dtype} of shape {shape}"
         else:
-            self._tensors[name, key] = self._tensor(name, key, entry, is_whole=own not in (shape, shape[1:]))
+            tensor = self._tensor(name, key, entry, is_whole=own not in (shape, shape[1:]))
+            self._builder.tensors.add({(name, key): tensor})
 
     def _warnings(self) -> Iterator[str]:
         written_at = self._contents.written_at + _MOST_SKEW
@@ -254,18 +245,17 @@ class _Builder:
                 f"did not end, so that values of two steps are mixed, or copying changed the times: {listed(newer)}"
             )
 
-    def _notes(self) -> Iterator[str]:
+    def _notes(self, dtypes: set[str]) -> Iterator[str]:
         others, values = self._entries.others, self._values
         unread = {entry: values[entry] for entry in others if isinstance(values.get(entry), ElasticCkptError)}
         yield from (f"not read: {entry} ({error.problem}: {error.found})" for entry, error in unread.items())
-        low = {self._tensors[key].dtype for key in self._tensors if key[1] == MASTER} - {"float32"}
         client = f"in the client state under {CLIENT_KEY!r}"
         lists = {
             f"no part of a DeepSpeed engine, {client}": {each for each in others if each in values} - unread.keys(),
             "tensors of neither model nor optimizer, not restored": set(others) & self._contents.tensors.keys(),
             "extra states of modules, not restored": {entry for entry in others if _EXTRA_STATE in entry},
             f"of common.pt, {client}": self._common.others,
-            "the optimizer's masters are the model's weights, in": low,
+            "the optimizer's masters are the model's weights, in": dtypes - {"float32"},
         }
         yield from (f"{what}: {listed(names)}" for what, names in lists.items() if names)
         if not self._scalars:

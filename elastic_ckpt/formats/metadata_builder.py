@@ -88,7 +88,7 @@ class MetadataBuilder:
         self._options = options
         self._codebooks = resolve_codebooks(states)
         self._kinds: dict[str, SavedKind] = {}
-        self._opaque: dict[str, str] = {}
+        self.opaque: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
 
     def classify(
@@ -105,11 +105,11 @@ class MetadataBuilder:
             if kind.kind == OPAQUE and any_shape and key not in COMPANIONS:
                 kinds[key] = replace(kind, kind=WHOLE)
             elif kind.kind == OPAQUE:
-                self._opaque[key] = kind.why
+                self.opaque[key] = kind.why
             elif kind.kind == DAMAGED:
                 self._damaged[key] = f"{kind.why} ({parameter})" if parameter else kind.why
         for each in states:
-            self._opaque |= {key: why for key, why in each.opaque.items() if self._options.schema.get(key) != FRESH}
+            self.opaque |= {key: why for key, why in each.opaque.items() if self._options.schema.get(key) != FRESH}
         return kinds
 
     def add_flat(
@@ -170,7 +170,7 @@ class MetadataBuilder:
         distinct = {id(ref): ref for ref in refs}.values()  # files share what they have in common
         view = next((ref for ref in distinct if not ref.is_contiguous), None)
         if view is not None:
-            self._opaque[key] = f"a view of shape {view.shape} and strides {view.stride}"
+            self.opaque[key] = f"a view of shape {view.shape} and strides {view.stride}"
             return None
         dtype = self._one_dtype(partitioned, key, refs, files)
         blocks, scales = block_format(key, kind, self._codebooks), array("q")
@@ -212,22 +212,29 @@ class MetadataBuilder:
         ``model`` is the model-states file that represents all, ``zero_stage`` that of the run that saved it.
         """
         found, dp = self._found, int(model.counters.get("dp_world_size", 1))
-        fresh = (key for key, kind in self._kinds.items() if kind.kind == FRESH)
+        facts = SourceFacts(found.format, found.folder, found.tag, zero_stage, dp, model.ds_version, **source)
+        stacked = {name: sum(map(len, placed)) for name, placed in model.stacked.items()}
+        return self.metadata(
+            facts, groups, aliases=model.shared, declared=model.declared, run=model.run, stacked=stacked
+        )
+
+    def metadata(
+        self, source: SourceFacts, groups: Sequence[Mapping[str, Any]], warnings: Iterable[str] = (), **facts: Any
+    ) -> CheckpointMetadata:
+        """What was collected, with ``facts`` as further fields."""
+        fresh = {key for key, kind in self._kinds.items() if kind.kind == FRESH}
         scalars = {id(saved.scalars): saved.scalars for saved in self.parameters.values()}.values()
         values = frozenset(chain((key for each in scalars for key, _ in each), *groups))
         return CheckpointMetadata(
-            source=SourceFacts(found.format, found.folder, found.tag, zero_stage, dp, model.ds_version, **source),
+            source=source,
             files=tuple(self._files),
             parameters=self.parameters,
             tensors=self.tensors,
             groups=normal_groups(groups, is_bitsandbytes=bool(self._codebooks)),
-            states=StateFacts(self._opaque, self._damaged, frozenset(fresh)),
+            states=StateFacts(self.opaque, self._damaged, frozenset(fresh)),
             notes=(*self.notes, *kind_notes(self._kinds)),
-            warnings=unmatched_names(self._kinds, self._options, values),
-            aliases=model.shared,
-            declared=model.declared,
-            run=model.run,
-            stacked={name: sum(map(len, placed)) for name, placed in model.stacked.items()},
+            warnings=(*unmatched_names(self._kinds, self._options, values), *warnings),
+            **facts,
         )
 
 
