@@ -74,9 +74,8 @@ class PartialSum:
         return cls(moved, stop - start, firsts, seconds)
 
     def __or__(self, other: PartialSum) -> PartialSum:
-        return PartialSum(
-            self.crc32 ^ other.crc32, self.nbytes + other.nbytes, self.first + other.first, self.second + other.second
-        )
+        first, second = self.first + other.first, self.second + other.second
+        return PartialSum(self.crc32 ^ other.crc32, self.nbytes + other.nbytes, first, second)
 
     def tiles(self, record_nbytes: int) -> bool:
         """Whether each byte of the record was summed once."""

@@ -43,7 +43,6 @@ _LISTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @contextmanager
 def _understanding() -> Iterator[None]:
-    """Turns the errors of a malformed entry into :class:`CannotSplit`."""
     try:
         yield
     except _MALFORMED as error:

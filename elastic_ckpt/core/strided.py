@@ -40,7 +40,6 @@ class StridedCopy:
 
     @property
     def source_stop(self) -> int:
-        """One past the last element in the source."""
         return self.source + (self.rows - 1) * self.source_stride + self.width
 
     def part(self, row: int, rows: int, column: int, width: int) -> StridedCopy:
@@ -110,12 +109,11 @@ class TPLayout:
 
     @property
     def rows(self) -> int:
-        """Elements of the dimensions before the sharded one."""
+        """Elements of the dimensions before the sharded one; ``inner``: of those after it."""
         return math.prod(self.shape[: self.dim])
 
     @property
     def inner(self) -> int:
-        """Elements of the dimensions after the sharded one."""
         return math.prod(self.shape[self.dim + 1 :])
 
     def size(self, rank: int) -> int:
@@ -166,12 +164,9 @@ ShardCopy = tuple[int, StridedCopy]
 
 @dataclass(frozen=True)
 class ShardSources:
-    """Where one live shard of a parameter gets its elements.
+    """Where one live shard of a parameter gets its elements: ``scale`` times the sum of the sources of each, if given.
 
-    Attributes:
-        copies: (saved shard, copy from it to the live shard).
-        scale: each element is ``scale`` times the sum of its sources; ``None`` if it has only one.
-        missing: ranges of the live shard that no saved shard has.
+    ``missing``: ranges of the live shard that no saved shard has.
     """
 
     copies: tuple[ShardCopy, ...]
@@ -208,9 +203,9 @@ def reshard(source: TPLayout, target: TPLayout, rank: int) -> ShardSources:
         for low, high, shard, offset in _overlapping(owned, start, stop):
             if low > at:
                 missing.append(FlatRange((at + to_live) * inner, (low + to_live) * inner))
-            strides = source.size(shard) * inner, target.size(rank) * inner
-            copy = _columns(offset * inner, (low + to_live) * inner, (high - low) * inner, target.rows, *strides)
-            copies.append((shard, copy))
+            places, width = (offset * inner, (low + to_live) * inner), (high - low) * inner
+            copy = StridedCopy(*places, width, target.rows, source.size(shard) * inner, target.size(rank) * inner)
+            copies.append((shard, copy.part(0, target.rows, 0, width)))
             at = high
         if at < stop:
             missing.append(FlatRange((at + to_live) * inner, (stop + to_live) * inner))
@@ -228,7 +223,8 @@ def duplicates(layout: TPLayout) -> tuple[Overlap, ...]:
     owned, inner, found = _owned_once(layout), layout.inner, []
 
     def copy(rank: int, offset: int, numel: int) -> ShardCopy:
-        return rank, _columns(offset * inner, 0, numel, layout.rows, layout.size(rank) * inner, numel)
+        copy = StridedCopy(offset * inner, 0, numel, layout.rows, layout.size(rank) * inner, numel)
+        return rank, copy.part(0, layout.rows, 0, numel)
 
     for rank in range(layout.degree):
         for start, stop, position in layout.placed(rank):
@@ -238,10 +234,6 @@ def duplicates(layout: TPLayout) -> tuple[Overlap, ...]:
                     numel = (high - low) * inner
                     found.append((copy(owner, offset, numel), copy(rank, mine, numel)))
     return tuple(found)
-
-
-def _columns(source: int, target: int, width: int, rows: int, source_stride: int, target_stride: int) -> StridedCopy:
-    return StridedCopy(source, target, width, rows, source_stride, target_stride).part(0, rows, 0, width)
 
 
 #: A range of a dimension and its owner: (start, stop, first rank that holds it, offset in that rank's shard).

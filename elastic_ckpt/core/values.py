@@ -80,13 +80,8 @@ def moved(values: Mapping[str, Any], files: int) -> dict[str, Any]:
 
 def of_rank(values: Mapping[str, Any], file: int) -> dict[str, Any]:
     """The values that the rank with this file saved."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if not isinstance(value, PerRank):
-            found[key] = value
-        else:
-            found.update((key, each) for number, each in value.by_file if number == file)
-    return found
+    every = ((key, value.by_file if isinstance(value, PerRank) else ((file, value),)) for key, value in values.items())
+    return {key: each for key, found in every for number, each in found if number == file}
 
 
 def common(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,8 @@ class ReadStats:
     """What was read.
 
     Attributes:
-        nbytes, calls: bytes and reads; the sources of one part of a requantize item count as one read.
-        staged_nbytes: bytes that went through bounce buffers or other host memory.
+        calls: reads; the sources of one part of a requantize item count as one.
+        staged_nbytes: bytes that went through staging buffers or other host memory.
         blocks, worst_error: requantized 8-bit blocks, and the largest error as a fraction of the new block's scale.
     """
 
@@ -53,16 +53,7 @@ class ReadStats:
 
 
 def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: ReadBytes) -> ReadStats:
-    """Fill a range of a slot, and of the slot of its scales.
-
-    Args:
-        item: what to fill.
-        tensors: the live tensor of every slot of the plan; overwritten.
-        read: reads bytes of the plan's files.
-
-    Raises:
-        DamagedError: values cannot be quantized.
-    """
+    """Fill a range of a slot, and of the slot of its scales; :class:`DamagedError` if values cannot be quantized."""
     nbytes = nbytes_read(item)
     blocks, worst_error = 0, 0.0
     if item.target is not None:
@@ -117,12 +108,9 @@ def _source(item: ReadItem, read: ReadBytes) -> tuple[torch.Tensor, torch.Tensor
         return raw, None
     scales = torch.frombuffer(read(item.file, *scales_of(item)), dtype=torch.float32)
     if not torch.isfinite(scales).all():
-        raise DamagedError(
-            "the scale of an 8-bit block is not finite",
-            expected="finite numbers",
-            found=f"{scales[~torch.isfinite(scales)][0].item()} near byte {item.code.scales_offset}",
-            remedy="the run that saved it had diverged, or the file is damaged: take another tag",
-        )
+        found = f"{scales[~torch.isfinite(scales)][0].item()} near byte {item.code.scales_offset}"
+        remedy = "the run that saved it had diverged, or the file is damaged: take another tag"
+        raise DamagedError("the scale of an 8-bit block is not finite", None, "finite numbers", found, remedy=remedy)
     within = item.code.position % item.code.format.numel
     return raw, scales.repeat_interleave(item.code.format.numel)[within : within + item.numel]
 
@@ -147,30 +135,22 @@ def encode(values: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torc
     """Quantize whole blocks, each value to the nearest code.
 
     The scale of a block is the smallest that maps every value into the codebook's range, whose negative end is -0.99297
-    in bitsandbytes' signed map, not -1.
+    in bitsandbytes' signed map, not -1. ``values``: fp32 ``[blocks, elements of a block]``; padding is zero.
 
-    Args:
-        values: fp32 ``[blocks, elements of a block]``; padding is zero.
-        codebook: the quantization map.
+    Returns codes, uint8, one per element; scales, fp32, one per block; and the largest error as a fraction of its
+    block's scale, without blocks of denormal numbers, which change by one rounding.
 
-    Returns:
-        Codes, uint8, one per element; scales, fp32, one per block; and the largest error as a fraction of its block's
-        scale, without blocks of denormal numbers, which change by one rounding.
-
-    Raises:
-        DamagedError: a value is not finite, or is negative and the codebook has no negative values.
+    Raises :class:`DamagedError` for a value that is not finite, or negative where the codebook has no negative values.
     """
     table, midpoints = _tables(codebook)
     scales = values.amax(dim=1).clamp(min=0)
     if codebook.signed:
         scales = torch.maximum(scales, (-values.amin(dim=1)).clamp(min=0) / -table[0])
     if not torch.isfinite(scales).all() or (not codebook.signed and (values < 0).any()):
-        raise DamagedError(
-            "an optimizer state holds values that its 8-bit format cannot express",
-            expected="finite values" if codebook.signed else "finite values that are not negative",
-            found=f"{values.min().item()} to {values.max().item()}",
-            remedy="the run that saved it had diverged: take an earlier tag, or load_optimizer_states=False",
-        )
+        problem, expected = "an optimizer state holds values that its 8-bit format cannot express", "finite values"
+        expected += "" if codebook.signed else " that are not negative"
+        remedy = "the run that saved it had diverged: take an earlier tag, or load_optimizer_states=False"
+        raise DamagedError(problem, None, expected, f"{values.min()} to {values.max()}", remedy=remedy)
     divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(1)
     codes = torch.bucketize(values / divisors, midpoints)
     change = (table[codes] * scales.unsqueeze(1) - values).abs()

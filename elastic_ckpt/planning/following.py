@@ -20,14 +20,8 @@ _Distances = Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Leader:
-    """Masters of a flat partition, as planned.
-
-    Attributes:
-        parts: what is restored, in flat order.
-        slot: index of their slot in the plan.
-        items: of each part, the items that read it.
-    """
+class PlannedMasters:
+    """Masters of a flat partition, as planned: what is restored, in flat order, and the items that read each part."""
 
     parts: Sequence[FragmentSource]
     slot: int
@@ -35,15 +29,7 @@ class Leader:
     _known: dict[tuple[int, int, int], _Distances | None] = field(default_factory=dict)
 
     def follow(self, tensors: Sequence[TensorMetadata], slot: int) -> list[ReadItem] | None:
-        """The items that read a state of the same parts into slot number ``slot``.
-
-        Args:
-            tensors: the saved state of each part.
-            slot: index in the plan.
-
-        Returns:
-            ``None`` if a tensor is not laid out as its master.
-        """
+        """The items that read these saved states of the parts; ``None`` if one is not laid out as its master."""
         found: list[ReadItem] = []
         for part, tensor, items in zip(self.parts, tensors, self.items, strict=True):
             distances, dtype = self._distances(part.tensor, tensor), tensor.dtype

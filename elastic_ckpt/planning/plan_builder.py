@@ -24,7 +24,7 @@ from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, Requant
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
-from elastic_ckpt.planning.following import Leader, padding_items
+from elastic_ckpt.planning.following import PlannedMasters, padding_items
 from elastic_ckpt.planning.matching import Matching, weights_key
 from elastic_ckpt.planning.optimizer_kinds import OTHER_OPTIMIZER
 from elastic_ckpt.planning.quantized_items import requantized_blocks, split_row
@@ -60,7 +60,7 @@ class PlanBuilder:
         self._sharing = Sharing(at.dp, at.dp_rank)
         self._tp_rank = at.tp_rank
         self._tiled: set[tuple[str, str]] = set()
-        self._leaders: dict[int, Leader] = {}
+        self._masters: dict[int, PlannedMasters] = {}
         self._slots: list[Slot] = []
         self._items: list[ReadItem] = []
         self._requantize_items: list[RequantizeItem] = []
@@ -80,8 +80,8 @@ class PlanBuilder:
             by_flat[fragment.flat].append(fragment)
         for flat in self._local_state.flats:
             fragments = by_flat[flat.index]
-            masters, first = StateLink(LiveState(MASTER, flat.dtype), MASTER), len(self._slots)
-            self._add_state(flat, masters, fragments, [each for each in fragments if each.name in matching.restored])
+            link, first = StateLink(LiveState(MASTER, flat.dtype), MASTER), len(self._slots)
+            self._add_state(flat, link, fragments, [each for each in fragments if each.name in matching.restored])
             stateful = [fragment for fragment in fragments if fragment.name in states.stateful]
             for link in states.links.get(flat.index, ()):
                 self._add_state(flat, link, fragments, stateful)
@@ -151,19 +151,19 @@ class PlanBuilder:
 
     def _follow(self, flat: FlatPartition, link: StateLink, restored: Sequence[Fragment]) -> bool:
         """Add a state as its masters were added, if it is laid out and wanted like them."""
-        live, leader, number = link.live, self._leaders.get(flat.index), len(self._slots)
-        if leader is None or live.layout != ELEMENTWISE or live.rows > 1 or live.blocks is not None:
+        live, masters, number = link.live, self._masters.get(flat.index), len(self._slots)
+        if masters is None or live.layout != ELEMENTWISE or live.rows > 1 or live.blocks is not None:
             return False
-        if not restored or [part.fragment for part in leader.parts] != list(restored):
+        if not restored or [part.fragment for part in masters.parts] != list(restored):
             return False
         found = [self._metadata.tensors.get((fragment.name, link.source)) for fragment in restored]
         tensors = [tensor for tensor in found if tensor is not None]
         dtype = live.dtype or next((tensor.dtype for tensor in tensors), flat.dtype)
         if len(tensors) < len(found) or not all(converts_exactly(each, dtype) for each in {t.dtype for t in tensors}):
             return False
-        items = leader.follow(tensors, number)
+        items = masters.follow(tensors, number)
         if items is not None:
-            gaps = self._slots[leader.slot].gaps
+            gaps = self._slots[masters.slot].gaps
             self._slots.append(replace(_state_slot(flat, live, flat.numel, dtype), gaps=gaps))
             self._items += items
         return items is not None
@@ -236,7 +236,7 @@ class PlanBuilder:
         alone = ((part.fragment.name, MASTER) in self._resharding or part.sources.scale is not None for part in parts)
         if slot.key == MASTER and mine is None and not any(alone):
             items_of = [self._items[begin:end] for begin, end in pairwise([*begins, len(self._items)])]
-            self._leaders[slot.flat] = Leader(parts, number, items_of)
+            self._masters[slot.flat] = PlannedMasters(parts, number, items_of)
 
     def _add_quantized(
         self, flat: FlatPartition, live: LiveState, parts: Sequence[FragmentSource], row_numel: int

@@ -24,14 +24,7 @@ from elastic_ckpt.sharding.rules import ShardingRules
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What to restore.
-
-    Attributes:
-        config, rules: the configured options, and the tensor-parallel rules among them.
-        strict: ``load_module_strict``.
-        optimizer_states: ``load_optimizer_states``, and not ``load_module_only``.
-        scheduler: whether the lr scheduler's state is restored too.
-    """
+    """What to restore: the configured options, and whether names have to agree, and which states are wanted."""
 
     config: ElasticConfig = field(default_factory=ElasticConfig.model_construct)
     rules: ShardingRules = field(default_factory=ShardingRules)
@@ -51,8 +44,6 @@ class Matched:
 
     Attributes:
         saved, metadata: the checkpoint after the user's renames, and under the live names of tied parameters.
-        parameters, states: what is on both sides.
-        resharding: how tensor-parallel shards are resharded.
         groups: of each live group, where its hyperparameters come from, and their values.
         values: what of the ranks' own values is not restored.
     """
@@ -87,15 +78,10 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
 def plan_load(
     metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions, known: Matched | None = None
 ) -> LoadPlan:
-    """Plan the load of one rank.
+    """Plan the load of one rank; ``known`` is the result of :func:`match`, if already computed.
 
-    Args:
-        metadata, local_state, options: the checkpoint, the live engine, and what to restore.
-        known: the result of :func:`match`, if already computed.
-
-    Returns:
-        The plan. Its items, with those of the other data-parallel ranks for replicated slots, write exactly once each
-        element that the checkpoint has for this rank: of master weights, states, buffers and frozen weights.
+    The items, with those of the other data-parallel ranks for replicated slots, write exactly once each element that
+    the checkpoint has for this rank: of master weights, states, buffers and frozen weights.
 
     Raises:
         MismatchError: names, shapes, dtypes, states or groups do not fit.

@@ -73,27 +73,21 @@ def compare_replicas(
 ) -> tuple[ReplicaCheck, ...]:
     """This rank's share of the comparisons. Together the ranks of the job compare each element of each replica once.
 
-    Args:
-        metadata, model: the checkpoint and the live model.
-        resharding: which parameters every tensor-parallel rank saved whole.
-        restored, with_states: names that are restored, and whether their optimizer states are.
-        of_job: the metadata common to all ranks, before this rank's tied names were changed; ``None`` if unchanged.
+    ``of_job``: the metadata common to all ranks, before this rank's tied names were changed; ``None`` if unchanged.
     """
-    names = frozenset(restored)
-    at = model.coordinates
-    lanes = at.tp * at.dp
-    lane = at.tp_rank * at.dp + at.dp_rank
+    names, at = frozenset(restored), model.coordinates
+    ranks, rank = at.tp * at.dp, at.tp_rank * at.dp + at.dp_rank
     stateful = names.union(model.names) if with_states else frozenset(model.unsynchronized)
     if at.pp == 1:
         wanted = [*_of_tied(metadata, names, stateful), *_of_stage(metadata, resharding, names, with_states)]
-        return tuple(_dealt(wanted, lane, lanes))
+        return tuple(_dealt(wanted, rank, ranks))
     of_all = [one for one in _of_tied(of_job or metadata, model.names, stateful) if one.check.key != BUFFER]
     known = {(one.check.name, one.check.key) for one in of_all}
     tied = _of_tied(metadata, names, stateful)
     alone = [one for one in tied if (one.check.name, one.check.key) not in known]
     alone += _of_stage(metadata, resharding, names, with_states)
-    mine = _dealt(of_all, at.pp_rank * lanes + lane, at.pp * lanes)
-    return (*mine, *_dealt(alone, lane, lanes))
+    mine = _dealt(of_all, at.pp_rank * ranks + rank, at.pp * ranks)
+    return (*mine, *_dealt(alone, rank, ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +109,10 @@ class _Wanted:
         return replace(self.check, numel=stop - start, replicas=replicas, start=start)
 
 
-def _dealt(wanted: Sequence[_Wanted], lane: int, lanes: int) -> Iterator[ReplicaCheck]:
-    """What begins in span ``lane`` of ``lanes`` equal ones, in whole grains."""
+def _dealt(wanted: Sequence[_Wanted], rank: int, ranks: int) -> Iterator[ReplicaCheck]:
+    """What begins in span ``rank`` of as many equal ones as there are ranks, in whole grains."""
     total = sum(one.cost for one in wanted)
-    first, last = (total * border // lanes for border in (lane, lane + 1))
+    first, last = (total * border // ranks for border in (rank, rank + 1))
     base = 0
     for one in wanted:
         numel, cost = one.check.numel, one.cost

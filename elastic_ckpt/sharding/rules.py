@@ -51,22 +51,16 @@ class Preset(BaseModel):
         """Load a shipped preset by name, or any by its ``.json`` path; :class:`ConfigError` if absent or malformed."""
         is_path, names = name.endswith(".json"), cls.names()
         if not is_path and name not in names:
-            raise ConfigError(
-                f'there is no preset "{name}"',
-                expected=f"one of {', '.join(names)}, or the path of a JSON file",
-                found=name,
-                remedy=f'"elastic_checkpoint": {{"tp_preset": "{names[0]}"}}' if names else None,
-            )
+            expected = f"one of {', '.join(names)}, or the path of a JSON file"
+            remedy = f'"elastic_checkpoint": {{"tp_preset": "{names[0]}"}}' if names else None
+            raise ConfigError(f'there is no preset "{name}"', None, expected, name, remedy=remedy)
         path = Path(name) if is_path else _folder() / f"{name}.json"
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:  # pydantic's ValidationError is a ValueError
-            raise ConfigError(
-                "this file of tensor-parallel rules cannot be read",
-                file=str(path),
-                expected='{"name": ..., "description": ..., "rules": [{"pattern": ..., "kind": ...}]}',
-                found=str(error),
-            ) from error
+            expected = '{"name": ..., "description": ..., "rules": [{"pattern": ..., "kind": ...}]}'
+            problem = "this file of tensor-parallel rules cannot be read"
+            raise ConfigError(problem, str(path), expected, error) from error
 
     @property
     def evidence(self) -> str:
@@ -76,10 +70,6 @@ class Preset(BaseModel):
     def rule(self, name: str, run: Mapping[str, Any]) -> Rule | None:
         """The rule for a parameter of a run with these arguments, if any."""
         return next((rule for rule in self.rules if rule.applies(name, run)), None)
-
-    def recognizes(self, run: Mapping[str, Any]) -> bool:
-        """Whether a run with these arguments is of this code base."""
-        return bool(self.has) and run.keys() >= set(self.has) and run.keys().isdisjoint(self.lacks)
 
 
 def _folder() -> Path:
@@ -94,7 +84,8 @@ def _shipped() -> tuple[Preset, ...]:
 
 def recognized(run: Mapping[str, Any]) -> Preset | None:
     """The preset of the code base that a run's arguments prove; ``None`` unless it is one alone."""
-    found = [preset for preset in _shipped() if preset.recognizes(run)] if run else []
+    found = [preset for preset in _shipped() if preset.has] if run else []
+    found = [each for each in found if run.keys() >= set(each.has) and run.keys().isdisjoint(each.lacks)]
     return found[0] if len(found) == 1 else None
 
 
@@ -176,13 +167,12 @@ class ShardingRules:
         live, saved = {key: live_run[key] for key in unsaved if key in live_run}, metadata.run
         other = [key for key in live if key in saved and saved[key] != live[key]]
         if other:
-            raise MismatchError(
-                "the live model was built with other arguments than the configuration beside the checkpoint states",
-                file=metadata.source.folder,
-                expected=", ".join(f"{key}: {saved[key]}" for key in other),
-                found=", ".join(f"{key}: {live[key]}" for key in other),
-                remedy='build the model as it was saved, or correct the files in the folder "configs"',
+            problem = (
+                "the live model was built with other arguments than the configuration beside the checkpoint states"
             )
+            expected, found = (", ".join(f"{key}: {side[key]}" for key in other) for side in (saved, live))
+            remedy = 'build the model as it was saved, or correct the files in the folder "configs"'
+            raise MismatchError(problem, metadata.source.folder, expected, found, remedy=remedy)
         return live
 
     def of_first_stage(self, names: Iterable[str]) -> set[str]:
@@ -245,15 +235,11 @@ def refuse_other_code(
         both = (saved.rule(saved_name, metadata.run), live.rule(saved_name, model.run))
         parts = [None if rule is None or rule.kind == AMBIGUOUS else (rule.sub_parameters,) for rule in both]
         if not is_settled and None not in parts and parts[0] != parts[1]:
-            raise MismatchError(
-                "the live code arranges this parameter in another way than the code that saved it",
-                parameter=name,
-                file=metadata.source.folder,
-                expected=f"{live.name}, by the live {live.evidence}",
-                found=f"{saved.name}, by the checkpoint's {saved.evidence}",
-                remedy="go on with the version of the code that saved it; if the weights were rearranged since: "
-                f'"elastic_checkpoint": {{"tp_preset": "{live.name}"}}',
-            )
+            problem = "the live code arranges this parameter in another way than the code that saved it"
+            sides = f"{live.name}, by the live {live.evidence}", f"{saved.name}, by the checkpoint's {saved.evidence}"
+            remedy = "go on with the version of the code that saved it; if the weights were rearranged since: "
+            remedy += f'"elastic_checkpoint": {{"tp_preset": "{live.name}"}}'
+            raise metadata.error(MismatchError, problem, name, *sides, remedy)
 
 
 def _of_live_parameter(spec: ShardSpec) -> RuleSource | None:

@@ -80,23 +80,15 @@ def named_os_errors(path: str, what: str = "file") -> Iterator[None]:
             raise _unusable(path, _KINDS[stat.S_IFSOCK]) from error
         if error.errno not in _MISSING:
             raise _unusable(path, f"{type(error).__name__}: {error.strerror}", what) from error
-        is_link = os.path.islink(path)
-        raise DamagedError(
-            f"a {what} of the checkpoint is missing",
-            file=path,
-            expected=f"a {what}, visible on every rank",
-            found="a link to what is not there" if is_link else f"no such {what}",
-            remedy="restore it, take another tag, or put the checkpoint on storage that all nodes share",
-        ) from error
+        found = "a link to what is not there" if os.path.islink(path) else f"no such {what}"
+        problem, expected = f"a {what} of the checkpoint is missing", f"a {what}, visible on every rank"
+        remedy = "restore it, take another tag, or put the checkpoint on storage that all nodes share"
+        raise DamagedError(problem, path, expected, found, remedy=remedy) from error
     except ValueError as error:  # a null character in a name, or text that is not UTF-8
         raise _unusable(path, str(error)) from error
 
 
 def _unusable(path: str, found: str, what: str = "file") -> DamagedError:
-    return DamagedError(
-        f"a {what} of the checkpoint cannot be read",
-        file=path,
-        expected=f"a {'regular file' if what == 'file' else what} that this process may read",
-        found=found,
-        remedy="restore it or its permissions, or take another tag",
-    )
+    expected = f"a {'regular file' if what == 'file' else what} that this process may read"
+    remedy = "restore it or its permissions, or take another tag"
+    return DamagedError(f"a {what} of the checkpoint cannot be read", path, expected, found, remedy=remedy)

@@ -112,11 +112,7 @@ def _reopened(path: str) -> os.stat_result:
 
 
 def _saved_over(path: str, first: Version, now: object) -> SavedOverError:
-    return SavedOverError(
-        "the checkpoint was saved over while it was being loaded",
-        file=path,
-        expected=f"{first}, as when it was first opened",
-        found=now,
-        remedy='load again once that save has ended, as "elastic_checkpoint": {"wait_for_files": 600} does; a tag of '
-        "its own for each save avoids it",
-    )
+    problem = "the checkpoint was saved over while it was being loaded"
+    remedy = 'load again once that save has ended, as "elastic_checkpoint": {"wait_for_files": 600} does; a tag of its '
+    expected = f"{first}, as when it was first opened"
+    return SavedOverError(problem, path, expected, now, remedy=f"{remedy}own for each save avoids it")

@@ -30,7 +30,7 @@ from elastic_ckpt.core.local_state import Fragment
 from elastic_ckpt.core.metadata import MASTER, TensorMetadata
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import ShardSources, TPLayout, copied, fused, reshard
-from elastic_ckpt.planning.following import Leader
+from elastic_ckpt.planning.following import PlannedMasters
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.read_items import FragmentSource, read_items
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
@@ -46,17 +46,17 @@ def tensor(key: str, *sources: ChunkSource, shape: tuple[int, ...] = (12,)) -> T
     return TensorMetadata("a", key, shape, "float32", sources, shards=shards)
 
 
-def leader_of(tensors: list[TensorMetadata], sources: list[ShardSources], wanted: list[FlatRange]) -> Leader:
+def leader_of(tensors: list[TensorMetadata], sources: list[ShardSources], wanted: list[FlatRange]) -> PlannedMasters:
     """Masters that were located one by one, each at the same offset of its slot."""
     parts = [
         FragmentSource(Fragment(each.name, each.shape, range_, 0, 0), each, source)
         for each, source, range_ in zip(tensors, sources, wanted, strict=True)
     ]
     items = [list(read_items(part.tensor, part.sources, part.fragment.range)) for part in parts]
-    return Leader(parts, 0, items)
+    return PlannedMasters(parts, 0, items)
 
 
-def located(leader: Leader, tensors: list[TensorMetadata], slot: int) -> list[object]:
+def located(leader: PlannedMasters, tensors: list[TensorMetadata], slot: int) -> list[object]:
     """What the states of a leader's parts are read by, located one by one."""
     return [
         item
@@ -170,8 +170,8 @@ def test_plans_are_those_that_locating_each_state_makes(name: str, topology: Top
     options = LoadOptions.of(ElasticConfig.model_validate({"tp_preset": model.preset} if model.preset else {}))
     job = VirtualJob(scale_metadata(model), topology, options)
     local_state = job.local_state(1)
-    with mock.patch.object(Leader, "follow", autospec=True, side_effect=Leader.follow) as followed:
+    with mock.patch.object(PlannedMasters, "follow", autospec=True, side_effect=PlannedMasters.follow) as followed:
         plan = plan_load(job.metadata, local_state, options)
     assert all(call.args for call in followed.call_args_list) and followed.call_count >= 2
-    with mock.patch.object(Leader, "follow", return_value=None):
+    with mock.patch.object(PlannedMasters, "follow", return_value=None):
         assert plan == plan_load(job.metadata, local_state, options)
