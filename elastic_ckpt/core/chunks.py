@@ -25,10 +25,8 @@ _SCALE_NBYTES = 4
 class BlockCode:
     """How the elements of a chunk are quantized.
 
-    Attributes:
-        format: quantization blocks and codebook.
-        position: of the chunk's first element in the quantized tensor; ``position // format.numel`` is its block.
-        scales_offset: byte offset in the chunk's file of block 0's scale (fp32, one per block).
+    The first is at ``position`` of the quantized tensor, in block ``position // format.numel``; block 0's scale (fp32)
+    is at ``scales_offset`` of the chunk's file.
     """
 
     format: BlockFormat
@@ -40,11 +38,8 @@ class BlockCode:
 class StorageChunk:
     """A contiguous range of a tensor, or of one tensor-parallel shard of it, in one file. Immutable.
 
-    Attributes:
-        range: elements of the tensor or shard.
-        file, byte_offset: index into :attr:`~elastic_ckpt.core.metadata.CheckpointMetadata.files`, and where the first
-            element is in that file.
-        code: how the elements are quantized; ``None`` for plain values.
+    ``file`` is an index into :attr:`~elastic_ckpt.core.metadata.CheckpointMetadata.files`; ``code``: how the elements
+    are quantized, ``None`` for plain values.
     """
 
     range: FlatRange
@@ -129,8 +124,8 @@ class PartitionRule:
     """How ZeRO partitions one parameter: element ``e`` is on rank ``(e + shift) // step``.
 
     There it is at ``start + (e + shift) % step`` of the flat tensor. ZeRO-1 and 2 divide one flat buffer: ``shift`` is
-    the parameter's offset in it, ``step`` the size of a partition, ``start`` 0. ZeRO-3 divides each parameter: ``step``
-    is its share of a partition, ``start`` where that share begins, ``shift`` 0.
+    the parameter's offset in it, ``step`` the size of a partition. ZeRO-3 divides each parameter: ``step`` is its share
+    of a partition, ``start`` where that share begins.
     """
 
     numel: int
@@ -156,18 +151,12 @@ class PartitionRule:
 
 
 def group_rules(numels: Sequence[int], offsets: Sequence[int], partition_numel: int) -> list[PartitionRule]:
-    """The rules of ZeRO-1 and 2 for a group of parameters at ``offsets`` of its flat buffer.
-
-    See ``partition_size`` in ``DeepSpeedZeroOptimizer.__init__`` (stage_1_and_2.py).
-    """
+    """The rules of ZeRO-1 and 2 for a group of parameters at ``offsets`` of its flat buffer."""
     return [PartitionRule(numel, partition_numel, offset) for numel, offset in zip(numels, offsets, strict=True)]
 
 
 def parameter_rules(numels: Sequence[int], steps: Sequence[int]) -> list[PartitionRule]:
-    """The rules of ZeRO-3 for parameters that have ``steps`` elements on each rank, padding included.
-
-    See ``Init._partition_param`` (partition_parameters.py), and ``per_parameter_numel``.
-    """
+    """The rules of ZeRO-3 for parameters that have ``steps`` elements on each rank, padding included."""
     starts = accumulate(steps[:-1], initial=0)
     return [PartitionRule(numel, step, 0, start) for numel, step, start in zip(numels, steps, starts, strict=True)]
 
@@ -187,10 +176,9 @@ class FlatTensors:
 
     Attributes:
         files: index of each rank's file.
-        byte_offsets: where each rank's tensor begins in its file; a single one where all are equal.
-        numel, rows, itemsize: elements of a row, padding included; rows; bytes of an element.
+        byte_offsets, scales_offsets: where each rank's tensor, and its scales, begin; a single one where all are equal.
+        numel: elements of a row, padding included.
         blocks: how the elements are quantized, each row from a block of its own on; ``None`` for plain values.
-        scales_offsets: where the scales begin, as ``byte_offsets``.
     """
 
     files: range

@@ -21,9 +21,9 @@ from elastic_ckpt.core.tp_rules import AMBIGUOUS, AVERAGED, COLUMN, REPLICATED, 
 T = TypeVar("T")
 #: Raised by reading an entry that does not have DeepSpeed's form.
 _MALFORMED = (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError)
-#: A checkpoint must not be able to stall a job: neither by nested repetition, which backtracks exponentially ...
+#: A checkpoint must not be able to stall a job: neither by nested quantifiers, which backtrack exponentially ...
 _SLOW = re.compile(r"(?:[*+|}]|(?<!\()\?).*\)[*+{]", re.DOTALL)
-#: ... nor by many repetitions and alternatives in a row, each of which multiplies what has to be tried.
+#: ... nor by many quantifiers and alternatives in a row, each of which multiplies what has to be tried.
 _REPEATS = re.compile(r"(?<![\\(])[*+?{]")
 _MOST_TRIES, _MOST_TRIES_OF_ALL, _TRIES_OF_A_REPEAT = 20, 400, 4
 #: Most patterns of a kind, and most sub-parameters of one parameter.
@@ -51,10 +51,9 @@ def _understanding() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a checkpoint declares, over all pipeline stages.
+    """What a checkpoint declares, over all pipeline stages; the first rule whose pattern matches a name applies.
 
     Attributes:
-        rules: the first whose pattern matches a name applies.
         affine, widths: by pattern, the recorded affine map; or (dimension, per sub-parameter each rank's size).
         unsupported: pattern -> why its layout cannot be described.
         vocabulary: rows of the vocabulary without padding.

@@ -47,12 +47,7 @@ class TensorTable(Mapping[Place, TensorMetadata]):
         rules: Sequence[PartitionRule],
         states: Mapping[str, FlatState],
     ) -> None:
-        """Add the parameters in a flat tensor.
-
-        Args:
-            shapes, rules: name and logical shape of each parameter, and how it is partitioned.
-            states: by key, the masters and states that are laid out like them.
-        """
+        """Add the parameters in a flat tensor, and by key the masters and states that are laid out like them."""
         for (name, shape), rule in zip(shapes, rules, strict=True):
             self._partitioned[name] = shape, rule, states
 
@@ -64,16 +59,13 @@ class TensorTable(Mapping[Place, TensorMetadata]):
 
     def get(self, place: Place, default: Any = None) -> Any:
         """As of every mapping, but without an exception for each one that is not there."""
-        found = self._listed.get(place) or self._made.get(place)
-        if found is not None:
+        if (found := self._listed.get(place) or self._made.get(place)) is not None:
             return found
         name, key = place
         shape, rule, states = self._partitioned.get(name, _NOT_PARTITIONED)
-        state = states.get(key)
-        if state is None:
+        if (state := states.get(key)) is None:
             return default
-        rows = state.flat.rows
-        sources = (PartitionedChunks(rule, state.flat),) if rule.numel else listed()
+        rows, sources = state.flat.rows, (PartitionedChunks(rule, state.flat),) if rule.numel else listed()
         made = TensorMetadata(name, key, (rows, *shape) if rows > 1 else shape, state.dtype, sources)
         self._made[place] = made
         return made

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 #: Most buffers per call (limits.h, IOV_MAX).
 MAX_BUFFERS = 1024
-#: Smallest bounce buffer: one element of any dtype.
+#: Smallest staging buffer: one element of any dtype.
 LEAST_STAGED_NBYTES = ITEMSIZE["complex128"]
 #: Largest task of a thread: one future per small read would cost more than the read.
 _TASK_NBYTES = 4 * _MIB
@@ -39,9 +39,8 @@ class ReadOptions:
     """How to read.
 
     Attributes:
-        threads: size of the pool.
         chunk_nbytes: largest single read.
-        staging_nbytes: host memory of all bounce buffers together.
+        staging_nbytes: host memory of all staging buffers together.
         progress: whether to draw a progress bar; ``None``: if standard error is a terminal.
         gap_nbytes: reads of a file at most this far apart are merged, with the bytes between them.
     """
@@ -59,7 +58,7 @@ class ReadOptions:
 
     @property
     def staged_nbytes(self) -> int:
-        """Largest read into a bounce buffer; every thread has two."""
+        """Largest read into a staging buffer; every thread has two."""
         return min(max(self.requantize_nbytes // 2, LEAST_STAGED_NBYTES), self.chunk_nbytes)
 
 
@@ -83,9 +82,8 @@ def sort_reads(
 ) -> tuple[list[DirectRead], list[ReadItem]]:
     """The reads that execute the items of a plan, in file order; ``tensors`` are the live tensors of its slots.
 
-    Returns:
-        Reads straight into the tensors, and items that pass through a bounce buffer, none larger than one: each row is
-        a ``preadv``, and rows are contiguous in the slot.
+    Returns reads straight into the tensors, and items that pass through a staging buffer, none larger than one: each
+    row is a ``preadv``, and rows are contiguous in the slot.
     """
     for slot, tensor in zip(plan.slots, tensors, strict=True):
         if tensor.numel() != slot.numel:
@@ -105,7 +103,7 @@ def sort_reads(
 def read_sizes(plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Counter[int]:
     """Number of reads of each size, in bytes, for a forecast; a part of a requantize item counts as one.
 
-    ``on_accelerator``: whether ``preadv`` cannot write into the slots, so that all reads go through bounce buffers.
+    ``on_accelerator``: whether ``preadv`` cannot write into the slots, so that all reads go through staging buffers.
     """
     sizes: Counter[int] = Counter()
     direct, staged_nbytes = [], options.staged_nbytes

@@ -2,7 +2,7 @@
 
 An item whose slot is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor, and
 adjacent ranges of a file share a call. Any other item (other dtype, accelerator, strided tensor) is *staged* through
-bounce buffers of fixed size (:mod:`elastic_ckpt.io.staging`). Of replicated slots each data-parallel rank reads its
+staging buffers of fixed size (:mod:`elastic_ckpt.io.staging`). Of replicated slots each data-parallel rank reads its
 shares, which are broadcast afterwards.
 """
 
@@ -42,17 +42,11 @@ def execute(
     make_transfer: Callable[[torch.device], Transfer] = Transfer,
     sums: ReadSums | None = None,
 ) -> ReadStats:
-    """Execute every item of a plan. Local; call it on every rank.
+    """Execute every item of a plan, whose slots are these tensors. Local; call it on every rank.
 
-    Args:
-        plan, options: what to read, and how.
-        tensors: the live tensor of every slot; overwritten.
-        show_progress: whether this rank may draw the progress bar.
-        make_transfer: makes what copies bounce buffers into tensors of a device.
-        sums: sums up what is read, unless ``None``.
+    ``make_transfer`` makes what copies staging buffers into tensors of a device; ``sums`` sums up what is read.
 
-    Raises:
-        DamagedError: a file ended early or could not be read; the slots are then partly overwritten.
+    Raises :class:`DamagedError` for a file that ended early or could not be read; slots are then partly overwritten.
     """
     direct, staged = sort_reads(plan, tensors, options)
     parts = [part for item in plan.requantize_items for part in parts_of(item, options.requantize_nbytes)]
@@ -208,15 +202,9 @@ def check_files(plan: ReadPlan) -> None:
 
 
 def exchange_shares(plan: ReadPlan, tensors: Mapping[int, torch.Tensor], group: Any) -> int:
-    """Broadcast every share of a plan from its owner. Collective over the data-parallel group.
+    """Broadcast every share of an executed plan from its owner. Collective over the data-parallel group.
 
-    Args:
-        plan: the executed plan; its shares are the same on every rank.
-        tensors: the live tensor of every replicated slot; overwritten where another rank is the owner.
-        group: the data-parallel process group.
-
-    Returns:
-        Bytes that this rank received.
+    ``tensors``: of every replicated slot. Returns the bytes that this rank received.
     """
     members = dist.get_process_group_ranks(group) if plan.shares else []
     me = dist.get_rank(group=group) if plan.shares else 0

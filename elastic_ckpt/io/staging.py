@@ -1,4 +1,4 @@
-"""Bounce buffers, for slots that ``preadv`` cannot write into.
+"""Staging buffers, for slots that ``preadv`` cannot write into.
 
 A read takes two free host buffers: while one is read into, the other is copied into its slot. For an accelerator the
 copy is asynchronous, from pinned memory on a stream of its own, so that disk and bus overlap. Memory is bounded,

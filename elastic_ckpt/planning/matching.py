@@ -131,7 +131,6 @@ def match_groups(
     """Find hyperparameters for every live group.
 
     Args:
-        metadata, local_state: the checkpoint and the live engine.
         keep_live: ``"param_groups": "keep_live"``: every live group keeps its own.
         with_states: whether optimizer states are restored too, so that both optimizers must be of one kind.
         converted: whether another optimizer saved the checkpoint, so that only common hyperparameters are restored.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
+from elastic_ckpt.core.chunks import PartitionedChunks
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import FlatPartition, Fragment, LocalState, WholeTensor
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
+    ITEMSIZE,
     MASTER,
     CheckpointMetadata,
     ReplicatedState,
@@ -24,7 +25,6 @@ from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, Requant
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
-from elastic_ckpt.planning.following import PlannedMasters, padding_items
 from elastic_ckpt.planning.matching import Matching, weights_key
 from elastic_ckpt.planning.optimizer_kinds import OTHER_OPTIMIZER
 from elastic_ckpt.planning.quantized_items import requantized_blocks, split_row
@@ -40,8 +40,7 @@ class PlanBuilder:
 
     Args:
         metadata, local_state: the checkpoint, under live names, and the live engine.
-        resharding: how parameters and buffers come from shards of another layout, by (name, state key); the key is
-            empty where all states share it. All others come from the shard of this tensor-parallel rank.
+        resharding: transfers of a reshard plan; all others come from the shard of this tensor-parallel rank.
         may_change: whether 8-bit blocks may be requantized, and masters and states rounded to the live dtype.
     """
 
@@ -60,7 +59,6 @@ class PlanBuilder:
         self._sharing = Sharing(at.dp, at.dp_rank)
         self._tp_rank = at.tp_rank
         self._tiled: set[tuple[str, str]] = set()
-        self._masters: dict[int, PlannedMasters] = {}
         self._slots: list[Slot] = []
         self._items: list[ReadItem] = []
         self._requantize_items: list[RequantizeItem] = []
@@ -119,7 +117,7 @@ class PlanBuilder:
         live, numel = link.live, flat.numel
         shape: tuple[int, ...] = ()
         restored = restored if link.source else ()
-        if live.layout == SCRATCH or self._follow(flat, link, restored):
+        if live.layout == SCRATCH:
             return
         if live.layout == REPLICATED:
             assert link.replicated is not None
@@ -149,40 +147,39 @@ class PlanBuilder:
             self._check_dtype(part, live.key, part.tensor.dtype, dtype)
         self._add_values(_state_slot(flat, live, live.rows * numel, dtype, shape), parts)
 
-    def _follow(self, flat: FlatPartition, link: StateLink, restored: Sequence[Fragment]) -> bool:
-        """Add a state as its masters were added, if it is laid out and wanted like them."""
-        live, masters, number = link.live, self._masters.get(flat.index), len(self._slots)
-        if masters is None or live.layout != ELEMENTWISE or live.rows > 1 or live.blocks is not None:
-            return False
-        if not restored or [part.fragment for part in masters.parts] != list(restored):
-            return False
-        found = [self._metadata.tensors.get((fragment.name, link.source)) for fragment in restored]
-        tensors = [tensor for tensor in found if tensor is not None]
-        dtype = live.dtype or next((tensor.dtype for tensor in tensors), flat.dtype)
-        if len(tensors) < len(found) or not all(converts_exactly(each, dtype) for each in {t.dtype for t in tensors}):
-            return False
-        items = masters.follow(tensors, number)
-        if items is not None:
-            gaps = self._slots[masters.slot].gaps
-            self._slots.append(replace(_state_slot(flat, live, flat.numel, dtype), gaps=gaps))
-            self._items += items
-        return items is not None
-
     def _add_padding(self, first: int, fragments: Sequence[Fragment]) -> None:
         """Have the slots from one on filled to the last element, if one rank of the save held just these fragments.
 
         What an unknown optimizer has in padding is not known, and norms of partitions count it.
         """
-        if any(self._is_resharded(fragment.name) for fragment in fragments):
-            return
         for number, slot in enumerate(self._slots[first:], start=first):
             # below ZeRO-3, masters are saved without it
-            if slot.layout == ELEMENTWISE and (slot.key != MASTER or self._metadata.source.zero_stage == 3):
-                tensors = [self._metadata.tensors.get((fragment.name, slot.key)) for fragment in fragments]
-                items = padding_items(slot, number, fragments, tensors, self._tp_rank)
-                if items is not None:
-                    self._slots[number] = replace(slot, gaps=())
-                    self._items += items
+            if slot.layout != ELEMENTWISE or (slot.key == MASTER and self._metadata.source.zero_stage < 3):
+                continue
+            place = self._flat_tensor_of(slot, fragments)
+            if place is not None:
+                file, begin = place
+                self._slots[number] = replace(slot, gaps=())
+                self._items += [
+                    ReadItem(file, begin + gap.start * ITEMSIZE[slot.dtype], number, gap.start, gap.numel, slot.dtype)
+                    for gap in slot.gaps
+                ]
+
+    def _flat_tensor_of(self, slot: Slot, fragments: Sequence[Fragment]) -> tuple[int, int] | None:
+        """File and byte offset of the one saved flat tensor that is just a slot, padding included."""
+        places: set[tuple[int, int, int]] = set()
+        for fragment in fragments:
+            tensor = self._metadata.tensors.get((fragment.name, slot.key))
+            if tensor is None or slot.rows > 1 or slot.dtype != tensor.dtype or self._is_resharded(fragment.name):
+                return None
+            source = tensor.sources[self._tp_rank if tensor.shards else 0]
+            chunks = source.within(fragment.range.start, fragment.range.stop)
+            if not isinstance(source, PartitionedChunks) or [chunk.range for chunk in chunks] != [fragment.range]:
+                return None
+            begin = chunks[0].byte_offset - fragment.flat_offset * ITEMSIZE[slot.dtype]
+            places.add((chunks[0].file, begin, source.flat.numel))
+        (file, begin, numel) = places.pop() if len(places) == 1 else (0, 0, -1)
+        return (file, begin) if numel == slot.numel else None
 
     def _add_whole(self, whole: WholeTensor) -> None:
         part = self._part(Fragment(whole.name, whole.shape, whole.range, -1, 0), whole.key)
@@ -202,10 +199,9 @@ class PlanBuilder:
         name, is_weights = fragment.name, key in (MASTER, FROZEN)
         tensor = self._tensor(name, weights_key(self._metadata, name) if is_weights else key)
         resharded = self._resharding.get((name, tensor.key)) or self._resharding.get((name, ""))
-        return FragmentSource(fragment, tensor, resharded or copied(self._shard_of(tensor), math.prod(fragment.shape)))
-
-    def _shard_of(self, tensor: TensorMetadata) -> int:
-        return self._tp_rank if tensor.shards else 0
+        return FragmentSource(
+            fragment, tensor, resharded or copied(self._tp_rank if tensor.shards else 0, math.prod(fragment.shape))
+        )
 
     def _is_resharded(self, name: str) -> bool:
         return (name, "") in self._resharding
@@ -215,9 +211,7 @@ class PlanBuilder:
         number, row_numel = len(self._slots), slot.numel // slot.rows
         self._slots.append(replace(slot, gaps=gaps_of(parts, slot.rows, row_numel)))
         mine = self._sharing.mine(number, slot.numel, slot.dtype) if slot.replicated else None
-        begins = []
         for part in parts:
-            begins.append(len(self._items))
             for row in range(slot.rows):
                 to_slot, wanted = part.to_slot(row, row_numel), part.fragment.range
                 if mine is not None:
@@ -233,10 +227,6 @@ class PlanBuilder:
                     )
                 else:  # chunks tile their shard, so that each element is written once
                     self._items += items
-        alone = ((part.fragment.name, MASTER) in self._resharding or part.sources.scale is not None for part in parts)
-        if slot.key == MASTER and mine is None and not any(alone):
-            items_of = [self._items[begin:end] for begin, end in pairwise([*begins, len(self._items)])]
-            self._masters[slot.flat] = PlannedMasters(parts, number, items_of)
 
     def _add_quantized(
         self, flat: FlatPartition, live: LiveState, parts: Sequence[FragmentSource], row_numel: int
@@ -315,7 +305,7 @@ class PlanBuilder:
         return tensor
 
     def _check_shape(self, tensor: TensorMetadata, live_shape: tuple[int, ...]) -> None:
-        saved = tensor.shard_shapes[self._shard_of(tensor)]
+        saved = tensor.shard_shapes[self._tp_rank if tensor.shards else 0]
         if saved != live_shape:
             problem = f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs"
             both = f"{live_shape} in the live model", f"{saved} in the checkpoint"

@@ -71,11 +71,8 @@ def read_items(
 ) -> Iterator[ReadItem]:
     """The items that read some elements of a live shard.
 
-    Args:
-        tensor, sources: the saved tensor, and where the live shard gets its elements.
-        wanted: elements of the live shard.
-        slot, to_slot: index of the slot, and what to add to a position in the live shard for one in the slot.
-        row, rows: of a state with several rows, which one, and their number.
+    ``to_slot``: what to add to a position in the live shard for one in the slot; ``row``, ``rows``: of a state with
+    several rows, which one, and their number.
     """
     for shard, copy in sources.copies:
         base = row * (math.prod(tensor.shard_shapes[shard]) // rows)

@@ -49,9 +49,7 @@ class StateMatching:
         scalars: per flat partition, its scalar states; ``None`` if the checkpoint has none. Empty if not requested.
         stateful: parameters whose states are restored.
         restored: live state key -> the parameters that get it.
-        outcomes: states that start fresh, and saved states that the live optimizer lacks.
         converted: whether another optimizer of the same family saved the states.
-        notes: sentences for the report.
     """
 
     links: Mapping[int, tuple[StateLink, ...]] = field(default_factory=lambda: MappingProxyType({}))
@@ -71,10 +69,7 @@ def match_states(
 ) -> StateMatching:
     """Determine which states to restore, and the scalar states (``step``) of every flat partition.
 
-    Args:
-        metadata, local_state: the checkpoint and the live engine.
-        matching: parameters on both sides.
-        convert: whether states of another optimizer of the same family are accepted.
+    ``convert``: whether states of another optimizer of the same family are accepted.
 
     Raises:
         UnsupportedError: the checkpoint holds a state of unknown layout.

@@ -91,7 +91,6 @@ class ModelShapes:
         return None
 
     def _matrix(self, name: str) -> TensorMetadata | None:
-        """The weight of a parameter's layer, if it is a matrix."""
         weight = tensor_of(self._metadata, name.rpartition(".")[0] + ".weight")
         return None if weight is None or any(len(shape) != 2 for shape in weight.shard_shapes) else weight
 
