@@ -248,7 +248,7 @@ def _different(drifts: Sequence[Drift], idle: Collection[str]) -> MismatchError:
     first = '"elastic_checkpoint": {"replicated_params": "first"} keeps'
     problem = "copies of replicated parameters differ between the ranks that saved them, and only one can be kept"
     expected = "equal copies on every tensor-parallel rank and pipeline stage"
-    remedy = f'{first} the copy of the first rank, "mean" the mean of all tensor-parallel ranks'
+    remedy = f'{first} the copy of the first rank, "replicated_params": "mean" the mean of all ranks'
     if any(drift.check.names for drift in drifts):
         problem = "weights that are one in the live model have different values under their names in the checkpoint"
         expected = "equal values under each name of a tied weight"
