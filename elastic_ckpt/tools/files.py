@@ -1,16 +1,15 @@
-"""The files of a checkpoint: their kinds, ranks and contents, and those that are missing by the names of the others."""
+"""The files of a checkpoint: their kinds, and those that are missing by the names of the others."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, chain
-from typing import Any
+from collections.abc import Iterator
 
-from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
+from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import (
     DCP_METADATA,
     DCP_SUFFIX,
@@ -20,38 +19,14 @@ from elastic_ckpt.formats.naming import (
     FolderFiles,
     sort_names,
 )
-from elastic_ckpt.formats.peek import Peeked
+from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.safetensors import SUFFIX
 
 #: Formats of whole tensors, whose files are not by rank.
 WHOLE_FORMATS = ("dcp", "safetensors")
 #: Files of more ranks than this are not enumerated, since the number is only a file's claim.
 _MOST_EXPECTED = 1 << 17
-_LAYER = re.compile(r"^(\d{1,6})\.")
 _LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """A file of the tag's folder; ``name`` is its path relative to that.
-
-    Attributes:
-        kind: ``"model states"``, ``"optimizer states"``, ``"layer"``, ``"parameter"`` (of a universal checkpoint),
-            ``"optimizer"`` (of one), ``"expert"``, ``"swapped"`` (from NVMe), ``"chunks"`` and ``"metadata"`` (of
-            ``torch.distributed.checkpoint``), ``"safetensors"`` or ``"other"``.
-        dp, tp, pp, mp: its ranks; ``mp`` counts stages and tensor-parallel ranks together.
-        tensors: key -> number of parameters with chunks in it.
-    """
-
-    name: str
-    kind: str
-    nbytes: int
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    mp: int | None = None
-    layer: int | None = None
-    tensors: Mapping[str, int] = field(default_factory=dict)
 
 
 def file_sizes(found: Found) -> dict[str, int]:
@@ -64,9 +39,8 @@ def file_sizes(found: Found) -> dict[str, int]:
             continue
         walked.add(itself)
         inside.sort()
-        for name in sorted(names):
-            path = os.path.join(folder, name)
-            sizes[_below(found.folder, path)] = size_of(path)
+        for path in (os.path.join(folder, name) for name in sorted(names)):
+            sizes[os.path.relpath(path, found.folder).replace(os.sep, "/")] = size_of(path)
     return sizes
 
 
@@ -78,74 +52,32 @@ def size_of(path: str) -> int:
         return 0
 
 
-def _below(folder: str, path: str) -> str:
-    return os.path.relpath(path, folder).replace(os.sep, "/")
-
-
-def entries_of(sizes: Mapping[str, int], tp: int | None, metadata: CheckpointMetadata | None) -> tuple[FileEntry, ...]:
-    """The files of the folder, by name, with ``pp`` and ``tp`` ranks if the tensor-parallel degree is known."""
-    tensors = {} if metadata is None else _tensors_in_files(metadata)
-    return tuple(
-        FileEntry(name, nbytes=nbytes, tensors=tensors.get(name, {}), **kind_and_ranks(name, tp))
-        for name, nbytes in sorted(sizes.items())
-    )
-
-
-def _tensors_in_files(metadata: CheckpointMetadata) -> dict[str, dict[str, int]]:
-    """By name of a file, the number of tensors with chunks in it, by key."""
-    # ranges of files are counted by where they begin and end: parameters times ranks would be many
-    changes: dict[str, list[int]] = {}
-    for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
-        of_key = changes.setdefault(tensor.key, [0] * (len(metadata.files) + 1))
-        for files in (source.files for source in tensor.sources):
-            for run in [files] if isinstance(files, range) else [range(file, file + 1) for file in files]:
-                of_key[run.start] += 1
-                of_key[run.stop] -= 1
-    counts: dict[str, dict[str, int]] = {}
-    names = [_below(metadata.source.folder, file.path) for file in metadata.files]
-    for key, of_key in changes.items():
-        for name, count in zip(names, accumulate(of_key), strict=False):
-            if count:
-                counts.setdefault(name, {})[key] = count
-    return counts
-
-
-def kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
+def kind_of_file(name: str) -> str:
+    """What a file is: ``parameter`` or ``optimizer`` of a universal checkpoint, ``swapped`` from NVMe, ``rank``'s
+    states, ``chunks`` or ``metadata`` of ``torch.distributed.checkpoint``, ``safetensors``, or ``other``.
+    """
     folder, _, rest = name.partition("/")
     if folder == UNIVERSAL_FOLDER and rest:
-        return {"kind": "optimizer" if rest == UNIVERSAL_OPTIMIZER else "parameter"}
+        return "optimizer" if rest == UNIVERSAL_OPTIMIZER else "parameter"
     if folder == SWAPPED_FOLDER and rest:
-        return {"kind": "swapped"}
-    whole = {DCP_METADATA: "metadata", DCP_SUFFIX: "chunks", SUFFIX: "safetensors"}
-    for ending, kind in whole.items():
+        return "swapped"
+    for ending, kind in {DCP_METADATA: "metadata", DCP_SUFFIX: "chunks", SUFFIX: "safetensors"}.items():
         if name.endswith(ending):
-            return {"kind": kind}
+            return kind
     files = sort_names([name], is_universal=False)
-    for layer, rank in files.layers:
-        return {"kind": "layer", "tp": rank, "layer": layer}
-    if not files.mp_ranks:
-        return {"kind": "expert" if files.of_experts else "other"}
-    (mp,) = files.mp_ranks
-    dp = next((dp for dp, _ in (*files.optimizer, *files.model_zero3)), None)
-    # ``mp`` counts stages and tensor-parallel ranks together: elastic_ckpt.formats.grid
-    grid = {"pp": mp // tp, "tp": mp % tp} if tp else {}
-    return {"kind": "optimizer states" if files.optimizer else "model states", "dp": dp, "mp": mp, **grid}
+    return "rank" if files.layers or files.mp_ranks or files.of_experts else "other"
 
 
-def expected_files(
-    found: Found, dp: int, model_parallel: int, experts: Sequence[int] = (), peeked: Peeked | None = None
-) -> Iterator[str]:
-    """Plain names of the files that should be there, with ``*`` for what is unknown of a name. Pure.
-
-    Args:
-        found: the folder; nothing is expected of one with files of two saves, whose names show little.
-        dp, model_parallel: how many ranks are claimed; there are at least those that have files.
-        experts: number of experts, by layer.
-        peeked: a model-states file, for what names do not show.
-    """
+def expected_files(found: Found, trust_pickle: bool = False) -> Iterator[str]:
+    """Plain names of the files that should be there, by the names of the others and a model-states file."""
     files = found.files
     if files.clashes or found.format in WHOLE_FORMATS:
         return
+    model = _model_states(found, trust_pickle)
+    dp = 0 if model is None or files.is_universal else model.counters["dp_world_size"]
+    model_parallel = 0 if model is None else model.stated.borne_out(len(files.mp_ranks)).model_parallel
+    claims = () if model is None else model.features.experts
+    experts = [count for count in claims if isinstance(count, int) and count > 0]
     ranks = max([dp, *(rank + 1 for rank, _ in (*files.optimizer, *files.model_zero3))], default=0) or 1
     mp_ranks = max([model_parallel, *(rank + 1 for rank in files.mp_ranks)], default=0) or 1
     if ranks * mp_ranks + sum(experts) > _MOST_EXPECTED:
@@ -155,44 +87,36 @@ def expected_files(
         if files.model_zero3 and mp not in files.model:
             yield from (f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt" for dp in dps)
         else:
-            yield f"{'' if files.model else '*'}mp_rank_{mp:02d}_model_states.pt"
+            yield from [f"mp_rank_{mp:02d}_model_states.pt"] if files.model else []
     if found.format == "universal":
-        yield from (f"{UNIVERSAL_FOLDER}/{name}/{MASTER}.pt" for name in (peeked.parameters if peeked else ()))
         return
-    if files.experts:  # AutoEP with ZeRO-3 writes none
-        where = "00" if len(mps) == 1 else "*"  # tensor-parallel ranks slice experts, or have different ones
+    if files.experts and mp_ranks == 1:  # tensor-parallel ranks slice experts, or have different ones
         here = {(layer, n): name for (layer, n, _), name in files.experts.items()}
         for at in ((layer, n) for layer, count in enumerate(experts) for n in range(count)):
-            yield here.get(at, f"layer_{at[0]}_expert_{at[1]}_mp_rank_{where}_model_states.pt")
-        optimizers = {rank: name for (rank, _), name in files.expert_optimizers.items()}
-        for ep_rank in range(1 + max(optimizers, default=-1)):
-            yield optimizers.get(ep_rank, f"expp_rank_{ep_rank}_mp_rank_{where}_optim_states.pt")
-    elsewhere = files.experts or peeked is None or peeked.holds_optimizer or peeked.without_states
-    if files.optimizer or not elsewhere:
-        prefix, joint = _style(files, peeked)
+            yield here.get(at, f"layer_{at[0]}_expert_{at[1]}_mp_rank_00_model_states.pt")
+        ep_ranks = [rank for rank, _ in files.expert_optimizers]
+        yield from (f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(1 + max(ep_ranks, default=-1)))
+    if sample := next(iter(files.optimizer.values()), None):
+        prefix, joint = sample.partition("zero_pp_rank")[0], "_" if "_optim_states" in sample else ""
         yield from (f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt" for mp in mps for dp in dps)
-    yield from _expected_layers(files, peeked)
+    yield from _expected_layers(files)
 
 
-def _style(files: FolderFiles, peeked: Peeked | None) -> tuple[str, str]:
-    """The text before ``zero_pp_rank`` and before ``optim_states`` in file names of this save."""
-    sample = next(iter(files.optimizer.values()), None)
-    if sample is not None:
-        return sample.partition("zero_pp_rank")[0], "_" if "_optim_states" in sample else ""
-    is_bf16 = peeked is not None and peeked.weight_dtypes[:1] == ("bfloat16",)
-    return "bf16_" if is_bf16 else "", "_"
+def _model_states(found: Found, trust_pickle: bool) -> ModelShard | None:
+    """The first model-states file that can be read, whatever else is wrong with the checkpoint."""
+    for name in (*found.files.model.values(), *found.files.model_zero3.values()):
+        try:
+            return index_model_states(open_pickled(found.path(name), trust_pickle), 0, StateOptions())
+        except (ElasticCkptError, TypeError, ValueError, AttributeError, LookupError):
+            continue  # reading the whole checkpoint reports what is wrong with it
+    return None
 
 
-def _expected_layers(files: FolderFiles, peeked: Peeked | None) -> Iterator[str]:
-    """A layer with parameters, or with a file of some rank, has one of every tensor-parallel rank."""
-    if not files.layers:
-        return
-    named = (_LAYER.match(name) for name in (peeked.parameters if peeked else ()))
-    layers = {layer for layer, _ in files.layers} | {int(match[1]) for match in named if match}
-    tp = max((peeked.degrees.tp if peeked else 0) or 0, max(rank for _, rank in files.layers) + 1)
+def _expected_layers(files: FolderFiles) -> Iterator[str]:
+    """A layer with a file of some rank has one of every tensor-parallel rank."""
+    layers = {layer for layer, _ in files.layers}
+    tp = max((rank + 1 for _, rank in files.layers), default=0)
     with_rank = any(_LAYER_OF_TP.search(name) for name in files.layers.values())
-    if len(layers) * tp > _MOST_EXPECTED:
-        return
-    for layer in sorted(layers):
+    for layer in sorted(layers) if len(layers) * tp <= _MOST_EXPECTED else ():
         for rank in range(tp):
             yield f"layer_{layer:02d}-{f'model_{rank:02d}-' if with_rank else ''}model_states.pt"

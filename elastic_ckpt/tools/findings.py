@@ -20,9 +20,8 @@ from elastic_ckpt.errors import (
 )
 from elastic_ckpt.planning.read_items import check_tiling
 
-Level = Literal["error", "warning", "note"]
+Level = Literal["error", "note"]
 ERROR: Level = "error"
-WARNING: Level = "warning"
 NOTE: Level = "note"
 
 #: Kinds of problems of a zip archive: in its directory, in its record headers, in bytes that no reader uses.
@@ -84,22 +83,22 @@ def kind_of(error: ElasticCkptError) -> str:
     return "mismatch" if isinstance(error, MismatchError) else "damaged"
 
 
-def of_tensors(metadata: CheckpointMetadata, incomplete: str, short: str) -> Iterator[Finding]:
-    """Tensors with elements in no file or in two (of kind ``incomplete``), or beyond the end of a file (``short``)."""
+def of_tensors(metadata: CheckpointMetadata) -> Iterator[Finding]:
+    """Tensors with elements in no file or in two, or beyond the end of a file."""
     files = metadata.files
     known: dict[tuple[int, int], bool] = {}
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         try:
             check_tiling(metadata, tensor)
         except DamagedError as error:
-            yield of_error(error, incomplete)
+            yield of_error(error, "incomplete")
         for chunk in chain.from_iterable(source for source in tensor.sources if not _ends_inside(source, files, known)):
             file = files[chunk.file]
             end = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
             if end > file.nbytes:
                 text = f"{tensor.key} of this parameter reaches beyond the end of its file"
                 sizes = {"expected": f"{end} bytes or more", "found": f"{file.nbytes} bytes"}
-                yield Finding(ERROR, short, text, tensor.name, file.path, **sizes)
+                yield Finding(ERROR, "unreadable", text, tensor.name, file.path, **sizes)
 
 
 def _ends_inside(source: ChunkSource, files: Sequence[SourceFile], known: dict[tuple[int, int], bool]) -> bool:

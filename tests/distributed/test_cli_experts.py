@@ -68,22 +68,21 @@ def damaged(saved: Path, tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("run", [SOURCE, *RESAVED], ids=lambda run: run.name)
 def test_inspect_shows_the_degree_and_the_experts_of_each_layer(run: Experts, saved: Path) -> None:
     found = command("inspect", saved / run.name)
-    assert found["ok"] and found["missing"] == []
-    assert (found["run"]["ep"], found["run"]["experts"]) == (run.ep, [4, 8])
+    assert found["ok"] and found["source"]["ep"] == run.ep
+    assert list(found["experts"].values()) == [4, 8]
     weights = {entry["name"] for entry in found["parameters"] if entry["role"] in ("trained", "weight")}
     assert weights == truth_of(saved / SOURCE.name)["masters"].keys()
-    # those of each expert-parallel rank are counted, dense ones once
-    assert sum(group["members"] for group in found["groups"]) == len(weights)
-    assert {state["key"]: state["parameters"] for state in found["states"]}["exp_avg"] == len(weights)
+    if run.stage:  # without ZeRO, states are numbered
+        assert sum(group["members"] for group in found["groups"]) == len(weights)
+        assert {each["key"]: each["tensors"] for each in found["contents"]}["exp_avg"] == len(weights)
     text = CliRunner().invoke(app, ["inspect", str(saved / run.name)]).output
-    assert f"EP={run.ep}" in text and "1 layers of 4, 1 layers of 8" in text
+    assert (f"EP={run.ep}" in text) == (run.ep > 1) and "1 layers of 4, 1 layers of 8" in text
 
 
 @pytest.mark.parametrize("run", [SOURCE, WITHOUT_ZERO], ids=lambda run: run.name)
 def test_missing_files_of_experts_are_all_named(run: Experts, damaged: Any) -> None:
     lost = [EXPERT.format(0, 3), EXPERT.format(1, 5)]
     folder = damaged(run, *lost)
-    assert command("inspect", folder, code=1)["missing"] == lost
     found = command("verify", folder, code=1)["findings"]
     assert {Path(one["file"]).name for one in found if one["code"] == "missing"} == set(lost)
     result = CliRunner().invoke(app, ["latest", str(folder)])
@@ -95,7 +94,6 @@ def test_missing_files_of_experts_are_all_named(run: Experts, damaged: Any) -> N
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
 def test_a_missing_optimizer_of_experts_is_named(ranks: tuple[int, ...], damaged: Any) -> None:
     folder = damaged(WITHOUT_ZERO, *(OPTIMIZER.format(rank) for rank in ranks))
-    assert OPTIMIZER.format(ranks[0]) in command("inspect", folder, code=1)["missing"]
     found = command("verify", folder, code=1)["findings"]
     assert OPTIMIZER.format(ranks[0]) in {Path(one["file"]).name for one in found}, found
 

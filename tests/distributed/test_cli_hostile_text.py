@@ -18,7 +18,7 @@ ODD = "\x1b]0;x\x07\x9b2J\x08\u202e\u2028\rx\ud800[red]"
 #: The same as the name of a file.
 ODD_NAME = ODD.replace("\ud800", "\udcff")
 MODEL = "mp_rank_00_model_states.pt"
-COMMANDS = ("inspect --params --tree", "plan --dp 3", "plan --rank 0", "verify --full", "latest", "diff", "export")
+COMMANDS = ("inspect --params", "plan --dp 3", "plan --rank 0", "verify --full", "latest", "diff", "export")
 COMMANDS += ("convert", "convert --to dcp", "export --optimizer", "plan --tp 2", "inspect --json", "plan --json")
 
 

@@ -52,7 +52,7 @@ ODD: dict[str, Callable[[Path], object]] = {
     "what is no text": lambda path: path.write_bytes(b"\xff\0" * 40),
 }
 COMMANDS = {
-    "inspect": ("--tree",),
+    "inspect": ("--params",),
     "plan": ("--dp", "3"),
     "verify": (),
     "verify --full": (),

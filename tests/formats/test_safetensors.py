@@ -56,7 +56,7 @@ def test_an_export_with_states_equals_what_it_was_made_from(tmp_path: Path, shar
     sides = [open_folder(str(folder), None, CONFIG) for folder in (source, tmp_path / "out")]
     assert compare(*sides, threads=1, progress=False).differences == ()
     found = inspect_folder(str(tmp_path / "out"), None, CONFIG)
-    assert (found.format, found.run.step, found.missing) == ("safetensors", 1, ())
+    assert (found["source"]["format"], found["run"]["global_steps"], found["ok"]) == ("safetensors", 1, True)
     outcome = verify(str(tmp_path / "out"), None, CONFIG, full=True)
     assert not outcome.findings and {note.kind for note in outcome.notes} <= {"no-checksum", "not-checked"}
 

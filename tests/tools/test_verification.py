@@ -40,11 +40,8 @@ from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import DamagedError, MismatchError
-from elastic_ckpt.formats.base import Found
-from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.tools import findings
-from elastic_ckpt.tools.files import expected_files
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
 from elastic_ckpt.tools.verification import check_metadata, scan
 from elastic_ckpt.tools.verification.archive import Problem, Record, read_archive
@@ -371,26 +368,6 @@ def test_copies_go_by_the_names_that_rename_gives_them(tmp_path: Path) -> None:
         (finding,) = check_copies(metadata, ElasticConfig(tp_rules=rules, rename=rename), threads=1)
         assert (finding.kind, finding.parameter) == (code, name)
         assert finding.text.endswith("at most 1 apart (a)") or not rename
-
-
-def test_missing_files_are_named_as_deepspeed_would() -> None:
-    def missing(*names: str, dp: int | None = None, ranks: int | None = None) -> list[str]:
-        found = Found("native", "/ckpt/step4", "step4", sort_names(names, is_universal=False))
-        return [name for name in expected_files(found, dp or 0, ranks or 0) if name not in names]
-
-    model, shard = "mp_rank_{:02d}_model_states.pt", "bf16_zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
-    assert missing(model.format(0), shard.format(0, 0), shard.format(1, 0)) == []
-    assert missing(model.format(0), shard.format(0, 0), dp=3) == [shard.format(1, 0), shard.format(2, 0)]
-    assert missing(model.format(1), shard.format(1, 1), dp=2, ranks=2) == [
-        model.format(0),
-        shard.format(0, 0),
-        shard.format(1, 0),
-        shard.format(0, 1),
-    ]
-    layer = "layer_{:02d}-model_{:02d}-model_states.pt"
-    layers = [layer.format(n, tp) for n in (1, 3) for tp in (0, 1)]
-    assert missing(model.format(0), *layers[:-1]) == [layers[-1]]
-    assert missing(model.format(0), shard.format(0, 0), dp=10**9) == []  # a claim that no folder could bear out
 
 
 def test_findings_are_one_line_each_that_no_terminal_obeys() -> None:

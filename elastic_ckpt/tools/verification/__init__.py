@@ -217,7 +217,7 @@ def _limited(path: str, findings: Iterable[Finding]) -> list[Finding]:
 
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Findings on coverage and states, from metadata alone."""
-    yield from of_tensors(metadata, "incomplete", "unreadable")
+    yield from of_tensors(metadata)
     is_universal, folder = metadata.source.format == "universal", metadata.source.folder
     for name in metadata.parameters:
         if (name, MASTER) not in metadata.tensors:

@@ -26,7 +26,7 @@ from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal_files import index_optimizer, index_state
 from elastic_ckpt.storage.local import file_names
-from elastic_ckpt.tools.files import WHOLE_FORMATS, expected_files, file_sizes, kind_and_ranks
+from elastic_ckpt.tools.files import WHOLE_FORMATS, expected_files, file_sizes, kind_of_file
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, one_line
 from elastic_ckpt.tools.opened import locate_despite_latest, open_checkpoint
 
@@ -81,7 +81,7 @@ def other_files(found: Found) -> list[str]:
 def _kinds_of(found: Found) -> Iterator[tuple[str, str]]:
     """Path and kind of each file; what else is among the parameters of a universal checkpoint is another one."""
     for name in file_sizes(found):
-        kind = kind_and_ranks(name, None)["kind"]
+        kind = kind_of_file(name)
         if kind in ("parameter", "optimizer") and not (found.files.is_universal and name.endswith(".pt")):
             kind = "other"
         own = {"dcp": ("chunks", "metadata"), "safetensors": ("safetensors",)}.get(found.format, ())
@@ -103,7 +103,7 @@ def read_metadata(found: Found, config: ElasticConfig) -> Diagnosis:
 def _diagnose(found: Found, config: ElasticConfig, error: ElasticCkptError) -> Diagnosis:
     items, findings = _open_all(found, config)
     models = list(chain(*_of(ModelShard, items)))
-    findings += _missing(found, models)
+    findings += _missing(found, config)
     foreign, complaints = _foreign(items)
     findings += foreign
     wrong = [finding for finding in findings if finding.level == ERROR]
@@ -167,17 +167,10 @@ def _index(file: PickledFile, path: str, config: ElasticConfig) -> Any:
     return index_native(file, (0, dp_rank, what), state_options(config))
 
 
-def _missing(found: Found, models: Sequence[ModelShard]) -> list[Finding]:
-    dp, ranks = 0, 0
-    experts: tuple[int, ...] = ()
-    if models:
-        most = _majority([_number(model.counters["dp_world_size"]) for model in models])
-        degrees = _majority([model.stated for model in models]).borne_out(len(found.files.mp_ranks))
-        dp, ranks = 0 if found.files.is_universal else most, degrees.model_parallel
-        experts = _majority([model.features.experts for model in models])
+def _missing(found: Found, config: ElasticConfig) -> list[Finding]:
     text = "no such file; restore it, or take another tag"
     present = set(map(plain_name, file_names(found.folder)))
-    names = [name for name in expected_files(found, dp, ranks, experts) if name not in present and "*" not in name]
+    names = [name for name in expected_files(found, config.trust_pickle) if name not in present]
     return [Finding(ERROR, "missing", text, file=found.path(name)) for name in names]
 
 
