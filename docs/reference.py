@@ -95,7 +95,7 @@ def commands_page() -> str:
 
 
 def _command(name: str) -> str:
-    importlib.import_module(f"elastic_ckpt.cli.{name}")
+    importlib.import_module(f"elastic_ckpt.cli.{COMMANDS[name]}")
     info = next(info for info in app.registered_commands if info.name == name)
     assert info.callback is not None
     parameters = get_params_from_function(info.callback).values()

@@ -17,20 +17,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 
-#: Each is also its module's name.
-COMMANDS = (
-    "convert",
-    "diff",
-    "disable",
-    "doctor",
-    "enable",
-    "exec",
-    "export",
-    "inspect",
-    "latest",
-    "plan",
-    "verify",
-)
+_NAMES = ("convert", "diff", "disable", "doctor", "enable", "exec", "export", "inspect", "latest", "plan", "verify")
+#: Each, and its module.
+COMMANDS = {name: "processes" if name in ("disable", "enable", "exec") else name for name in _NAMES}
 
 #: Made before Python looks for cycles again. Plans are millions of small objects without any, and Python's own choice
 #: takes a fifth of the time of planning.
@@ -72,7 +61,7 @@ class LazyCommands(TyperGroup):
         """The command to run."""
         name, command, rest = super().resolve_command(ctx, args)
         if name in COMMANDS:
-            importlib.import_module(f"elastic_ckpt.cli.{name}")
+            importlib.import_module(f"elastic_ckpt.cli.{COMMANDS[name]}")
             info = next(info for info in app.registered_commands if info.name == name)
             command = get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
         return name, command, rest
@@ -80,7 +69,7 @@ class LazyCommands(TyperGroup):
 
 def summary(command: str) -> str:
     """The first line of a command's docstring, which is read without importing its module."""
-    tree = ast.parse((Path(__file__).parent / f"{command}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((Path(__file__).parent / f"{COMMANDS[command]}.py").read_text(encoding="utf-8"))
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == command)
     return str(ast.get_docstring(function)).partition("\n")[0]
 

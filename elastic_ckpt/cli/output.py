@@ -111,8 +111,8 @@ def error_as_dict(error: ElasticCkptError) -> Mapping[str, Any]:
 
 
 @contextmanager
-def errors_end_the_command(as_json: bool) -> Iterator[None]:
-    """Print an :class:`ElasticCkptError` instead of a traceback, and exit with 3, or 2 if a config is wrong."""
+def errors_end_the_command(as_json: bool, exit_code: int = EXIT_UNREADABLE) -> Iterator[None]:
+    """Print an :class:`ElasticCkptError` instead of a traceback, and exit; with 2 if a config is wrong."""
     try:
         yield
     except ElasticCkptError as error:
@@ -120,7 +120,7 @@ def errors_end_the_command(as_json: bool) -> Iterator[None]:
             print_json(error_as_dict(error))
         else:
             error_console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNREADABLE) from error
+        raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else exit_code) from error
 
 
 @contextmanager

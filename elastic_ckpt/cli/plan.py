@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +17,6 @@ from tqdm import tqdm
 from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
 from elastic_ckpt.cli.output import (
     EXIT_FOUND,
-    error_as_dict,
-    error_console,
     errors_end_the_command,
     print_json,
     print_wide,
@@ -29,11 +25,10 @@ from elastic_ckpt.cli.output import (
 from elastic_ckpt.cli.scatter import write_scatter
 from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import ElasticCkptError, MismatchError
+from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import saved_topology, size, source_dict, title
-from elastic_ckpt.sharding.rules import Preset as TPPreset
 from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import RankForecast, forecast
@@ -43,8 +38,7 @@ _MOST_RANKS = 1 << 20
 #: Ranks planned of a larger job, unless all are asked for.
 _MOST_BY_DEFAULT = 64
 _LEAST_WIDTH = 72
-#: Rows shown of long lists.
-_FILES_SHOWN, _NOTES_SHOWN = 16, 12
+_NOTES_SHOWN = 12
 #: Attribute of a forecast, and title.
 _READS = (
     ("nbytes_read", "bytes read"),
@@ -112,7 +106,7 @@ def plan(
     if rank is not None and rank >= topology.ranks:
         raise typer.BadParameter(f"{topology} has the ranks 0 to {topology.ranks - 1}", param_hint="--rank")
     ranks = [rank] if rank is not None else some_of(topology.ranks, topology.ranks if every else _MOST_BY_DEFAULT)
-    with _refusals_end_the_command(as_json):
+    with errors_end_the_command(as_json, EXIT_FOUND):
         job = VirtualJob(metadata, topology, loading)
         with tqdm(ranks, desc="planning", unit=" ranks", leave=False, disable=True if as_json else None) as bar:
             found = [forecast(each, *job.planned(each), read_options(options)) for each in bar]
@@ -131,26 +125,6 @@ def some_of(ranks: int, most: int) -> list[int]:
     if ranks <= most:
         return list(range(ranks))
     return [round(number * (ranks - 1) / (most - 1)) for number in range(most)]
-
-
-@contextmanager
-def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
-    try:
-        yield
-    except ElasticCkptError as error:
-        hint = ""
-        if "tp_" in (error.remedy or ""):  # a live model may provide the layout
-            hint = (
-                f"--tp-preset NAME ({', '.join(TPPreset.names())}, or a JSON file), or --config FILE with the lines "
-                "above; in a load, parameters of Megatron Core and AutoTP say how they are sharded"
-            )
-        if as_json:
-            print_json({"refused": {**error_as_dict(error), **({"option": hint} if hint else {})}})
-        else:
-            error_console.print(f"[bold red]refused[/]: {escape(str(error))}", soft_wrap=True)
-            if hint:
-                error_console.print(f"  {'option:':<11}{escape(hint)}", soft_wrap=True, highlight=False)
-        raise typer.Exit(EXIT_FOUND) from error
 
 
 def _spread(values: Sequence[int]) -> dict[str, float]:
@@ -195,7 +169,7 @@ def report(job: VirtualJob, found: Sequence[RankForecast], in_detail: bool) -> I
     yield _reads(found)
     yield _memory(max(found, key=lambda each: each.memory))
     if in_detail:
-        yield _files(job, found[0]) if len(found) == 1 else _every_rank(job, found)
+        yield _each_rank(job, found)
 
 
 def _table(heading: str, *columns: str) -> Table:
@@ -238,23 +212,10 @@ def _memory(each: RankForecast) -> Table:
     return shown
 
 
-def _every_rank(job: VirtualJob, found: Sequence[RankForecast]) -> Table:
+def _each_rank(job: VirtualJob, found: Sequence[RankForecast]) -> Table:
     shown = _table("ranks", "rank", ">stage", ">dp", ">tp", ">read", ">reads", ">files", ">memory")
     for each in found:
         at = job.topology.coordinates(each.rank)
         numbers = map(str, (each.rank, at.pp_rank, at.dp_rank, at.tp_rank))
         shown.add_row(*numbers, size(each.nbytes_read), f"{each.reads:,}", str(each.files), size(each.memory))
-    return shown
-
-
-def _files(job: VirtualJob, each: RankForecast) -> Table:
-    at = job.topology.coordinates(each.rank)
-    ranks = f"data-parallel rank {at.dp_rank}, tensor-parallel rank {at.tp_rank}"
-    shown = _table(f"rank {each.rank}: pipeline stage {at.pp_rank}, {ranks}", "file", ">bytes read")
-    biggest = sorted(each.by_file.items(), key=lambda item: (-item[1], item[0]))
-    for file, nbytes in biggest[:_FILES_SHOWN]:
-        shown.add_row(escape(os.path.relpath(job.metadata.files[file].path, job.metadata.source.folder)), size(nbytes))
-    rest = [nbytes for _, nbytes in biggest[_FILES_SHOWN:]]
-    if rest:
-        shown.add_row(f"and {len(rest)} more", size(sum(rest)))
     return shown

@@ -33,9 +33,8 @@ class Whole:
     """A logical tensor.
 
     Attributes:
-        name, key: parameter or buffer, and its state or weights.
         shape: logical shape, with rows as the leading dimension if there are several.
-        dtype: torch dtype in which it is read; of quantized states, that of dequantized values.
+        dtype: in which it is read; of quantized states, that of dequantized values.
         rows: values of a state per element of its parameter.
         is_coded, is_whole: whether it is quantized in the files; whether it is a state with a shape of its own.
     """

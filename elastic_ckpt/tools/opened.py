@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,23 +61,15 @@ def locate_despite_latest(
     try:
         return locate(folder, tag, trust_pickle), None
     except (NotFoundError, DamagedError) as error:
-        path = os.path.abspath(folder)
+        path, named = os.path.abspath(folder), []
+        for name in (LATEST, LATEST_UNIVERSAL):
+            with suppress(DamagedError):
+                named.append(read_latest(path, name))
         tags = list_tags(path) if tag is None else []
-        if not tags:
-            raise
-        named = (tag_named_by(path, name) for name in (LATEST, LATEST_UNIVERSAL))
-        found = look_at(path, next((name for name in named if name in tags), tags[0]))
+        found = look_at(path, next((name for name in named if name in tags), tags[0])) if tags else None
         if found is None:
             raise
         return found, error
-
-
-def tag_named_by(folder: str, latest: str) -> str | None:
-    """The tag that a ``latest`` file names, if it can be read."""
-    try:
-        return read_latest(folder, latest)
-    except DamagedError:
-        return None
 
 
 def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = True, with_unmade: bool = True) -> Opened:

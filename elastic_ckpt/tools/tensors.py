@@ -63,32 +63,23 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
         self._source = _Source(opened)
-        self._metadata = self._source.metadata
-        refuse_without_masters(self._metadata)
+        refuse_without_masters(opened.metadata)
         self._weights = weights_by_name(self._source.wholes.values())
-        aliases = self._metadata.aliases.items()
-        self._names = {name: name for name in self._weights}
-        self._names |= {alias: name for alias, name in aliases if name in self._weights}
+        self._weights |= {
+            alias: self._weights[name] for alias, name in opened.metadata.aliases.items() if name in self._weights
+        }
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._source.read(self._weights[self._known(name)])
+        return self._source.read(self._whole(name))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._weights
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._weights)
 
     def __len__(self) -> int:
-        return len(self._names)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._metadata.source.folder}: {len(self)} tensors>"
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was noticed while the metadata was read."""
-        return (*self._metadata.notes, *self._metadata.warnings, *self._source.reader.notes)
+        return len(self._weights)
 
     def optimizer_state(self, name: str) -> dict[str, torch.Tensor | float]:
         """Optimizer states of a parameter, in its shape: ``{"step": tensor(3.), "exp_avg": ..., "exp_avg_sq": ...}``.
@@ -99,12 +90,11 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
         Raises :class:`KeyError` if no optimizer owned such a parameter, and :class:`ElasticCkptError` if states are
         damaged or of unknown layout, or the optimizer's parameters could not be named.
         """
-        states = self._states
-        name = self._known(name)
-        if name not in states.metadata.parameters:
-            raise KeyError(f"no optimizer owned {name!r} when {self._metadata.source.folder} was saved")
-        keys = (key for key in states.metadata.state_keys if (name, key) in states.wholes)
-        return scalars_of(states.metadata, name) | {key: states.read(states.wholes[name, key]) for key in keys}
+        source, name = self._states, self._whole(name).name
+        if name not in source.metadata.parameters:
+            raise KeyError(f"no optimizer owned {name!r} when {source.metadata.source.folder} was saved")
+        tensors = {key: whole for key in source.metadata.state_keys if (whole := source.wholes.get((name, key)))}
+        return scalars_of(source.metadata, name) | {key: source.read(whole) for key, whole in tensors.items()}
 
     @cached_property
     def _states(self) -> _Source:
@@ -113,13 +103,12 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
         refuse_unreadable_states(source.metadata)
         return source
 
-    def _known(self, name: str) -> str:
-        """The name that has the data. Raises :class:`KeyError`."""
-        if name not in self._names:
-            nearest = difflib.get_close_matches(str(name), self._names, n=3)
-            hint = f"; there are {', '.join(nearest)}" if nearest else ""
-            raise KeyError(f"{self._metadata.source.folder} has no tensor {name!r}{hint}")
-        return self._names[name]
+    def _whole(self, name: str) -> Whole:
+        if name not in self._weights:
+            nearest = ", ".join(difflib.get_close_matches(str(name), self._weights, n=3))
+            folder = self._opened.metadata.source.folder
+            raise KeyError(f"{folder} has no tensor {name!r}" + (f"; there are {nearest}" if nearest else ""))
+        return self._weights[name]
 
 
 class _Source:
@@ -128,13 +117,13 @@ class _Source:
     def __init__(self, opened: Opened) -> None:
         self.metadata = opened.metadata
         self._errors: dict[str, ElasticCkptError] = {}
-        self.reader = LogicalReader(self.metadata, LoadOptions.of(opened.config), self._errors)
-        self.wholes = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
+        self._reader = LogicalReader(self.metadata, LoadOptions.of(opened.config), self._errors)
+        self.wholes = {(whole.name, whole.key): whole for whole in self._reader.tensors()}
         self._options = replace(read_options(opened.config), progress=False)
 
     def read(self, whole: Whole) -> torch.Tensor:
         if whole.name in self._errors:
             raise self._errors[whole.name]
-        for note in self.reader.compare_copies(self._options, whole):
+        for note in self._reader.compare_copies(self._options, whole):
             logger.warning("elastic_ckpt: %s", note)
-        return self.reader.tensor(whole, self._options)
+        return self._reader.tensor(whole, self._options)

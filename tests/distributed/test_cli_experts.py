@@ -253,4 +253,4 @@ def test_an_imagined_checkpoint_of_experts_is_the_real_one(
 def test_a_degree_that_no_job_can_have_is_refused(saved: Path) -> None:
     for options in (("--dp", 3, "--ep", 3), ("--dp", 4, "--zero", 3), ("--dp", 4, "--ep", 8)):
         found = command("plan", saved / SOURCE.name, *options, code=1)
-        assert found["refused"]["problem"] == "there is no such job with MoE layers", found
+        assert found["problem"] == "there is no such job with MoE layers", found

@@ -57,7 +57,6 @@ def test_it_is_a_mapping_of_the_state_dict(trained_model: tuple[Tied, Any], tmp_
     for name, value in checkpoint.items():
         assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
     assert checkpoint["scale"].shape == () and "again" in checkpoint and "d" not in checkpoint
-    assert "6 tensors" in repr(checkpoint) and str(tmp_path / "step") in repr(checkpoint)
     checkpoint["a"].zero_()
     assert torch.equal(checkpoint["a"], expected["a"]), "another access, another tensor"
     Tied().load_state_dict(dict(checkpoint))

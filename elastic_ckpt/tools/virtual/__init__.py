@@ -8,7 +8,7 @@ alone, as all but DeepSpeed's ``FP16_Optimizer`` do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -25,7 +25,6 @@ from elastic_ckpt.core.local_state import (
     FlatPartition,
     Fragment,
     LiveGroup,
-    LiveLayout,
     LocalState,
     ModelLayout,
     RankCoordinates,
@@ -77,17 +76,11 @@ class Topology:
         return f"ZeRO-{self.zero_stage}, DP={self.dp}, TP={self.tp}, PP={self.pp}{ep}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Replicated:
-    """What all data-parallel ranks of one coordinate have in common; ``rules``: of each flat partition's members."""
-
-    layouts: Mapping[str, LiveLayout]
-    groups: tuple[LiveGroup, ...]
-    flats: tuple[FlatPartition, ...]
-    rules: tuple[Sequence[PartitionRule], ...]
+#: Pipeline, tensor- and expert-parallel rank: all data-parallel ranks of these have the same partitions.
+_Stage = tuple[int, int, int]
 
 
-def _without_dp(at: RankCoordinates) -> tuple[int, int, int]:
+def _without_dp(at: RankCoordinates) -> _Stage:
     return at.pp_rank, at.tp_rank, at.ep_rank
 
 
@@ -104,8 +97,8 @@ class VirtualJob:
         self.metadata = metadata
         self.topology = topology
         self.options = replace(options, config=options.config.model_copy(update={"rename": []}))
-        self._matched: dict[tuple[int, int, int], Matched] = {}
-        self._replicated: dict[tuple[int, int, int], _Replicated] = {}
+        self._matched: dict[_Stage, Matched] = {}
+        self._common: dict[_Stage, tuple[LocalState, list[Sequence[PartitionRule]]]] = {}
         self._states: dict[tuple[str, ...], tuple[LiveState, ...] | None] = {}
         self._keys = dict.fromkeys(metadata.parameters, MASTER)
         for name, key in metadata.tensors:
@@ -133,20 +126,18 @@ class VirtualJob:
         """LocalState of one rank."""
         at = self.topology.coordinates(rank)
         key = _without_dp(at)
-        if key not in self._replicated:
-            self._replicated[key] = self._replicated_on(at)
-        replicated = self._replicated[key]
-        return LocalState(
-            zero_stage=self.topology.zero_stage,
-            optimizer=SAVED_OPTIMIZER,
-            flats=replicated.flats,
-            fragments=tuple(self._fragments(replicated, at)),
-            wholes=tuple(self._wholes(replicated.layouts, at)),
-            groups=replicated.groups,
-            model=ModelLayout(at, replicated.layouts, frozenset(self._keys).difference(replicated.layouts)),
+        if key not in self._common:
+            self._common[key] = self._of_stage(at)
+        common, rules = self._common[key]
+        return replace(
+            common,
+            fragments=tuple(self._fragments(common.flats, rules, at)),
+            wholes=tuple(self._wholes(common.model.layouts, at)),
+            model=replace(common.model, coordinates=at),
         )
 
-    def _replicated_on(self, at: RankCoordinates) -> _Replicated:
+    def _of_stage(self, at: RankCoordinates) -> tuple[LocalState, list[Sequence[PartitionRule]]]:
+        """What all data-parallel ranks have in common, and where the members of each flat partition are."""
         mine = self._names.get((at.pp_rank, at.ep_rank), [])
         groups: list[list[str]] = [[] for _ in self.metadata.groups]
         for name in mine:
@@ -154,14 +145,17 @@ class VirtualJob:
                 groups[self.metadata.parameters[name].group].append(name)
         groups = list(map(self._in_module_order, groups))
         partitions = list(self._partitions(groups, at))
-        return _Replicated(
-            layouts={name: self.layouts[name] for name in mine},
-            groups=tuple(
-                LiveGroup(tuple(names), dict(group)) for names, group in zip(groups, self.metadata.groups, strict=True)
-            ),
+        hyperparameters = map(dict, self.metadata.groups)
+        state = LocalState(
+            zero_stage=self.topology.zero_stage,
+            optimizer=SAVED_OPTIMIZER,
             flats=tuple(flat for flat, _ in partitions),
-            rules=tuple(rules for _, rules in partitions),
+            fragments=(),
+            wholes=(),
+            groups=tuple(LiveGroup(tuple(names), own) for names, own in zip(groups, hyperparameters, strict=True)),
+            model=ModelLayout(at, {name: self.layouts[name] for name in mine}, frozenset(self._keys).difference(mine)),
         )
+        return state, [rules for _, rules in partitions]
 
     def _refuse_uneven_experts(self) -> None:
         ep = self.topology.ep
@@ -212,10 +206,12 @@ class VirtualJob:
             in_all = is_everywhere and not of_expert
             yield FlatPartition(index, number, numel, "float32", key, in_all, self._states[key], None), rules
 
-    def _fragments(self, replicated: _Replicated, at: RankCoordinates) -> Iterator[Fragment]:
-        for flat, rules in zip(replicated.flats, replicated.rules, strict=True):
+    def _fragments(
+        self, flats: Sequence[FlatPartition], rules: Sequence[Sequence[PartitionRule]], at: RankCoordinates
+    ) -> Iterator[Fragment]:
+        for flat, mine in zip(flats, rules, strict=True):
             rank = at.dp_rank // at.ep if flat.members[0] in self._experts else at.dp_rank
-            for part in placements(rules, rank if self.topology.zero_stage else 0):
+            for part in placements(mine, rank if self.topology.zero_stage else 0):
                 name = flat.members[part.index]
                 yield Fragment(name, self.layouts[name].shapes[at.tp_rank], part.range, flat.index, part.flat_offset)
 

@@ -1,4 +1,4 @@
-"""``elastic-ckpt exec``."""
+"""``elastic-ckpt enable``, ``disable`` and ``exec``: elastic_ckpt in processes that others start."""
 
 from __future__ import annotations
 
@@ -14,12 +14,35 @@ from elastic_ckpt.cli.output import os_errors_end_the_command
 from elastic_ckpt.config import Mode
 from elastic_ckpt.load import startup
 
-_EXAMPLE = "Example: elastic-ckpt exec -- llamafactory-cli train sft.yaml"
 #: As shells end where a file is no command, and where there is none.
 _EXIT_NOT_EXECUTABLE, _EXIT_NO_COMMAND = 126, 127
 
 
-@app.command("exec", epilog=_EXAMPLE, context_settings={"allow_interspersed_args": False})
+@app.command("enable", epilog="Example: elastic-ckpt enable")
+def enable() -> None:
+    """Install elastic_ckpt in every process of this Python environment that imports DeepSpeed, until disable.
+
+    For frameworks that start their ranks themselves: a .pth file in site-packages, which costs processes without
+    DeepSpeed less than a millisecond. ELASTIC_CKPT=0 turns it off for one run; ELASTIC_CKPT=require (auto, off) sets
+    the mode.
+    """
+    with os_errors_end_the_command("to do without: elastic-ckpt exec -- COMMAND"):
+        print(f"enabled by {startup.enable()}")
+
+
+@app.command("disable", epilog="Example: elastic-ckpt disable")
+def disable() -> None:
+    """Undo enable, wherever this Python finds its .pth file."""
+    with os_errors_end_the_command("for one run: ELASTIC_CKPT=0"):
+        removed = startup.disable()
+    print("\n".join(f"removed {file}" for file in removed) or "was not enabled")
+
+
+@app.command(
+    "exec",
+    epilog="Example: elastic-ckpt exec -- llamafactory-cli train sft.yaml",
+    context_settings={"allow_interspersed_args": False},
+)
 def exec(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command, and its arguments.")],
     mode: Annotated[
