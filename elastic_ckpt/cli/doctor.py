@@ -21,11 +21,10 @@ _USABLE = ("tried", "not tried")
 def diagnose() -> dict[str, Any]:
     """What was found in this environment; imports DeepSpeed unless it is too old.
 
-    ``ok``: whether ``elastic_ckpt.install()`` succeeds. ``versions``: by name, the version found, if any; the supported
-    range; the verdict. ``loads``: those that were tried on this release of DeepSpeed, and whether they pass; none of a
-    release that was not tried. ``privates``, ``missing``: number of private names of DeepSpeed that this version must
-    have, and those it lacks. ``known_bugs``: of this version of DeepSpeed. ``enabled``, ``variable``: files of
-    ``elastic-ckpt enable``, and the value of ``ELASTIC_CKPT``.
+    ``ok``: whether ``elastic_ckpt.install()`` succeeds. ``versions``: by name, the version found, the range that was
+    tried, the verdict. ``loads``: those tried on this release of DeepSpeed, and whether they pass. ``privates``,
+    ``missing``: number of private names of DeepSpeed that it must have, and those it lacks. ``enabled``, ``variable``:
+    files of ``elastic-ckpt enable``, and the value of ``ELASTIC_CKPT``.
     """
     found: dict[str, tuple[str | None, str, str]] = {}
     for each in versions.REQUIREMENTS:
@@ -62,20 +61,18 @@ def doctor(as_json: AsJson = False) -> None:
     rows = table("Versions", "", "found", "tried", "")
     for name, (installed, tried, verdict) in found["versions"].items():
         rows.add_row(name, installed or "-", tried, verdict)
-    facts = table("DeepSpeed")
+    facts = table("Environment")
     passed, failed = ([name for name, passes in found["loads"].items() if passes is which] for which in (True, False))
-    facts.add_row("loads that pass", escape("; ".join(passed)) or "none was tried on this release")
-    if failed:
-        facts.add_row("loads that fail", escape("; ".join(failed)))
-    facts.add_row("private names", f"{found['privates'] - len(found['missing'])} of {found['privates']} found")
-    for name in found["missing"]:
-        facts.add_row("missing", escape(name))
-    for bug in found["known_bugs"]:
-        facts.add_row("known bug", escape(bug))
-    start = table("Processes that others start")
-    start.add_row("enabled", escape("\n".join(map(str, found["enabled"])) or "no (elastic-ckpt enable)"))
-    if found["variable"] is not None:
-        off = ", which turns it off" if found["variable"] == "0" else ""
-        start.add_row(VARIABLE, escape(f"{found['variable']}{off}"))
-    print_wide([rows, facts, start])
+    lines = [
+        ("loads that pass", "; ".join(passed) or "none was tried on this release"),
+        *([("loads that fail", "; ".join(failed))] if failed else []),
+        ("private names", f"{found['privates'] - len(found['missing'])} of {found['privates']} found"),
+        *(("missing", name) for name in found["missing"]),
+        *(("known bug", bug) for bug in found["known_bugs"]),
+        ("enabled", "\n".join(map(str, found["enabled"])) or "no (elastic-ckpt enable)"),
+        *([(VARIABLE, found["variable"])] if found["variable"] is not None else []),
+    ]
+    for name, text in lines:
+        facts.add_row(name, escape(text))
+    print_wide([rows, facts])
     end_with(found=not found["ok"])

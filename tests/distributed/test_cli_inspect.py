@@ -186,7 +186,7 @@ def test_what_cannot_be_read_is_an_error_that_names_the_file(native: Path, tmp_p
     shutil.copy(native / "z1-fp32-adamw-dp3" / "step4" / shard, foreign / "step4")
     for folder in (lost, foreign):
         found = facts(folder, code=3)
-        assert (found["error"], found["file"]) == ("DamagedError", str(folder / "step4" / shard))
+        assert found["file"] == str(folder / "step4" / shard)
 
 
 def test_which_checkpoint_of_a_folder(native: Path, tmp_path: Path) -> None:
