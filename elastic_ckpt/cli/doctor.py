@@ -63,6 +63,7 @@ def doctor(as_json: AsJson = False) -> None:
         rows.add_row(name, installed or "-", tried, verdict)
     facts = table("Environment")
     passed, failed = ([name for name, passes in found["loads"].items() if passes is which] for which in (True, False))
+    variable = found["variable"]
     lines = [
         ("loads that pass", "; ".join(passed) or "none was tried on this release"),
         *([("loads that fail", "; ".join(failed))] if failed else []),
@@ -70,7 +71,7 @@ def doctor(as_json: AsJson = False) -> None:
         *(("missing", name) for name in found["missing"]),
         *(("known bug", bug) for bug in found["known_bugs"]),
         ("enabled", "\n".join(map(str, found["enabled"])) or "no (elastic-ckpt enable)"),
-        *([(VARIABLE, found["variable"])] if found["variable"] is not None else []),
+        *([(VARIABLE, f"{variable}{', which turns it off' * (variable == '0')}")] if variable is not None else []),
     ]
     for name, text in lines:
         facts.add_row(name, escape(text))
