@@ -124,29 +124,26 @@ def read_into(file: PickledFile, stream: BinaryIO, byte_offset: int, view: memor
 
 
 @contextmanager
-def named_errors(path: str) -> Iterator[None]:
-    """Raises whatever the body raises as an error that names the file."""
+def named_errors(path: str, expected: str | None = None) -> Iterator[None]:
+    """Raises whatever the body raises as an error that names the file, of which this is ``expected``."""
     try:
         yield
     except ElasticCkptError as error:
         raise type(error)(error.problem, **{**error.details, "file": path}) from error
     except ArchiveError as error:
-        raise unreadable(path, str(error)) from error
+        raise unreadable(path, str(error), expected) from error
     except Exception as error:  # noise in a pickle can raise anything at all
         refuse_used_up(error, path)
-        raise unreadable(path, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300]) from error
+        found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300]
+        raise unreadable(path, found, expected) from error
 
 
-def unreadable(path: str, found: str) -> DamagedError:
+def unreadable(path: str, found: str, expected: str | None = None) -> DamagedError:
     """A file that is not complete, or not what its name says."""
-    is_metadata = os.path.basename(path) == DCP_METADATA
-    return DamagedError(
-        "a file of the checkpoint is truncated or unreadable",
-        file=path,
-        expected="a pickle that torch.distributed.checkpoint wrote" if is_metadata else "a complete torch.save archive",
-        found=found,
-        remedy="copy the file again from its original, or take another tag",
-    )
+    written = "a pickle that torch.distributed.checkpoint wrote" if os.path.basename(path) == DCP_METADATA else expected
+    problem = "a file of the checkpoint is truncated or unreadable"
+    remedy = "copy the file again from its original, or take another tag"
+    return DamagedError(problem, path, written or "a complete torch.save archive", found, remedy=remedy)
 
 
 def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> PickledFile:

@@ -10,8 +10,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +39,7 @@ from elastic_ckpt.storage.local import file_names, open_stream
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 METADATA = "__metadata__"
+_EXPECTED = "a complete safetensors file, or an index of some, as their library writes them"
 #: torch dtype -> its name in the format.
 DTYPES = MappingProxyType(
     {
@@ -145,7 +145,7 @@ def _read_plain(found: Found, stem: str, names: set[str]) -> dict[str, _Header]:
 def _read_indexed(found: Found, stem: str) -> dict[str, _Header]:
     """The files that an index names, which have the tensors that it names."""
     path = found.path(stem + INDEX_SUFFIX)
-    with _named_errors(path), open_stream(path) as stream:
+    with named_errors(path, _EXPECTED), open_stream(path) as stream:
         index = parse_json(stream.read(MOST_JSON_NBYTES))["weight_map"]
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ValueError("a weight_map that does not name files")
@@ -163,7 +163,7 @@ def _read_indexed(found: Found, stem: str) -> dict[str, _Header]:
 
 
 def _read_header(path: str) -> _Header:
-    with _named_errors(path), open_stream(path) as stream:
+    with named_errors(path, _EXPECTED), open_stream(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         (nbytes,) = struct.unpack("<Q", stream.read(8))
         if nbytes > min(MOST_JSON_NBYTES, size - 8):
@@ -186,24 +186,13 @@ def _read_header(path: str) -> _Header:
     return _Header(path, size, tensors, metadata)
 
 
-@contextmanager
-def _named_errors(path: str) -> Iterator[None]:
-    """:func:`named_errors`, which expects files of ``torch.save``."""
-    try:
-        with named_errors(path):
-            yield
-    except DamagedError as error:
-        error.expected = "a complete safetensors file, or an index of some, as their library writes them"
-        raise
-
-
 def _groups_and_scalars(files: list[_Header]) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
     """Param groups, with the names of their parameters, and scalar states, as ``elastic-ckpt export`` writes them."""
     of_optimizer = [file for file in files if _stem(os.path.basename(file.path)) == _OPTIMIZER]
     facts = {key: value for file in of_optimizer for key, value in file.metadata.items()}
     if not facts:
         return [], {}
-    with _named_errors(of_optimizer[0].path):
+    with named_errors(of_optimizer[0].path, _EXPECTED):
         groups, scalars = (
             parse_json(facts.get(key, empty).encode()) for key, empty in (("param_groups", "[]"), ("scalars", "{}"))
         )

@@ -36,40 +36,27 @@ def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
     wanted = list(refs)
     if not wanted:
         return []  # as in most files: they need not be opened again
+    most = _MOST_COPIES * file.nbytes + _MOST_MORE_NBYTES
     with open_stream(file.path) as stream:
-        return [_row_major(_reached(file, stream, ref), ref) for ref in wanted]
+        return [_row_major(file, stream, ref, most) for ref in wanted]
 
 
-def _reached(file: PickledFile, stream: BinaryIO, ref: TensorRef) -> bytes:
-    """The bytes from a tensor's first element to its last."""
-    nbytes = ref.reach * ITEMSIZE[ref.dtype]
-    if ref.numel * ITEMSIZE[ref.dtype] > _most_nbytes(file):  # strides of 0 repeat elements without end
-        raise _too_large(file, f"{ref.numel} elements of {nbytes} bytes")
-    raw = bytearray(nbytes)
+def _row_major(file: PickledFile, stream: BinaryIO, ref: TensorRef, most_nbytes: int) -> bytes:
+    itemsize = ITEMSIZE[ref.dtype]
+    raw = bytearray(ref.reach * itemsize)
+    if ref.numel * itemsize > most_nbytes:  # strides of 0 repeat elements without end
+        raise UnsupportedError(
+            "this file holds tensors that share their elements, and are many times larger than the file",
+            file.path,
+            f"at most {most_nbytes} bytes, {_MOST_COPIES} times the file's size and a bit more",
+            f"{ref.numel} elements of {len(raw)} bytes",
+            remedy="leave such tensors out of the client state, or save copies of them",
+        )
     read_into(file, stream, ref.byte_offset, memoryview(raw))
-    return bytes(raw)
-
-
-def _most_nbytes(file: PickledFile) -> int:
-    return _MOST_COPIES * file.nbytes + _MOST_MORE_NBYTES
-
-
-def _too_large(file: PickledFile, found: str) -> UnsupportedError:
-    return UnsupportedError(
-        "this file holds tensors that share their elements, and are many times larger than the file",
-        file=file.path,
-        expected=f"at most {_most_nbytes(file)} bytes, {_MOST_COPIES} times the file's size and a bit more",
-        found=found,
-        remedy="leave such tensors out of the client state, or save copies of them",
-    )
-
-
-def _row_major(raw: bytes, ref: TensorRef) -> bytes:
     if ref.is_contiguous:
-        return raw
+        return bytes(raw)
     import numpy as np  # noqa: PLC0415  few files need it
 
-    itemsize = ITEMSIZE[ref.dtype]
     strides = tuple(stride * itemsize for stride in ref.stride)
     return np.ndarray(ref.shape, f"V{itemsize}", raw, strides=strides).tobytes()
 

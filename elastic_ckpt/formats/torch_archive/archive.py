@@ -15,7 +15,7 @@ from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layout, Layouts
-from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted, set_state
+from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, storage_id
 from elastic_ckpt.formats.torch_archive.tree import check_tree, own_entries
 from elastic_ckpt.formats.torch_archive.unpickler import Machine
@@ -149,7 +149,7 @@ def _unpickle(
     data: bytes, at: int, load: Callable[[Any], Any], file_nbytes: int, is_trusted: bool = False
 ) -> tuple[Any, int]:
     find = find_trusted if is_trusted else find_global
-    machine = Machine(data, find, load, set_state, at, file_nbytes, keeps=(ElasticCkptError,), is_trusted=is_trusted)
+    machine = Machine(data, find, load, at, file_nbytes, keeps=(ElasticCkptError,), is_trusted=is_trusted)
     return machine.run(), machine.at
 
 

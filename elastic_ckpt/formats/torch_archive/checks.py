@@ -30,6 +30,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 ARRAY, BUFFER, DTYPE, NAMESPACE = "numpy.ndarray", "numpy.frombuffer", "numpy.dtype", "types.SimpleNamespace"
+#: Classes whose state is a tuple: the attributes in it.
+OF_TUPLES = dict.fromkeys(
+    (
+        "torch.distributed.checkpoint.metadata.TensorProperties",
+        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    ),
+    ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"),  # the last since torch 2.14
+)
 #: What Python's own classes are made of: long texts take long to become numbers, "1e999999999" an endless fraction.
 _PARTS, _LONGEST_TEXT = frozenset({int, float, bool, bytes, type(None), Global}), 1 << 10
 _FRACTION = re.compile(r"-?\d+(?:/\d+)?")
@@ -41,11 +49,8 @@ _PLAIN_DTYPE, _UNIT, _MOST_UNITS = (
 )
 
 
-def set_state(target: Any, state: Any, fields: tuple[str, ...] | None = None) -> None:
-    """Give an object the state that a BUILD opcode has for it; :class:`pickle.UnpicklingError` for other objects.
-
-    ``fields`` are the attributes in a state that is a tuple.
-    """
+def set_state(target: Any, state: Any) -> None:
+    """Give an object the state that a BUILD opcode has for it; :class:`pickle.UnpicklingError` for other objects."""
     kind = type(target)
     if kind is Unmade:
         return
@@ -54,8 +59,8 @@ def set_state(target: Any, state: Any, fields: tuple[str, ...] | None = None) ->
             _CHECK_STATE[target.name](target, state)
         target.steps.append((STATE, [state]))
         return
-    if fields and type(state) is tuple:
-        state = dict(zip(fields, state, strict=False))
+    if kind is Call and target.name in OF_TUPLES and type(state) is tuple:
+        state = dict(zip(OF_TUPLES[target.name], state, strict=False))
     is_known = kind in (argparse.Namespace, OrderedDict) or (kind is Call and target.how == NEW)
     if not is_known or type(state) is not dict or not all(is_attribute(key, kind) for key in state):
         raise pickle.UnpicklingError(

@@ -21,7 +21,7 @@ from typing import Any
 
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive import checks
-from elastic_ckpt.formats.torch_archive.calls import NEW, Call, Global, Size, unsafe_error
+from elastic_ckpt.formats.torch_archive.calls import NEW, Global, Size, unsafe_error
 from elastic_ckpt.formats.torch_archive.keys import checked_keys
 from elastic_ckpt.formats.torch_archive.tensors import NOT_DENSE, REBUILD, kind_error, subclass_error
 
@@ -60,11 +60,6 @@ _CLASSES = (
     f"{_DCP}.filesystem._StorageInfo",
     *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
     *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
-)
-#: Classes whose state is a tuple: the attributes in it.
-_OF_TUPLES = dict.fromkeys(
-    (f"{_DCP}.metadata.TensorProperties", "torch.distributed._shard.sharded_tensor.metadata.TensorProperties"),
-    ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"),  # the last since torch 2.14
 )
 #: Dtypes, also those whose tensors cannot be read.
 _DTYPE = re.compile(r"torch\.(?:bool|(?:q?u?int|bits|b?float|complex)\d\w{,30})")
@@ -105,11 +100,6 @@ def find_trusted(module: str, name: str) -> Global:
     return Global(path, users=found)
 
 
-def set_state(target: Any, state: Any) -> None:
-    """:func:`.checks.set_state`."""
-    checks.set_state(target, state, _OF_TUPLES.get(target.name) if type(target) is Call else None)
-
-
 def _users_globals() -> dict[str, Any]:
     """What the user passed to :func:`torch.serialization.add_safe_globals`, by qualified name."""
     torch = sys.modules.get("torch")
@@ -141,7 +131,7 @@ def _closed_list() -> dict[str, Global]:
         checks.DTYPE: checks.numpy_dtype,
         checks.ARRAY: None,
         **REBUILD,
-        **{path: checks.typed(partial(checks.later, path, how=NEW)) for path in (*_CLASSES, *_OF_TUPLES)},
+        **{path: checks.typed(partial(checks.later, path, how=NEW)) for path in (*_CLASSES, *checks.OF_TUPLES)},
         **{path: checks.typed(partial(checks.later, path), (int, str)) for path in _ENUMS},
         **{path: partial(checks.of_python, path) for path in PLAIN_CLASSES},
     }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.torch_archive.calls import ITEMS, MEMBERS, PAIRS, Call, Global, Unmade
+from elastic_ckpt.formats.torch_archive.checks import set_state
 from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _build(machine: Machine) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
     machine.charge(state)
     try:
-        machine.build(target, state)
+        set_state(target, state)
     except ElasticCkptError as error:  # of an array, whose elements are refused
         target.function = Global(target.name, error=machine.unmade(error).error)
 

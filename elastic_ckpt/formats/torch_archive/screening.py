@@ -18,7 +18,7 @@ from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.archive import is_legacy, most_pickle_nbytes, read_legacy
 from elastic_ckpt.formats.torch_archive.calls import Global, unsafe_error
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory
-from elastic_ckpt.formats.torch_archive.globals import find_global, set_state
+from elastic_ckpt.formats.torch_archive.globals import find_global
 from elastic_ckpt.formats.torch_archive.tensors import NOT_DENSE, StorageRef, kind_error, storage_id
 from elastic_ckpt.formats.torch_archive.unpickler import Machine
 
@@ -67,7 +67,7 @@ def _storage(persistent_id: Any) -> StorageRef:
 
 
 def _run(data: bytes, at: int, load: Callable[[Any], Any], file_nbytes: int) -> tuple[Any, int]:
-    machine = Machine(data, _find, load, set_state, at, file_nbytes, keeps=(UnsupportedError,))
+    machine = Machine(data, _find, load, at, file_nbytes, keeps=(UnsupportedError,))
     return machine.run(), machine.at
 
 

@@ -50,7 +50,6 @@ class Machine:
         data: bytes that begin with the pickle at ``at``; what follows its end is not looked at.
         find: the entry of a global by (module, name), Python 2's names translated; raises for what is not allowed.
         load: the object of a persistent id.
-        build: sets the state of an object, as BUILD asks for; raises for any object it does not know.
         at: see ``data``.
         file_nbytes: size of the file, from which the number of containers follows that it may make.
         keeps: errors of what is refused that becomes :class:`Unmade` in the result; others are raised.
@@ -62,15 +61,13 @@ class Machine:
         data: bytes,
         find: Callable[[str, str], Global],
         load: Callable[[Any], Any],
-        build: Callable[[Any, Any], None],
         at: int = 0,
         file_nbytes: int = 0,
         keeps: tuple[type[ElasticCkptError], ...] = (),
         is_trusted: bool = False,
     ) -> None:
         self.data, self.at = data, at
-        self.find, self.build = find, build
-        self._load = load
+        self.find, self._load = find, load
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
