@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from elastic_ckpt.core.experts import ExpertSlice, slices
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
@@ -64,31 +63,24 @@ class EngineAdapter(ABC):
         members: Params,
         dp_group: Any,
     ) -> None:
-        self._engine = engine
-        self._experts = expert_fqns(engine)
-        self._stacked = stacked_experts(engine)
+        self._engine, self.schema, self.zero_stage, self.dp_group = engine, schema, zero_stage, dp_group
+        self.masters, self.groups, self.members = masters, groups, members
+        self.optimizer, self.has_optimizer = engine.optimizer, has_optimizer(engine)
+        without = SimpleNamespace(param_groups=[], defaults={}, state={})
+        self.base = base_optimizer(engine) if self.has_optimizer else without
+        self._experts, self._stacked = expert_fqns(engine), stacked_experts(engine)
         #: FQNs; those of experts differ from the names in the module.
         self.param_names: Mapping[torch.nn.Parameter, str] = {
             param: self._experts.get(name, name) for param, name in engine.param_names.items()
         }
-        self.optimizer = engine.optimizer
-        self.has_optimizer = has_optimizer(engine)
-        without = SimpleNamespace(param_groups=[], defaults={}, state={})
-        self.base = base_optimizer(engine) if self.has_optimizer else without
-        self.schema = schema
-        self.zero_stage = zero_stage
-        self.masters = masters
-        self.groups = groups
-        self.members = members
-        self.dp_group = dp_group
         saved = engine.module.state_dict(keep_vars=True)
-        named_buffers = dict(engine.module.named_buffers(remove_duplicate=False))
-        named = named_buffers.keys() | dict(engine.module.named_parameters(remove_duplicate=False)).keys()
+        buffers = dict(engine.module.named_buffers(remove_duplicate=False))
+        named = buffers.keys() | dict(engine.module.named_parameters(remove_duplicate=False)).keys()
         self._others = frozenset(name for name in saved if name not in named)
         #: Persistent buffers by FQN. Of one that is a parameter, ZeRO-3 saves nothing under the buffer's name.
         self.buffers = {
             self._experts.get(name, name): torch.empty(0, dtype=buffer.dtype) if hasattr(buffer, "ds_id") else buffer
-            for name, buffer in named_buffers.items()
+            for name, buffer in buffers.items()
             if name in saved
         }
         owned = {id(param) for params in members for param in params}
@@ -143,19 +135,12 @@ class EngineAdapter(ABC):
                 LiveGroup(self._names_of(params), self._hyperparameters(number))
                 for number, params in enumerate(self.numbered())
             ),
-            model=model_of(
-                self._engine,
-                dist.get_world_size(group=self.dp_group),
-                dist.get_rank(group=self.dp_group),
-                self._experts,
-                self._stacked,
-            ),
+            model=model_of(self._engine, self.dp_group, self._experts, self._stacked),
         )
 
     def stepped(self, flat: int) -> Stepped:
         """What the base optimizer updates in place of one flat partition."""
-        master = self.masters[flat]
-        position = self._positions.get(id(master), 0)
+        master, position = self.masters[flat], self._positions.get(id(self.masters[flat]), 0)
         return Stepped(master, self.numel(flat), self.groups[flat], position, self.keeps_touched)
 
     def whole_frozen(self, name: str, param: Any) -> WholeTensor:
@@ -173,11 +158,8 @@ class EngineAdapter(ABC):
         return in_all and tensor.is_contiguous() and can_broadcast(tensor.device.type, self.dp_group)
 
     def _names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:
-        names: list[str] = []
-        for param in params:
-            name = self.param_names[param]
-            names += [part.name for part in self._slices(name, param)] if name in self._stacked else [name]
-        return tuple(names)
+        pairs = ((self.param_names[param], param) for param in params)
+        return tuple(chain(*([part.name for part in self._slices(*pair)] or [pair[0]] for pair in pairs)))
 
     def _slices(self, name: str, param: Any) -> Iterator[ExpertSlice]:
         """The experts' slices of a stacked parameter; none of any other."""

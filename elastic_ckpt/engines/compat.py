@@ -122,15 +122,10 @@ def loss_scaler(engine: Any) -> Any:
     return next((scaler for scaler in found if scaler is not None), itself)
 
 
-def flat_offsets(optimizer: Any) -> list[list[int]]:
-    """Offsets of parameters in the flat buffers of a ZeRO-1/2 optimizer, by group.
-
-    Until 0.19.6 parameters follow each other without alignment, and ``round_robin_bit16_offsets`` does not exist.
-    """
+def flat_offsets(optimizer: Any, members: Sequence[Sequence[torch.nn.Parameter]]) -> list[list[int]]:
+    """Offsets of parameters in flat buffers, by group: one after the other, unless ZeRO-1/2 (0.19.7) records others."""
     recorded: list[list[int]] | None = getattr(optimizer, "round_robin_bit16_offsets", None)
-    if recorded is not None:
-        return recorded
-    return [group_offsets([param.numel() for param in params]) for params in optimizer.round_robin_bit16_groups]
+    return recorded or [group_offsets([param.numel() for param in params]) for params in members]
 
 
 def has_comm_dtype(param: Any) -> bool:
@@ -148,18 +143,20 @@ def swaps_states(engine: Any) -> bool:
     return bool(getattr(engine.optimizer, "swap_optimizer", False))
 
 
-def refuse_untried_swapping() -> None:
-    """Refuse states and parameters on NVMe before 0.19.7 (:class:`UnsupportedError`).
+def swaps_to_nvme(engine: Any) -> bool:
+    """Whether a ZeRO-3 optimizer swaps states or parameters to NVMe. Before 0.19.7, an :class:`UnsupportedError`.
 
-    Until then, they are swapped from pinned memory alone. A CPU has none, so that no test of them could run.
+    Until then they are swapped from pinned memory alone. A CPU has none, so that no test of them could run.
     """
-    if Version(deepspeed.__version__) < Version("0.19.7"):
+    swaps = any(getattr(engine.optimizer, name, False) for name in ("swap_optimizer", "params_in_nvme_and_cpu"))
+    if swaps and Version(deepspeed.__version__) < Version("0.19.7"):
         raise UnsupportedError(
             "the live engine swaps to NVMe, which was not tried on this version of DeepSpeed",
             expected="DeepSpeed 0.19.7 or newer",
             found=f"DeepSpeed {deepspeed.__version__}",
             remedy='"offload_optimizer": {"device": "cpu"} and "offload_param": {"device": "cpu"}',
         )
+    return swaps
 
 
 def autotp_record(param: Any) -> Mapping[str, Any]:

@@ -39,20 +39,19 @@ _MOST_COMPARED = 1 << 16
 
 
 def model_of(
-    engine: Any, dp: int, dp_rank: int, fqns: Mapping[str, str], stacked: Mapping[str, tuple[int, ...]]
+    engine: Any, dp_group: Any, fqns: Mapping[str, str], stacked: Mapping[str, tuple[int, ...]]
 ) -> ModelLayout:
     """The live model as far as this rank knows it, with its own shapes only.
 
     Args:
-        engine: the live engine.
-        dp, dp_rank: ranks that ZeRO partitions over, and this rank among them.
+        engine, dp_group: the live engine, and the ranks that ZeRO partitions over.
         fqns: name in the module -> FQN, where they differ.
         stacked: stacked parameter -> the experts in it.
 
     Raises:
         UnsupportedError: pipeline parallelism other than DeepSpeed's.
     """
-    coordinates = _coordinates_of(engine, dp, dp_rank)
+    coordinates = _coordinates_of(engine, dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group))
     layouts, ties = _layouts_of(engine, coordinates.tp), _ties_of(engine)
     layouts |= {name: replace(layouts[name], is_unsliced=True) for name in unsliced_experts(engine)}
     for name, experts in stacked.items():

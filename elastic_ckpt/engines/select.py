@@ -6,22 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from elastic_ckpt.core.training_state import ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, is_bitsandbytes
-from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
+from elastic_ckpt.engines.compat import base_optimizer, has_optimizer, swaps_to_nvme
 from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, class_name
 from elastic_ckpt.engines.privates import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
-from elastic_ckpt.engines.zero012 import UnpartitionedAdapter, Zero12Adapter
-from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter
+from elastic_ckpt.engines.zero012 import LISTS, Zero012Adapter
+from elastic_ckpt.engines.zero3 import Zero3Adapter
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, UnsupportedError
 
 #: float32, or the result of ``bf16_master_weights_and_grads`` and ``fp16_master_weights_and_grads``.
@@ -77,9 +73,9 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
             found=f"{type(engine.optimizer).__name__} at ZeRO stage {engine.zero_optimization_stage()}",
             remedy='"zero_optimization": {"stage": 0}, 1, 2 or 3 in the DeepSpeed config',
         )
-    uses = {LOAD: True, ZERO3: issubclass(adapter, Zero3Adapter), NVME: adapter is Zero3NvmeAdapter}
-    uses[EXPERTS] = engine.has_moe_layers
     if has_optimizer(engine):  # DeepSpeed sets up nothing else for weights alone
+        zero3 = adapter is Zero3Adapter
+        uses = {LOAD: True, ZERO3: zero3, NVME: zero3 and swaps_to_nvme(engine), EXPERTS: engine.has_moe_layers}
         refuse_missing(engine, [use for use, is_needed in uses.items() if is_needed])
     base = base_optimizer(engine)
     chosen = adapter(engine, schema_of(base) if with_states else StateSchema(base, known=()))
@@ -112,14 +108,10 @@ def _refuse_special(engine: Any) -> None:
             raise UnsupportedError(f"the live engine uses {what}, which is not supported yet")
 
 
-def _adapter_of(engine: Any) -> type[Zero12Adapter | Zero3Adapter | UnpartitionedAdapter] | None:
+def _adapter_of(engine: Any) -> type[Zero012Adapter | Zero3Adapter] | None:
     optimizer = engine.optimizer
     kind = type(optimizer)  # exactly: a subclass (MiCS, ZenFlow) lays out or updates its partitions differently
-    if not has_optimizer(engine):
-        return Zero3Adapter if kind is DeepSpeedZeRoOffload else UnpartitionedAdapter
-    if kind is DeepSpeedZeroOptimizer_Stage3:
-        return Zero3NvmeAdapter if optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu else Zero3Adapter
-    if kind in (DeepSpeedZeroOptimizer, BF16_Optimizer):
-        return Zero12Adapter
+    if kind in (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeRoOffload):
+        return Zero3Adapter
     plain = engine.zero_optimization_stage() == 0 and isinstance(optimizer, torch.optim.Optimizer)
-    return UnpartitionedAdapter if plain or kind in (FP16_UnfusedOptimizer, FP16_Optimizer) else None
+    return Zero012Adapter if plain or kind in LISTS or not has_optimizer(engine) else None

@@ -24,7 +24,7 @@ from elastic_ckpt.engines.compat import (
     has_comm_dtype,
     has_optimizer,
     partition_group,
-    refuse_untried_swapping,
+    swaps_to_nvme,
 )
 from elastic_ckpt.engines.optimizers import StateSchema, dtype_name
 from elastic_ckpt.errors import UnsupportedError
@@ -36,36 +36,44 @@ _WHOLES = -1
 class Zero3Adapter(EngineAdapter):
     """Adapter of a ZeRO-3 engine, with one flat partition per sub-group of its optimizer, if any.
 
+    Where the optimizer swaps states or parameters to NVMe, one sub-group is in memory at a time.
+
     Raises :class:`UnsupportedError` for a frozen parameter on NVMe, which DeepSpeed has no way to write back.
     """
 
     def __init__(self, engine: Any, schema: StateSchema) -> None:
         optimizer, trains = engine.optimizer, has_optimizer(engine)
+        self._swaps = trains and swaps_to_nvme(engine)
         self._offload = optimizer.parameter_offload if trains else optimizer
         masters = optimizer.fp32_partitioned_groups_flat if trains else ()
         groups = [optimizer.sub_group_to_group_id[index] for index in range(len(masters))]
         members = optimizer.fp16_groups if trains else ()
         super().__init__(engine, schema, 3, masters, groups, members, partition_group(engine))
         for name, param in self.frozen.items():
-            self._refuse_swapped(name, param.ds_tensor)
+            swapped_out = param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
+            if swapped_out if trains else param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
+                raise UnsupportedError(
+                    "a frozen parameter, or one of an engine without an optimizer, cannot be written to NVMe",
+                    parameter=name,
+                    expected="such parameters in memory",
+                    found='"offload_param": {"device": "nvme"}',
+                    remedy='"offload_param": {"device": "cpu"}',
+                )
 
-    def _refuse_swapped(self, name: str, partition: Any) -> None:
-        if self.has_optimizer:
-            swapped = partition.status == PartitionedParamStatus.NOT_AVAILABLE
-            problem = "a frozen parameter is swapped out to NVMe, and cannot be written there"
-            expected = "frozen parameters in memory"
-        else:
-            swapped = partition.final_location == OffloadDeviceEnum.nvme
-            problem = "the live engine has no optimizer and keeps its parameters on NVMe, which is not supported yet"
-            expected = "parameters on the accelerator, or in host memory"
-        if swapped:
-            raise UnsupportedError(
-                problem,
-                parameter=name,
-                expected=expected,
-                found='"offload_param": {"device": "nvme"}',
-                remedy='"offload_param": {"device": "cpu"}',
-            )
+    def local_state(self) -> LocalState:
+        found = super().local_state()
+        for state in (state for flat in found.flats for state in flat.states or () if self._swaps):
+            if state.dtype != "float32" or state.layout != ELEMENTWISE or state.rows > 1:
+                raise UnsupportedError(
+                    f"state {state.key} of {found.optimizer} cannot be swapped to NVMe and back here",
+                    expected="states of one fp32 value an element",
+                    found=f"{state.dtype}, {state.layout}, {state.rows} rows",
+                    remedy='"offload_optimizer": {"device": "cpu"}',
+                )
+        return found
+
+    def numel(self, flat: int) -> int:
+        return int(self.optimizer.fp16_partitioned_groups_flat_numel[flat]) if self._swaps else super().numel(flat)
 
     def placements(self, flat: int) -> Iterable[Placement]:
         return self._partition(self.members[flat])
@@ -81,7 +89,6 @@ class Zero3Adapter(EngineAdapter):
             raise UnsupportedError(
                 "a frozen parameter is quantized, and its scales are not in the checkpoint",
                 parameter=name,
-                expected="frozen weights as the model has them",
                 found='"zero_quantized_nontrainable_weights": true',
                 remedy="leave that option out, or load at the topology it was saved with",
             )
@@ -91,87 +98,17 @@ class Zero3Adapter(EngineAdapter):
         return WholeTensor(name, FROZEN, shape, mine, dtype, trains=trains)
 
     def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
-        """Partitions all parameters first: a gathered one would otherwise keep its old values."""
-        self._offload.partition_all_parameters()
-        return super().fill(plan, read)
+        """Partitions all parameters first: a gathered one would otherwise keep its old values.
 
-    def frozen_data(self, slot: Slot) -> torch.Tensor:
-        return self.frozen[slot.name].ds_tensor.data.view(-1)[: slot.numel]
-
-    def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
-        """The low-precision part follows ``_rigid_load_state_dict`` (stage3.py)."""
-        optimizer = self.optimizer
-        for index, master in enumerate(self.masters):
-            low_precision = optimizer.fp16_partitioned_groups_flat[index]
-            low_precision.data.copy_(master.data)
-            partitions = optimizer.fp16_partitioned_groups[index]
-            for partition, values in zip(partitions, optimizer.unflatten(low_precision, partitions), strict=True):
-                partition.data = values.data
-        if self.masters and not exact_masters:
-            optimizer.refresh_fp32_params()
-        self.gather_again()
-
-    def gather_again(self) -> None:
-        """Drop everything that was gathered, or kept for gathering, before the load. Collective.
-
-        Persistent parameters, which a forward pass expects whole, are gathered again: many per collective, where
-        DeepSpeed takes one for each. It still gathers what cannot travel together (quantized and empty parameters,
-        those of torch_autocast). hpZ's secondary partitions, from which the next forward pass would gather, hold old
-        values; DeepSpeed drops those of optimizer-owned parameters, but not of frozen ones.
+        On NVMe, reads one sub-group after the other, and derives its weights while it is in memory.
         """
-        for param in self.param_names:
-            if param.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
-                param.ds_secondary_tensor = None  # type: ignore[attr-defined]
-        persistent = self._offload.persistent_parameters  # in the same order on every rank
-        for bucket in _gathering_buckets(persistent):
-            bucket[0].all_gather_coalesced(bucket).wait()
-        if persistent:
-            persistent[0].all_gather(persistent)  # what is left
-
-
-def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
-    """Parameters that a common collective returns unchanged, by dtype and process group."""
-    together: dict[tuple[torch.dtype, int], list[Any]] = {}
-    for param in params:
-        # torch_autocast's would be rounded to their communication dtype, and empty ones cannot travel together
-        if not (hasattr(param.ds_tensor, "ds_quant_scale") or has_comm_dtype(param) or not param.ds_numel):
-            together.setdefault((param.ds_tensor.dtype, id(param.ds_process_group)), []).append(param)
-    for (dtype, _), same in together.items():
-        yield from in_buckets(same, [param.ds_numel * dtype.itemsize for param in same])
-
-
-class Zero3NvmeAdapter(Zero3Adapter):
-    """Adapter of a ZeRO-3 optimizer that swaps states or parameters to NVMe: one sub-group is in memory at a time."""
-
-    def __init__(self, engine: Any, schema: StateSchema) -> None:
-        refuse_untried_swapping()
-        super().__init__(engine, schema)
-
-    def local_state(self) -> LocalState:
-        found = super().local_state()
-        for flat in found.flats:
-            for state in flat.states or ():
-                if state.dtype != "float32" or state.layout != ELEMENTWISE or state.rows > 1:
-                    raise UnsupportedError(
-                        f"state {state.key} of {found.optimizer} cannot be swapped to NVMe and back here",
-                        expected="states of one fp32 value an element",
-                        found=f"{state.dtype}, {state.layout}, {state.rows} rows",
-                        remedy='"offload_optimizer": {"device": "cpu"}',
-                    )
-        return found
-
-    def numel(self, flat: int) -> int:
-        return int(self.optimizer.fp16_partitioned_groups_flat_numel[flat])
-
-    def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
-        """Reads one sub-group after the other, and derives its weights while it is in memory."""
         self._offload.partition_all_parameters()
+        if not self._swaps:
+            return super().fill(plan, read)
         parts = plan.reads.by_flat()
-        wholes: list[int] = []
-        tensors: Sequence[torch.Tensor] = ()
-        if _WHOLES in parts:
-            wholes, part = parts[_WHOLES]
-            tensors = self.memory(part)
+        wholes, part = parts.get(_WHOLES, ([], None))
+        tensors = [] if part is None else self.memory(part)
+        if part is not None:
             read(part, tensors)
         for index, master in enumerate(self.masters):
             with self._in_memory(index, clears_states=plan.restores_states and plan.scalars[index] is None):
@@ -202,6 +139,42 @@ class Zero3NvmeAdapter(Zero3Adapter):
                 optimizer.optimizer_swapper.swap_out_optimizer_state(parameter=master, async_swap=False)
                 master.grad = None  # a view of the swap buffer just returned
 
+    def frozen_data(self, slot: Slot) -> torch.Tensor:
+        return self.frozen[slot.name].ds_tensor.data.view(-1)[: slot.numel]
+
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
-        """Weights were derived while each sub-group was in memory."""
-        self.gather_again()
+        """The low-precision part follows ``_rigid_load_state_dict`` (stage3.py); on NVMe it is done.
+
+        Then drop everything that was gathered, or kept for gathering, before the load: hpZ's secondary partitions,
+        from which the next forward pass would gather, of frozen parameters too, which DeepSpeed keeps; and persistent
+        parameters, which a forward pass expects whole, are gathered again: many per collective, where DeepSpeed takes
+        one for each. It still gathers what cannot travel together.
+        """
+        optimizer = self.optimizer
+        for index, master in enumerate(() if self._swaps else self.masters):
+            low_precision = optimizer.fp16_partitioned_groups_flat[index]
+            low_precision.data.copy_(master.data)
+            partitions = optimizer.fp16_partitioned_groups[index]
+            for partition, values in zip(partitions, optimizer.unflatten(low_precision, partitions), strict=True):
+                partition.data = values.data
+        if self.masters and not (exact_masters or self._swaps):
+            optimizer.refresh_fp32_params()
+        for param in self.param_names:
+            if param.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
+                param.ds_secondary_tensor = None  # type: ignore[attr-defined]
+        persistent = self._offload.persistent_parameters  # in the same order on every rank
+        for bucket in _gathering_buckets(persistent):
+            bucket[0].all_gather_coalesced(bucket).wait()
+        if persistent:
+            persistent[0].all_gather(persistent)  # what is left
+
+
+def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
+    """Parameters that a common collective returns unchanged, by dtype and process group."""
+    together: dict[tuple[torch.dtype, int], list[Any]] = {}
+    for param in params:
+        # torch_autocast's would be rounded to their communication dtype, and empty ones cannot travel together
+        if not (hasattr(param.ds_tensor, "ds_quant_scale") or has_comm_dtype(param) or not param.ds_numel):
+            together.setdefault((param.ds_tensor.dtype, id(param.ds_process_group)), []).append(param)
+    for (dtype, _), same in together.items():
+        yield from in_buckets(same, [param.ds_numel * dtype.itemsize for param in same])

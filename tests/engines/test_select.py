@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from elastic_ckpt.engines import select
 from elastic_ckpt.engines.compat import has_optimizer
 from elastic_ckpt.engines.select import select_adapter
-from elastic_ckpt.engines.zero012 import UnpartitionedAdapter
+from elastic_ckpt.engines.zero012 import Zero012Adapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter
 
 
@@ -32,8 +32,8 @@ def engine(optimizer: Any, stage: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("optimizer", "stage", "adapter"),
     [
-        (None, 0, UnpartitionedAdapter),
-        (SimpleNamespace(optimizer=DummyOptim([])), 0, UnpartitionedAdapter),  # as BF16_Optimizer has it
+        (None, 0, Zero012Adapter),
+        (SimpleNamespace(optimizer=DummyOptim([])), 0, Zero012Adapter),  # as BF16_Optimizer has it
         (object.__new__(DeepSpeedZeRoOffload), 3, Zero3Adapter),
     ],
 )

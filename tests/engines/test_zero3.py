@@ -12,8 +12,8 @@ import torch
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, RequantizeItem, Slot
 from elastic_ckpt.engines import zero3
-from elastic_ckpt.engines.optimizers import StateSchema
-from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter, _gathering_buckets
+from elastic_ckpt.engines.compat import swaps_to_nvme
+from elastic_ckpt.engines.zero3 import Zero3Adapter, _gathering_buckets
 from elastic_ckpt.errors import UnsupportedError
 
 
@@ -73,6 +73,7 @@ def test_deepspeed_gathers_what_did_not_travel_with_the_others(monkeypatch: pyte
     monkeypatch.setattr(zero3, "_gathering_buckets", lambda persistent: [[each] for each in persistent[1:2]])
     adapter = Zero3Adapter.__new__(Zero3Adapter)
     adapter.param_names, adapter.masters, adapter.optimizer = dict.fromkeys(params, ""), (), None
+    adapter._swaps = False
     adapter._offload = SimpleNamespace(persistent_parameters=params)
     adapter.refresh_weights(LoadPlan(ReadPlan((), (), ())), exact_masters=False)
     assert [each.gathered for each in params] == ["by DeepSpeed", "with others", "by DeepSpeed"]
@@ -84,8 +85,8 @@ def test_deepspeed_gathers_what_did_not_travel_with_the_others(monkeypatch: pyte
 def test_on_nvme_a_plan_without_buffers_is_executed_once() -> None:
     item = RequantizeItem(0, 0, 4, None, -1, 0, ())
     plan = LoadPlan(ReadPlan((), (Slot(MASTER, 0, "", 4, "float32"),), (), (item,)))
-    adapter = Zero3NvmeAdapter.__new__(Zero3NvmeAdapter)
-    adapter.masters = [torch.ones(4)]
+    adapter = Zero3Adapter.__new__(Zero3Adapter)
+    adapter.masters, adapter._swaps = [torch.ones(4)], True
     adapter._offload = SimpleNamespace(partition_all_parameters=lambda: None)
     adapter.optimizer = SimpleNamespace(
         dtype=torch.float32,
@@ -100,4 +101,5 @@ def test_on_nvme_a_plan_without_buffers_is_executed_once() -> None:
 def test_what_no_test_could_run_on_nvme_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "__version__", "0.19.6")
     with pytest.raises(UnsupportedError, match=r"found: +DeepSpeed 0\.19\.6"):
-        Zero3NvmeAdapter(SimpleNamespace(), StateSchema(None))
+        swaps_to_nvme(SimpleNamespace(optimizer=SimpleNamespace(params_in_nvme_and_cpu=True)))
+    assert not swaps_to_nvme(SimpleNamespace(optimizer=SimpleNamespace(swap_optimizer=False)))
