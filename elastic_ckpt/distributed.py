@@ -1,8 +1,8 @@
-"""The collectives of a load: gather with agreement, broadcast, agree.
+"""The collectives of a load: all-gather, broadcast, agree.
 
-Every rank of the job calls them in the same order. They use the default process group of ``torch.distributed``, and are
-local without one. A rank's failure travels in place of its result, so that the same error is raised on all ranks. The
-work must contain no collective: a rank that fails before it would leave the others waiting. Where that cannot be, as in
+Every rank of the job calls them in the same order, on the default process group of ``torch.distributed``; without one
+they are local. A rank's failure travels in place of its result, so that all ranks raise the same error. The work must
+contain no collective: a rank that fails before it would leave the others waiting. Where that cannot be, as in
 DeepSpeed's own collectives, and where a rank dies, :func:`together` ends the waits of the others.
 """
 
@@ -18,24 +18,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, UnforeseenError
 
-if TYPE_CHECKING:
-    import torch
-
 T = TypeVar("T")
-#: Bytes of a message that travel with its length, at most; most messages are shorter. In large jobs fewer, so that
-#: those of all ranks are at most ``_INLINE_TOTAL_NBYTES``, down to ``_LEAST_INLINE_NBYTES``.
+#: Bytes of a message that travel with its length: at most, of all ranks together, and at least.
 _INLINE_NBYTES, _INLINE_TOTAL_NBYTES, _LEAST_INLINE_NBYTES = 4096, 1 << 20, 256
 LENGTH_NBYTES = 8
 #: One more collective costs as much time as this many bytes.
 _COLLECTIVE_NBYTES = 1 << 18
 #: Small tensors travel together, up to this many bytes.
 _BUCKET_NBYTES = 16 << 20
-#: The backend that sends a device's tensors, if a group has one backend for all devices.
-_DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
+#: Devices, and the backend that sends their tensors if a group has one backend for all devices.
+_BACKENDS = (("cuda", "nccl"), ("xpu", "xccl"), ("xpu", "ccl"), ("npu", "hccl"), ("hpu", "hccl"))
 #: Key in the process group's store of the first failure that no collective can tell the other ranks of; how often a
 #: waiting rank looks for it, and seconds after which a store that does not answer is taken for dead.
 _POSTED, _LOOK_EVERY, _STORE_SECONDS = "elastic_ckpt/failure", timedelta(seconds=1), 5.0
@@ -109,9 +106,8 @@ def agree(doing: str) -> Iterator[None]:
         yield
     except Exception as error:  # any failure must reach all ranks, or they hang
         mine, cause = _failure(doing, error, rank())
-    if world_size() == 1:
-        errors = [mine]
-    else:
+    errors = [mine]
+    if world_size() > 1:
         with together(doing):
             failed = _any(mine is not None)
         errors = all_gather(doing, lambda: mine) if failed else []
@@ -276,80 +272,66 @@ def common_nbytes(nbytes: Sequence[int]) -> int:
 
     The choice with the least time, so that padding never multiplies a long message by the number of ranks.
     """
-    ascending, total = sorted(nbytes), sum(nbytes)
-    best, least = 0, total + _COLLECTIVE_NBYTES * sum(count > 0 for count in nbytes)
-    below = 0  # bytes of messages that are not longer
-    for number, count in enumerate(ascending, 1):
-        below += count
-        longer = len(ascending) - number
-        rest = total - below - longer * count
-        cost = len(ascending) * count + rest + _COLLECTIVE_NBYTES * (1 + longer)
-        if cost < least:
-            best, least = count, cost
-    return best
+    ascending, ranks = [0, *sorted(nbytes)], len(nbytes)
+    sums, empty = list(accumulate(ascending)), nbytes.count(0)
+
+    def cost(number: int) -> int:
+        """Of sending the ``number`` shortest messages, and as much of the others, in one collective."""
+        common, longer = ascending[number], ranks - max(number, empty)
+        rest = sums[-1] - sums[number] - (ranks - number) * common
+        return ranks * common + rest + _COLLECTIVE_NBYTES * (bool(common) + longer)
+
+    return ascending[min(range(ranks + 1), key=cost)]
 
 
 def _any(flag: bool) -> bool:
-    import torch  # noqa: PLC0415  who only looks at a checkpoint need not wait for it
-    import torch.distributed as dist  # noqa: PLC0415
-
+    torch = _torch()
     flags = torch.tensor([flag], dtype=torch.int32, device=_collective_device())
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
     return bool(flags.item())
 
 
 def _all_gather_bytes(mine: bytes) -> list[bytes]:
     """The bytes of all ranks, which must have the same length."""
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
-
+    torch = _torch()
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
     received = [torch.empty_like(sent) for _ in range(world_size())]
-    dist.all_gather(received, sent)
+    torch.distributed.all_gather(received, sent)
     return [bytes(each.cpu().numpy()) for each in received]
 
 
 def _broadcast_bytes(mine: bytes, src: int) -> bytes:
     """The bytes of rank ``src``; the others pass as many."""
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
-
+    torch = _torch()
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
-    dist.broadcast(sent, src=src)
+    torch.distributed.broadcast(sent, src=src)
     return bytes(sent.cpu().numpy())
 
 
-def _collective_device() -> torch.device:
-    import torch  # noqa: PLC0415
-
-    kind = None if can_broadcast("cpu", None) else _accelerator_type()
+def _collective_device() -> Any:
+    torch = _torch()
+    kinds = (kind for kind, _ in _BACKENDS if hasattr(torch, kind) and can_broadcast(kind, None))
+    kind = None if can_broadcast("cpu", None) else next(kinds, None)
     return torch.device("cpu") if kind is None else torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _accelerator_type() -> str | None:
-    """Type of the accelerator; before torch 2.6, the one that the default group's backend is for."""
-    import torch  # noqa: PLC0415
-
-    if hasattr(torch, "accelerator"):
-        device = torch.accelerator.current_accelerator()
-        return None if device is None else str(device.type)
-    return next((kind for kind in _DEVICE_BACKENDS if can_broadcast(kind, None)), None)
 
 
 def pack(item: Any) -> bytes:
     """Serialize an object with tensors of any dtype, some of which plain pickle does not know. Local."""
-    import torch  # noqa: PLC0415
-
     buffer = io.BytesIO()
-    torch.save(item, buffer)
+    _torch().save(item, buffer)
     return buffer.getvalue()
 
 
 def unpack(item: bytes) -> Any:
     """Undo :func:`pack`; the bytes come from another rank of this job. Local."""
-    import torch  # noqa: PLC0415
+    return _torch().load(io.BytesIO(item), map_location="cpu", weights_only=False)
 
-    return torch.load(io.BytesIO(item), map_location="cpu", weights_only=False)
+
+def _torch() -> Any:
+    """Imported when it is needed: who only looks at a checkpoint need not wait for it."""
+    import torch.distributed  # noqa: PLC0415
+
+    return torch
 
 
 def can_broadcast(device_type: str, group: Any) -> bool:
@@ -360,7 +342,7 @@ def can_broadcast(device_type: str, group: Any) -> bool:
     backend = str(dist.get_backend(group=group))
     if device_type == "cpu":
         return "gloo" in backend or "mpi" in backend
-    return backend == _DEVICE_BACKENDS.get(device_type) or f"{device_type}:" in backend
+    return (device_type, backend) in _BACKENDS or f"{device_type}:" in backend
 
 
 def in_buckets(items: Iterable[T], nbytes: Iterable[int]) -> Iterator[list[T]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -54,10 +54,10 @@ class RankWork:
 
 @dataclass(frozen=True)
 class Verified:
-    """Bytes that all ranks read: those whose records have the saved checksum, and those that could not be compared.
+    """Bytes that all ranks read: those with the saved checksum, and those that could not be compared.
 
     ``without_checksum_nbytes`` are of files that have none: swap files of NVMe, legacy archives, archives saved with
-    ``torch.serialization.set_crc32_options(False)``. Of the records of ``incomplete_nbytes`` the job read only a part.
+    ``torch.serialization.set_crc32_options(False)``. Of the records of ``incomplete_nbytes`` only a part was read.
     """
 
     nbytes: int
@@ -110,22 +110,6 @@ class LoadReport:
         return names_with(self.outcomes, what)
 
     @property
-    def fresh(self) -> tuple[str, ...]:
-        """Names of which the live engine keeps or starts something."""
-        return self.names("fresh")
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Names in the checkpoint that the live model does not have."""
-        return self.names("ignored")
-
-    @property
-    def restored(self) -> dict[str, int]:
-        """What was restored: kind -> number of tensors (or groups) of the whole model."""
-        restored = [outcome for outcome in self.outcomes if outcome.what == "restored" and outcome.names]
-        return {title(outcome.role): len(outcome.names) for outcome in restored}
-
-    @property
     def mine(self) -> RankWork:
         """What this rank did."""
         return self.ranks[self.rank]
@@ -140,27 +124,20 @@ class LoadReport:
 
     def table(self) -> Table:
         """The report as a rich table."""
+        source, now = self.source, topology_text(self.zero_stage, self.dp, self.tp, self.pp, self.sequence, self.ep)
+        by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
+        done = ", ".join(_shown(outcome) for outcome in self.outcomes if outcome.what == "restored")
+        rows = [("from", f"{source.format} {source.folder}"), ("saved", f"{saved_topology(source)}{by}")]
+        rows += [("now", f"{now}, at step {self.global_steps}"), ("restored", done or "nothing")]
+        for what in ("fresh", "skipped", "ignored"):
+            rows += [(what, _shown(outcome)) for outcome in self.outcomes if outcome.what == what]
+        rows += _work_rows(self.ranks)
+        rows += [] if self.verified is None else [("verified", str(self.verified))]
         table = Table(title="elastic_ckpt: checkpoint restored", title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        source = self.source
-        table.add_row("from", escape(f"{source.format} {source.folder}"))
-        by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
-        table.add_row("saved", f"{saved_topology(source)}{by}")
-        now = topology_text(self.zero_stage, self.dp, self.tp, self.pp, self.sequence, self.ep)
-        table.add_row("now", f"{now}, at step {self.global_steps}")
-        done = [_done(outcome) for outcome in self.outcomes if outcome.what == "restored"]
-        table.add_row("restored", escape(", ".join(done) or "nothing"))
-        for what in ("fresh", "skipped", "ignored"):
-            for outcome in self.outcomes:
-                if outcome.what == what:
-                    table.add_row(what, escape(_line(outcome)))
-        for row in _work_rows(self.ranks):
-            table.add_row(*row)
-        if self.verified is not None:
-            table.add_row("verified", str(self.verified))
-        for note in self.notes:
-            table.add_row("note", escape(note))
+        for name, text in (*rows, *(("note", note) for note in self.notes)):
+            table.add_row(name, escape(text))
         return table
 
     def print_to(self, console: Console) -> None:
@@ -214,28 +191,24 @@ def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:
     return tuple(Outcome(role, what, tuple(found), reason) for (role, what, reason), found in names.items())
 
 
-def _done(outcome: Outcome) -> str:
-    names = f" ({shortened(outcome.names, _NAMES_SHOWN)})" if outcome.role == FROZEN else ""
-    return title(outcome.role) + (f" {len(outcome.names)}{names}" if outcome.names else "")
-
-
-def _line(outcome: Outcome) -> str:
-    shown = shortened(outcome.names, _NAMES_SHOWN)
-    return f"{title(outcome.role)}{' ' + shown if shown else ''}: {outcome.reason}"
+def _shown(outcome: Outcome) -> str:
+    """An outcome in the table: what is restored by number, with its names only if it was frozen; else with a reason."""
+    name, count, names = title(outcome.role), len(outcome.names), shortened(outcome.names, _NAMES_SHOWN)
+    if outcome.what != "restored":
+        return f"{name}{names and ' '}{names}: {outcome.reason}"
+    return f"{name} {count}" + (f" ({names})" if outcome.role == FROZEN else "") if count else name
 
 
 def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
     """Bytes and seconds over all ranks: least and most, if they differ."""
     if not ranks:
         return []
-    opened, read = sum(work.files_opened for work in ranks), [work.files_read for work in ranks]
-    least, most = min(read), max(read)
-    from_files = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    rows = [("files", f"{opened:,} opened for metadata, {from_files} read per rank")]
-    rows.append(("read per rank", _span([work.nbytes_read for work in ranks])))
+    opened, files = sum(work.files_opened for work in ranks), _span([work.files_read for work in ranks], "{:,}".format)
+    rows = [("files", f"{opened:,} opened for metadata, {files} read per rank")]
+    rows.append(("read per rank", _span([work.nbytes_read for work in ranks], size)))
     received = [work.nbytes_received for work in ranks]
     if any(received):
-        rows.append(("received per rank", _span(received)))
+        rows.append(("received per rank", _span(received, size)))
     blocks = sum(work.blocks for work in ranks)
     if blocks:
         requantized = sum(work.blocks_requantized for work in ranks)
@@ -247,6 +220,6 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
     return rows
 
 
-def _span(nbytes: Sequence[int]) -> str:
-    least, most = map(size, (min(nbytes), max(nbytes)))
+def _span(numbers: Sequence[int], text: Callable[[int], str]) -> str:
+    least, most = text(min(numbers)), text(max(numbers))
     return most if least == most else f"{least} to {most}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_ckpt.core.tp_rules import split_by
-from elastic_ckpt.engines.optimizers import KNOWN, Stepped
+from elastic_ckpt.engines.optimizers import KNOWN, OptimizerParam
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats import Found, MetadataOptions
 from elastic_ckpt.formats.naming import sort_names
@@ -73,7 +73,7 @@ def test_the_optimizer_has_the_states_that_are_listed(monkeypatch: pytest.Monkey
     (name,) = (name for name in KNOWN if name.endswith(".Adan"))
     master = torch.zeros(6)
     optimizer = torch.optim.SGD([master])
-    states = KNOWN.pop(name)(optimizer).states(Stepped(master, 6, 0, 0))
+    states = KNOWN.pop(name)(optimizer).states(OptimizerParam(master, 6, 0, 0))
     assert states is not None
     assert [(state.key, state.layout) for state in states] == [
         (key, "elementwise") for key in ("exp_avg", "exp_avg_diff", "exp_avg_sq")

@@ -26,7 +26,7 @@ from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
 from elastic_ckpt.engines.coordinates import model_of
 from elastic_ckpt.engines.experts import expert_fqns, stacked_experts
-from elastic_ckpt.engines.optimizers import StateSchema, Stepped, dtype_name, tensor_of
+from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, dtype_name, tensor_of
 from elastic_ckpt.errors import UnsupportedError
 
 #: Executes (part of) a plan: reads into one tensor per slot.
@@ -50,7 +50,7 @@ class EngineAdapter(ABC):
 
     #: Whether every data-parallel rank holds each whole master.
     replicated = False
-    #: See :class:`elastic_ckpt.engines.optimizers.Stepped`.
+    #: See :class:`elastic_ckpt.engines.optimizers.OptimizerParam`.
     keeps_touched = False
 
     def __init__(
@@ -113,10 +113,10 @@ class EngineAdapter(ABC):
         flats: list[FlatPartition] = []
         fragments: list[Fragment] = []
         for index, params in enumerate(self.members):
-            names, stepped = self._names_of(params), self.stepped(index)
-            states, scalars = self.schema.states(stepped), self.schema.scalars(stepped)
-            dtype, replicated = dtype_name(stepped.master), self.replicated and self._can_send(stepped.master, *names)
-            flats.append(FlatPartition(index, stepped.group, stepped.numel, dtype, names, replicated, states, scalars))
+            names, param = self._names_of(params), self.param(index)
+            states, scalars = self.schema.states(param), self.schema.scalars(param)
+            dtype, replicated = dtype_name(param.master), self.replicated and self._can_send(param.master, *names)
+            flats.append(FlatPartition(index, param.group, param.numel, dtype, names, replicated, states, scalars))
             for placement in self.placements(index):
                 fragments += self._fragments(params[placement.index], placement, index)
         return LocalState(
@@ -138,10 +138,10 @@ class EngineAdapter(ABC):
             model=model_of(self._engine, self.dp_group, self._experts, self._stacked),
         )
 
-    def stepped(self, flat: int) -> Stepped:
+    def param(self, flat: int) -> OptimizerParam:
         """What the base optimizer updates in place of one flat partition."""
         master, position = self.masters[flat], self._positions.get(id(self.masters[flat]), 0)
-        return Stepped(master, self.numel(flat), self.groups[flat], position, self.keeps_touched)
+        return OptimizerParam(master, self.numel(flat), self.groups[flat], position, self.keeps_touched)
 
     def whole_frozen(self, name: str, param: Any) -> WholeTensor:
         """What this rank holds of a frozen parameter."""
@@ -217,7 +217,7 @@ class EngineAdapter(ABC):
             if slot.key not in WEIGHTS:
                 states.setdefault(slot.flat, []).append(slot)
         for flat, slots in states.items():
-            self.schema.allocate(self.stepped(flat), slots)
+            self.schema.allocate(self.param(flat), slots)
         return [self._tensor(slot) for slot in plan.slots]
 
     def _tensor(self, slot: Slot) -> torch.Tensor:
@@ -251,7 +251,7 @@ class EngineAdapter(ABC):
             if scalars is None:
                 self.base.state.pop(self.masters[flat], None)
             else:
-                self.schema.set_scalars(self.stepped(flat), scalars)
+                self.schema.set_scalars(self.param(flat), scalars)
 
     @abstractmethod
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:

@@ -3,9 +3,9 @@
 A shallow copy of the live optimizer makes the state of a tensor of the right size on device ``meta``, so that its
 class, version, ``min_8bit_size`` and overrides decide; none of its rules is copied here.
 
-Attributes of ``bitsandbytes.optim.optimizer.Optimizer8bit`` used: ``init_state``, ``fill_qmap``, ``name2qmap``,
-``is_paged``, ``initialized``, ``check_overrides``, ``get_config``, ``mng`` (``pid2config``,
-``module_weight_config_triple``), ``optimizer_name``, and ``bitsandbytes.functional.create_dynamic_map``.
+Attributes of ``bitsandbytes.optim.optimizer.Optimizer8bit`` used: ``init_state``, ``name2qmap``, ``is_paged``,
+``initialized``, ``check_overrides``, ``get_config``, ``mng`` (``pid2config``, ``module_weight_config_triple``),
+``optimizer_name``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from elastic_ckpt.core.state_kinds import (
     block_numel_of,
     codebook,
 )
-from elastic_ckpt.engines.optimizers import StateSchema, Stepped, dtype_name
+from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, dtype_name
 from elastic_ckpt.errors import UnsupportedError
 
-#: Tensors that each step writes before it reads them.
-_SCRATCH = frozenset({"unorm_vec"})
+#: A tensor that each step writes before it reads it.
+_SCRATCH = "unorm_vec"
 
 
 def is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
@@ -43,98 +43,89 @@ def is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class BitsAndBytesSchema(StateSchema):
-    """States of a live bitsandbytes optimizer."""
-
-    #: All its Adam and AdamW classes decouple weight decay.
-    decoupled: bool | None = True
+    """States of a live bitsandbytes optimizer. All its Adam and AdamW classes decouple weight decay."""
 
     def __init__(self, base: Any) -> None:
-        super().__init__(base)
+        super().__init__(base, family="adam" if getattr(base, "optimizer_name", None) == "adam" else None)
+        self.decoupled = True
         self._codebooks: dict[str, Codebook] = {}
-        self.family = "adam" if getattr(base, "optimizer_name", None) == "adam" else None
 
-    def states(self, stepped: Stepped) -> tuple[LiveState, ...] | None:
-        shape = (stepped.numel,) if stepped.master.dim() == 1 else tuple(stepped.master.shape)
-        made = self._probe(torch.empty(shape, device="meta", dtype=stepped.master.dtype), stepped)
+    def states(self, param: OptimizerParam) -> tuple[LiveState, ...] | None:
+        master = param.master
+        shape = (param.numel,) if master.dim() == 1 else tuple(master.shape)
+        made = self._probe(torch.empty(shape, device="meta", dtype=master.dtype), param)
         quantized = {key for key in COMPANIONS if key in made and made[key].dtype == torch.uint8}
-        if quantized and not stepped.master.is_contiguous():
+        if quantized and not master.is_contiguous():
             raise UnsupportedError(
                 "bitsandbytes orders the 8-bit states of this parameter otherwise than its elements",
                 expected="a contiguous parameter",
-                found=f"shape {tuple(stepped.master.shape)}, strides {stepped.master.stride()}",
+                found=f"shape {tuple(master.shape)}, strides {master.stride()}",
                 remedy="store the parameter contiguously, or use ZeRO stage 1, 2 or 3",
             )
         companions = {name for key in quantized for name in COMPANIONS[key]}
         return tuple(
-            self._describe(key, value, made, stepped, key in quantized)
+            self._live_state(key, made, param, key in quantized)
             for key, value in made.items()
             if isinstance(value, torch.Tensor) and key not in companions
         )
 
-    def scalars(self, stepped: Stepped) -> tuple[str, ...] | None:
+    def scalars(self, param: OptimizerParam) -> tuple[str, ...] | None:
         return ("step",)
 
-    def _describe(
-        self, key: str, value: torch.Tensor, made: Mapping[str, torch.Tensor], stepped: Stepped, quantized: bool
-    ) -> LiveState:
-        dtype = dtype_name(value)
+    def set_scalars(self, param: OptimizerParam, values: Mapping[str, Any]) -> None:
+        self._base.state[param.master]["step"] = int(values["step"])
+
+    def _live_state(self, key: str, made: dict[str, Any], param: OptimizerParam, quantized: bool) -> LiveState:
+        value, dtype = made[key], dtype_name(made[key])
         if key not in COMPANIONS:
-            return LiveState(key, dtype, SCRATCH if key in _SCRATCH else REPLICATED, shape=tuple(value.shape))
-        rows = value.numel() // max(stepped.numel, 1) or 1
+            return LiveState(key, dtype, SCRATCH if key == _SCRATCH else REPLICATED, shape=tuple(value.shape))
+        rows = value.numel() // max(param.numel, 1) or 1
         if not quantized:
             return LiveState(key, dtype, rows=rows)
         scales, qmap = COMPANIONS[key]
-        block_numel = block_numel_of(stepped.numel, made[scales].numel() // rows)
-        assert block_numel is not None, f"{made[scales].numel()} scales of {stepped.numel} elements"
-        return LiveState(key, dtype, rows=rows, blocks=BlockFormat(block_numel, scales, self._codebook(qmap, stepped)))
-
-    def _codebook(self, qmap: str, stepped: Stepped) -> Codebook:
+        block_numel = block_numel_of(param.numel, made[scales].numel() // rows)
+        assert block_numel is not None, f"{made[scales].numel()} scales of {param.numel} elements"
         if qmap not in self._codebooks:
-            probe = self._probe_optimizer(stepped)
-            group = probe.param_groups[stepped.group]
-            least = probe.get_config(stepped.group, stepped.position, group)["min_8bit_size"]
-            made = self._probe(torch.zeros(max(1, min(least, stepped.numel))), stepped)
+            probe = self._probe_optimizer(param)
+            least = probe.get_config(param.group, param.position, probe.param_groups[param.group])["min_8bit_size"]
+            tables = self._probe(torch.zeros(max(1, min(least, param.numel))), param)
             self._codebooks |= {
-                key: codebook(value.float().cpu().tolist()) for key, value in made.items() if key.startswith("qmap")
+                name: codebook(table.float().cpu().tolist()) for name, table in tables.items() if name[:4] == "qmap"
             }
-        return self._codebooks[qmap]
+        return LiveState(key, dtype, rows=rows, blocks=BlockFormat(block_numel, scales, self._codebooks[qmap]))
 
-    def _probe(self, tensor: torch.Tensor, stepped: Stepped) -> dict[str, Any]:
-        probe = self._probe_optimizer(stepped)
-        probe.init_state(probe.param_groups[stepped.group], tensor, stepped.group, stepped.position)
+    def _probe(self, tensor: torch.Tensor, param: OptimizerParam) -> dict[str, Any]:
+        probe = self._probe_optimizer(param)
+        probe.init_state(probe.param_groups[param.group], tensor, param.group, param.position)
         return probe.state[tensor]
 
-    def _probe_optimizer(self, stepped: Stepped) -> Any:
+    def _probe_optimizer(self, param: OptimizerParam) -> Any:
         """A shallow copy of the live optimizer with a state of its own."""
         probe = object.__new__(type(self._base))
         probe.__dict__.update(self._base.__dict__)  # copy.copy would leave out what torch does not pickle
         probe.state, probe.name2qmap, probe.is_paged = defaultdict(dict), {}, False
         probe.param_groups = [dict(group) for group in self._base.param_groups]
-        params = [stepped.master] * (stepped.position + 1)
-        probe.param_groups[stepped.group]["params"] = params  # get_config looks up overrides by them
+        # get_config looks up overrides by them
+        probe.param_groups[param.group]["params"] = [param.master] * (param.position + 1)
         probe.mng = copy.copy(self._base.mng)
         probe.mng.pid2config = dict(self._base.mng.pid2config)
         for module, name, override in self._base.mng.module_weight_config_triple:
-            if getattr(module, name) is stepped.master:  # bitsandbytes applies these in the first step
-                probe.mng.pid2config[id(stepped.master)] = override
+            if getattr(module, name) is param.master:  # bitsandbytes applies these in the first step
+                probe.mng.pid2config[id(param.master)] = override
         return probe
 
-    def allocate(self, stepped: Stepped, slots: Sequence[Slot]) -> None:
+    def allocate(self, param: OptimizerParam, slots: Sequence[Slot]) -> None:
         """Has bitsandbytes make the tensors, which shares its codebooks."""
-        state = self._base.state[stepped.master]
+        state, group = self._base.state[param.master], self._base.param_groups[param.group]
         live = [(state.get(slot.key), slot) for slot in slots]
         if all(isinstance(it, torch.Tensor) and (it.numel(), dtype_name(it)) == (s.numel, s.dtype) for it, s in live):
             return
         state.clear()
         if not self._base.initialized:
             self._base.check_overrides()
-        group = self._base.param_groups[stepped.group]
         params = group["params"]
-        group["params"] = [stepped.master] * (stepped.position + 1)  # empty between two steps of ZeRO-3
+        group["params"] = [param.master] * (param.position + 1)  # empty between two steps of ZeRO-3
         try:
-            self._base.init_state(group, stepped.master, stepped.group, stepped.position)
+            self._base.init_state(group, param.master, param.group, param.position)
         finally:
             group["params"] = params
-
-    def set_scalars(self, stepped: Stepped, values: Mapping[str, Any]) -> None:
-        self._base.state[stepped.master]["step"] = int(values["step"])

@@ -211,8 +211,8 @@ def not_strict(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
         expected = {kind: {key: truth[kind][key] for key in found[kind]} for kind in ("masters", "states")}
         facts.append(
             SimpleNamespace(
-                fresh=richer.elastic_report.fresh,
-                ignored=poorer.elastic_report.ignored,
+                fresh=richer.elastic_report.names("fresh"),
+                ignored=poorer.elastic_report.names("ignored"),
                 differences=differences | oracle.compare(found, expected),
                 where=where(case),
             )

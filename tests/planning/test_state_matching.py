@@ -16,7 +16,7 @@ from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState, StateFacts
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOLE, BlockFormat, LiveState
-from elastic_ckpt.engines.optimizers import Stepped
+from elastic_ckpt.engines.optimizers import OptimizerParam
 from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.planning.matching import match_groups, match_parameters, transferable
@@ -333,7 +333,7 @@ def add_torch_kinds() -> None:
         "bnb lion": bnb.optim.Lion([PARAM]),
     }.items():
         schema = schema_of(optimizer)
-        stepped = Stepped(optimizer.param_groups[0]["params"][0], 8, 0, 0)
+        stepped = OptimizerParam(optimizer.param_groups[0]["params"][0], 8, 0, 0)
         keys = tuple(state.key for state in schema.states(stepped) or ())
         KINDS[type(optimizer).__name__ + f" ({kind})"] = (
             kind.replace("adamw", "adam"),
