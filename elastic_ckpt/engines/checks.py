@@ -15,38 +15,32 @@ from elastic_ckpt.engines.coordinates import sequence_of
 from elastic_ckpt.errors import DamagedError, MismatchError
 
 logger = logging.getLogger(__name__)
-_REMEDY = (
-    "Pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to deepspeed.initialize instead of "
-    '"sequence_parallel_size" and "data_parallel_size" in the config (or mesh_param), as Accelerate does.'
-)
-_LOST = (
-    "elastic_ckpt: checkpoints of this engine will be incomplete and cannot be resumed: with a device mesh for "
-    "sequence parallelism (degree %d), ZeRO-3 of this DeepSpeed cuts the model into %d partitions and saves %d. "
-    + _REMEDY
-)
-_TORN = (
-    "elastic_ckpt: checkpoints of this engine may be damaged: with a device mesh for sequence parallelism (degree %d), "
-    "all ranks of a sequence-parallel group write the same files at the same time. " + _REMEDY
+_INCOMPLETE = (
+    "elastic_ckpt: checkpoints of this engine %s: with a device mesh for sequence parallelism (degree %d), all ranks of a "
+    "sequence-parallel group write the same files. Pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to "
+    'deepspeed.initialize instead of "sequence_parallel_size" and "data_parallel_size" in the config (or mesh_param), as '
+    "Accelerate does."
 )
 
 
 def warn_of_incomplete_saves(engine: Any) -> None:
     """Warn on rank 0 if DeepSpeed's saves of this engine will be incomplete.
 
-    With a device mesh for sequence parallelism, the ranks of a sequence-parallel group write files of the same names at
-    the same time (``DeepSpeedEngine._get_zero_ckpt_name`` counts data-parallel ranks only), and in ZeRO-3 of different
-    partitions.
+    With a device mesh for sequence parallelism, ranks write files of the same names at the same time
+    (``DeepSpeedEngine._get_zero_ckpt_name`` counts data-parallel ranks only), and in ZeRO-3 of different partitions.
     """
-    if dist.get_rank() != 0 or engine.sequence_parallel_size == 1:
+    degree, what = engine.sequence_parallel_size, ""
+    if dist.get_rank() != 0 or degree == 1:
         return
     group = getattr(engine.optimizer, "dp_process_group", None)
-    if engine.zero_optimization_stage() == 3:
-        partitions = dist.get_world_size(group=partition_group(engine))
-        written = partitions if group is None else dist.get_world_size(group=group)
-        if written < partitions:
-            logger.warning(_LOST, engine.sequence_parallel_size, partitions, written)
-    elif not sequence_of(engine, engine.seq_dp_world_size)[0].partitioned:
-        logger.warning(_TORN, engine.sequence_parallel_size)
+    if engine.zero_optimization_stage() != 3:
+        what = "" if sequence_of(engine, engine.seq_dp_world_size)[0].partitioned else "may be damaged"
+    elif group is not None:
+        partitions, saved = dist.get_world_size(group=partition_group(engine)), dist.get_world_size(group=group)
+        cut = f"since ZeRO-3 cuts the model into {partitions} partitions and saves {saved}"
+        what = f"will be incomplete and cannot be resumed, {cut}" if saved < partitions else ""
+    if what:
+        logger.warning(_INCOMPLETE, what, degree)
 
 
 def refuse_pending_gradients(engine: Any) -> None:
@@ -69,36 +63,28 @@ def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bo
         MismatchError: something changed, and ``refuse`` is set.
     """
     micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-    live = BatchSizes(micro * steps * data_degree, micro, steps)
-    changes = []
-    if saved.global_batch is not None and saved.global_batch != live.global_batch:
+    live, changes = BatchSizes(micro * steps * data_degree, micro, steps), []
+    if saved.global_batch not in (None, live.global_batch):
+        sizes = f"{saved.global_batch} -> {live.global_batch} samples"
+        changes.append(f"global batch: {sizes}; steps and learning rate no longer mean the same")
+    if saved.accumulation_steps not in (None, live.accumulation_steps):
+        micro_batches = f"micro-batch: {saved.micro_batch} -> {live.micro_batch}"
         changes.append(
-            f"global batch: {saved.global_batch} -> {live.global_batch} samples; steps and learning rate no longer "
-            "mean the same"
-        )
-    if saved.accumulation_steps is not None and saved.accumulation_steps != live.accumulation_steps:
-        changes.append(
-            f"gradient_accumulation_steps: {saved.accumulation_steps} -> {live.accumulation_steps}, "
-            f"micro-batch: {saved.micro_batch} -> {live.micro_batch}"
+            f"gradient_accumulation_steps: {saved.accumulation_steps} -> {live.accumulation_steps}, {micro_batches}"
         )
     if changes and refuse:
+        before, now = (
+            f'"train_batch_size": {sizes.global_batch}, "train_micro_batch_size_per_gpu": {sizes.micro_batch}, '
+            f'"gradient_accumulation_steps": {sizes.accumulation_steps}'
+            for sizes in (saved, live)
+        )
         raise MismatchError(
             "; ".join(changes),
-            expected=_shown(saved) + ", as in the checkpoint",
-            found=_shown(live) + " in the live engine",
-            remedy=(
-                'set "train_batch_size" and "gradient_accumulation_steps" to fit the number of ranks, or '
-                '"elastic_checkpoint": {"on_change": "warn"}'
-            ),
+            expected=f"{before}, as in the checkpoint",
+            found=f"{now} in the live engine",
+            remedy='set them to fit the number of ranks, or "elastic_checkpoint": {"on_change": "warn"}',
         )
     return tuple(changes)
-
-
-def _shown(sizes: BatchSizes) -> str:
-    return (
-        f'"train_batch_size": {sizes.global_batch}, "train_micro_batch_size_per_gpu": {sizes.micro_batch}, '
-        f'"gradient_accumulation_steps": {sizes.accumulation_steps}'
-    )
 
 
 def warn_of_unscaled_gradients(engine: Any, saved: TrainingState, saved_zero_stage: int) -> tuple[str, ...]:
@@ -109,22 +95,19 @@ def warn_of_unscaled_gradients(engine: Any, saved: TrainingState, saved_zero_sta
     """
     was_unscaled = saved.loss_scale is not None and saved_zero_stage == 0
     is_unscaled = engine.fp16_enabled() and engine.zero_optimization_stage() == 0
-    if was_unscaled == is_unscaled:
-        return ()
     this, other = ("the saved", "the live") if was_unscaled else ("the live", "the saved")
-    return (
-        "DeepSpeed's fp16 without ZeRO divides gradients by a loss scale that it never multiplied the loss with: "
-        f"{this} run's gradients, and its Adam moments, are that much smaller than {other} run's; both are restored "
-        "exactly, but they do not fit together",
+    warning = (
+        "DeepSpeed's fp16 without ZeRO divides gradients by a loss scale that the loss was not multiplied with: "
+        f"{this} run's gradients and Adam moments are that much smaller than {other} run's, and do not fit together"
     )
+    return () if was_unscaled == is_unscaled else (warning,)
 
 
 def commit_pending_save(engine: Any) -> None:
     """Commit a save of this engine that is still being written, as the next step would. Collective.
 
-    ``DecoupledCheckpointEngine`` and DataStates' engine write in the background, and commit a save at the next boundary
-    ``step()``. Until then its files are incomplete, ``latest`` names an older save, and its writers read live tensors,
-    which a load overwrites.
+    ``DecoupledCheckpointEngine`` and DataStates' engine write in the background until the next boundary ``step()``. So
+    far files are incomplete, ``latest`` names an older save, and a load would overwrite the tensors that are written.
 
     Raises :class:`DamagedError` on every rank if the process that writes it is no longer there.
     """
@@ -132,12 +115,9 @@ def commit_pending_save(engine: Any) -> None:
     if writer is None or not getattr(writer, "is_decoupled", bool)():  # DeepSpeed before 0.17.1 has no such method
         return
 
-    def look() -> bool:
-        if writer.commit_info is None:
-            return False
-        process = getattr(writer, "ckpt_process", None)
-        if process is not None and not process.is_alive():
-            info = writer.commit_info
+    def is_pending() -> bool:
+        info, process = writer.commit_info, getattr(writer, "ckpt_process", None)
+        if info is not None and process is not None and not process.is_alive():
             raise DamagedError(
                 "the last save of this engine is incomplete: the process that wrote it in the background has died",
                 file=os.path.join(info.save_dir, info.tag),
@@ -145,9 +125,9 @@ def commit_pending_save(engine: Any) -> None:
                 found=f"exit code {process.exitcode}",
                 remedy="start the job again and load an older tag; the process's output says why it died",
             )
-        return True
+        return info is not None
 
-    if any(distributed.all_gather("look for a save that is still being written", look)):
+    if any(distributed.all_gather("look for a save that is still being written", is_pending)):
         engine._commit_decoupled_checkpoint()
         if writer.commit_info is not None:  # DataStates' engine, whose get_commit_info() DeepSpeed does not define
             writer.commit(writer.commit_info)

@@ -48,10 +48,7 @@ def has_optimizer(engine: Any) -> bool:
 
 
 def flat_master_numels(engine: Any) -> list[int] | None:
-    """Elements of each flat fp32 master partition of this rank, padding included; ``None`` without ZeRO.
-
-    The attributes are those of ZeRO-3, of ZeRO-1 and 2, and of ``BF16_Optimizer``.
-    """
+    """Elements of each flat fp32 master of this rank, padding included, in ZeRO-3, 1 and 2; ``None`` without ZeRO."""
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
     masters = next((getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)), None)
     return None if masters is None else [master.numel() for master in masters]
@@ -88,7 +85,7 @@ def holds_gradients(engine: Any) -> bool:
     ZeRO keeps buffers from step to step, and tells by a number whether the next backward adds to them. ZeRO-3 raises it
     when the next forward begins, before 0.18.5 when the backward ends. Zeros add nothing.
     """
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    optimizer, stage, accumulated = engine.optimizer, engine.zero_optimization_stage(), False
     if not has_optimizer(engine):
         return False
     if hasattr(optimizer, "fp32_groups_has_gradients"):  # BF16_Optimizer
@@ -100,8 +97,6 @@ def holds_gradients(engine: Any) -> bool:
         initial = -1 if engine.micro_steps else getattr(stage_1_and_2, "INITIAL_MICRO_STEP_ID", 0)
         averaged = (*optimizer.averaged_gradients.values(), *getattr(optimizer, "all_grad_tensors", {}).values())
         accumulated = optimizer.micro_step_id > initial or any(each is not None for each in averaged)
-    else:
-        accumulated = False
     names = ("bit16_groups", "bf16_groups", "fp16_groups")
     groups = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
     params = chain.from_iterable(groups or (group["params"] for group in base_optimizer(engine).param_groups))
@@ -114,12 +109,10 @@ def loss_scaler(engine: Any) -> Any:
     A ``LossScaler`` or ``DynamicLossScaler`` of the partitioned optimizers; of the others, a ``LossScaleConfig``
     (loss_scaler.py), or before DeepSpeed 0.18.6 the optimizer itself. All have the same fields.
     """
-    if not engine.fp16_enabled():
-        return None
     optimizer = engine.optimizer
-    found = (getattr(optimizer, name, None) for name in ("loss_scale_config", "loss_scaler"))
-    itself = optimizer if hasattr(optimizer, "cur_scale") else None
-    return next((scaler for scaler in found if scaler is not None), itself)
+    found = [getattr(optimizer, name, None) for name in ("loss_scale_config", "loss_scaler")]
+    found += [optimizer] if hasattr(optimizer, "cur_scale") else []
+    return next((scaler for scaler in found if scaler is not None and engine.fp16_enabled()), None)
 
 
 def flat_offsets(optimizer: Any, members: Sequence[Sequence[torch.nn.Parameter]]) -> list[list[int]]:
@@ -129,13 +122,9 @@ def flat_offsets(optimizer: Any, members: Sequence[Sequence[torch.nn.Parameter]]
 
 
 def has_comm_dtype(param: Any) -> bool:
-    """Whether a ZeRO-3 parameter travels in another dtype: that of ``torch_autocast`` (since 0.17.2).
-
-    Its function is ``has_autocast_dtype`` before 0.17.6.
-    """
+    """Whether a ZeRO-3 parameter travels in a dtype of ``torch_autocast``; until 0.17.6, by the function's old name."""
     names = ("has_comm_dtype", "has_autocast_dtype")
-    has = next((getattr(torch_autocast, name) for name in names if hasattr(torch_autocast, name)), None)
-    return has is not None and bool(has(param))
+    return any(getattr(torch_autocast, name)(param) for name in names if hasattr(torch_autocast, name))
 
 
 def swaps_states(engine: Any) -> bool:
@@ -161,26 +150,13 @@ def swaps_to_nvme(engine: Any) -> bool:
 
 def autotp_record(param: Any) -> Mapping[str, Any]:
     """AutoTP's record of how a parameter is cut (since 0.18); empty without one."""
-    name = getattr(constants, "DS_AUTOTP_UC_META", "")
-    return (getattr(param, name, None) if name else None) or {}
+    return getattr(param, getattr(constants, "DS_AUTOTP_UC_META", ""), None) or {}
 
 
 def autotp_affine_map(param: Any) -> Mapping[str, Any] | None:
     """The map of all ranks' shards in AutoTP's record (since 0.19.7); ``None`` without one."""
     conversion = autotp_record(param).get("conversion") or {}
     return conversion.get(getattr(constants, "AFFINE_MAP", None))
-
-
-def autotp_sub_parameters(param: Any) -> tuple[tuple[int, ...], int, tuple[int, ...]] | None:
-    """The whole shape, the sharded dimension and the sizes of sub-parameters in AutoTP's record (0.18 to 0.19.6).
-
-    The tensor-parallel degree divides each. ``None`` without them, and since 0.19.7, which records a map.
-    """
-    record = autotp_record(param)
-    shape, sizes = record.get("logical_shape") or (), record.get("sub_param_sizes") or ()
-    if not sizes or autotp_affine_map(param) is not None or len(shape) != len(getattr(param, "ds_shape", param.shape)):
-        return None
-    return tuple(shape), record["partition_dim"], tuple(sizes)
 
 
 def separate_steps(engine: Any) -> None:
@@ -210,7 +186,7 @@ def record_counts(engine: Any) -> None:
     scaler = loss_scaler(engine)
     new = {"step": {int(type(engine.optimizer).__name__ in _STEP_WHEN_BUILT)}, "cur_iter": {0}}
     ahead = {"step": {step - engine.global_steps + engine.skipped_steps for step in _counted_steps(engine)}}
-    if getattr(scaler, "dynamic_loss_scale", False) or getattr(scaler, "dynamic", False):
+    if is_dynamic(scaler):
         ahead["cur_iter"] = {scaler.cur_iter - engine.global_steps}
     recorded = {key: sorted(counts) for key, counts in ahead.items() if counts and counts != new[key]}
     section = dict(config.get(CONFIG_KEY) or {})
@@ -218,14 +194,19 @@ def record_counts(engine: Any) -> None:
         engine.config = {**config, CONFIG_KEY: {**section, **({AHEAD: recorded} if recorded else {})}}
 
 
+def is_dynamic(scaler: Any) -> bool:
+    """Whether a loss scaler of any class adapts its scale."""
+    return getattr(scaler, "dynamic_loss_scale", False) or getattr(scaler, "dynamic", False)
+
+
 def _counted_steps(engine: Any) -> set[int]:
     """The steps that an optimizer has counted, by state or else by param group; empty if it does not count."""
     base = base_optimizer(engine)
     # some keep entries of no parameter, which are numbers or tensors
     states = [state for state in getattr(base, "state", {}).values() if isinstance(state, dict) and state]
-    groups = base.param_groups
-    counted = [each["step"] for each in states if "step" in each] or [g["step"] for g in groups if "step" in g]
-    if not states and not counted and any("betas" in group for group in groups):
+    counted = [each["step"] for each in states if "step" in each]
+    counted = counted or [group["step"] for group in base.param_groups if "step" in group]
+    if not states and not counted and any("betas" in group for group in base.param_groups):
         return {0}
     numbers = (each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each for each in counted)
     return {int(number) for number in numbers if isinstance(number, (int, float)) and math.isfinite(number)}
@@ -233,8 +214,7 @@ def _counted_steps(engine: Any) -> set[int]:
 
 def zero_param_shapes(engine: Any) -> Sequence[Mapping[str, Any]]:
     """Names and shapes in each flat buffer of a ZeRO optimizer, as DeepSpeed saves them (``param_shapes``)."""
-    shapes: Sequence[Mapping[str, Any]] = engine._get_zero_param_shapes()
-    return shapes
+    return list(engine._get_zero_param_shapes())
 
 
 def load_universal_flag(engine: Any) -> bool:
@@ -259,16 +239,15 @@ def intercepted_loads(engine: Any, opened: Callable[[str], AbstractContextManage
 
     torch's loader gets the stream, not the path, which may have come to name another file.
     """
-    engine_of_files = engine.checkpoint_engine
-    original = engine_of_files.load
-    takes_streams = type(engine_of_files).__name__ in _READ_BY_TORCH
+    files, original = engine.checkpoint_engine, engine.checkpoint_engine.load
+    takes_streams = type(files).__name__ in _READ_BY_TORCH
 
     def load(path: Any, *args: Any, **kwargs: Any) -> Any:
         with opened(path) as stream:
             return original(stream if takes_streams else path, *args, **kwargs)
 
-    engine_of_files.load = load
+    files.load = load
     try:
         yield
     finally:
-        del engine_of_files.load
+        del files.load

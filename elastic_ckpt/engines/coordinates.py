@@ -29,7 +29,7 @@ from elastic_ckpt.core.experts import slices
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates, SequenceParallel
 from elastic_ckpt.core.strided import TPLayout, fused
 from elastic_ckpt.core.tp_rules import CannotSplit
-from elastic_ckpt.engines.compat import autotp_affine_map, autotp_record, autotp_sub_parameters
+from elastic_ckpt.engines.compat import autotp_affine_map, autotp_record
 from elastic_ckpt.engines.experts import expert_parallel, unsliced_experts
 from elastic_ckpt.engines.megatron_runs import live_arguments
 from elastic_ckpt.errors import UnsupportedError
@@ -197,11 +197,14 @@ def _layout(tensor: torch.Tensor, owner: str, tp: int) -> LiveLayout:
 
 
 def _recorded(tensor: torch.Tensor, tp: int) -> TPLayout | None:
-    """AutoTP's record of all ranks' shards, if they are cut along one dimension."""
-    parts, entry = autotp_sub_parameters(tensor), autotp_affine_map(tensor)
-    if parts is not None:
-        shape, dim, sizes = parts
-        return fused(shape, dim, [[size // tp] * tp for size in sizes])
+    """AutoTP's record of all ranks' shards, if they are cut along one dimension.
+
+    From 0.18 to 0.19.6, the sizes of sub-parameters, each of which the tensor-parallel degree divides; then a map.
+    """
+    record, entry = autotp_record(tensor), autotp_affine_map(tensor)
+    shape, sizes = record.get("logical_shape") or (), record.get("sub_param_sizes") or ()
+    if entry is None and sizes and len(shape) == len(getattr(tensor, "ds_shape", tensor.shape)):
+        return fused(tuple(shape), record["partition_dim"], [[size // tp] * tp for size in sizes])
     try:
         return None if entry is None else split_of_affine(entry)
     except CannotSplit:

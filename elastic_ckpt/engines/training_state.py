@@ -18,7 +18,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
 from elastic_ckpt.core.training_state import LossScale, TrainingState
-from elastic_ckpt.engines.compat import loss_scaler
+from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.megatron_runs import follow_topology, reseed
 from elastic_ckpt.errors import MismatchError
 
@@ -280,7 +280,7 @@ def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple
 
 
 def _kind(live: Any) -> str:
-    return "dynamic" if getattr(live, "dynamic_loss_scale", False) or getattr(live, "dynamic", False) else "static"
+    return "dynamic" if is_dynamic(live) else "static"
 
 
 def _shown(scale: LossScale) -> str:
