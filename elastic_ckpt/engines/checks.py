@@ -16,10 +16,10 @@ from elastic_ckpt.errors import DamagedError, MismatchError
 
 logger = logging.getLogger(__name__)
 _INCOMPLETE = (
-    "elastic_ckpt: checkpoints of this engine %s: with a device mesh for sequence parallelism (degree %d), all ranks of a "
-    "sequence-parallel group write the same files. Pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to "
-    'deepspeed.initialize instead of "sequence_parallel_size" and "data_parallel_size" in the config (or mesh_param), as '
-    "Accelerate does."
+    "elastic_ckpt: checkpoints of this engine %s: with a device mesh for sequence parallelism (degree %d), all ranks "
+    "of a sequence-parallel group write the same files. Instead of mesh_param, or of data_parallel_size and "
+    "sequence_parallel_size in the config, pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to "
+    "deepspeed.initialize, as Accelerate does."
 )
 
 

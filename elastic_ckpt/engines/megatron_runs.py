@@ -37,9 +37,7 @@ def live_arguments(engine: Any) -> dict[str, Any]:
         args = getattr(variables, "_GLOBAL_ARGS", None)
     values = dict(vars(args)) if args is not None else {}
     for layer in engine.module.modules():
-        if hasattr(
-            layer, "gqa_project"
-        ):  # until November 2024 (commit 96c242eb) gpt-neox took q, k and v from each head
+        if hasattr(layer, "gqa_project"):  # until commit 96c242eb gpt-neox took q, k and v from each head
             values["gqa_contiguous"] = "new_query_shape" in layer.gqa_project.__code__.co_varnames
     return {key: value for key, value in values.items() if isinstance(value, (str, int, float, bool, type(None)))}
 
@@ -100,11 +98,7 @@ def _state(key: str, saved: Any, seed: int, coordinates: RankCoordinates) -> Any
         return np.random.RandomState(seed % 2**32).get_state()
     if key == _TRACKER:
         offsets = {name: offset + coordinates.tp_rank for name, offset in _OFFSETS.items()}
-        return {name: _generator_state(state, seed + offsets.get(name, 0)) for name, state in saved.items()}
-    return _generator_state(saved, seed)
-
-
-def _generator_state(saved: Any, seed: int) -> torch.Tensor:
+        return {name: _state("", state, seed + offsets.get(name, 0), coordinates) for name, state in saved.items()}
     if isinstance(saved, torch.Tensor) and saved.numel() == _CUDA_NBYTES:
         return torch.frombuffer(bytearray(struct.pack("<Qq", seed % 2**64, 0)), dtype=torch.uint8)
     return torch.Generator().manual_seed(seed).get_state()

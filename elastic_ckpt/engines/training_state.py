@@ -17,7 +17,7 @@ import numpy as np
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
-from elastic_ckpt.core.training_state import LossScale, TrainingState
+from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.megatron_runs import follow_topology, reseed
 from elastic_ckpt.errors import MismatchError
@@ -25,14 +25,13 @@ from elastic_ckpt.errors import MismatchError
 logger = logging.getLogger(__name__)
 #: Keys of random states in training scripts (Megatron's, torch's, numpy's).
 _RANDOM = re.compile(r"(^|_)rng(_|$)|random_state", re.IGNORECASE)
-#: Lists with one entry per param group, in state dicts of ``torch.optim.lr_scheduler`` and of DeepSpeed.
+#: Lists with one entry per param group, in state dicts of ``torch.optim.lr_scheduler`` and of DeepSpeed; other lists;
+#: and lists of inner schedulers' state dicts.
 _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "eta_mins"}
 )
-#: Other lists.
 _NOT_PER_GROUP = frozenset({"_milestones", "milestones", "_schedule_phases"})
-#: Lists of inner schedulers' state dicts.
-_NESTED = frozenset({"_schedulers"})
+_NESTED = "_schedulers"
 #: Entries of the checkpoint with states of DeepSpeed's own schedulers.
 _OWN_SCHEDULERS = ("random_ltd", "data_sampler")
 
@@ -53,11 +52,10 @@ class LoadArguments:
 
 def restores_scheduler(engine: Any, saved: TrainingState, arguments: LoadArguments) -> bool:
     """Whether a load restores the state of an lr scheduler; ``None`` is the state of some."""
-    wanted = arguments.load_lr_scheduler_states and not arguments.load_module_only
     scheduler = engine.lr_scheduler
-    return (
-        wanted and scheduler is not None and (saved.lr_scheduler is not None or _scheduler_state(scheduler, 0) is None)
-    )
+    if scheduler is None or arguments.load_module_only or not arguments.load_lr_scheduler_states:
+        return False
+    return saved.lr_scheduler is not None or (hasattr(scheduler, "state_dict") and scheduler.state_dict() is None)
 
 
 def restores_states(arguments: LoadArguments) -> bool:
@@ -87,9 +85,7 @@ class TrainingStateCommit:
     def __init__(
         self, engine: Any, saved: TrainingState, arguments: LoadArguments, coordinates: RankCoordinates | None = None
     ) -> None:
-        self._engine = engine
-        self._saved = saved
-        self._arguments = arguments
+        self._engine, self._saved, self._arguments = engine, saved, arguments
         self._coordinates = coordinates or RankCoordinates()
         self.loads_scheduler = restores_scheduler(engine, saved, arguments)
         live = {} if arguments.load_module_only else _own_schedulers(engine)
@@ -99,13 +95,11 @@ class TrainingStateCommit:
         scale, changes = loss_scale_changes(engine, saved, wanted=restores_states(arguments))
         self._changes: list[Change] = [*self._counters(), *changes]
         self._others = [] if arguments.load_module_only else [Outcome("counters", "restored", ())]
-        self._others += scale
         none = "the checkpoint holds none"
-        self._others += [Outcome(key, "fresh", (), none) for key in live if key not in self._own_schedulers]
+        self._others += [*scale, *(Outcome(key, "fresh", (), none) for key in live if key not in self._own_schedulers)]
         if saved.left_out:
-            self._others.append(
-                Outcome("client state", "skipped", tuple(saved.left_out), "cannot be read: see the notes")
-            )
+            why = "cannot be read: see the notes"
+            self._others.append(Outcome("client state", "skipped", tuple(saved.left_out), why))
         self.client_state = self._client_state()
 
     @property
@@ -130,28 +124,26 @@ class TrainingStateCommit:
 
     def _load_lr_scheduler(self, plan: LoadPlan) -> None:
         scheduler, saved = self._engine.lr_scheduler, self._saved.lr_scheduler
+        what, reason = "restored", ""
         if scheduler is None and saved is None:
             return
         if scheduler is None:
-            self._report("ignored", "the live engine has none")
+            what, reason = "ignored", "the live engine has none"
         elif not self.loads_scheduler:
-            self._report(*(("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")))
+            what, reason = ("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")
         else:
             groups = self._engine.optimizer.param_groups
-            before = copy.deepcopy(_scheduler_state(scheduler))
+            before = copy.deepcopy(scheduler.state_dict() if hasattr(scheduler, "state_dict") else None)
             state = fit_scheduler(copy.deepcopy(saved), before, plan.group_sources, plan.saved_groups)
             self._undo.append(_reloading(scheduler, before, groups))
             scheduler.load_state_dict(state)
-            order = "" if plan.saved_groups else "by the order of param groups, which the checkpoint does not record"
-            self._report("restored", order)
-            without = [number for number, source in enumerate(plan.group_sources) if not source]
-            if without:
+            if not plan.saved_groups:
+                reason = "by the order of param groups, which the checkpoint does not record"
+            if without := [number for number, source in enumerate(plan.group_sources) if not source]:
                 rates = ", ".join(f"{groups[number]['lr']:g}" for number in without)
-                reason = f"the schedule so far was not applied to these param groups, which go on from lr {rates}"
-                self._report("fresh", reason, tuple(map(str, without)))
-
-    def _report(self, what: str, reason: str = "", names: tuple[str, ...] = ()) -> None:
-        self._of_schedulers.append(Outcome("lr scheduler", what, names, reason))
+                kept = f"the schedule so far was not applied to these param groups, which go on from lr {rates}"
+                self._of_schedulers.append(Outcome("lr scheduler", "fresh", tuple(map(str, without)), kept))
+        self._of_schedulers.insert(0, Outcome("lr scheduler", what, (), reason))
 
     def undo_schedulers(self) -> None:
         """Undo :meth:`load_schedulers`, because a rank failed."""
@@ -181,10 +173,8 @@ class TrainingStateCommit:
         if not arguments.load_module_only:
             own |= {"skipped_steps", "global_steps", "dp_world_size", "mp_world_size"}
             own |= {key for key in _OWN_SCHEDULERS if key in self._own_schedulers or saved.get(key) is None}
-        if arguments.load_lr_scheduler_states:
-            own.add("lr_scheduler")
-        if arguments.load_optimizer_states:
-            own.add("optimizer")
+        own |= {"lr_scheduler"} if arguments.load_lr_scheduler_states else set()
+        own |= {"optimizer"} if arguments.load_optimizer_states else set()
         if "args" in saved:
             saved["args"] = follow_topology(saved["args"], self._coordinates, distributed.rank())
         saved |= self._reseeded(saved)
@@ -195,14 +185,12 @@ class TrainingStateCommit:
 
         Generators differ between ranks: where none can be derived, states of other ranks are reported.
         """
-        coordinates, seed = self._coordinates, None
-        entries: dict[str, Any] = {}
-        if self._saved.degrees != (coordinates.tp, coordinates.pp):
-            entries, seed = reseed(saved, coordinates)
+        moved = self._saved.degrees != (self._coordinates.tp, self._coordinates.pp)
+        entries, seed = reseed(saved, self._coordinates) if moved else ({}, None)
         random = tuple(sorted(key for key in saved if isinstance(key, str) and _RANDOM.search(key)))
         if seed is not None:
             reason = (
-                f"the model-parallel topology changed: seeded anew from args.seed ({seed}), as Megatron seeds a new run"
+                f"the model-parallel topology changed: reseeded from args.seed ({seed}), as Megatron seeds a new run"
             )
             self._others.append(Outcome("random state", "fresh", tuple(sorted(entries)), reason))
         elif random and not self._saved.same_ranks:
@@ -262,34 +250,23 @@ def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple
         changes.append((engine.optimizer, "overflow", saved.overflow))
     if scale is None and (live is None or not wanted):
         return [], changes
+    kind = "dynamic" if is_dynamic(live) else "static"
+    shown = "" if scale is None else f"{scale.kind} scale of {scale.values['cur_scale']:g}"
     if scale is None:
-        what, reason = "fresh", f"the checkpoint was not trained in fp16; the config's {_kind(live)} scale"
+        what, reason = "fresh", f"the checkpoint was not trained in fp16; the config's {kind} scale"
     elif not wanted:
         what, reason = "skipped", "not asked for"
     elif live is None:
-        what, reason = "ignored", f"the live engine does not train in fp16; saved: {_shown(scale)}"
-    elif scale.kind != _kind(live):
-        what = "fresh"
-        reason = (
-            f"the checkpoint has a {_shown(scale)}, the config a {_kind(live)} one of {live.cur_scale:g}, which counts"
+        what, reason = "ignored", f"the live engine does not train in fp16; saved: {shown}"
+    elif scale.kind != kind:
+        what, reason = (
+            "fresh",
+            f"the checkpoint has a {shown}, the config a {kind} one of {live.cur_scale:g}, which counts",
         )
     else:
-        what, reason = "restored", _shown(scale)
+        what, reason = "restored", shown
         changes += [(live, key, copy.deepcopy(value)) for key, value in scale.values.items() if hasattr(live, key)]
     return [Outcome("loss scale", what, (), reason)], changes
-
-
-def _kind(live: Any) -> str:
-    return "dynamic" if is_dynamic(live) else "static"
-
-
-def _shown(scale: LossScale) -> str:
-    return f"{scale.kind} scale of {scale.values['cur_scale']:g}"
-
-
-def _scheduler_state(scheduler: Any, without: Any = None) -> Any:
-    """What a scheduler of any class calls its state; ``without``: of one that has no ``state_dict``."""
-    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else without
 
 
 def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved_groups: int) -> Any:
@@ -303,10 +280,10 @@ def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved
     Raises:
         MismatchError: a list may or may not be per param group, or the scheduler treated merged groups differently.
     """
-    in_order = [tuple(source) for source in sources] == [(number,) for number in range(saved_groups or len(sources))]
+    count = saved_groups or len(sources)
+    in_order = [tuple(source) for source in sources] == [(number,) for number in range(count)]
     if in_order and saved_groups:
         return saved
-    count = saved_groups or len(sources)
     if not isinstance(saved, Mapping):
         if not in_order and _may_go_by_group(saved, count):
             raise _unknown("its state", saved, "a state that has not as many entries as there were groups")
@@ -314,11 +291,9 @@ def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved
     live = live if isinstance(live, Mapping) else {}
     fitted: dict[str, Any] = {}
     for key, value in saved.items():
-        if key in _NESTED:
-            inner = [*(live.get(key) or ()), *({} for _ in value)]
-            fitted[key] = [
-                fit_scheduler(state, now, sources, saved_groups) for state, now in zip(value, inner, strict=False)
-            ]
+        if key == _NESTED:
+            inner = zip(value, [*(live.get(key) or ()), *({} for _ in value)], strict=False)
+            fitted[key] = [fit_scheduler(state, now, sources, saved_groups) for state, now in inner]
         elif key in _PER_GROUP and isinstance(value, (list, tuple)):
             fitted[key] = _reorder(key, value, live.get(key), sources, count)
         elif not in_order and key not in _NOT_PER_GROUP and _may_go_by_group(value, count):
@@ -339,11 +314,9 @@ def _may_go_by_group(value: Any, saved_groups: int) -> bool:
     return bool(shape) and shape[0] == saved_groups
 
 
-def _reorder(
-    key: str, saved: Sequence[Any], live: Any, sources: Sequence[Sequence[int]], saved_groups: int
-) -> list[Any]:
-    if len(saved) != saved_groups:
-        raise _unknown(key, saved, f"{saved_groups} entries, one for each saved group")
+def _reorder(key: str, saved: Sequence[Any], live: Any, sources: Sequence[Sequence[int]], count: int) -> list[Any]:
+    if len(saved) != count:
+        raise _unknown(key, saved, f"{count} entries, one for each saved group")
     if not all(sources) and (not isinstance(live, (list, tuple)) or len(live) != len(sources)):
         raise _unknown(key, live, f"the live scheduler has {len(sources)} entries, one for each live group")
     for merged in sources:
