@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +73,8 @@ class EngineAdapter(ABC):
         self.param_names: Mapping[torch.nn.Parameter, str] = {
             param: self._experts.get(name, name) for param, name in engine.param_names.items()
         }
+        #: The experts' slices of stacked parameters; of any other, all of it.
+        self._parts = {param: self._parts_of(name, param) for param, name in self.param_names.items()}
         saved = engine.module.state_dict(keep_vars=True)
         buffers = dict(engine.module.named_buffers(remove_duplicate=False))
         named = buffers.keys() | dict(engine.module.named_parameters(remove_duplicate=False)).keys()
@@ -85,11 +87,13 @@ class EngineAdapter(ABC):
         }
         owned = {id(param) for params in members for param in params}
         self.frozen: dict[str, Any] = {}
+        fqns_of_experts = set(self._experts.values())
         for param, name in self.param_names.items():
+            if name in self._stacked:
+                fqns_of_experts.update(part.name for part in self._parts[param])
             if id(param) not in owned:
                 self.frozen |= self._unstacked(name, param) if name in self._stacked else {name: param}
-        stacked = (part.name for param, name in self.param_names.items() for part in self._slices(name, param))
-        self._fqns_of_experts = frozenset(chain(self._experts.values(), stacked))
+        self._fqns_of_experts = frozenset(fqns_of_experts)
         # ZeRO-3 puts one master at a time into its param group, and now none
         self._positions = {id(p): at for group in self.base.param_groups for at, p in enumerate(group["params"])}
 
@@ -117,8 +121,12 @@ class EngineAdapter(ABC):
             states, scalars = self.schema.states(param), self.schema.scalars(param)
             dtype, replicated = dtype_name(param.master), self.replicated and self._can_send(param.master, *names)
             flats.append(FlatPartition(index, param.group, param.numel, dtype, names, replicated, states, scalars))
-            for placement in self.placements(index):
-                fragments += self._fragments(params[placement.index], placement, index)
+            for at in self.placements(index):
+                for part in self._parts[params[at.index]]:
+                    if mine := part.range.intersect(at.range):
+                        own = FlatRange(mine.start - part.range.start, mine.stop - part.range.start)
+                        offset = at.flat_offset + mine.start - at.range.start
+                        fragments.append(Fragment(part.name, part.shape, own, index, offset))
         return LocalState(
             zero_stage=self.zero_stage,
             optimizer=self.schema.optimizer,
@@ -128,8 +136,8 @@ class EngineAdapter(ABC):
             flats=tuple(flats),
             fragments=tuple(fragments),
             wholes=(
-                *(self._whole(name, BUFFER, buffer) for name, buffer in self.buffers.items()),
-                *(self.whole_frozen(name, param) for name, param in self.frozen.items()),
+                *(self.whole(name, BUFFER, buffer) for name, buffer in self.buffers.items()),
+                *(self.whole(name, FROZEN, param) for name, param in self.frozen.items()),
             ),
             groups=tuple(
                 LiveGroup(self._names_of(params), self._hyperparameters(number))
@@ -143,12 +151,9 @@ class EngineAdapter(ABC):
         master, position = self.masters[flat], self._positions.get(id(self.masters[flat]), 0)
         return OptimizerParam(master, self.numel(flat), self.groups[flat], position, self.keeps_touched)
 
-    def whole_frozen(self, name: str, param: Any) -> WholeTensor:
-        """What this rank holds of a frozen parameter."""
-        return self._whole(name, FROZEN, param.data, trains=not self.has_optimizer and param.requires_grad)
-
-    def _whole(self, name: str, key: str, tensor: torch.Tensor, trains: bool = False) -> WholeTensor:
-        every = FlatRange(0, tensor.numel())
+    def whole(self, name: str, key: str, tensor: torch.Tensor) -> WholeTensor:
+        """What this rank holds of a buffer or a frozen parameter."""
+        every, trains = FlatRange(0, tensor.numel()), key == FROZEN and not self.has_optimizer and tensor.requires_grad
         dtype, replicated = dtype_name(tensor), self._can_send(tensor, name)
         return WholeTensor(name, key, tuple(tensor.shape), every, dtype, replicated, trains)
 
@@ -158,35 +163,19 @@ class EngineAdapter(ABC):
         return in_all and tensor.is_contiguous() and can_broadcast(tensor.device.type, self.dp_group)
 
     def _names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:
-        pairs = ((self.param_names[param], param) for param in params)
-        return tuple(chain(*([part.name for part in self._slices(*pair)] or [pair[0]] for pair in pairs)))
+        return tuple(part.name for param in params for part in self._parts[param])
 
-    def _slices(self, name: str, param: Any) -> Iterator[ExpertSlice]:
-        """The experts' slices of a stacked parameter; none of any other."""
-        return slices(name, getattr(param, "ds_shape", param.shape), self._stacked.get(name, ()))
+    def _parts_of(self, name: str, param: Any) -> list[ExpertSlice]:
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        whole = ExpertSlice(name, shape, FlatRange(0, math.prod(shape)))
+        return list(slices(name, shape, self._stacked[name])) if name in self._stacked else [whole]
 
     def _unstacked(self, name: str, param: Any) -> dict[str, Any]:
         """The slices of a stacked parameter that is frozen, by FQN."""
         if self.zero_stage == 3:
-            raise UnsupportedError(
-                "frozen experts of AutoEP are not supported in ZeRO-3, whose checkpoints lack them",
-                parameter=name,
-                expected="experts that train, or ZeRO-0, 1 or 2",
-                found="stacked experts without gradients",
-            )
-        return {part.name: param[number] for number, part in enumerate(self._slices(name, param))}
-
-    def _fragments(self, param: Any, placement: Placement, flat: int) -> Iterator[Fragment]:
-        """What a placement of a parameter holds: of stacked experts, a fragment of each."""
-        name, start = self.param_names[param], placement.range.start
-        if name not in self._stacked:
-            shape = tuple(getattr(param, "ds_shape", param.shape))
-            yield Fragment(name, shape, placement.range, flat, placement.flat_offset)
-        for part in self._slices(name, param):
-            mine = part.range.intersect(placement.range)
-            if mine is not None:
-                own = FlatRange(mine.start - part.range.start, mine.stop - part.range.start)
-                yield Fragment(part.name, part.shape, own, flat, placement.flat_offset + mine.start - start)
+            problem = "frozen experts of AutoEP are not supported in ZeRO-3, whose checkpoints lack them"
+            raise UnsupportedError(problem, parameter=name, expected="experts that train, or ZeRO-0, 1 or 2")
+        return {part.name: param[number] for number, part in enumerate(self._parts[param])}
 
     def _hyperparameters(self, number: int) -> dict[str, Any]:
         """Hyperparameters of one live group, with torch's flag for the kind of weight decay."""
@@ -221,20 +210,16 @@ class EngineAdapter(ABC):
         return [self._tensor(slot) for slot in plan.slots]
 
     def _tensor(self, slot: Slot) -> torch.Tensor:
-        if slot.key == MASTER:
-            return self.masters[slot.flat].data
-        if slot.key == BUFFER:
-            return self.buffers[slot.name].data
-        if slot.key == FROZEN:
-            return self.frozen_data(slot)
+        if slot.key in WEIGHTS:
+            return self.masters[slot.flat].data if slot.key == MASTER else self.whole_data(slot)
         tensor: torch.Tensor = self.base.state[self.masters[slot.flat]][slot.key]
         for gap in slot.gaps:
             tensor.view(-1)[gap.start : gap.stop].fill_(slot.fill)
         return tensor
 
-    def frozen_data(self, slot: Slot) -> torch.Tensor:
-        """Live memory of a frozen parameter."""
-        return self.frozen[slot.name].data
+    def whole_data(self, slot: Slot) -> torch.Tensor:
+        """Live memory of a buffer or a frozen parameter."""
+        return (self.buffers if slot.key == BUFFER else self.frozen)[slot.name].data
 
     def set_scalars_and_groups(self, plan: LoadPlan) -> None:
         """Set scalar states and hyperparameters, if the plan restores them. Local.

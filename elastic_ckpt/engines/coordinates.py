@@ -73,30 +73,21 @@ def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLa
 
     ``everybody``: :func:`model_of` of all ranks, unused without tensor, pipeline and expert parallelism.
     """
-    here, layouts = mine.coordinates, mine.layouts
+    at, layouts = mine.coordinates, dict(mine.layouts)
     stage = [
         other
-        for other in everybody
-        if (other.coordinates.pp_rank, other.coordinates.dp_rank) == (here.pp_rank, here.dp_rank)
+        for other in sorted(everybody, key=lambda other: other.coordinates.tp_rank)
+        if (other.coordinates.pp_rank, other.coordinates.dp_rank) == (at.pp_rank, at.dp_rank)
     ]
-    stage.sort(key=lambda other: other.coordinates.tp_rank)
-    elsewhere = {name for other in everybody for name in other.layouts} - set(layouts)
-    if len(stage) > 1:
-        layouts = {
-            name: _of_stage(layout, [other.layouts[name] for other in stage if name in other.layouts])
-            for name, layout in layouts.items()
-        }
+    elsewhere = frozenset(name for other in everybody for name in other.layouts).difference(layouts)
+    for name, layout in mine.layouts.items() if len(stage) > 1 else ():
+        if not layout.is_unsliced:
+            shards = [other.layouts[name] for other in stage if name in other.layouts]
+            values = tuple(value for shard in shards for value in shard.values)
+            layouts[name] = replace(layout, shapes=tuple(shard.shapes[0] for shard in shards), values=values)
     copies = sorted({(stage, name) for other in everybody or [mine] for name, (stage,) in other.unsynchronized.items()})
     stages = {name: tuple(stage for stage, copy in copies if copy == name) for _, name in copies}
-    return replace(mine, layouts=layouts, elsewhere=frozenset(elsewhere), unsynchronized=stages)
-
-
-def _of_stage(mine: LiveLayout, shards: Sequence[LiveLayout]) -> LiveLayout:
-    """A layout with the shapes and values of all tensor-parallel ranks, in order."""
-    if mine.is_unsliced:
-        return mine
-    shapes = tuple(shard.shapes[0] for shard in shards)
-    return replace(mine, shapes=shapes, values=tuple(value for shard in shards for value in shard.values))
+    return replace(mine, layouts=layouts, elsewhere=elsewhere, unsynchronized=stages)
 
 
 def _coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
@@ -149,11 +140,8 @@ def _unsynchronized(module: Any) -> Iterator[str]:
     if not isinstance(module, PipelineModule):
         return
     for key, tied in module.tied_modules.items():
-        attributes = module.tied_weight_attrs[key]  # one name until DeepSpeed 0.10, then a list
-        weights = [
-            reduce(lambda owner, name: getattr(owner, name, None), attribute.split("."), tied)
-            for attribute in ([attributes] if isinstance(attributes, str) else attributes)
-        ]
+        names = [attribute.split(".") for attribute in module.tied_weight_attrs[key]]
+        weights = [reduce(lambda owner, name: getattr(owner, name, None), parts, tied) for parts in names]
         for name, param in tied.named_parameters():
             if all(param is not weight for weight in weights):
                 yield f"tied_modules.{key}.{name}"

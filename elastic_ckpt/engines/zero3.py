@@ -84,18 +84,19 @@ class Zero3Adapter(EngineAdapter):
         steps = [int(param.ds_tensor.ds_numel) for param in params]
         return placements(parameter_rules(numels, steps), dist.get_rank(group=params[0].ds_process_group))
 
-    def whole_frozen(self, name: str, param: Any) -> WholeTensor:
-        if hasattr(param.ds_tensor, "ds_quant_scale"):
+    def whole(self, name: str, key: str, tensor: Any) -> WholeTensor:
+        if key != FROZEN:
+            return super().whole(name, key, tensor)
+        if hasattr(tensor.ds_tensor, "ds_quant_scale"):
             raise UnsupportedError(
                 "a frozen parameter is quantized, and its scales are not in the checkpoint",
                 parameter=name,
                 found='"zero_quantized_nontrainable_weights": true',
                 remedy="leave that option out, or load at the topology it was saved with",
             )
-        mine = next((placement.range for placement in self._partition([param])), FlatRange(0, 0))
-        shape, dtype = tuple(param.ds_shape), dtype_name(param.ds_tensor)
-        trains = not self.has_optimizer and param.requires_grad
-        return WholeTensor(name, FROZEN, shape, mine, dtype, trains=trains)
+        mine = next((placement.range for placement in self._partition([tensor])), FlatRange(0, 0))
+        trains, dtype = not self.has_optimizer and tensor.requires_grad, dtype_name(tensor.ds_tensor)
+        return WholeTensor(name, FROZEN, tuple(tensor.ds_shape), mine, dtype, trains=trains)
 
     def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """Partitions all parameters first: a gathered one would otherwise keep its old values.
@@ -139,7 +140,9 @@ class Zero3Adapter(EngineAdapter):
                 optimizer.optimizer_swapper.swap_out_optimizer_state(parameter=master, async_swap=False)
                 master.grad = None  # a view of the swap buffer just returned
 
-    def frozen_data(self, slot: Slot) -> torch.Tensor:
+    def whole_data(self, slot: Slot) -> torch.Tensor:
+        if slot.key != FROZEN:
+            return super().whole_data(slot)
         return self.frozen[slot.name].ds_tensor.data.view(-1)[: slot.numel]
 
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
