@@ -4,8 +4,7 @@
 #   bash launch/matrix.sh --all         nightly: eight versions, other versions of torch and Python, and more features
 #                                       (test_versions_features.py); writes docs/versions.md
 #   bash launch/matrix.sh --releases    ZeRO, pipelines, experts and universal checkpoints on every release of DeepSpeed
-#                                       since 0.14.5, or again on those named; writes docs/versions.md and
-#                                       engines/tried.py
+#                                       since 0.14.5, or again on those named; writes docs/versions.md
 # Versions are installed once, below MATRIX_FOLDER (.matrix). An environment needs pythonX.Y on PATH, or is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -78,8 +77,8 @@ for versions in "${environments[@]}"; do
 done
 
 if [[ ${1:-} == --all ]]; then
-    "$PYTHON" launch/matrix_table.py "$results" docs/versions.md
+    "$PYTHON" launch/matrix_table.py "$results" docs/versions.md --all
 elif [[ ${1:-} == --releases && -e $results/deepspeed-0.14.5.xml ]]; then # not a few alone
-    "$PYTHON" launch/matrix_table.py "$results" docs/versions.md elastic_ckpt/engines/tried.py
+    "$PYTHON" launch/matrix_table.py "$results" docs/versions.md --releases
 fi
 exit $failed

@@ -1,9 +1,8 @@
-"""Write tables of what ``launch/matrix.sh`` ran into a page of the docs, and the releases into ``engines/tried.py``."""
+"""Write tables of what ``launch/matrix.sh`` ran into a page of the docs."""
 
 from __future__ import annotations
 
 import sys
-import textwrap
 from itertools import groupby
 from pathlib import Path
 from xml.etree import ElementTree
@@ -67,37 +66,20 @@ def releases_table(columns: list[dict[str, str]], reasons: list[dict[str, str]])
     return markdown(rows) + "".join(["\n", *notes] if notes else [])
 
 
-def tried(columns: list[dict[str, str]]) -> str:
-    """The module ``engines/tried.py``."""
-    cells = list(dict.fromkeys(name for column in columns for name in column if name not in VERSIONS))
-    lines = ['"""The releases of DeepSpeed that were tried. Written by ``launch/matrix.sh --releases``."""\n']
-    lines += ["\n#: Loads: columns of the table in docs/versions.md.\nCELLS = (\n"]
-    lines += [f'    "{cell}",\n' for cell in cells]
-    names = textwrap.fill(" ".join(column["DeepSpeed"] for column in columns), 116)
-    lines += [f')\n_TRIED = """\n{names}\n"""\n#: Release -> the loads that do not pass on it.\n']
-    lines += ["RELEASES: dict[str, tuple[str, ...]] = dict.fromkeys(_TRIED.split(), ())\n"]
-    for column in columns:
-        if failed := tuple(cell for cell in cells if column.get(cell) != PASSED):
-            lines.append(f'RELEASES["{column["DeepSpeed"]}"] = {failed}\n'.replace("'", '"'))
-    return "".join(lines)
-
-
 def _numbers(column: dict[str, str]) -> list[list[int]]:
     return [[int(part) for part in column[name].split("+")[0].split(".")] for name in ("torch", "DeepSpeed")]
 
 
-def main(folder: Path, page: Path, module: Path | None = None) -> None:
-    """Replace a table of ``page`` by the results in ``folder``: of releases, if ``module`` is to list them."""
+def main(folder: Path, page: Path, kind: str) -> None:
+    """Replace a table of ``page`` by the results in ``folder``: that of ``--releases``, or of ``--all``."""
     runs = sorted(map(column_of, folder.glob("*.xml")), key=lambda run: _numbers(run[0]))
     columns, reasons = [column for column, _ in runs], [skipped for _, skipped in runs]
-    begin = f"<!-- written by launch/matrix.sh {'--releases' if module else '--all'} -->\n"
+    begin = f"<!-- written by launch/matrix.sh {kind} -->\n"
     before, _, rest = page.read_text(encoding="utf-8").partition(begin)
     _, _, after = rest.partition(END)
-    written = releases_table(columns, reasons) if module else table(columns)
+    written = releases_table(columns, reasons) if kind == "--releases" else table(columns)
     page.write_text(before + begin + written + END + after, encoding="utf-8")
-    if module is not None:
-        module.write_text(tried(columns), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

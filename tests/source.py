@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import textwrap
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-__all__ = ["code_of", "names_in", "texts_in"]
+from elastic_ckpt.engines.privates import Privates
 
 
 @cache
@@ -55,3 +56,31 @@ def _names_of(node: ast.AST) -> Iterator[str]:
         yield node.name
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         yield node.target.id
+
+
+@cache
+def parameters_in(code: str) -> dict[str, list[list[str]]]:
+    """Parameters of each function that code defines, without ``self``; more than one if the name is reused."""
+    found: dict[str, list[list[str]]] = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.FunctionDef):
+            names = [each.arg for each in node.args.args]
+            found.setdefault(node.name, []).append(names[1:] if names[:1] == ["self"] else names)
+    return found
+
+
+def missing(listed: Privates) -> list[str]:
+    """Private names of DeepSpeed that the sources of the installed version lack, or that take other parameters."""
+    try:
+        module = importlib.import_module(f"deepspeed.{listed.module}")
+        code = code_of(getattr(module, listed.owner) if listed.owner else module)
+    except (ImportError, AttributeError):
+        return [f"deepspeed.{listed.module}{listed.owner and '.'}{listed.owner}"]
+    found, functions, lacking = names_in(code), parameters_in(code), []
+    for name in listed.names:
+        plain, is_function, asked = name.removesuffix(")").partition("(")
+        wanted = [each for each in asked.split(",") if each]
+        fits = not is_function or any(has[: len(wanted)] == wanted for has in functions.get(plain, ()))
+        if plain not in found or not fits:
+            lacking.append(f"{listed.owner or listed.module}.{name}")
+    return lacking

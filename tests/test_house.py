@@ -96,7 +96,6 @@ COVERED_BY = {
     "distributed/test_cli_latest.py": "cli/latest tools/latest",
     "distributed/test_cli_verify.py": "cli/verify",
     "distributed/test_parallel.py": "megatron",
-    "engines/test_versions.py": "engines/tried",
     "formats/test_client_state.py": "formats/torch_archive/checks",
     "formats/torch_archive/test_unpickler.py": "formats/torch_archive/operations",
     "load/test_startup.py": "cli/processes",

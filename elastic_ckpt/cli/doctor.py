@@ -10,7 +10,7 @@ from rich.markup import escape
 from elastic_ckpt.cli import AsJson, app
 from elastic_ckpt.cli.output import end_with, print_json, print_wide, table
 from elastic_ckpt.config import VARIABLE
-from elastic_ckpt.engines import privates, versions
+from elastic_ckpt.engines import versions
 from elastic_ckpt.load import startup
 
 _EXAMPLE = "Example: elastic-ckpt doctor"
@@ -19,29 +19,20 @@ _USABLE = ("tried", "not tried")
 
 
 def diagnose() -> dict[str, Any]:
-    """What was found in this environment; imports DeepSpeed unless it is too old.
+    """What was found in this environment.
 
     ``ok``: whether ``elastic_ckpt.install()`` succeeds. ``versions``: by name, the version found, the range that was
-    tried, the verdict. ``loads``: those tried on this release of DeepSpeed, and whether they pass. ``privates``,
-    ``missing``: number of private names of DeepSpeed that it must have, and those it lacks. ``enabled``, ``variable``:
-    files of ``elastic-ckpt enable``, and the value of ``ELASTIC_CKPT``.
+    tried, the verdict. ``known_bugs``: of this version of DeepSpeed. ``enabled``, ``variable``: files of
+    ``elastic-ckpt enable``, and the value of ``ELASTIC_CKPT``.
     """
     found: dict[str, tuple[str | None, str, str]] = {}
     for each in versions.REQUIREMENTS:
-        installed = each.found
-        verdict = "not installed" if installed is None else _VERDICTS[each.compare(installed)]
-        verdict = "not tried" if verdict == "tried" and not each.was_tried(installed or "") else verdict
-        found[each.name] = (installed, f"{each.oldest} to {each.newest}", verdict)
-    deepspeed, _, verdict = found["DeepSpeed"]
-    needed = privates.needed() if verdict in _USABLE else []
-    missing = privates.missing() if needed else []
+        verdict = "not installed" if each.found is None else _VERDICTS[each.compare(each.found)]
+        found[each.name] = (each.found, f"{each.oldest} to {each.newest}", verdict)
     return {
-        "ok": all(verdict in _USABLE for *_, verdict in found.values()) and not privates.missing(for_install=True),
+        "ok": all(verdict in _USABLE for *_, verdict in found.values()),
         "versions": found,
-        "loads": versions.cells_of(deepspeed) or {} if deepspeed else {},
-        "privates": sum(len(each.names) for each in needed),
-        "missing": missing,
-        "known_bugs": versions.known_bugs(deepspeed),
+        "known_bugs": versions.known_bugs(found["DeepSpeed"][0]),
         "enabled": startup.enabled(),
         "variable": os.environ.get(VARIABLE),
     }
@@ -62,13 +53,8 @@ def doctor(as_json: AsJson = False) -> None:
     for name, (installed, tried, verdict) in found["versions"].items():
         rows.add_row(name, installed or "-", tried, verdict)
     facts = table("Environment")
-    passed, failed = ([name for name, passes in found["loads"].items() if passes is which] for which in (True, False))
     variable = found["variable"]
     lines = [
-        ("loads that pass", "; ".join(passed) or "none was tried on this release"),
-        *([("loads that fail", "; ".join(failed))] if failed else []),
-        ("private names", f"{found['privates'] - len(found['missing'])} of {found['privates']} found"),
-        *(("missing", name) for name in found["missing"]),
         *(("known bug", bug) for bug in found["known_bugs"]),
         ("enabled", "\n".join(map(str, found["enabled"])) or "no (elastic-ckpt enable)"),
         *([(VARIABLE, f"{variable}{', which turns it off' * (variable == '0')}")] if variable is not None else []),

@@ -1,14 +1,11 @@
-"""The private names of DeepSpeed that elastic_ckpt uses, and which of them an installed version or an engine lacks."""
+"""The private names of DeepSpeed that elastic_ckpt uses, and which of them a live engine lacks."""
 
 from __future__ import annotations
 
-import ast
-import importlib
 import inspect
 import re
-import textwrap
+import sys
 from collections.abc import Collection, Iterator
-from functools import cache
 from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -121,34 +118,9 @@ class Privates(NamedTuple):
     since: str = "0"
     use: str = LOAD
 
-    def missing(self) -> list[str]:
-        """Those that the sources of the installed version lack, with their owner; none without sources."""
-        try:
-            module = importlib.import_module(f"deepspeed.{self.module}")
-            source = inspect.getsource(getattr(module, self.owner) if self.owner else module)
-        except (ImportError, AttributeError):
-            return [f"deepspeed.{self.module}{self.owner and '.'}{self.owner}"]
-        except (OSError, TypeError):  # an engine's own objects still show them
-            return []
-        code = _without_comments(source)
-        return [f"{self.owner or self.module}.{name}" for name in self.names if not re.search(_pattern(name), code)]
-
     def missing_in(self, live: Any) -> list[str]:
         """Those that a live object lacks, with their owner."""
         return [f"{self.owner or self.module}.{name}" for name in self.names if not _has(live, name)]
-
-
-@cache
-def _without_comments(source: str) -> str:
-    return ast.unparse(ast.parse(textwrap.dedent(source)))
-
-
-def _pattern(name: str) -> str:
-    """What code that defines a function, or touches an attribute, contains."""
-    plain, is_function, parameters = name.removesuffix(")").partition("(")
-    if not is_function:
-        return rf"(?<=\.){re.escape(plain)}\b|\b{re.escape(plain)}\b(?=[(:.]|$)"
-    return rf"\bdef {plain}\((self(, )?)?" + "[^,)]*, ".join(rf"{each}\b" for each in parameters.split(",") if each)
 
 
 def _has(live: Any, name: str) -> bool:
@@ -183,15 +155,6 @@ def needed() -> list[Privates]:
     return [each for each in PRIVATES if Version(each.since).release <= found.release]
 
 
-def missing(for_install: bool | None = None) -> list[str]:
-    """Names that the installed version of DeepSpeed lacks. Imports DeepSpeed and parses its sources.
-
-    ``for_install``: only those without which ``install()`` fails, or only the others.
-    """
-    found = (each for each in needed() if for_install in (None, each.use == INSTALL))
-    return [f"{name} ({each.use})" for each in found for name in each.missing()]
-
-
 def refuse_missing(engine: Any, uses: Collection[str]) -> None:
     """Refuse to load into an engine whose own objects lack a name that this needs (:class:`UnsupportedError`)."""
     optimizer, module = engine.optimizer, engine.module
@@ -199,13 +162,12 @@ def refuse_missing(engine: Any, uses: Collection[str]) -> None:
     objects = [engine, optimizer, module, writer, *getattr(optimizer, "__dict__", {}).values()]
     objects += module.modules() if EXPERTS in uses else ()
     live = {kind.__name__: each for each in objects for kind in type(each).__mro__}
-    live["Init"] = next(module.parameters(), None)
+    live["Init"] = next(module.parameters(), None) if ZERO3 in uses else None
     lacking: list[str] = []
     for each in needed():
-        if each.use in uses and not each.owner:
-            lacking += each.missing()
-        elif each.use in uses and each.owner in live and (each.owner != "Init" or ZERO3 in uses):
-            lacking += each.missing_in(live[each.owner])
+        owner = live.get(each.owner) if each.owner else sys.modules.get(f"deepspeed.{each.module}")
+        if each.use in uses and owner is not None:
+            lacking += each.missing_in(owner)
     if lacking:
         raise UnsupportedError(
             "this version of DeepSpeed lacks private names that elastic_ckpt needs to load into such an engine",

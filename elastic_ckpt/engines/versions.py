@@ -8,13 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from packaging.version import Version
 
-from elastic_ckpt.engines.tried import CELLS, RELEASES
 from elastic_ckpt.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -43,10 +41,6 @@ class Requirement(NamedTuple):
         oldest, newest = Version(self.oldest).release, Version(self.newest).release
         release = Version(found).release
         return -1 if release[: len(oldest)] < oldest else int(release[: len(newest)] > newest)
-
-    def was_tried(self, found: str) -> bool:
-        """Whether a version is in the range and, of DeepSpeed, a release that was tried."""
-        return self.compare(found) == 0 and (self.name != "DeepSpeed" or cells_of(found) is not None)
 
 
 #: What ``launch/matrix.sh`` runs with ``--all`` and ``--releases``, and docs/versions.md shows.
@@ -89,30 +83,10 @@ def refuse_older() -> None:
             )
 
 
-def cells_of(deepspeed: str) -> dict[str, bool] | None:
-    """By name, the loads that were tried on a release of DeepSpeed, and whether they pass; ``None``: none was tried."""
-    found = Version(deepspeed).release
-    failed = next((failed for release, failed in RELEASES.items() if Version(release).release == found), None)
-    return None if failed is None else {cell: cell not in failed for cell in CELLS}
-
-
-def untried() -> list[str]:
-    """Installed versions that were not tried: newer than the range, or of DeepSpeed no release in it."""
-    pairs = [(requirement, requirement.found) for requirement in REQUIREMENTS]
-    return [f"{each.name} {found}" for each, found in pairs if found is not None and not each.was_tried(found)]
-
-
-def check_untried(missing: Sequence[str], missing_for_loads: Sequence[str]) -> None:
-    """Warn (on rank 0) of versions that were not tried; refuse them if what ``install()`` patches is ``missing``."""
-    found, tried = ", ".join(untried()), ", ".join(map(str, REQUIREMENTS))
-    if missing:
-        raise UnsupportedError(
-            f"private names of DeepSpeed that elastic_ckpt needs are missing or have changed: {'; '.join(missing)}",
-            expected=tried,
-            found=found,
-            remedy="install a version that was tried, or a newer elastic_ckpt",
-        )
-    if os.environ.get("RANK", "0") == "0":
-        refused = f"loads that need these are refused: {'; '.join(missing_for_loads)}"
-        which = refused if missing_for_loads else "all the private names that it needs are there"
-        logger.warning("elastic_ckpt was not tried on %s, but on %s; %s", found, tried, which)
+def warn_of_newer() -> None:
+    """Warn (on rank 0) of versions that are newer than the range."""
+    found = [f"{each.name} {each.found}" for each in REQUIREMENTS if each.found and each.compare(each.found) > 0]
+    if found and os.environ.get("RANK", "0") == "0":
+        tried = ", ".join(map(str, REQUIREMENTS))
+        text = "elastic_ckpt was not tried on %s, but on %s; loads that lack a private name of DeepSpeed are refused"
+        logger.warning(text, ", ".join(found), tried)

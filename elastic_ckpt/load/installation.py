@@ -6,7 +6,7 @@ import importlib
 from functools import cache
 from typing import Any
 
-from elastic_ckpt.engines import privates, versions
+from elastic_ckpt.engines import versions
 
 
 def install() -> None:
@@ -35,5 +35,4 @@ def _hook() -> Any:
 @cache
 def _check_versions() -> None:
     versions.refuse_older()
-    if versions.untried():
-        versions.check_untried(privates.missing(for_install=True), privates.missing(for_install=False))
+    versions.warn_of_newer()
