@@ -12,13 +12,7 @@ import torch
 
 from elastic_ckpt.core.experts import ExpertSlice, slices
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
-from elastic_ckpt.core.local_state import (
-    FlatPartition,
-    Fragment,
-    LiveGroup,
-    LocalState,
-    WholeTensor,
-)
+from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, WEIGHTS
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, Slot
 from elastic_ckpt.core.values import TensorValue
@@ -187,13 +181,8 @@ class EngineAdapter(ABC):
     def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """Read every slot of the plan into live memory, allocated where the engine has none yet. Local.
 
-        Args:
-            plan: the plan.
-            read: called with the plan's reads and a tensor for each slot; if the engine's memory is not all there at a
-                time, once per flat partition.
-
-        Returns:
-            By number, the tensors of slots that are still in memory, replicated ones included.
+        ``read`` is called with the reads and a tensor for each slot; once per flat partition, if the engine's memory is
+        not all there at a time. Returns the tensors of slots that are still in memory, by number.
         """
         tensors = self.memory(plan.reads)
         read(plan.reads, tensors)
@@ -242,10 +231,7 @@ class EngineAdapter(ABC):
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         """Derive the low-precision weights from the masters just read. Collective.
 
-        Args:
-            plan: the executed plan.
-            exact_masters: keep the masters as read; otherwise round them through the low-precision weights, like
-                DeepSpeed with ``load_optimizer_states=False``.
+        Unless ``exact_masters``, round these through the weights, as DeepSpeed with ``load_optimizer_states=False``.
         """
 
 

@@ -56,12 +56,9 @@ class BitsAndBytesSchema(StateSchema):
         made = self._probe(torch.empty(shape, device="meta", dtype=master.dtype), param)
         quantized = {key for key in COMPANIONS if key in made and made[key].dtype == torch.uint8}
         if quantized and not master.is_contiguous():
-            raise UnsupportedError(
-                "bitsandbytes orders the 8-bit states of this parameter otherwise than its elements",
-                expected="a contiguous parameter",
-                found=f"shape {tuple(master.shape)}, strides {master.stride()}",
-                remedy="store the parameter contiguously, or use ZeRO stage 1, 2 or 3",
-            )
+            problem = "8-bit states of a parameter that is not contiguous have another order than its elements"
+            found, remedy = f"shape {tuple(master.shape)}, strides {master.stride()}", "ZeRO stage 1, 2 or 3"
+            raise UnsupportedError(problem, expected="a contiguous parameter", found=found, remedy=remedy)
         companions = {name for key in quantized for name in COMPANIONS[key]}
         return tuple(
             self._live_state(key, made, param, key in quantized)

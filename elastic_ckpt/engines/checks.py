@@ -46,12 +46,10 @@ def warn_of_incomplete_saves(engine: Any) -> None:
 def refuse_pending_gradients(engine: Any) -> None:
     """Refuse gradients of the old weights, which would enter the next step (:class:`MismatchError`)."""
     if holds_gradients(engine):
-        raise MismatchError(
-            "the engine holds gradients that no step has used yet; they would be mixed into the restored run",
-            expected="a load right after engine.step(), or before the first backward",
-            found="gradients of micro-batches that were backpropagated since the last step",
-            remedy="finish the step with engine.step() (its result is overwritten), then load",
-        )
+        problem = "the engine holds gradients that no step has used yet; they would be mixed into the restored run"
+        expected = "a load right after engine.step(), or before the first backward"
+        remedy = "finish the step with engine.step() (its result is overwritten), then load"
+        raise MismatchError(problem, expected=expected, remedy=remedy)
 
 
 def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bool) -> tuple[str, ...]:
@@ -118,13 +116,10 @@ def commit_pending_save(engine: Any) -> None:
     def is_pending() -> bool:
         info, process = writer.commit_info, getattr(writer, "ckpt_process", None)
         if info is not None and process is not None and not process.is_alive():
-            raise DamagedError(
-                "the last save of this engine is incomplete: the process that wrote it in the background has died",
-                file=os.path.join(info.save_dir, info.tag),
-                expected="a process that writes until the save is committed",
-                found=f"exit code {process.exitcode}",
-                remedy="start the job again and load an older tag; the process's output says why it died",
-            )
+            problem = "the last save of this engine is incomplete: the process that wrote it in the background has died"
+            file, found = os.path.join(info.save_dir, info.tag), f"exit code {process.exitcode}"
+            remedy = "start the job again and load an older tag; the process's output says why it died"
+            raise DamagedError(problem, file, found=found, remedy=remedy)
         return info is not None
 
     if any(distributed.all_gather("look for a save that is still being written", is_pending)):

@@ -128,7 +128,7 @@ def has_comm_dtype(param: Any) -> bool:
 
 
 def swaps_states(engine: Any) -> bool:
-    """Whether optimizer states are swapped to NVMe (``zero_nvme_offload_optimizer()`` since 0.16)."""
+    """Whether optimizer states are swapped to NVMe."""
     return bool(getattr(engine.optimizer, "swap_optimizer", False))
 
 
@@ -139,12 +139,9 @@ def swaps_to_nvme(engine: Any) -> bool:
     """
     swaps = any(getattr(engine.optimizer, name, False) for name in ("swap_optimizer", "params_in_nvme_and_cpu"))
     if swaps and Version(deepspeed.__version__) < Version("0.19.7"):
-        raise UnsupportedError(
-            "the live engine swaps to NVMe, which was not tried on this version of DeepSpeed",
-            expected="DeepSpeed 0.19.7 or newer",
-            found=f"DeepSpeed {deepspeed.__version__}",
-            remedy='"offload_optimizer": {"device": "cpu"} and "offload_param": {"device": "cpu"}',
-        )
+        problem = "the live engine swaps to NVMe, which was not tried before DeepSpeed 0.19.7"
+        remedy = '"offload_optimizer": {"device": "cpu"} and "offload_param": {"device": "cpu"}'
+        raise UnsupportedError(problem, found=f"DeepSpeed {deepspeed.__version__}", remedy=remedy)
     return swaps
 
 

@@ -101,11 +101,8 @@ def _coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
     if engine.mpu is None:
         return coordinates
     if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
-        raise UnsupportedError(
-            "the live engine uses pipeline parallelism of its own, which is not supported",
-            expected="DeepSpeed's PipelineModule",
-            found=f"{type(engine.module).__name__}, and an mpu of several stages",
-        )
+        found = f"{type(engine.module).__name__}, and an mpu of several stages"
+        raise UnsupportedError("only DeepSpeed's PipelineModule is supported for pipeline parallelism", found=found)
     if engine.mp_world_size == 1:
         return coordinates
     tp, tp_rank = bwc_tensor_model_parallel_world_size(engine.mpu), bwc_tensor_model_parallel_rank(engine.mpu)
@@ -161,17 +158,15 @@ def _layouts_of(engine: Any, tp: int) -> dict[str, LiveLayout]:
     buffers = dict(engine.module.named_buffers(remove_duplicate=False))
     layouts = {name: _layout(tensor, owners.get(id(tensor), ""), tp) for name, tensor in {**buffers, **named}.items()}
     if tp > 1:
-        small = {name: buffer for name, buffer in buffers.items() if buffer.numel() <= _MOST_COMPARED}
-        layouts |= {name: replace(layouts[name], values=(_checksum(buffer),)) for name, buffer in small.items()}
+        for name, buffer in buffers.items():
+            if buffer.numel() <= _MOST_COMPARED:
+                flat = buffer.detach().cpu().contiguous().reshape(-1)
+                checksum = zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+                layouts[name] = replace(layouts[name], values=(checksum,))
     unrecorded = {name for name, param in named.items() if not autotp_record(param)}
     if len(unrecorded) < len(named):  # AutoTP replicates what it has no record of
         layouts |= {name: replace(layouts[name], dim=-1) for name in unrecorded}
     return layouts
-
-
-def _checksum(buffer: torch.Tensor) -> int:
-    flat = buffer.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
 
 
 def _layout(tensor: torch.Tensor, owner: str, tp: int) -> LiveLayout:

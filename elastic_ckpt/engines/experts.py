@@ -36,11 +36,8 @@ def stacked_experts(engine: Any) -> Mapping[str, tuple[int, ...]]:
     records = ((name, getattr(param, "ds_autoep_uc_meta", None)) for param, name in engine.param_names.items())
     found = {name: tuple(record["local_experts"]) for name, record in records if record}
     if not found and not any(isinstance(module, MoE) for module in engine.module.modules()):
-        raise UnsupportedError(
-            "AutoEP of this version of DeepSpeed does not record which rank holds which experts",
-            expected="DeepSpeed 0.19.8 or later",
-            found="stacked experts without a record of their placement",
-        )
+        problem = "AutoEP of this version of DeepSpeed does not record which rank holds which experts"
+        raise UnsupportedError(problem, expected="DeepSpeed 0.19.8 or later")
     return found
 
 

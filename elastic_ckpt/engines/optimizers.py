@@ -188,33 +188,31 @@ def _deepspeed_muon(group: Group, param: OptimizerParam) -> tuple[LiveState, ...
     return (touched if param.keeps_touched else LiveState("momentum_buffer", _MASTER_DTYPE),)
 
 
+def _listed(describe: Describe, **more: Any) -> Callable[[Any], StateSchema]:
+    return partial(StateSchema, describe=describe, **more)
+
+
 _PLAIN_ADAM = _plain("exp_avg", "exp_avg_sq")
-_adam = partial(StateSchema, describe=_plain("exp_avg", "exp_avg_sq", max_exp_avg_sq="amsgrad"), family="adam")
-_flat_adam = partial(StateSchema, describe=_PLAIN_ADAM, family="adam")
-_rmsprop = _plain("square_avg", momentum_buffer="momentum", grad_avg="centered")
+_adam = _listed(_plain("exp_avg", "exp_avg_sq", max_exp_avg_sq="amsgrad"), family="adam")
 #: Class name -> its schema.
 KNOWN: dict[str, Callable[[Any], StateSchema]] = {
     "torch.optim.adam.Adam": _adam,
     "torch.optim.adamw.AdamW": _adam,
-    "torch.optim.nadam.NAdam": partial(StateSchema, describe=_PLAIN_ADAM, scalars=("mu_product",)),
-    "torch.optim.radam.RAdam": partial(StateSchema, describe=_PLAIN_ADAM),
-    "torch.optim.adamax.Adamax": partial(StateSchema, describe=_plain("exp_avg", "exp_inf")),
-    "torch.optim.sgd.SGD": partial(StateSchema, describe=_plain(momentum_buffer="momentum"), step=None),
-    "torch.optim.adagrad.Adagrad": partial(StateSchema, describe=_adagrad),
-    "torch.optim.rmsprop.RMSprop": partial(StateSchema, describe=_rmsprop),
-    "torch.optim.adadelta.Adadelta": partial(StateSchema, describe=_plain("square_avg", "acc_delta")),
-    "torch.optim.rprop.Rprop": partial(StateSchema, describe=_rprop),
-    "torch.optim.Adafactor": partial(StateSchema, describe=_adafactor),
-    "torch.optim.Muon": partial(StateSchema, describe=_plain("momentum_buffer"), step=None),
-    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": partial(_flat_adam, step=INT),
-    "deepspeed.ops.adam.fused_adam.FusedAdam": partial(_flat_adam, step=INT, steps_in_group=True),
+    "torch.optim.nadam.NAdam": _listed(_PLAIN_ADAM, scalars=("mu_product",)),
+    "torch.optim.radam.RAdam": _listed(_PLAIN_ADAM),
+    "torch.optim.adamax.Adamax": _listed(_plain("exp_avg", "exp_inf")),
+    "torch.optim.sgd.SGD": _listed(_plain(momentum_buffer="momentum"), step=None),
+    "torch.optim.adagrad.Adagrad": _listed(_adagrad),
+    "torch.optim.rmsprop.RMSprop": _listed(_plain("square_avg", momentum_buffer="momentum", grad_avg="centered")),
+    "torch.optim.adadelta.Adadelta": _listed(_plain("square_avg", "acc_delta")),
+    "torch.optim.rprop.Rprop": _listed(_rprop),
+    "torch.optim.Adafactor": _listed(_adafactor),
+    "torch.optim.Muon": _listed(_plain("momentum_buffer"), step=None),
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _listed(_PLAIN_ADAM, family="adam", step=INT),
+    "deepspeed.ops.adam.fused_adam.FusedAdam": _listed(_PLAIN_ADAM, family="adam", step=INT, steps_in_group=True),
     # CPULion keeps a second tensor that it never uses
-    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": partial(StateSchema, describe=_PLAIN_ADAM, step=INT),
-    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": partial(
-        StateSchema, describe=_plain("exp_avg_sq"), step=INT
-    ),
-    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": partial(
-        StateSchema, describe=_deepspeed_muon, step=INT
-    ),
-    "apex.optimizers.fused_adam.FusedAdam": partial(_flat_adam, step=IN_GROUP, wide=True),
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _listed(_PLAIN_ADAM, step=INT),
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": _listed(_plain("exp_avg_sq"), step=INT),
+    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": _listed(_deepspeed_muon, step=INT),
+    "apex.optimizers.fused_adam.FusedAdam": _listed(_PLAIN_ADAM, family="adam", step=IN_GROUP, wide=True),
 }

@@ -15,7 +15,7 @@ from packaging.version import Version
 from elastic_ckpt.errors import UnsupportedError
 
 #: What names are needed for: ``install()``, every load into an engine that has their owner, and some loads alone.
-INSTALL, LOAD, ZERO3, NVME, EXPERTS = "install()", "loading", "ZeRO-3", "NVMe offload", "mixtures of experts"
+LOAD, ZERO3, NVME, EXPERTS = "loading", "ZeRO-3", "NVMe offload", "mixtures of experts"
 #: Below ``deepspeed.``, a module or a class in it; indented, its attributes, and its functions with their first
 #: parameters. Before a colon, the first version that has them, and what they are needed for, if not for every load.
 _TABLE = """
@@ -169,9 +169,7 @@ def refuse_missing(engine: Any, uses: Collection[str]) -> None:
         if each.use in uses and owner is not None:
             lacking += each.missing_in(owner)
     if lacking:
-        raise UnsupportedError(
-            "this version of DeepSpeed lacks private names that elastic_ckpt needs to load into such an engine",
-            expected=", ".join(lacking),
-            found=f"DeepSpeed {version('deepspeed')} without them",
-            remedy="install a version of DeepSpeed that was tried (elastic-ckpt doctor), or a newer elastic_ckpt",
-        )
+        problem = "this version of DeepSpeed lacks private names that elastic_ckpt needs to load into such an engine"
+        remedy = "install a version of DeepSpeed that was tried (elastic-ckpt doctor), or a newer elastic_ckpt"
+        expected, found = ", ".join(lacking), f"DeepSpeed {version('deepspeed')} without them"
+        raise UnsupportedError(problem, expected=expected, found=found, remedy=remedy)

@@ -48,12 +48,9 @@ def same_features(engine: Any, saved: Features) -> bool:
 def schema_of(base: torch.optim.Optimizer) -> StateSchema:
     """The schema of a live base optimizer; raises :class:`UnsupportedError` if its states cannot be resharded."""
     if class_name(base).startswith("torchao."):
-        raise UnsupportedError(
-            "torchao's optimizers keep their states in tensor classes of their own, which cannot be cut exactly",
-            expected="bitsandbytes' 8-bit optimizers, or states in plain tensors",
-            found=class_name(base),
-            remedy=f"load with load_optimizer_states=False, or {AT_ITS_TOPOLOGY}",
-        )
+        problem = "torchao's optimizers keep their states in tensor classes of their own, which cannot be resharded"
+        remedy = f"load with load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"
+        raise UnsupportedError(problem, found=class_name(base), remedy=remedy)
     if is_bitsandbytes(base):
         return BitsAndBytesSchema(base)
     return KNOWN.get(class_name(base), StateSchema)(base)
@@ -67,12 +64,8 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
     _refuse_special(engine)
     adapter = _adapter_of(engine)
     if adapter is None:
-        raise UnsupportedError(
-            "the live engine's optimizer is not supported yet",
-            expected="an optimizer, at ZeRO stage 0, 1, 2 or 3",
-            found=f"{type(engine.optimizer).__name__} at ZeRO stage {engine.zero_optimization_stage()}",
-            remedy='"zero_optimization": {"stage": 0}, 1, 2 or 3 in the DeepSpeed config',
-        )
+        found = f"{type(engine.optimizer).__name__} at ZeRO stage {engine.zero_optimization_stage()}"
+        raise UnsupportedError("the live engine's optimizer is not supported", found=found)
     if has_optimizer(engine):  # DeepSpeed sets up nothing else for weights alone
         zero3 = adapter is Zero3Adapter
         uses = {LOAD: True, ZERO3: zero3, NVME: zero3 and swaps_to_nvme(engine), EXPERTS: engine.has_moe_layers}
@@ -81,11 +74,8 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
     chosen = adapter(engine, schema_of(base) if with_states else StateSchema(base, known=()))
     masters = {master.dtype for master in chosen.masters}
     if masters - _MASTER_DTYPES:
-        raise UnsupportedError(
-            "the live engine keeps master weights of a dtype that is not supported",
-            expected=", ".join(sorted(map(str, _MASTER_DTYPES))),
-            found=", ".join(sorted(map(str, masters))),
-        )
+        expected, found = (", ".join(sorted(map(str, dtypes))) for dtypes in (_MASTER_DTYPES, masters))
+        raise UnsupportedError("master weights of this dtype are not supported", expected=expected, found=found)
     return chosen
 
 

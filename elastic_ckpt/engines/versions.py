@@ -49,15 +49,9 @@ REQUIREMENTS = (
     Requirement("torch", "2.4", "2.15"),
     Requirement("DeepSpeed", "0.14.5", "0.19.8"),
 )
-
-
 #: What DeepSpeed itself does wrong, for those who save, convert or resume: the first and the last version, and what.
 KNOWN_BUGS = (
-    (
-        "0.17.6",
-        "0.17.6",
-        "bf16 without ZeRO, and in ZeRO-1 with fp32 gradients, is saved without optimizer states: resume its weights",
-    ),
+    ("0.17.6", "0.17.6", "bf16 in ZeRO-0, and in ZeRO-1 with fp32 gradients, saves no states: resume its weights"),
     ("0.17.6", "0.17.6", "bf16 without ZeRO never clears gradients, which add up over steps"),
     ("0.18.9", "0.18.9", "ZeRO-1 and 2 fail in engine.step() on gloo: call it under torch.no_grad()"),
     ("0.14.5", "0.17.6", "ds_to_universal.py fails on ZeRO-3 with several param groups"),
@@ -75,12 +69,12 @@ def refuse_older() -> None:
     for requirement in REQUIREMENTS:
         found = requirement.found
         if found is None or requirement.compare(found) < 0:
-            raise UnsupportedError(
-                f"this version of {requirement.name} is too old for elastic_ckpt",
-                expected=requirement,
-                found=f"{requirement.name} {found or '(not installed)'}",
-                remedy=f"install {requirement.name} {requirement.oldest} or newer",
+            name, remedy = requirement.name, f"install {requirement.name} {requirement.oldest} or newer"
+            problem, found = (
+                f"this version of {name} is too old for elastic_ckpt",
+                f"{name} {found or '(not installed)'}",
             )
+            raise UnsupportedError(problem, expected=requirement, found=found, remedy=remedy)
 
 
 def warn_of_newer() -> None:

@@ -20,12 +20,7 @@ from elastic_ckpt.core.read_plan import LoadPlan, Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines.adapter import EngineAdapter, ReadPart
-from elastic_ckpt.engines.compat import (
-    has_comm_dtype,
-    has_optimizer,
-    partition_group,
-    swaps_to_nvme,
-)
+from elastic_ckpt.engines.compat import has_comm_dtype, has_optimizer, partition_group, swaps_to_nvme
 from elastic_ckpt.engines.optimizers import StateSchema, dtype_name
 from elastic_ckpt.errors import UnsupportedError
 
@@ -52,24 +47,17 @@ class Zero3Adapter(EngineAdapter):
         for name, param in self.frozen.items():
             swapped_out = param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
             if swapped_out if trains else param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
-                raise UnsupportedError(
-                    "a frozen parameter, or one of an engine without an optimizer, cannot be written to NVMe",
-                    parameter=name,
-                    expected="such parameters in memory",
-                    found='"offload_param": {"device": "nvme"}',
-                    remedy='"offload_param": {"device": "cpu"}',
-                )
+                problem = "a frozen parameter, or one of an engine without an optimizer, cannot be written to NVMe"
+                remedy = '"offload_param": {"device": "cpu"}'
+                raise UnsupportedError(problem, parameter=name, found="a parameter on NVMe", remedy=remedy)
 
     def local_state(self) -> LocalState:
         found = super().local_state()
         for state in (state for flat in found.flats for state in flat.states or () if self._swaps):
             if state.dtype != "float32" or state.layout != ELEMENTWISE or state.rows > 1:
-                raise UnsupportedError(
-                    f"state {state.key} of {found.optimizer} cannot be swapped to NVMe and back here",
-                    expected="states of one fp32 value an element",
-                    found=f"{state.dtype}, {state.layout}, {state.rows} rows",
-                    remedy='"offload_optimizer": {"device": "cpu"}',
-                )
+                problem = f"state {state.key} of {found.optimizer} is not one fp32 value an element, as NVMe needs it"
+                kind, remedy = f"{state.dtype}, {state.layout}", '"offload_optimizer": {"device": "cpu"}'
+                raise UnsupportedError(problem, found=kind, remedy=remedy)
         return found
 
     def numel(self, flat: int) -> int:
@@ -88,12 +76,8 @@ class Zero3Adapter(EngineAdapter):
         if key != FROZEN:
             return super().whole(name, key, tensor)
         if hasattr(tensor.ds_tensor, "ds_quant_scale"):
-            raise UnsupportedError(
-                "a frozen parameter is quantized, and its scales are not in the checkpoint",
-                parameter=name,
-                found='"zero_quantized_nontrainable_weights": true',
-                remedy="leave that option out, or load at the topology it was saved with",
-            )
+            problem = "a frozen parameter is quantized, and its scales are not in the checkpoint"
+            raise UnsupportedError(problem, parameter=name, found='"zero_quantized_nontrainable_weights": true')
         mine = next((placement.range for placement in self._partition([tensor])), FlatRange(0, 0))
         trains, dtype = not self.has_optimizer and tensor.requires_grad, dtype_name(tensor.ds_tensor)
         return WholeTensor(name, FROZEN, tuple(tensor.ds_shape), mine, dtype, trains=trains)
