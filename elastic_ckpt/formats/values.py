@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from elastic_ckpt.core.hyperparameters import LeftInFile
 from elastic_ckpt.core.metadata import ITEMSIZE, is_floating
-from elastic_ckpt.core.values import TensorValue
+from elastic_ckpt.core.values import LeftInFile, TensorValue
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, read_into

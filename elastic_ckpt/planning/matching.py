@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from elastic_ckpt.core.hyperparameters import refuse_left_in_file
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
+from elastic_ckpt.core.values import refuse_left_in_file
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, UnsupportedError, listed
 from elastic_ckpt.planning.optimizer_kinds import OTHER_OPTIMIZER
 

@@ -42,18 +42,6 @@ def renamed_states(
     return None if theirs is None or ours is None else dict(zip(ours, theirs, strict=True))
 
 
-def mismatch(
-    metadata: CheckpointMetadata,
-    problem: str,
-    names: Iterable[str],
-    expected: str,
-    found: str,
-    remedy: str = OTHER_OPTIMIZER,
-) -> MismatchError:
-    """The error about the optimizer states of some parameters."""
-    return metadata.error(MismatchError, problem, names, expected, found, remedy)
-
-
 def refuse_lost_choices(
     metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
 ) -> None:
@@ -66,7 +54,9 @@ def refuse_lost_choices(
                 problem = f'"{key}" of param group {number} cannot be expressed in the other optimizer'
                 expected, found = (group.get(key, f"{usual}, always") for group in (live, saved))
                 expected = f"{expected} (live optimizer {local_state.optimizer})"
-                raise mismatch(metadata, problem, members, expected, f"{found} in the checkpoint")
+                raise metadata.error(
+                    MismatchError, problem, members, expected, f"{found} in the checkpoint", OTHER_OPTIMIZER
+                )
 
 
 def saved_optimizer(metadata: CheckpointMetadata) -> str:
@@ -93,7 +83,8 @@ def refuse_other_kind(
     def other_kind(live: Iterable[str], saved: Iterable[str]) -> MismatchError:
         problem = "the checkpoint was saved by another kind of optimizer, whose states have the same names"
         expected = f"{listed(live) if live else 'nothing'} (live optimizer {local_state.optimizer})"
-        return mismatch(metadata, problem, members, expected, listed(saved) if saved else "nothing")
+        found = listed(saved) if saved else "nothing"
+        return metadata.error(MismatchError, problem, members, expected, found, OTHER_OPTIMIZER)
 
     own = _hyperparameters(local_state, flat)
     live = {key: value for key, value in own.items() if key in local_state.defaults or not local_state.defaults}

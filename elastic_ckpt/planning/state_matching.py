@@ -16,8 +16,8 @@ from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.planning.matching import Matching
 from elastic_ckpt.planning.optimizer_kinds import (
+    OTHER_OPTIMIZER,
     UPDATE_NORM,
-    mismatch,
     refuse_lost_choices,
     refuse_other_kind,
     renamed_states,
@@ -172,7 +172,7 @@ class _Matcher:
             problem = "parameters that now share one flat tensor were saved with different scalar states"
             expected = "one value for all, since the optimizer keeps one per flat tensor"
             found = " and ".join(f"{dict(values[name])} ({name})" for name in examples)
-            raise mismatch(self.metadata, problem, examples, expected, found, _OWN_GROUPS)
+            raise self.metadata.error(MismatchError, problem, examples, expected, found, _OWN_GROUPS)
         return dict(distinct[0]) if distinct else None
 
     def _link(self, flat: FlatPartition, members: Sequence[str]) -> tuple[StateLink, ...]:
@@ -200,7 +200,7 @@ class _Matcher:
                 problem = "the checkpoint was saved by another optimizer, whose states can be converted"
                 both = f"states of the live optimizer {local_state.optimizer}", f"states of {saved_optimizer(metadata)}"
                 remedy = '"elastic_checkpoint": {"convert_optimizer": true}, or load_optimizer_states=False'
-                raise mismatch(metadata, problem, members, *both, remedy)
+                raise metadata.error(MismatchError, problem, members, *both, remedy)
             names, self.converted = dict(renamed), True
         links = [StateLink(live, names.get(live.key, "")) for live in wanted]
         for live in others:
@@ -216,7 +216,7 @@ class _Matcher:
             problem = f"{local_state.optimizer} is not known, nor what its states start with where none is saved"
             found = "none" if fresh else f'"fresh" in "states": {listed(metadata.states.fresh)}'
             expected = "a saved state for every parameter of a flat tensor"
-            raise mismatch(metadata, problem, fresh or members, expected, found, _OWN_GROUPS)
+            raise metadata.error(MismatchError, problem, fresh or members, expected, found, _OWN_GROUPS)
         links = []
         for key in sorted(saved):
             name = next(name for name in members if (name, key) in metadata.tensors)
@@ -241,7 +241,7 @@ class _Matcher:
             differing = f"{len({state.crc32 for state in found})} different values, or differences between ranks"
             remedy = f'if it is no replicated state: "elastic_checkpoint": {{"states": {{"{key}": "elementwise"}}}} '
             remedy += '(or "fresh"); or load at the topology it was saved with'
-            raise mismatch(self.metadata, problem, members, "the same bytes everywhere", differing, remedy)
+            raise self.metadata.error(MismatchError, problem, members, "the same bytes everywhere", differing, remedy)
         return found[0]
 
     def _other_states(self, flat: FlatPartition, members: Sequence[str], saved: Iterable[str]) -> MismatchError:
@@ -250,7 +250,7 @@ class _Matcher:
         problem = "the checkpoint was saved by an optimizer that keeps other states"
         expected = f"{listed(live.union(flat.scalars or ()))} (live optimizer {self.local_state.optimizer})"
         found = f"{listed(scalars.union(saved))} ({saved_optimizer(self.metadata)})"
-        return mismatch(self.metadata, problem, members, expected, found)
+        return self.metadata.error(MismatchError, problem, members, expected, found, OTHER_OPTIMIZER)
 
     def _refuse_other_scalars(self, flat: FlatPartition, values: Scalars) -> None:
         unused = {key for key, value in values.items() if value is None}

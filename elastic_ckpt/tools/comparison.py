@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.hyperparameters import left_in_file
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, ReplicatedState
+from elastic_ckpt.core.values import left_in_file
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
 from elastic_ckpt.io.reader import progress_bar

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.values import PerRank, TensorValue, common, differing, merged, moved, of_rank
+from elastic_ckpt.core.values import (
+    LeftInFile,
+    PerRank,
+    TensorValue,
+    common,
+    differing,
+    left_in_file,
+    merged,
+    moved,
+    of_rank,
+    refuse_left_in_file,
+)
+from elastic_ckpt.errors import UnsupportedError
 
+TENSOR = LeftInFile("a tensor")
 NUMBERS = st.sampled_from([0.0, -0.0, 1, 1.0, True, None, math.nan, "a"])
 POINTS = st.builds(TensorValue, st.sampled_from(["float32", "int32"]), st.just(()), st.tuples(st.sampled_from([0, 1])))
 RANKS = st.lists(st.dictionaries(st.sampled_from("abc"), NUMBERS | POINTS), min_size=1, max_size=4)
@@ -40,3 +55,32 @@ def test_a_tensor_equals_its_number_and_tells_its_dtype() -> None:
     assert step == 3 and {step} == {3.0} and (int(step), float(step)) == (3, 3.0)
     assert step != TensorValue("float32", (1,), (3.0,)) and repr(step) == "tensor(3.0, float32)"
     assert repr(PerRank(((0, 0.5), (1, step), (2, 0.5)))) == "0.5, tensor(3.0, float32) (by rank)"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        TENSOR,
+        [1, TENSOR],
+        (TENSOR,),
+        {"a": TENSOR},
+        {TENSOR: 1},
+        {TENSOR},
+        frozenset({TENSOR}),
+        Namespace(a=[TENSOR]),
+        {"a": [({"b": TENSOR},)]},
+    ],
+)
+def test_what_was_not_read_is_found_and_refused(value: Any) -> None:
+    assert list(left_in_file(value)) == [TENSOR]
+    with pytest.raises(UnsupportedError, match='"mine" of a param group holds a tensor') as caught:
+        refuse_left_in_file({"lr": 0.1, "mine": value}, ["b", "a"], "here")
+    error = caught.value
+    assert (error.parameter, error.file, error.found) == ("a, b", "here", "a tensor")
+    assert error.expected and "keep_live" in str(error.remedy)
+
+
+@pytest.mark.parametrize("value", [0.5, "a tensor", None, {"a": [1, ("b", {2})]}, Namespace(a=1)])
+def test_what_was_read_is_not_refused(value: Any) -> None:
+    assert list(left_in_file(value)) == []
+    refuse_left_in_file({"mine": value}, ["a"], "here")

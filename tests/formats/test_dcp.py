@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from elastic_ckpt.core.fqn import adopt_live_names
-from elastic_ckpt.core.hyperparameters import left_in_file
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.core.values import left_in_file
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.base import Checkpoint, MetadataOptions
 from elastic_ckpt.formats.classify import FRESH

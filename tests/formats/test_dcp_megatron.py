@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from elastic_ckpt.config import read_config
 from elastic_ckpt.core.fqn import rename
-from elastic_ckpt.core.hyperparameters import LeftInFile, left_in_file
 from elastic_ckpt.core.metadata import FROZEN, MASTER
+from elastic_ckpt.core.values import LeftInFile, left_in_file
 from elastic_ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from elastic_ckpt.formats.dcp_megatron import read_common
 from elastic_ckpt.planning.state_matching import state_errors

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ckpt.core.hyperparameters import LeftInFile, left_in_file
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, Codebook, StateOptions
-from elastic_ckpt.core.values import TensorValue
+from elastic_ckpt.core.values import LeftInFile, TensorValue, left_in_file
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats import saved_states
 from elastic_ckpt.formats.classify import FRESH, OPAQUE, Digest, SavedKind

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.hyperparameters import LeftInFile
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
+from elastic_ckpt.core.values import LeftInFile
 from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.planning.matching import match_groups, transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load

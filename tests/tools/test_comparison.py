@@ -13,7 +13,6 @@ from elastic_ckpt.cli.output import print_json, printable
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.hyperparameters import LeftInFile
 from elastic_ckpt.core.metadata import (
     CheckpointMetadata,
     SavedParameter,
@@ -23,6 +22,7 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
 )
 from elastic_ckpt.core.tp_rules import Rule
+from elastic_ckpt.core.values import LeftInFile
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.hyperparameters import LeftInFile
-from elastic_ckpt.core.values import TensorValue
+from elastic_ckpt.core.values import LeftInFile, TensorValue
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.tools.comparison import compare
 from elastic_ckpt.tools.conversion.dcp import _DECOUPLED, convert_to_dcp

@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from elastic_ckpt.core.hyperparameters import refuse_left_in_file
 from elastic_ckpt.core.metadata import WEIGHTS, CheckpointMetadata
-from elastic_ckpt.core.values import common, differing
+from elastic_ckpt.core.values import common, differing, refuse_left_in_file
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.formats.pickled import open_file
 from elastic_ckpt.formats.saved_config import config_section
