@@ -55,8 +55,12 @@ def inspected(
         keys.setdefault(name, []).append(key)
     with_data = [name for name in keys if tensor_of(metadata, name) is not None]
     layouts = virtual_layouts(metadata, with_data, 1, rules, unknown)
+    tied: dict[str, list[str]] = defaultdict(list)
+    for alias, holder in metadata.aliases.items():
+        tied[holder].append(alias)
+    shapes = {name: layout.shapes[0] for name, layout in layouts.items()}
     parameters = [
-        _entry(metadata, name, mine, layouts[name].shapes[0] if name in layouts else None, bool(refused))
+        _entry(metadata, name, mine, bool(refused)) | {"shape": shapes.get(name), "tied": tied[name]}
         for name, mine in keys.items()
     ]
     findings = dict.fromkeys([*refused, *check_metadata(metadata), *_unknown_layouts(unknown)])
@@ -168,10 +172,8 @@ def _groups(metadata: CheckpointMetadata) -> list[dict[str, Any]]:
     ]
 
 
-def _entry(
-    metadata: CheckpointMetadata, name: str, keys: list[str], shape: Shape | None, weights_only: bool
-) -> dict[str, Any]:
-    """A parameter or buffer; ``shape`` is logical, and ``None`` if the layout of its shards is unknown."""
+def _entry(metadata: CheckpointMetadata, name: str, keys: list[str], weights_only: bool) -> dict[str, Any]:
+    """A parameter or buffer, but for its logical shape (``None`` if the layout of its shards is unknown) and ties."""
     saved, own = metadata.parameters.get(name), tensor_of(metadata, name)
     replicas = [replica for key in keys for replica in metadata.replicas.get((name, key), ())]
     states = sorted(set(keys) - WEIGHTS)
@@ -182,7 +184,6 @@ def _entry(
     return {
         "name": name,
         "role": TRAINED if saved is not None else WEIGHT if weights_only and FROZEN in keys else keys[0],
-        "shape": shape,
         "shards": shards,
         "dtype": "" if own is None else own.dtype,
         "group": None if saved is None else saved.group,
@@ -190,5 +191,4 @@ def _entry(
         "numel": sum(map(math.prod, shards)),
         "nbytes": sum(map(_nbytes, [*(metadata.tensors[name, key] for key in keys), *replicas])),
         "copies": 1 + sum(own is not None and replica.key == own.key for replica in replicas),
-        "tied": sorted(alias for alias, holder in metadata.aliases.items() if holder == name),
     }
