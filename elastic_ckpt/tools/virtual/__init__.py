@@ -21,6 +21,7 @@ from elastic_ckpt.core.flat_ranges import (
 )
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import (
+    NO_SEQUENCE_PARALLEL,
     SAVED_OPTIMIZER,
     FlatPartition,
     Fragment,
@@ -35,6 +36,7 @@ from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICATED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.planning.planner import LoadOptions, Matched, match, plan_load
+from elastic_ckpt.report import topology_text
 from elastic_ckpt.sharding.rules import tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts
 from elastic_ckpt.tools.virtual.stages import stages_of
@@ -72,8 +74,7 @@ class Topology:
         return replace(at, ep=self.ep, ep_rank=dp_rank % self.ep)
 
     def __str__(self) -> str:
-        ep = f", EP={self.ep}" if self.ep > 1 else ""
-        return f"ZeRO-{self.zero_stage}, DP={self.dp}, TP={self.tp}, PP={self.pp}{ep}"
+        return topology_text(self.zero_stage, self.dp, self.tp, self.pp, NO_SEQUENCE_PARALLEL, self.ep)
 
 
 #: Pipeline, tensor- and expert-parallel rank: all data-parallel ranks of these have the same partitions.
