@@ -29,18 +29,16 @@ def latest(
     not whole go to standard error, with the reason. Ends with 1 if none is whole.
     """
     with errors_end_the_command(as_json):
-        found = newest_whole(str(folder), config_of(config, trust_pickle=trust_pickle or None), full)
-    is_found = found.newest is not None and (as_json or found.newest.path.isprintable())
+        newest, skipped = newest_whole(str(folder), config_of(config, trust_pickle=trust_pickle or None), full)
     if as_json:
-        print_json(found)
-    else:
-        for each in found.skipped:
-            error_console.print(
-                f"not whole: {escape(each.path)}: {escape(each.problem or '')}", soft_wrap=True, highlight=False
-            )
-        if is_found and found.newest is not None:
-            console.print(escape(found.newest.path), soft_wrap=True, highlight=False)
-        elif found.newest is not None:
-            text = "its name has control characters, which are not printed: rename it, or take --json"
-            error_console.print(f"{escape(found.newest.path)}: {text}", soft_wrap=True, highlight=False)
-    end_with(found=not is_found)
+        print_json({"newest": newest, "skipped": skipped})
+        end_with(found=newest is None)
+        return
+    for each in skipped:
+        text = f"not whole: {escape(each.path)}: {escape(each.problem or '')}"
+        error_console.print(text, soft_wrap=True, highlight=False)
+    if newest is not None and newest.path.isprintable():
+        console.print(escape(newest.path), soft_wrap=True, highlight=False)
+    elif newest is not None:
+        error_console.print(f"{escape(newest.path)}: its name has control characters: rename it, or take --json")
+    end_with(found=newest is None or not newest.path.isprintable())

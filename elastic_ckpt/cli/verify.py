@@ -10,9 +10,7 @@ from rich.markup import escape
 
 from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
 from elastic_ckpt.cli.output import console, end_with, error_console, errors_end_the_command, plain, print_json
-from elastic_ckpt.tools.findings import Finding
 from elastic_ckpt.tools.opened import config_of
-from elastic_ckpt.tools.verification import Verification
 from elastic_ckpt.tools.verification import verify as verify_checkpoint
 
 _EXAMPLE = "Example: elastic-ckpt verify /ckpt --full --tp-preset megatron-core"
@@ -25,7 +23,7 @@ def verify(
         bool,
         typer.Option(
             "--full",
-            help="Read every byte: CRC32 of every record, NaN and infinite values, copies that have drifted apart.",
+            help="Read every byte: CRC32 of all tensors, NaN and infinite values, copies that have drifted apart.",
         ),
     ] = False,
     tag: Tag = None,
@@ -33,10 +31,6 @@ def verify(
     preset: Preset = None,
     trust_pickle: TrustPickle = False,
     as_json: AsJson = False,
-    threads: Annotated[
-        int | None,
-        typer.Option("--threads", min=1, max=256, help="Threads that read; default: a core each, at most 16."),
-    ] = None,
 ) -> None:
     """Look for missing, foreign and damaged files, and list all that is wrong, one line each.
 
@@ -46,22 +40,16 @@ def verify(
     """
     with errors_end_the_command(as_json):
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
-        threads = threads or min(os.cpu_count() or 1, 16)
+        threads = min(os.cpu_count() or 1, 16)
         found = verify_checkpoint(str(folder), tag, options, full, threads, False if as_json else None)
     if as_json:
-        listed = {name: [_plain(item) for item in getattr(found, name)] for name in ("findings", "notes")}
+        listed = {
+            name: [{"code": f.kind, "message": f.message, "file": f.file, "parameter": f.parameter} for f in findings]
+            for name, findings in (("findings", found.findings), ("notes", found.notes))
+        }
         print_json({"ok": not found.findings, **plain(found), **listed})
-    else:
-        _print(found)
-    end_with(found=bool(found.findings))
-
-
-def _plain(finding: Finding) -> dict[str, str | None]:
-    known = {"file": finding.file, "parameter": finding.parameter}
-    return {"code": finding.kind, "message": finding.message, **known}
-
-
-def _print(found: Verification) -> None:
+        end_with(found=bool(found.findings))
+        return
     for note in found.notes:
         error_console.print(f"note: {escape(note.line(found.folder))}", soft_wrap=True, highlight=False)
     for finding in found.findings:
@@ -70,3 +58,4 @@ def _print(found: Verification) -> None:
         what = "" if found.full else "metadata of "
         checked = f"{found.files} files, {found.tensors} tensors, {what}{found.nbytes:,} bytes checked"
         console.print(f"ok: {checked} in {found.seconds:.2f} s", soft_wrap=True, highlight=False)
+    end_with(found=bool(found.findings))

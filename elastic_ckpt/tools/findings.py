@@ -24,9 +24,6 @@ Level = Literal["error", "note"]
 ERROR: Level = "error"
 NOTE: Level = "note"
 
-#: Kinds of problems of a zip archive: in its directory, in its record headers, in bytes that no reader uses.
-DIRECTORY, HEADER, PADDING = "zip-directory", "zip-header", "zip-padding"
-
 
 @dataclass(frozen=True)
 class Finding:

@@ -41,14 +41,6 @@ class Candidate:
     problem: str | None = None
 
 
-@dataclass(frozen=True)
-class Latest:
-    """The newest whole checkpoint, ``None`` if there is none, and newer ones that are not whole, newest first."""
-
-    newest: Candidate | None
-    skipped: tuple[Candidate, ...] = ()
-
-
 def find_latest(folder: str | os.PathLike[str], full: bool = False) -> str:
     """The path of the newest whole checkpoint in a folder. Local.
 
@@ -63,25 +55,26 @@ def find_latest(folder: str | os.PathLike[str], full: bool = False) -> str:
         NotFoundError: there is no checkpoint at all.
         DamagedError: there are some, of which none is whole; a run that started anew would not show it.
     """
-    found = newest_whole(os.fspath(folder), config_of(None), full)
-    if found.newest is None:
+    newest, skipped = newest_whole(os.fspath(folder), config_of(None), full)
+    if newest is None:
         raise DamagedError(
             "no checkpoint of this folder is whole",
             file=os.path.abspath(folder),
-            found="; ".join(f"{os.path.basename(each.path)}: {each.problem}" for each in found.skipped),
+            found="; ".join(f"{os.path.basename(each.path)}: {each.problem}" for each in skipped),
             remedy="restore files of one of them, or remove the folder to start anew",
         )
-    return found.newest.path
+    return newest.path
 
 
-def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> Latest:
-    """See :func:`find_latest`; ``config`` as for a load."""
-    candidates = list(_candidates(os.path.abspath(folder), config))
-    candidates += _empty_siblings(os.path.abspath(folder), candidates)
+def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> tuple[Candidate | None, list[Candidate]]:
+    """The newest whole checkpoint, and newer ones that are not whole; see :func:`find_latest`."""
+    folder = os.path.abspath(folder)
+    candidates = list(_candidates(folder, config))
+    candidates += _empty_siblings(folder, candidates)
     if not candidates:
         raise NotFoundError(
             "there is no DeepSpeed checkpoint here",
-            file=os.path.abspath(folder),
+            file=folder,
             expected="folders of tags (global_step100), or folders that contain them (checkpoint-100)",
             found="no such folder" if not os.path.isdir(folder) else "a folder without any",
             remedy="give the folder that save_checkpoint was given",
@@ -90,9 +83,9 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> Late
     for candidate in sorted(candidates, key=_age, reverse=True):
         problem = candidate.problem or _problem(candidate, config, full)
         if problem is None:
-            return Latest(candidate, tuple(skipped))
+            return candidate, skipped
         skipped.append(replace(candidate, problem=problem))
-    return Latest(None, tuple(skipped))
+    return None, skipped
 
 
 def _candidates(folder: str, config: ElasticConfig) -> Iterator[Candidate]:

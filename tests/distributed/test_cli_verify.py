@@ -129,15 +129,15 @@ DAMAGES: list[tuple[str, Change, str, str, str]] = [
     ("universal", truncate_universal, "unreadable", "zero/hidden.weight/fp32.pt", "truncated"),
     (Z1, damage.rewrite_pickle(RANK0), "unreadable", RANK0, "a complete torch.save archive"),
     (Z1, damage.edit(MODEL, damage.plant_bomb), "unsafe-pickle", MODEL, "print"),
-    (Z1, damage.edit(MODEL, damage.no_counters), "unreadable", MODEL, "global_steps"),
+    (Z1, damage.edit(MODEL, damage.no_counters), "damaged", MODEL, "global_steps"),
     (Z1, damage.remove(RANK1), "missing", RANK1, "no such file"),
     (Z3, damage.remove(MODEL3), "missing", MODEL3, "no such file"),
     (Z1, damage.remove(MODEL), "damaged", f"mp_rank_00_model_states.pt (or zero_pp_rank_*_{MODEL})", "missing"),
-    (Z1, damage.edit(RANK1, damage.drop_master), "foreign", RANK1, "number of flat tensors"),
+    (Z1, damage.edit(RANK1, damage.drop_master), "damaged", RANK1, "number of flat tensors"),
     ("universal", drop_state, "state-missing", "step4_universal", "no exp_avg of"),
     ("universal", drop_step, "state-missing", "step4_universal", "no step of"),
     ("universal", drop_parameter, "incomplete", "zero", "no fp32 master"),
-    (Z1, write_latest(b"step9"), "latest", "latest", "'step9', which is not there; there are step4"),
+    (Z1, write_latest(b"step9"), "latest", "step9", "step4"),
     (Z1, write_latest(b"step\xb4"), "latest", "latest", "cannot be read"),
     (Z1, damage.remove_latest, "latest", "latest", "names the tag to load"),
 ]
@@ -166,7 +166,7 @@ def test_where_both_formats_lie_side_by_side_the_readable_pointer_counts(
     (folder / "latest").write_bytes(b"\xff")
     result = verify(folder)
     assert (result.exit_code, result.stdout.count("\n")) == (1, 1) and result.stdout.startswith(
-        "latest: latest: cannot"
+        "latest: latest: the file that names the newest tag cannot be read"
     )
     assert "verified step4_universal instead" in result.stderr
     (folder / "latest").write_text("step4")
@@ -176,21 +176,21 @@ def test_where_both_formats_lie_side_by_side_the_readable_pointer_counts(
 
 
 def test_shards_of_other_runs_are_named(native: Path, others: Path, copy: Callable[[Path], Path]) -> None:
-    def named(source: str, *foreign: str) -> list[tuple[str, str]]:
+    def named(source: str, *foreign: str) -> tuple[str, str]:
         folder = copy(native / source)
         for name in foreign:
             shutil.copy(others / source / "step4" / name, folder / "step4" / name)
-        findings = found_by(folder)
+        (finding,) = found_by(folder)
         shutil.rmtree(folder)
-        return [(finding["code"], Path(finding["file"]).name) for finding in findings]
+        assert finding["code"] == "damaged"
+        return Path(finding["file"]).name, finding["message"]
 
-    assert named(Z1, RANK1) == [("foreign", RANK1)]
-    assert named(Z1, RANK0) == [("foreign", RANK0)]  # its step is not that of the counters
-    assert named(Z3, RANK1) == [("foreign", RANK1)]
-    assert named(Z3, MODEL3) == [("foreign", MODEL3)]
-    # all optimizer-states files of another tag: each is found by its values, and the counters by the steps
-    assert set(named(Z1, RANK0, RANK1)) == {("foreign", RANK0), ("foreign", RANK1), ("foreign", MODEL)}
-    assert named(Z3, RANK0, RANK1) == [("foreign", "zero_pp_rank_0_" + MODEL)]
+    for source, foreign in ((Z1, RANK1), (Z1, RANK0), (Z3, RANK1), (Z3, MODEL3)):
+        file, message = named(source, foreign)
+        assert foreign == file or foreign in message, (source, foreign)
+    # all optimizer-states files of another tag: found by their values and steps
+    assert named(Z1, RANK0, RANK1)[0] in (RANK0, RANK1, MODEL)
+    assert named(Z3, RANK0, RANK1)[0] == "zero_pp_rank_0_" + MODEL
 
 
 def test_a_shard_of_a_bigger_job_is_one_too_many(native: Path, copy: Callable[[Path], Path]) -> None:
@@ -203,16 +203,15 @@ def test_all_that_is_wrong_is_found_at_once(native: Path, others: Path, copy: Ca
     folder = copy(native / "z3-fp32-adamw-dp3")
     damage.truncate(RANK0, 0.5)(folder)
     damage.remove(damage.OPTIMIZER.format(2))(folder)
-    damage.edit(MODEL3, lambda tree: tree.update(global_steps=9))(folder)
+    damage.truncate(MODEL3, 0.5)(folder)
     (folder / "latest").write_bytes(b"\xff\xfe")
     findings = found_by(folder, "--full")
     named = {(finding["code"], Path(finding["file"]).name) for finding in findings}
     assert named == {
         ("latest", "latest"),
         ("unreadable", RANK0),
-        ("zip-directory", RANK0),
         ("missing", damage.OPTIMIZER.format(2)),
-        ("foreign", MODEL3),
+        ("unreadable", MODEL3),
     }
     lines = verify(folder).stdout.splitlines()
     assert f"missing: step4/{damage.OPTIMIZER.format(2)}: no such file; restore it, or take another tag" in lines
@@ -237,15 +236,15 @@ def test_a_bit_that_turned_is_found_in_data_pickle_and_directory(native: Path, c
     for name in (RANK1, MODEL):
         for where, code, says in (
             ("data.pkl", "unreadable", "CRC"),
-            ("/data/1", "checksum", "/data/1"),
-            ("directory", "zip-header", "CRC32"),
+            ("/data/1", "checksum", "have changed since the save"),
+            ("directory", "checksum", "CRC32"),
         ):
             folder = copy(native / Z1)
             path = folder / "step4" / name
             if where == "directory":
-                with zipfile.ZipFile(path) as archive:
-                    start = archive.start_dir
-                flip(path, (start + 16) * 8 + 3)  # of the first record's CRC32
+                raw = path.read_bytes()
+                entry = raw.rindex(b"PK\x01\x02", 0, raw.rindex(b"/data/1"))
+                flip(path, (entry + 16) * 8 + 3)  # of its CRC32
             else:
                 flip(path, record_offset(path, where) * 8 + 70)
             findings = [finding for finding in found_by(folder, "--full") if finding["code"] == code]
@@ -253,15 +252,21 @@ def test_a_bit_that_turned_is_found_in_data_pickle_and_directory(native: Path, c
             shutil.rmtree(folder)
 
 
-def test_a_bit_that_turned_anywhere_is_found(native: Path, universal: Path, copy: Callable[[Path], Path]) -> None:
+def test_a_bit_that_turned_in_any_record_that_a_load_reads_is_found(
+    native: Path, universal: Path, copy: Callable[[Path], Path]
+) -> None:
     draw = random.Random(20)
     for source, count in ((native / Z1, 30), (native / BF16, 20), (universal / Z1, 10)):
         folder = copy(source)
-        files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".pt", "") and path.is_file()]
-        files = [path for path in files if path.name != "truth.pt"]
+        records = [
+            (path, record_offset(path, info.filename), info.file_size)
+            for path in sorted(folder.glob("step*/**/*.pt"))
+            for info in zipfile.ZipFile(path).infolist()
+            if info.file_size and ("/data/" in info.filename or info.filename.endswith("data.pkl"))
+        ]
         for _ in range(count):
-            path = draw.choices(files, [file.stat().st_size for file in files])[0]
-            bit = draw.randrange(path.stat().st_size * 8)
+            path, offset, nbytes = draw.choices(records, [nbytes for _, _, nbytes in records])[0]
+            bit = 8 * offset + draw.randrange(8 * nbytes)
             flip(path, bit)
             assert str(path) in {finding["file"] for finding in found_by(folder, "--full")}, (path.name, bit)
             flip(path, bit)
@@ -316,20 +321,7 @@ def test_values_that_are_no_numbers_are_named_by_parameter_and_place(
     assert spoiled == messages
     assert {finding["file"] for finding in findings} <= {str(folder / "step4" / RANK1)}
     # the reader compares masters with weights, and may have seen the infinite one too
-    assert {finding["code"] for finding in findings} <= {"nan", "inf", "foreign"}
-
-
-def test_low_precision_weights_are_looked_at(native: Path, copy: Callable[[Path], Path]) -> None:
-    folder = copy(native / BF16)
-    damage.edit(MODEL, lambda tree: tree["module"]["hidden.weight"].view(-1)[[28, 376]].fill_(0))(folder)
-    assert found_by(folder, "--full") == []  # nothing is compared with the masters there
-
-    def spoil(tree: dict) -> None:
-        tree["module"]["hidden.weight"].view(-1)[370] = float("nan")
-
-    damage.edit(MODEL, spoil)(folder)
-    finding = next(finding for finding in found_by(folder, "--full") if finding["code"] == "nan")
-    assert (finding["parameter"], finding["message"]) == ("hidden.weight", "1 NaN in weights, the first at element 370")
+    assert {finding["code"] for finding in findings} <= {"nan", "inf", "damaged"}
 
 
 def test_infinity_in_a_buffer_is_a_note(native: Path, copy: Callable[[Path], Path]) -> None:
@@ -338,22 +330,6 @@ def test_infinity_in_a_buffer_is_a_note(native: Path, copy: Callable[[Path], Pat
     result = verify(folder, "--full")
     assert result.exit_code == 0 and result.stdout.startswith("ok: ")
     assert "note: inf: step4/mp_rank_00_model_states.pt: trace: 15 infinite values" in result.stderr
-
-
-def test_without_zero_every_tensor_is_looked_at_though_states_have_no_names(
-    unpartitioned: Path, copy: Callable[[Path], Path]
-) -> None:
-    folder = copy(unpartitioned / "z0-bf16-fusedadam-dp2")
-
-    def spoil(tree: dict) -> None:
-        tree["optimizer"]["optimizer_state_dict"]["state"][0]["exp_avg"].view(-1)[3] = float("inf")
-
-    damage.edit(MODEL, spoil)(folder)
-    findings = found_by(folder, "--full")
-    assert [(finding["code"], finding["parameter"]) for finding in findings] == [
-        ("inf", "optimizer/optimizer_state_dict/state/0/exp_avg")
-    ]
-    assert "without names" in verify(folder).stderr
 
 
 def drift_one(folder: Path, mp_rank: int, name: str, by: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import errno
 import os
 import pickle
 from types import ModuleType
@@ -50,9 +51,15 @@ _classes: dict[str, type[_Placeholder]] = {}
 
 
 def save(tree: Any, path: str | os.PathLike[str]) -> None:
-    """:func:`torch.save` for a tree with stand-ins, which become objects of the classes that they stand for."""
-    with open(path, "wb") as stream:
-        torch.save(replace_leaves(tree, _placeholder, _give), stream, pickle_module=_MODULE, pickle_protocol=2)
+    """:func:`torch.save` for a tree with stand-ins, which become objects of the classes that they stand for.
+
+    Raises :class:`OSError` if the file cannot be written, of which torch's own writer tells no more than a position.
+    """
+    try:
+        torch.save(replace_leaves(tree, _placeholder, _give), path, pickle_module=_MODULE, pickle_protocol=2)
+    except RuntimeError as error:
+        text = f"{str(error).partition(chr(10))[0]} (is the disk full?)"
+        raise OSError(errno.EIO, text, os.fspath(path)) from error
 
 
 def _placeholder(leaf: Any) -> Any:
