@@ -187,6 +187,9 @@ class _Writer(NamedTuple):
         try:
             values = {n: converted(read(whole, self.options), dtype, n) for n, (whole, dtype) in tensors.items()}
             save_file(values, path, metadata)
+        except UnicodeEncodeError as error:
+            text, remedy = f"{error.object!r:.300}", "leave it out with --exclude"
+            raise UnsupportedError("this name is no text in UTF-8", parameter=text, remedy=remedy) from error
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error), str(path)) from error
         self.advance(sum(map(_nbytes, tensors.values())))

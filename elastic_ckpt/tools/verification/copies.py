@@ -26,6 +26,8 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     reader = LogicalReader(rename_saved(metadata, config.rename), LoadOptions.of(config), errors)
     metadata, unknown = reader.metadata, set(errors)
     drifts = find_drift(metadata.files, reader.replica_checks, ReadOptions(threads=threads, progress=False))
+    of_stages = {each.check.name for each in drifts if each.check.is_of_stages}
+    synchronized = {_module(name) for name, _ in metadata.replicas if name not in of_stages}
     for drift in united(without_untrained(drifts, reader.of_first_stage)[0]):
         name, key = drift.check.name, drift.check.key
         if name in reader.resharding.guessed and (name, key) not in metadata.replicas:
@@ -33,9 +35,10 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
             continue
         what = "" if key in WEIGHTS else f" of {key}"
         text = f"{drift.copies} copies{what}, which should be equal, are {drift.apart}"
-        yield Finding(
-            NOTE if name in reader.resharding.averaged else ERROR, "drift", text, name, metadata.source.folder
-        )
+        is_expected = name in reader.resharding.averaged
+        if name in of_stages and _module(name) in synchronized:
+            is_expected, text = True, f"{text}: DeepSpeed synchronizes only the tied weights of a tied module"
+        yield Finding(NOTE if is_expected else ERROR, "drift", text, name, metadata.source.folder)
     if unknown:
         yield Finding(
             NOTE,
@@ -45,3 +48,8 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
             '"tp_rules" with --config',
             file=metadata.source.folder,
         )
+
+
+def _module(name: str) -> str:
+    """The tied module of a parameter: ``tied_modules.embed``."""
+    return ".".join(name.split(".")[:2])
