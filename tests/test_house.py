@@ -41,7 +41,6 @@ OPENERS = {
     "load/execute.py": "writes the report",
     "load/fallback.py": "compares sizes and times of files that ranks see",
     "load/flags.py": "a DeepSpeed config",
-    "tools/conversion/pickling.py": "what a conversion writes",
     "tools/export/config_files.py": "a folder of Transformers, by rules of its own",
     "tools/opened.py": "a DeepSpeed config",
     "tools/output_folder.py": "what a conversion or an export writes",

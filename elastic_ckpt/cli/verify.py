@@ -32,7 +32,7 @@ def verify(
     trust_pickle: TrustPickle = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look for missing, foreign and damaged files, and list all that is wrong, one line each.
+    """Look for missing, mixed and damaged files, and list what is wrong, one line each.
 
     Without --full, metadata alone: does every file open, are all there and of one save, is every element in just one?
 

@@ -36,7 +36,7 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import Rule
-from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
 from elastic_ckpt.tools.verification import check_metadata, scan
 from elastic_ckpt.tools.verification.copies import check_copies
