@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +12,10 @@ from rich.table import Table
 
 from elastic_ckpt.cli import AsJson, Config, Preset, TrustPickle, app
 from elastic_ckpt.cli.output import console, end_with, errors_end_the_command, print_json
-from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.report import size
 from elastic_ckpt.tools.comparison import Comparison, compare
-from elastic_ckpt.tools.opened import Opened, config_of, open_folder
+from elastic_ckpt.tools.opened import config_of, open_folder
 
 _EXAMPLE = "Example: [bold]elastic-ckpt diff checkpoints/step100 universal/step100[/]"
 _SHOWN = 50
@@ -32,11 +30,6 @@ def diff(
     b: _Checkpoint,
     config: Config = None,
     preset: Preset = None,
-    replicated: Annotated[
-        str | None, typer.Option("--replicated", help='Copies that differ: first or mean ("replicated_params").')
-    ] = "first",
-    threads: Annotated[int, typer.Option("--threads", min=1, max=64, help="Tensors compared at a time.")] = 4,
-    show_all: Annotated[bool, typer.Option("--all", help=f"Show all differences, not the first {_SHOWN}.")] = False,
     trust_pickle: TrustPickle = False,
     as_json: AsJson = False,
 ) -> None:
@@ -46,32 +39,29 @@ def diff(
     code 1 where anything differs or is missing.
     """
     with errors_end_the_command(as_json):
-        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated)
-        (first, second), notes = _opened((a, b), options)
-        outcome = compare(first, second, threads, False if as_json else None)
+        policy = "first" if config is None else None  # copies that differ are no reason to refuse
+        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=policy)
+        notes: tuple[str, ...] = ()
+        try:
+            first, second = (open_folder(str(path), None, options) for path in (a, b))
+        except MismatchError as error:  # states that only a load can name
+            first, second = (open_folder(str(path), None, options, with_states=False) for path in (a, b))
+            notes = (f"optimizer states are not compared: {error.problem} ({error.file})",)
+        outcome = compare(first, second, options.reading.threads, False if as_json else None)
         outcome = replace(outcome, notes=(*outcome.notes, *notes))
     if as_json:
         print_json(outcome)
     else:
-        _show(outcome, show_all)
+        _show(outcome)
     end_with(found=bool(outcome.differences))
 
 
-def _opened(paths: Sequence[Path], config: ElasticConfig) -> tuple[list[Opened], tuple[str, ...]]:
-    """The checkpoints; both without optimizer states, and a note, if those of one can only be named in a load."""
-    try:
-        return [open_folder(str(path), None, config) for path in paths], ()
-    except MismatchError as error:
-        opened = [open_folder(str(path), None, config, with_states=False) for path in paths]
-        return opened, (f"optimizer states are not compared: {error.problem} ({error.file})",)
-
-
-def _show(outcome: Comparison, show_all: bool) -> None:
+def _show(outcome: Comparison) -> None:
     read = f"({size(outcome.nbytes)} read)"
     if not outcome.differences:
         console.print(f"[green]equal[/]: {outcome.equal} tensors and other values {read}")
     else:
-        shown = outcome.differences if show_all else outcome.differences[:_SHOWN]
+        shown = outcome.differences[:_SHOWN]
         table = Table(title=f"{len(outcome.differences)} differences, {outcome.equal} equal {read}")
         for column in ("name", "of it", "", "values in A and B"):
             table.add_column(column, overflow="fold")
@@ -80,6 +70,6 @@ def _show(outcome: Comparison, show_all: bool) -> None:
             table.add_row(*map(escape, words))
         console.print(table)
         if len(shown) < len(outcome.differences):
-            console.print(f"and {len(outcome.differences) - len(shown)} more: --all shows them")
+            console.print(f"and {len(outcome.differences) - len(shown)} more: --json has all")
     for note in outcome.notes:
         console.print(f"note: {escape(note)}", soft_wrap=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, ReplicatedState
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.values import left_in_file
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
@@ -116,32 +116,25 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
     if left.shape != right.shape:
         return Difference(*key, DIFFERS, f"shape {left.shape} and {right.shape}")
     step = 16 * _MIB // max(ITEMSIZE[left.dtype], ITEMSIZE[right.dtype])
-    buffers = [torch.empty(min(step, whole.numel), dtype=getattr(torch, whole.dtype)) for whole in (left, right)]
     worst, at, differing = 0.0, 0, 0
     for start in range(0, left.numel, step):
         wanted = FlatRange(start, min(start + step, left.numel))
-        values = []
-        for side, whole, buffer in zip(sides, (left, right), buffers, strict=True):
-            side.reader.read(whole, wanted, buffer[: wanted.numel], _ONE_CHUNK)
-            values.append(buffer[: wanted.numel])
+        values = [torch.empty(wanted.numel, dtype=getattr(torch, whole.dtype)) for whole in (left, right)]
+        for side, out in zip(sides, values, strict=True):
+            side.reader.read(side.tensors[key], wanted, out, _ONE_CHUNK)
         if left.dtype == right.dtype and torch.equal(*(value.view(torch.uint8) for value in values)):
             continue
-        apart, index, count = _apart(*values)
-        differing += count
-        if count and apart >= worst:
-            worst, at = apart, start + index
+        same, apart = differences(*values)
+        if count := int((~same).sum()):
+            differing += count
+            index = int(apart.argmax())
+            if (largest := float(apart.reshape(-1)[index])) >= worst:
+                worst, at = largest, start + index
     if differing:
         where = tuple(int(index) for index in torch.unravel_index(torch.tensor(at), left.shape)) if left.shape else ()
         of = f"{differing} of {left.numel} elements, at most {worst:.3g} apart, at {list(where)}"
         return Difference(*key, DIFFERS, of, worst, where, differing)
     return None if left.dtype == right.dtype else Difference(*key, DIFFERS, f"{left.dtype} and {right.dtype}", 0.0)
-
-
-def _apart(left: torch.Tensor, right: torch.Tensor) -> tuple[float, int, int]:
-    """Largest difference, its flat index, and the number of differing elements; NaNs are equal."""
-    same, apart = differences(left, right)
-    index = int(apart.argmax()) if apart.numel() else 0
-    return float(apart.reshape(-1)[index]), index, int((~same).sum())
 
 
 def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
@@ -150,7 +143,9 @@ def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
     names = [name for name in left.parameters if name in right.parameters]
     shared = [(name, left.parameters[name], right.parameters[name]) for name in names]
     for name, *saved in shared:
-        mine, theirs = ({**dict(one.scalars), **{s.key: _replicated(s) for s in one.replicated}} for one in saved)
+        mine, theirs = (
+            {**dict(one.scalars), **{s.key: replace(s, file=0, byte_offset=0) for s in one.replicated}} for one in saved
+        )
         for key in sorted({*mine, *theirs}):
             yield _fact(name, key, mine.get(key), theirs.get(key))
     for pair in dict.fromkeys((mine.group, theirs.group) for _, mine, theirs in shared):  # numbers may differ
@@ -167,36 +162,28 @@ def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
     yield _fact("lr scheduler", "", *(repr(state.lr_scheduler) for state in training))
 
 
-def _replicated(state: ReplicatedState) -> str:
-    ranks = ", not the same on all ranks" if state.differs else ""
-    return f"{state.dtype} of shape {state.shape} with CRC32 {state.crc32:08x}{ranks}"
-
-
 def _not_understood(first: CheckpointMetadata, second: CheckpointMetadata) -> tuple[list[Difference], list[str]]:
     """Opaque and damaged states: a difference if only one side has it, else a note. Hyperparameters left unread."""
     left, right = ({**metadata.states.opaque, **metadata.states.damaged} for metadata in (first, second))
     groups = chain.from_iterable(group.items() for metadata in (first, second) for group in metadata.groups)
     unread = dict.fromkeys((key, each) for key, value in groups for each in left_in_file(value))
-    differences, notes = [], [f"not compared: hyperparameter {key}, {each}" for key, each in unread]
-    for key in sorted({*left, *right}):
-        if key in left and key in right:
-            notes.append(f"not compared: optimizer state {key}, whose layout is not understood ({left[key]})")
-            continue
-        which, there, other = ("second", left, second) if key in left else ("first", right, first)
-        lacks = "holds it in another form" if key in other.state_keys else "does not have it"
-        differences.append(Difference("optimizer", key, MISSING, f"the {which} checkpoint {lacks} ({there[key]})"))
+    notes = [f"not compared: hyperparameter {key}, {each}" for key, each in unread]
+    both = sorted(left.keys() & right.keys())
+    notes += [f"not compared: optimizer state {key}, whose layout is not understood ({left[key]})" for key in both]
+    differences = [
+        Difference("optimizer", key, MISSING, f"the {lacks} checkpoint does not have it in this form ({there[key]})")
+        for lacks, there, other in (("second", left, right), ("first", right, left))
+        for key in sorted(there.keys() - other.keys())
+    ]
     return differences, notes
 
 
-def _fact(name: str, key: str, mine: Any, theirs: Any) -> Difference | None:
+def _fact(name: str, key: str, *values: Any) -> Difference | None:
+    mine, theirs = values
     if mine == theirs or repr(mine) == repr(theirs):
         return None
-    if mine is None or theirs is None:
-        return Difference(name, key, MISSING, f"{_short(mine)} and {_short(theirs)}")
-    apart = abs(mine - theirs) if isinstance(mine, int | float) and isinstance(theirs, int | float) else None
-    return Difference(name, key, DIFFERS, f"{_short(mine)} and {_short(theirs)}", apart)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    are_numbers = all(isinstance(value, int | float) for value in values)
+    detail = " and ".join(f"{value!r:.120}" for value in values)
+    return Difference(
+        name, key, MISSING if None in values else DIFFERS, detail, abs(mine - theirs) if are_numbers else None
+    )

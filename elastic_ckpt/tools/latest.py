@@ -135,8 +135,7 @@ def _trainer_problem(path: str, step: int | None) -> str | None:
         return None  # another framework's folders
     try:
         with open_stream(os.path.join(path, _TRAINER_STATE)) as stream:
-            state = parse_json(stream.read(_MOST_STATE_NBYTES))
-    except (ElasticCkptError, OSError, ValueError) as error:
+            saved = parse_json(stream.read(_MOST_STATE_NBYTES))["global_step"]
+    except (ElasticCkptError, OSError, ValueError, TypeError, LookupError) as error:
         return f"{_TRAINER_STATE} cannot be read, which the Trainer writes last: {type(error).__name__}"
-    saved = state.get("global_step") if isinstance(state, dict) else None
     return None if saved == step else f"{_TRAINER_STATE} is of step {saved}, the checkpoint of step {step}"

@@ -196,7 +196,7 @@ def test_states_that_only_some_of_a_group_have() -> None:
     saved = {"a": parameter((100,)), "b": parameter((100,)), "c": SavedParameter((100,), 1, ())}
     found, notes = checked_metadata(metadata_of(tensors, saved))
     assert [(finding.kind, finding.parameter) for finding in found] == [("state-missing", "b")]
-    assert [note.message for note in notes] == ["param group 1 has no optimizer states: c"]
+    assert notes == []
     whole = SourceFacts("native", "/ckpt/step4", "step4", 0, 2, "0.19.8")
     saved["b"] = SavedParameter((100,), 0, ())  # without ZeRO: it got no gradient
     found, notes = checked_metadata(metadata_of(tensors, saved, source=whole))

@@ -8,7 +8,6 @@ and copies of the model-states files. Unlike there, parameters keep their shapes
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
@@ -199,12 +198,3 @@ def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> 
             yield f"DeepSpeed's ZeRO-3 loads only Adam's states from universal checkpoints, not {listed(lost)}"
         if len({repr(sorted(group.items(), key=str)) for group in metadata.groups}) > 1:
             yield "DeepSpeed's ZeRO-3 gives every param group the first one's hyperparameters"
-    real = metadata.declared.vocabulary
-    rows = {
-        name: sum(shape[0] for shape in tensor.shard_shapes if math.prod(shape))
-        for name, rule in rules.items()
-        if rule is not None and rule.kind == VOCABULARY and (tensor := metadata.tensors.get((name, MASTER))) is not None
-    }
-    padded = [name for name in rows if real and rows[name] > real]
-    if padded:
-        yield f"padding rows of the vocabulary are kept ({listed(padded)}): rows from {real} on"

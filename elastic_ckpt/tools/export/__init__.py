@@ -235,6 +235,3 @@ def _notes(metadata: CheckpointMetadata, tensors: _Tensors, kept: Collection[str
     coded = {key for (_, key), tensor in metadata.tensors.items() if tensor.is_quantized}
     if coded:
         yield f"8-bit optimizer states are written dequantized, as fp32: {listed(coded)}"
-    shared = {state.key for saved in metadata.parameters.values() for state in saved.replicated}
-    if shared and metadata.state_keys:
-        yield f"optimizer states of whole partitions belong to no parameter, and are left out: {listed(shared)}"

@@ -16,16 +16,15 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SourceFile
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
 from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.naming import DCP_METADATA, DCP_SUFFIX, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
+from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.state_matching import state_errors
 from elastic_ckpt.sharding.rules import ShardingRules
-from elastic_ckpt.storage.local import file_names
 from elastic_ckpt.tools.files import WHOLE_FORMATS, size_of
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
 from elastic_ckpt.tools.opened import locate_despite_latest
-from elastic_ckpt.tools.verification.files import OTHER, OWN, SWAPPED, files_by_kind, read_metadata
+from elastic_ckpt.tools.verification.files import OTHER, OWN, SWAPPED, files_by_kind, of_unreadable, read_metadata
 from elastic_ckpt.tools.verification.scan import Record, scan_file, spans_of
 
 #: Releases of DeepSpeed whose universal checkpoints (BLOOM's) have no file of the optimizer.
@@ -130,7 +129,7 @@ def _check_bytes(
             try:
                 file = open_file(path, config.trust_pickle)
             except ElasticCkptError as error:
-                findings.append(of_error(error, "unreadable" if kind_of(error) == "damaged" else kind_of(error)))
+                findings.append(of_unreadable(error))
         records = [] if file is None else [Record(*record) for record in file.records]
         has_data = records or spans.get(path) or path in files[SWAPPED] or os.path.basename(path) == DCP_METADATA
         if has_data and not any(record.crc32 for record in records):
@@ -173,22 +172,11 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
         if not os.path.lexists(file):
             text = "no such file, which has the param groups' hyperparameters: restore it, or convert again"
             yield Finding(ERROR, "missing", text, file=file)
-    yield from _unlisted(metadata)
     yield from _state_findings(metadata)
     for error in state_errors(metadata):
         yield of_error(error, kind_of(error), ERROR if isinstance(error, DamagedError) else NOTE)
     for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
         yield Finding(NOTE, "reader", note)
-
-
-def _unlisted(metadata: CheckpointMetadata) -> Iterator[Finding]:
-    """Files of ``torch.distributed.checkpoint`` with nothing of this save, as one of more ranks leaves them."""
-    source, listed_files = metadata.source, {file.path for file in metadata.files}
-    for name in sorted(file_names(source.folder)) if source.format == "dcp" else ():
-        path = os.path.join(source.folder, name)
-        if name.endswith(DCP_SUFFIX) and path not in listed_files:
-            text = ".metadata names no tensor in this file: it is of another save, and no load reads it"
-            yield Finding(NOTE, "foreign", text, file=path)
 
 
 def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
@@ -202,8 +190,6 @@ def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
             if saved.group == group and (name, MASTER) in metadata.tensors  # the others are reported above
         }
         every = set().union(*states.values())
-        if states and not every and keys:
-            yield Finding(NOTE, "state-missing", f"param group {group} has no optimizer states: {listed(states)}")
         for name, present in states.items():
             if (lost := every - present) and (present or not may_lack_all):
                 text = f"no {', '.join(sorted(lost))} of this parameter, but of others in its param group"

@@ -73,5 +73,10 @@ def _unreadable(found: Found, config: ElasticConfig) -> Iterator[Finding]:
             refuse_unmade(file)
             refuse_swapped(file)
         except ElasticCkptError as error:
-            kind = "unreadable" if kind_of(error) == "damaged" else kind_of(error)
-            yield of_error(error, kind, NOTE if kind == "not-checked" else ERROR)
+            yield of_unreadable(error)
+
+
+def of_unreadable(error: ElasticCkptError) -> Finding:
+    """The finding for a file that the reader refuses."""
+    kind = "unreadable" if kind_of(error) == "damaged" else kind_of(error)
+    return of_error(error, kind, NOTE if kind == "not-checked" else ERROR)
