@@ -94,6 +94,9 @@ def test_a_checkpoint_becomes_one_file(saved: tuple[Path, Tied], tmp_path: Path)
     assert not missing and not unexpected and again.twin is again.a
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
     assert report.tensors == 5 and report.files == 1 and report.nbytes > 0
+    (tmp_path / "any").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "any", tmp_path / "new" / "out" / "model.safetensors")}
+    assert len(modes) == 1, "whoever may read other files may read these"
     assert any("twin = a" in note for note in report.notes)
 
 

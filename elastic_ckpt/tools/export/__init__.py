@@ -187,6 +187,7 @@ class _Writer(NamedTuple):
         try:
             values = {n: converted(read(whole, self.options), dtype, n) for n, (whole, dtype) in tensors.items()}
             save_file(values, path, metadata)
+            path.chmod(self.place.stat().st_mode & 0o666)  # the library makes files for their owner alone
         except UnicodeEncodeError as error:
             text, remedy = f"{error.object!r:.300}", "leave it out with --exclude"
             raise UnsupportedError("this name is no text in UTF-8", parameter=text, remedy=remedy) from error
