@@ -189,13 +189,10 @@ class FlatTensors:
     blocks: BlockFormat | None = None
     scales_offsets: array[int] = field(default_factory=lambda: array("q"), hash=False)
 
-    def begin_on(self, rank: int) -> int:
-        """The first byte of a rank's tensor."""
-        return self.byte_offsets[rank if len(self.byte_offsets) > 1 else 0]
-
     def end_on(self, rank: int) -> int:
         """The first byte behind a rank's tensor, padding included."""
-        return self.begin_on(rank) + self.rows * self.numel * self.itemsize
+        begin = self.byte_offsets[rank if len(self.byte_offsets) > 1 else 0]
+        return begin + self.rows * self.numel * self.itemsize
 
 
 def by_rank(offsets: Iterable[int]) -> array[int]:

@@ -82,7 +82,7 @@ class TensorMetadata:
             the shape of the first.
         dtype: torch dtype in the file (``"float32"``), of the codes if quantized.
         sources: where the elements of each tensor-parallel shard are; at least one.
-        is_whole: whether it is a state with a shape of its own, which cannot be sharded with its parameter.
+        has_own_shape: whether it is a state of another shape than its parameter, with which it cannot be sharded.
         shards: shape of each tensor-parallel shard; empty for a single one of ``shape``.
     """
 
@@ -91,7 +91,7 @@ class TensorMetadata:
     shape: tuple[int, ...]
     dtype: str
     sources: tuple[ChunkSource, ...]
-    is_whole: bool = False
+    has_own_shape: bool = False
     shards: tuple[tuple[int, ...], ...] = ()
 
     @property

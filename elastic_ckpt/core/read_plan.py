@@ -27,7 +27,7 @@ class Slot:
             parameter (else empty).
         numel, dtype: elements and torch dtype.
         gaps: ranges that no item writes: padding, and parameters that start fresh.
-        replicated: whether data-parallel ranks fill it together: each reads its :class:`Share` and broadcasts it.
+        replicated: whether data-parallel ranks fill it together: each reads and broadcasts a :class:`BroadcastRange`.
         layout: of a state, its kind (:mod:`elastic_ckpt.core.state_kinds`).
         rows, shape: leading dimension of an elementwise state; shape of a state of another layout.
         fill: value of a state's gaps.
@@ -47,7 +47,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BroadcastRange:
     """A range of a replicated slot that data-parallel rank ``owner`` reads and broadcasts."""
 
     slot: int
@@ -200,7 +200,7 @@ class ReadPlan:
     slots: tuple[Slot, ...]
     items: tuple[ReadItem, ...]
     requantize_items: tuple[RequantizeItem, ...] = ()
-    shares: tuple[Share, ...] = ()
+    shares: tuple[BroadcastRange, ...] = ()
 
     @property
     def files_read(self) -> set[int]:

@@ -121,7 +121,7 @@ class TPLayout:
         return sum(stop - start for start, stop in self.ranges[rank])
 
     @property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether every rank holds the whole parameter."""
         return all(ranges == ((0, self.shape[self.dim]),) for ranges in self.ranges)
 

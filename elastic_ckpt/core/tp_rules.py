@@ -19,7 +19,7 @@ AVERAGED: Kind = "averaged"
 SUMMED: Kind = "summed"
 AMBIGUOUS: Kind = "whole_only"
 #: Kinds with which every rank holds the whole parameter.
-WHOLE_KINDS = frozenset({REPLICATED, AVERAGED, SUMMED})
+REPLICATED_KINDS = frozenset({REPLICATED, AVERAGED, SUMMED})
 KV_HEADS = ("num_key_value_heads", "num_query_groups", "num_kv_heads")
 
 
@@ -60,7 +60,7 @@ class Rule(BaseModel):
         """Whether both are specific and differ."""
         if AMBIGUOUS in (self.kind, other.kind):
             return False
-        whole = [rule.kind in WHOLE_KINDS for rule in (self, other)]
+        whole = [rule.kind in REPLICATED_KINDS for rule in (self, other)]
         if any(whole):
             return not all(whole)
         parts = [rule.sub_parameters for rule in (self, other)]
@@ -86,7 +86,7 @@ def split_by(rule: Rule, shapes: Sequence[Shape], run: Mapping[str, Any]) -> TPL
     Raises:
         CannotSplit: shapes or arguments contradict the rule.
     """
-    if rule.kind in WHOLE_KINDS:
+    if rule.kind in REPLICATED_KINDS:
         if len(set(shapes)) > 1:
             raise CannotSplit(f"{rule.kind}, but the shards have the shapes {_shown(shapes)}")
         return replicated(shapes[0], len(shapes))

@@ -213,10 +213,10 @@ class _Builder:
             ties |= {each: kept for each in names if each != kept and each not in members}
         return ties
 
-    def _tensor(self, name: str, key: str, entry: str, is_whole: bool = False) -> TensorMetadata:
+    def _tensor(self, name: str, key: str, entry: str, has_own_shape: bool = False) -> TensorMetadata:
         dtype, shape = self._contents.tensors[entry]
         source = boxed(shape, ITEMSIZE[dtype], tuple(self._boxes.get(entry, ())))
-        return TensorMetadata(name, key, shape, dtype, (source,), is_whole)
+        return TensorMetadata(name, key, shape, dtype, (source,), has_own_shape)
 
     def _add_state(self, name: str, key: str, entry: str) -> None:
         """A tensor of the parameter's shape (or rows of it), a number, or a tensor of another shape."""
@@ -233,7 +233,7 @@ class _Builder:
         elif key in WEIGHTS or not is_floating(dtype):
             self._builder.opaque[key] = f"{dtype} of shape {shape}"
         else:
-            tensor = self._tensor(name, key, entry, is_whole=own not in (shape, shape[1:]))
+            tensor = self._tensor(name, key, entry, has_own_shape=own not in (shape, shape[1:]))
             self._builder.tensors.add({(name, key): tensor})
 
     def _warnings(self) -> Iterator[str]:

@@ -277,7 +277,7 @@ def with_slices(metadata: CheckpointMetadata, model: ModelShard) -> CheckpointMe
         parameters |= {part.name: replace(saved, shape=part.shape) for part in parts}
         for _, key in [each for each in metadata.tensors if each[0] == name]:
             tensor = tensors.pop((name, key))
-            if tensor.is_whole:
+            if tensor.has_own_shape:
                 raise cannot_slice(key, name)
             for part in parts:
                 start, numel = part.range.start * ITEMSIZE[tensor.dtype], part.range.numel

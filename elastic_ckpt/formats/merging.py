@@ -126,7 +126,7 @@ def _moved(tensor: TensorMetadata, files: int) -> TensorMetadata:
         return tensor
     sources = tuple(source.moved(files) for source in tensor.sources)
     return TensorMetadata(
-        tensor.name, tensor.key, tensor.shape, tensor.dtype, sources, tensor.is_whole, tensor.shards
+        tensor.name, tensor.key, tensor.shape, tensor.dtype, sources, tensor.has_own_shape, tensor.shards
     )  # much faster than replace
 
 
@@ -155,7 +155,7 @@ def shard_by_shard(shards: Sequence[TensorMetadata], files_before: Sequence[int]
         sources = (source.moved(files) if files else source for tensor, files in pairs for source in tensor.sources)
     shapes = tuple(tensor.shape for tensor in shards)
     dtype = (dtypes or [first.dtype])[0]
-    return TensorMetadata(first.name, first.key, first.shape, dtype, tuple(sources), first.is_whole, shapes)
+    return TensorMetadata(first.name, first.key, first.shape, dtype, tuple(sources), first.has_own_shape, shapes)
 
 
 def _one_parameter(shards: Sequence[SavedParameter]) -> SavedParameter:
@@ -196,7 +196,7 @@ def _different_dtypes(first: CheckpointMetadata, other: CheckpointMetadata) -> l
     """Of tensors with elements on both that differ in it: dtype, whether quantized, whether of a shape of its own."""
     both = [(one, other.tensors[key]) for key, one in first.tensors.items() if key in other.tensors]
     facts = [
-        [((each.name, each.key), each.dtype, each.is_whole, each.is_quantized) for each in pair]
+        [((each.name, each.key), each.dtype, each.has_own_shape, each.is_quantized) for each in pair]
         for pair in both
         if not any(each.is_empty for each in pair)
     ]

@@ -160,7 +160,7 @@ class MetadataBuilder:
                 self._add_touched(partitioned, key, refs, files)
             elif kind.kind == WHOLE:
                 name = shapes[0][0]
-                self.tensors.add({(name, key): dense_tensor(name, key, refs[0], files[0], is_whole=True)})
+                self.tensors.add({(name, key): dense_tensor(name, key, refs[0], files[0], has_own_shape=True)})
         self.tensors.add_flat(shapes, rules, {key: state for key, state in found.items() if state is not None})
 
     def _partitioned(
@@ -239,11 +239,11 @@ class MetadataBuilder:
 
 
 def dense_tensor(
-    name: str, key: str, ref: TensorRef, file: int, shape: Shape | None = None, is_whole: bool = False
+    name: str, key: str, ref: TensorRef, file: int, shape: Shape | None = None, has_own_shape: bool = False
 ) -> TensorMetadata:
     """A tensor that is whole in one file, of the shape that it has there unless ``shape`` is given."""
     sources = listed(StorageChunk(FlatRange(0, ref.numel), file, ref.byte_offset)) if ref.numel else listed()
-    return TensorMetadata(name, key, ref.shape if shape is None else shape, ref.dtype, sources, is_whole)
+    return TensorMetadata(name, key, ref.shape if shape is None else shape, ref.dtype, sources, has_own_shape)
 
 
 def refuse_view(name: str, what: str, ref: TensorRef, path: str) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Share
+from elastic_ckpt.core.read_plan import BroadcastRange, ReadItem, ReadPlan, RequantizeItem
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.errors import DamagedError, SavedOverError, refuse_used_up
 from elastic_ckpt.io.checksums import SUMMED_AT_ONCE_NBYTES, ReadSums, first_bytes
@@ -224,9 +224,9 @@ def exchange_shares(plan: ReadPlan, tensors: Mapping[int, torch.Tensor], group: 
     return received_nbytes
 
 
-def _buckets(plan: ReadPlan, tensors: Mapping[int, torch.Tensor]) -> Iterator[list[Share]]:
+def _buckets(plan: ReadPlan, tensors: Mapping[int, torch.Tensor]) -> Iterator[list[BroadcastRange]]:
     """Shares of one owner, dtype and device that fit into a bucket together, or one larger share."""
-    kinds: dict[tuple[int, torch.dtype, torch.device], list[Share]] = {}
+    kinds: dict[tuple[int, torch.dtype, torch.device], list[BroadcastRange]] = {}
     for share in plan.shares:
         tensor = tensors[share.slot]
         kinds.setdefault((share.owner, tensor.dtype, tensor.device), []).append(share)

@@ -43,13 +43,9 @@ class ReadStats:
     worst_error: float = 0.0
 
     def __add__(self, other: ReadStats) -> ReadStats:
-        return ReadStats(
-            self.nbytes + other.nbytes,
-            self.calls + other.calls,
-            self.staged_nbytes + other.staged_nbytes,
-            self.blocks + other.blocks,
-            max(self.worst_error, other.worst_error),
-        )
+        nbytes, staged = self.nbytes + other.nbytes, self.staged_nbytes + other.staged_nbytes
+        calls, blocks = self.calls + other.calls, self.blocks + other.blocks
+        return ReadStats(nbytes, calls, staged, blocks, max(self.worst_error, other.worst_error))
 
 
 def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: ReadBytes) -> ReadStats:

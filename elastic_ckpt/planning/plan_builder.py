@@ -28,7 +28,14 @@ from elastic_ckpt.errors import DamagedError, MismatchError, listed
 from elastic_ckpt.planning.matching import Matching, weights_key
 from elastic_ckpt.planning.optimizer_kinds import OTHER_OPTIMIZER
 from elastic_ckpt.planning.quantized_items import requantized_blocks, split_row
-from elastic_ckpt.planning.read_items import FragmentSource, Sharing, check_tiling, gaps_of, read_items, rows_in_order
+from elastic_ckpt.planning.read_items import (
+    BroadcastRanges,
+    FragmentSource,
+    check_tiling,
+    gaps_of,
+    read_items,
+    rows_in_order,
+)
 from elastic_ckpt.planning.state_matching import StateLink, StateMatching
 
 #: Dtype of decoded values.
@@ -56,7 +63,7 @@ class PlanBuilder:
         self._resharding = resharding
         self._may_change = may_change
         at = local_state.model.coordinates
-        self._sharing = Sharing(at.dp, at.dp_rank)
+        self._sharing = BroadcastRanges(at.dp, at.dp_rank)
         self._tp_rank = at.tp_rank
         self._tiled: set[tuple[str, str]] = set()
         self._slots: list[Slot] = []

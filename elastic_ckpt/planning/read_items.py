@@ -14,7 +14,7 @@ from elastic_ckpt.core.chunks import StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import Fragment
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import ReadItem, Share
+from elastic_ckpt.core.read_plan import BroadcastRange, ReadItem
 from elastic_ckpt.core.strided import ShardSources, StridedCopy, clip_source, clip_target
 from elastic_ckpt.errors import DamagedError
 
@@ -149,13 +149,13 @@ def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
             position = stop
 
 
-class Sharing:
+class BroadcastRanges:
     """Assigns replicated slots to data-parallel ranks; deterministic given the order of calls."""
 
     def __init__(self, dp: int, dp_rank: int) -> None:
         self._dp_rank = dp_rank
         self._load_nbytes = [0] * dp
-        self.shares: list[Share] = []
+        self.shares: list[BroadcastRange] = []
 
     def mine(self, slot: int, numel: int, dtype: str) -> FlatRange:
         """Assign one slot; returns the (possibly empty) range of elements that this rank reads."""
@@ -177,5 +177,5 @@ class Sharing:
 
     def _deal(self, slot: int, elements: FlatRange, dtype: str, owner: int) -> None:
         if elements.numel:
-            self.shares.append(Share(slot, elements, owner))
+            self.shares.append(BroadcastRange(slot, elements, owner))
             self._load_nbytes[owner] += elements.numel * ITEMSIZE[dtype]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
@@ -81,41 +81,30 @@ def compare_replicas(
     if at.pp == 1:
         wanted = [*_of_tied(metadata, names, stateful), *_of_stage(metadata, resharding, names, with_states)]
         return tuple(_dealt(wanted, rank, ranks))
-    of_all = [one for one in _of_tied(of_job or metadata, model.names, stateful) if one.check.key != BUFFER]
-    known = {(one.check.name, one.check.key) for one in of_all}
-    tied = _of_tied(metadata, names, stateful)
-    alone = [one for one in tied if (one.check.name, one.check.key) not in known]
+    of_all = [one for one in _of_tied(of_job or metadata, model.names, stateful) if one[0].key != BUFFER]
+    known = {(check.name, check.key) for check, _ in of_all}
+    alone = [one for one in _of_tied(metadata, names, stateful) if (one[0].name, one[0].key) not in known]
     alone += _of_stage(metadata, resharding, names, with_states)
     mine = _dealt(of_all, at.pp_rank * ranks + rank, at.pp * ranks)
     return (*mine, *_dealt(alone, rank, ranks))
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A comparison whose replicas are not yet located in files: tensor and sources of each."""
+#: A comparison whose replicas are not yet located in files: tensor and sources of each.
+_Wanted = tuple[ReplicaCheck, Sequence[tuple[TensorMetadata, ShardSources]]]
 
-    check: ReplicaCheck
-    copies: Sequence[tuple[TensorMetadata, ShardSources]]
 
-    @property
-    def cost(self) -> int:
-        """In bytes."""
-        return sum(self.check.numel * ITEMSIZE[tensor.dtype] + _READ_NBYTES for tensor, _ in self.copies)
-
-    def part(self, start: int, stop: int) -> ReplicaCheck:
-        """The check of a range of its elements."""
-        found = (read_items(*copy, FlatRange(start, stop), to_slot=-start) for copy in self.copies)
-        replicas = tuple(map(rows_in_order, found))
-        return replace(self.check, numel=stop - start, replicas=replicas, start=start)
+def _cost(wanted: _Wanted) -> int:
+    """In bytes."""
+    return sum(wanted[0].numel * ITEMSIZE[tensor.dtype] + _READ_NBYTES for tensor, _ in wanted[1])
 
 
 def _dealt(wanted: Sequence[_Wanted], rank: int, ranks: int) -> Iterator[ReplicaCheck]:
     """What begins in span ``rank`` of as many equal ones as there are ranks, in whole grains."""
-    total = sum(one.cost for one in wanted)
+    total = sum(map(_cost, wanted))
     first, last = (total * border // ranks for border in (rank, rank + 1))
     base = 0
     for one in wanted:
-        numel, cost = one.check.numel, one.cost
+        (check, copies), numel, cost = one, one[0].numel, _cost(one)
         if numel and base < last and base + cost > first:
             grains = -(-numel // GRAIN_NUMEL)
             # grain g begins at base + g * GRAIN_NUMEL * cost / numel
@@ -123,7 +112,10 @@ def _dealt(wanted: Sequence[_Wanted], rank: int, ranks: int) -> Iterator[Replica
                 min(max(-(-(border - base) * numel // (cost * GRAIN_NUMEL)), 0), grains) for border in (first, last)
             )
             if start < stop:
-                yield one.part(start * GRAIN_NUMEL, min(stop * GRAIN_NUMEL, numel))
+                start, stop = start * GRAIN_NUMEL, min(stop * GRAIN_NUMEL, numel)
+                found = (read_items(*copy, FlatRange(start, stop), to_slot=-start) for copy in copies)
+                replicas = tuple(map(rows_in_order, found))
+                yield replace(check, numel=stop - start, replicas=replicas, start=start)
         base += cost
 
 
@@ -135,7 +127,7 @@ def _wanted_tensors(
     for name, key in sorted(tensors):
         if name in names and (name in stateful or key not in state_keys):
             tensor = metadata.tensors[name, key]
-            if not tensor.is_whole:
+            if not tensor.has_own_shape:
                 yield tensor
 
 
@@ -148,7 +140,7 @@ def _of_tied(metadata: CheckpointMetadata, names: frozenset[str], stateful: froz
             both = [(tensor, copied_shard(tensor, shard)), (replica, copied_shard(replica, shard))]
             numel = math.prod(tensor.shard_shapes[shard])
             both_names = (saved_name, replica.name) if replica.name != saved_name else ()
-            yield _Wanted(ReplicaCheck(tensor.name, tensor.key, numel, (), number=number, names=both_names), both)
+            yield ReplicaCheck(tensor.name, tensor.key, numel, (), number=number, names=both_names), both
 
 
 def _of_stage(
@@ -166,11 +158,11 @@ def _of_stage(
             taken = MEAN if transfer is not None and transfer.scale is not None else FIRST
             every = [(tensor, copied_shard(tensor, shard)) for shard in range(len(tensor.shard_shapes))]
             is_guess = name in resharding.guessed and (key == BUFFER or len(tensor.shard_shapes[0]) > 1)
-            yield _Wanted(ReplicaCheck(name, key, math.prod(tensor.shard_shapes[0]), (), taken, is_guess), every)
+            yield ReplicaCheck(name, key, math.prod(tensor.shard_shapes[0]), (), taken, is_guess), every
         # numbers are negative, unlike those of tied replicas
         for number, pair in enumerate(resharding.overlaps.get(name, ()), 1):
             check = ReplicaCheck(name, key, pair[0][1].numel, (), number=-number)
-            yield _Wanted(check, [(tensor, ShardSources((copy,))) for copy in pair])
+            yield check, [(tensor, ShardSources((copy,))) for copy in pair]
 
 
 def copied_shard(tensor: TensorMetadata, shard: int) -> ShardSources:

@@ -221,10 +221,10 @@ class _Matcher:
         for key in sorted(saved):
             name = next(name for name in members if (name, key) in metadata.tensors)
             tensor, shape = metadata.tensors[name, key], metadata.parameters[name].shape
-            if tensor.is_quantized or (tensor.is_whole and (local_state.zero_stage > 0 or len(flat.members) > 1)):
+            if tensor.is_quantized or (tensor.has_own_shape and (local_state.zero_stage > 0 or len(flat.members) > 1)):
                 raise self._other_states(flat, members, saved)
-            rows = 1 if tensor.is_whole or tensor.shape == shape else tensor.shape[0]
-            layout = WHOLE if tensor.is_whole else ELEMENTWISE
+            rows = 1 if tensor.has_own_shape or tensor.shape == shape else tensor.shape[0]
+            layout = WHOLE if tensor.has_own_shape else ELEMENTWISE
             links.append(StateLink(LiveState(key, tensor.dtype, layout, rows, None, tensor.shape), key))
         for state in metadata.parameters[members[0]].replicated:
             live = LiveState(state.key, state.dtype, REPLICATED, shape=state.shape)

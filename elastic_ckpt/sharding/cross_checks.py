@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.core.tp_rules import KV_HEADS, WHOLE_KINDS
+from elastic_ckpt.core.tp_rules import KV_HEADS, REPLICATED_KINDS
 from elastic_ckpt.sharding.rules import RuleSource, is_fused, is_vocabulary, tensor_of
 
 #: Widening layer -> narrowing layer.
@@ -60,7 +60,7 @@ class ModelShapes:
     def objection(self, name: str, source: RuleSource) -> str | None:
         """What contradicts a rule, or ``None``. A user's rule may state what shapes do not show."""
         rule, by_user = source.rule, source.is_users
-        if rule.kind in WHOLE_KINDS or source.is_ambiguous:
+        if rule.kind in REPLICATED_KINDS or source.is_ambiguous:
             return None
         parts, factor = rule.sub_parameters, self._gate_factor(name)
         if factor == 2 and parts is None and not by_user:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, is_floating
 from elastic_ckpt.core.strided import Overlap, ShardSources, TPLayout, blended, copied, duplicates, fused, reshard
-from elastic_ckpt.core.tp_rules import AVERAGED, COLUMN, REPLICATED, SUMMED, VOCABULARY, WHOLE_KINDS
+from elastic_ckpt.core.tp_rules import AVERAGED, COLUMN, REPLICATED, REPLICATED_KINDS, SUMMED, VOCABULARY
 from elastic_ckpt.errors import ElasticCkptError, shortened
 from elastic_ckpt.sharding.rules import ShardingRules, refuse_other_code, tensor_of
 from elastic_ckpt.sharding.specs import ShardSpec, ShardSpecs, collected
@@ -114,7 +114,7 @@ class _Resolver:
         is_open = chosen is not None and chosen.is_ambiguous and not is_recorded
         if source is None or target is None or is_open:
             raise spec.undecided()
-        is_concatenated = source.is_whole or any(len(ranges) > 1 for ranges in source.ranges)
+        is_concatenated = source.is_replicated or any(len(ranges) > 1 for ranges in source.ranges)
         if self._metadata.source.format == "universal" and source.degree > 1 and is_concatenated:
             self._divided.append(name)
         by_rule = None if is_recorded else chosen
@@ -123,10 +123,20 @@ class _Resolver:
             plan.guessed.add(name)
             self._guessed += [name] if len(spec.shapes[0]) > 1 else []
         kind = COLUMN if chosen is None else chosen.rule.kind
-        if is_recorded and not (source.is_whole and kind in (AVERAGED, SUMMED)):
-            kind = REPLICATED if source.is_whole and source.degree > 1 else VOCABULARY if kind == VOCABULARY else COLUMN
-        if kind in WHOLE_KINDS:
-            if source.shape != target.shape or not source.is_whole or (kind == SUMMED and not target.is_whole):
+        if is_recorded and not (source.is_replicated and kind in (AVERAGED, SUMMED)):
+            kind = (
+                REPLICATED
+                if source.is_replicated and source.degree > 1
+                else VOCABULARY
+                if kind == VOCABULARY
+                else COLUMN
+            )
+        if kind in REPLICATED_KINDS:
+            if (
+                source.shape != target.shape
+                or not source.is_replicated
+                or (kind == SUMMED and not target.is_replicated)
+            ):
                 raise spec.contradiction("every rank holds the whole", is_recorded)
             self._add_whole(spec, kind, source, target)
         else:
@@ -164,7 +174,7 @@ class _Resolver:
         if kind == AVERAGED:
             plan.averaged.add(name)
         takes_mean = kind == AVERAGED or (kind == REPLICATED and self._policy == MEAN)
-        if not target.is_whole:  # by recorded layouts: replicated when saved, now sharded
+        if not target.is_replicated:  # by recorded layouts: replicated when saved, now sharded
             whole = fused(target.shape, target.dim, [[target.shape[target.dim]]])
             plan.transfers[name, ""] = reshard(whole, target, self._at.tp_rank)
         elif shards > 1 and takes_mean and is_floating(spec.tensor.dtype):

@@ -17,7 +17,15 @@ from typing import Any
 from elastic_ckpt.core.local_state import LiveLayout
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
-from elastic_ckpt.core.tp_rules import COLUMN, VOCABULARY, WHOLE_KINDS, CannotSplit, Rule, relative_widths, split_by
+from elastic_ckpt.core.tp_rules import (
+    COLUMN,
+    REPLICATED_KINDS,
+    VOCABULARY,
+    CannotSplit,
+    Rule,
+    relative_widths,
+    split_by,
+)
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
 from elastic_ckpt.sharding.cross_checks import ModelShapes
 from elastic_ckpt.sharding.rules import RuleSource, ShardingRules, presets_for, tensor_of
@@ -78,7 +86,7 @@ class ShardSpec:
         by_user, is_alone = self.chosen is not None and self.chosen.is_users, len(self.shapes) == 1
         recorded = None if is_alone or by_user else self.metadata.declared.split(self.saved_name, self.shapes)
         live = None if by_user else self.live.split
-        cut = [layout.dim for layout in (recorded, live) if layout is not None and not layout.is_whole]
+        cut = [layout.dim for layout in (recorded, live) if layout is not None and not layout.is_replicated]
         dim = cut[0] if cut else 0 if self.chosen is None else self.chosen.rule.cut_dim
         source = recorded or self._by_rule(self.shapes, dim)
         target = live or self._by_rule(self.live.shapes, dim)
@@ -86,7 +94,7 @@ class ShardSpec:
 
     def _by_rule(self, shapes: Sequence[Shape], dim: int) -> TPLayout | None:
         rule = None if self.chosen is None else self.chosen.rule
-        if len(shapes) == 1 and (rule is None or rule.kind not in WHOLE_KINDS):
+        if len(shapes) == 1 and (rule is None or rule.kind not in REPLICATED_KINDS):
             shape = shapes[0]
             return fused(shape, dim, [[shape[dim]]]) if len(shape) > dim else replicated(shape, 1)
         if rule is None or (self.chosen is not None and self.chosen.is_ambiguous) or not shapes:
@@ -278,7 +286,7 @@ def _shard(spec: ShardSpec, tp: int) -> Shape:
         return spec.shapes[0]
     if source is None or (chosen is None and not is_recorded):
         raise spec.undecided()
-    if source.is_whole if is_recorded else chosen is None or chosen.rule.kind in WHOLE_KINDS:
+    if source.is_replicated if is_recorded else chosen is None or chosen.rule.kind in REPLICATED_KINDS:
         return spec.shapes[0]
     dim, size = source.dim, source.shape[source.dim]
     if not is_recorded and chosen is not None and chosen.rule.cut_dim != dim:

@@ -71,7 +71,9 @@ def look_again(reopen: bool = True) -> None:
     """
     for path, first in (current() or {}).items():
         try:
-            now = Version.of(_reopened(path) if reopen else os.stat(path))
+            if reopen:
+                os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+            now = Version.of(os.stat(path))
         except OSError as error:
             refuse_used_up(error, path)
             raise _saved_over(path, first, error.strerror) from error
@@ -101,14 +103,6 @@ def steady() -> Iterator[None]:
                 raise why from error
             raise
         look_again()
-
-
-def _reopened(path: str) -> os.stat_result:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        return os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _saved_over(path: str, first: Version, now: object) -> SavedOverError:

@@ -147,7 +147,7 @@ def _kind_of(metadata: CheckpointMetadata, name: str, tensor: TensorMetadata) ->
     saved = metadata.parameters.get(name)
     if tensor.key in WEIGHTS or saved is None:
         return "weights"
-    if tensor.is_whole:
+    if tensor.has_own_shape:
         return "whole"
     if tensor.blocks is not None:
         return f"blocks of {tensor.blocks.numel}"

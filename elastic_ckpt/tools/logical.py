@@ -36,7 +36,7 @@ class Whole:
         shape: logical shape, with rows as the leading dimension if there are several.
         dtype: in which it is read; of quantized states, that of dequantized values.
         rows: values of a state per element of its parameter.
-        is_coded, is_whole: whether it is quantized in the files; whether it is a state with a shape of its own.
+        is_coded, has_own_shape: whether it is quantized in the files; whether it is a state with a shape of its own.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Whole:
     dtype: str
     rows: int = 1
     is_coded: bool = False
-    is_whole: bool = False
+    has_own_shape: bool = False
 
     @property
     def numel(self) -> int:
@@ -183,15 +183,15 @@ class LogicalReader:
 
     def _sources(self, tensor: TensorMetadata, numel: int) -> ShardSources:
         transfers, name = self.resharding.transfers, tensor.name
-        found = None if tensor.is_whole else transfers.get((name, tensor.key)) or transfers.get((name, ""))
+        found = None if tensor.has_own_shape else transfers.get((name, tensor.key)) or transfers.get((name, ""))
         return found or copied(0, numel)
 
     def _whole(self, tensor: TensorMetadata) -> Whole:
         check_tiling(self.metadata, tensor)
         is_coded = tensor.is_quantized
         layout = self._layouts.get(tensor.name)
-        if tensor.is_whole or layout is None:
-            return Whole(tensor.name, tensor.key, tensor.shape, tensor.dtype, 1, is_coded, tensor.is_whole)
+        if tensor.has_own_shape or layout is None:
+            return Whole(tensor.name, tensor.key, tensor.shape, tensor.dtype, 1, is_coded, tensor.has_own_shape)
         shape, first = layout.shapes[0], tensor.shard_shapes[0]
         rows = first[0] if len(first) == len(shape) + 1 else 1
         dtype = "float32" if is_coded else tensor.dtype

@@ -203,14 +203,14 @@ def test_states_of_stacked_experts_as_a_whole_are_refused(kind: str) -> None:
         Division([("w1", (2, 3))], range(2), {"w1": (0, 1)}).unstacked([], {"row": SavedKind(kind)})
 
 
-def universal(shape: tuple[int, ...] = (4, 3), is_whole: bool = False) -> CheckpointMetadata:
+def universal(shape: tuple[int, ...] = (4, 3), has_own_shape: bool = False) -> CheckpointMetadata:
     """A stacked parameter whose elements begin at byte 100 of a file."""
     source = listed(StorageChunk(FlatRange(0, math.prod(shape)), 7, 100))
     return CheckpointMetadata(
         SourceFacts("universal", "here", "step4", 1, 2, "0.19.8"),
         (),
         {"w1": SavedParameter(shape, 0, ()), "head": SavedParameter((1,), 0, ())},
-        {("w1", "fp32"): TensorMetadata("w1", "fp32", shape, "float32", source, is_whole)},
+        {("w1", "fp32"): TensorMetadata("w1", "fp32", shape, "float32", source, has_own_shape)},
         (),
         stacked={"w1": 4},
     )
@@ -229,7 +229,7 @@ def test_a_universal_checkpoints_stacked_parameters_are_sliced() -> None:
     with pytest.raises(LayoutError, match=r"(?s)does not have the experts.*4 experts.*\(5, 3\)"):
         with_slices(universal((5, 3)), model)
     with pytest.raises(UnsupportedError, match="as a whole"):
-        with_slices(universal(is_whole=True), model)
+        with_slices(universal(has_own_shape=True), model)
 
 
 @dataclass(frozen=True)

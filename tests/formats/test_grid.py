@@ -239,7 +239,7 @@ def with_state(state: TensorMetadata) -> CheckpointMetadata:
         (metadata({"a": 4}, scalars=(("step", 5.0),)), "scalar optimizer states"),
         (with_state(tensor("a", "exp_avg", 4, dtype="bfloat16")), "dtypes"),
         (with_state(coded("a")), "dtypes"),
-        (with_state(tensor("a", "exp_avg", 4, is_whole=True)), "dtypes"),
+        (with_state(tensor("a", "exp_avg", 4, has_own_shape=True)), "dtypes"),
     ],
 )
 def test_ranks_of_a_stage_that_disagree_are_damage_by_name(other: CheckpointMetadata, what: str) -> None:

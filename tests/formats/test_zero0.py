@@ -250,8 +250,8 @@ def test_states_of_another_shape_belong_to_whole_parameters_and_those_of_no_tens
         state["state"][number] = dict(sorted(state["state"][number].items()))
     metadata = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), state), [NAMES])
     assert set(metadata.states.opaque) == {"history"}
-    assert metadata.tensors["a", "row"].is_whole and metadata.tensors["a", "row"].shape == (7,)
-    assert not metadata.tensors["a", "exp_avg"].is_whole
+    assert metadata.tensors["a", "row"].has_own_shape and metadata.tensors["a", "row"].shape == (7,)
+    assert not metadata.tensors["a", "exp_avg"].has_own_shape
     assert "list" in metadata.states.opaque["history"]
 
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 import elastic_ckpt.io.reader
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.read_plan import ReadPlan, Share
+from elastic_ckpt.core.read_plan import BroadcastRange, ReadPlan
 from elastic_ckpt.io.reader import _buckets, exchange_shares
 
 BUCKET = 16 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
-def plan_of(shares: Sequence[Share]) -> ReadPlan:
+def plan_of(shares: Sequence[BroadcastRange]) -> ReadPlan:
     return ReadPlan(files=(), slots=(), items=(), shares=tuple(shares))
 
 
@@ -27,26 +27,26 @@ def on_meta(sizes: Sequence[tuple[int, torch.dtype]]) -> dict[int, torch.Tensor]
     return {slot: torch.empty(numel, dtype=dtype, device="meta") for slot, (numel, dtype) in enumerate(sizes)}
 
 
-def nbytes(bucket: Sequence[Share], tensors: Mapping[int, torch.Tensor]) -> int:
+def nbytes(bucket: Sequence[BroadcastRange], tensors: Mapping[int, torch.Tensor]) -> int:
     return sum(share.range.numel * tensors[share.slot].dtype.itemsize for share in bucket)
 
 
 @st.composite
-def dealings(draw: st.DrawFn) -> tuple[list[Share], dict[int, torch.Tensor]]:
+def dealings(draw: st.DrawFn) -> tuple[list[BroadcastRange], dict[int, torch.Tensor]]:
     shares, sizes = [], []
     for slot in range(draw(st.integers(0, 12))):
         numel = draw(st.sampled_from([1, 5, BUCKET // 16, BUCKET // 4, BUCKET // 4 + 1, BUCKET]))
         sizes.append((numel, draw(st.sampled_from(DTYPES))))
         cut = draw(st.integers(0, numel))
         pieces = [FlatRange(0, cut), FlatRange(cut, numel)]
-        shares += [Share(slot, piece, draw(st.integers(0, 2))) for piece in pieces if piece.numel]
+        shares += [BroadcastRange(slot, piece, draw(st.integers(0, 2))) for piece in pieces if piece.numel]
     return shares, on_meta(sizes)
 
 
 @settings(deadline=None)
 @given(dealings())
 def test_every_share_travels_once_with_others_of_its_kind_and_no_bucket_is_too_big(
-    case: tuple[list[Share], dict[int, torch.Tensor]],
+    case: tuple[list[BroadcastRange], dict[int, torch.Tensor]],
 ) -> None:
     shares, tensors = case
     buckets = list(_buckets(plan_of(shares), tensors))
@@ -65,27 +65,27 @@ def test_every_share_travels_once_with_others_of_its_kind_and_no_bucket_is_too_b
 
 def test_shares_of_other_owners_in_between_do_not_end_a_bucket() -> None:
     tensors = on_meta([(4, torch.float32)] * 4)
-    shares = [Share(slot, FlatRange(0, 4), slot % 2) for slot in range(4)]
+    shares = [BroadcastRange(slot, FlatRange(0, 4), slot % 2) for slot in range(4)]
     assert list(_buckets(plan_of(shares), tensors)) == [[shares[0], shares[2]], [shares[1], shares[3]]]
 
 
 def test_a_bucket_that_is_just_full_is_one_and_a_byte_more_is_two() -> None:
     half = BUCKET // 2
-    shares = [Share(slot, FlatRange(0, half), 0) for slot in range(2)]
+    shares = [BroadcastRange(slot, FlatRange(0, half), 0) for slot in range(2)]
     assert len(list(_buckets(plan_of(shares), on_meta([(half, torch.int8)] * 2)))) == 1
-    shares[1] = Share(1, FlatRange(0, half + 1), 0)
+    shares[1] = BroadcastRange(1, FlatRange(0, half + 1), 0)
     assert len(list(_buckets(plan_of(shares), on_meta([(half + 1, torch.int8)] * 2)))) == 2
 
 
 def test_a_share_bigger_than_a_bucket_travels_alone() -> None:
     tensors = on_meta([(1, torch.int8), (BUCKET + 1, torch.int8), (1, torch.int8)])
-    shares = [Share(slot, FlatRange(0, tensor.numel()), 0) for slot, tensor in tensors.items()]
+    shares = [BroadcastRange(slot, FlatRange(0, tensor.numel()), 0) for slot, tensor in tensors.items()]
     assert list(_buckets(plan_of(shares), tensors)) == [[share] for share in shares]
 
 
 def test_tensors_on_different_devices_do_not_travel_together() -> None:
     tensors = {0: torch.zeros(1), 1: torch.zeros(1, device="meta")}
-    shares = [Share(slot, FlatRange(0, 1), 0) for slot in range(2)]
+    shares = [BroadcastRange(slot, FlatRange(0, 1), 0) for slot in range(2)]
     assert len(list(_buckets(plan_of(shares), tensors))) == 2
 
 
@@ -99,10 +99,10 @@ def test_what_others_own_is_overwritten_and_counted_and_the_rest_left_alone(
 ) -> None:
     truth = {0: torch.arange(6.0), 1: torch.arange(10.0, 14.0), 2: torch.tensor([[7, 8], [9, 10]])}
     shares = [
-        Share(0, FlatRange(0, 2), 0),
-        Share(0, FlatRange(2, 6), 1),
-        Share(1, FlatRange(1, 3), 1),
-        Share(2, FlatRange(0, 4), 1),
+        BroadcastRange(0, FlatRange(0, 2), 0),
+        BroadcastRange(0, FlatRange(2, 6), 1),
+        BroadcastRange(1, FlatRange(1, 3), 1),
+        BroadcastRange(2, FlatRange(0, 4), 1),
     ]
     mine = {slot: torch.full_like(tensor, -1) for slot, tensor in truth.items()}
     for share in shares:

@@ -395,7 +395,7 @@ def test_states_are_compared_only_if_they_are_loaded_and_only_what_can_be_cut(tm
     found = ReshardPlan(replicas=frozenset("a"))
     assert sorted(drift.check.key for drift in drift_in(metadata, engine({}), found)) == ["exp_avg", MASTER]
     assert [drift.check.key for drift in drift_in(metadata, engine({}), found, states=False)] == [MASTER]
-    factor = {("a", "exp_avg"): replace(metadata.tensors["a", "exp_avg"], is_whole=True)}
+    factor = {("a", "exp_avg"): replace(metadata.tensors["a", "exp_avg"], has_own_shape=True)}
     assert drift_in(replace(metadata, tensors=factor), engine({}), found) == []
 
 

@@ -26,14 +26,14 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import LoadPlan, ReadItem, ReadPlan, RequantizeItem, Share, Slot
+from elastic_ckpt.core.read_plan import BroadcastRange, LoadPlan, ReadItem, ReadPlan, RequantizeItem, Slot
 from elastic_ckpt.core.state_kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.io.requantize import ReadStats
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
-from elastic_ckpt.planning.read_items import Sharing
+from elastic_ckpt.planning.read_items import BroadcastRanges
 from tests.planning.test_quantized_items import ITEMSIZE, ROUNDING, SIGNED, UNSIGNED, Disk, Partition
 
 Shape = tuple[int, ...]
@@ -360,7 +360,7 @@ def test_parameters_that_are_not_restored_leave_gaps_of_their_whole_size_in_a_to
 
 
 def whole_state(part: Partition, name: str, key: str, shape: Shape) -> TensorMetadata:
-    return replace(tensor_in(part, name, key, shape), is_whole=True)
+    return replace(tensor_in(part, name, key, shape), has_own_shape=True)
 
 
 def test_a_whole_state_keeps_a_shape_of_its_own(tmp_path: Path) -> None:
@@ -627,7 +627,7 @@ def test_slots_that_are_read_together_go_to_whoever_has_least() -> None:
     offered = [(100, 10), (8, 2), (8, 2), (50, 1), (0, 0), (200, 50), (1, 1)]
     mine = []
     for rank in range(2):
-        sharing = Sharing(2, rank)
+        sharing = BroadcastRanges(2, rank)
         mine.append(
             [sharing.whole([(2 * n, c, "uint8"), (2 * n + 1, s, "float32")]) for n, (c, s) in enumerate(offered)]
         )
@@ -755,4 +755,6 @@ def test_shares_of_an_empty_flat_partition_are_not_dealt_out() -> None:
     engine = one_flat_each(shapes, [CODED], dp=1, rank=0, replicated=True)
     plan = plan_load(metadata, engine, LoadOptions())
     assert [slot.numel for slot in plan.reads.slots] == [0, 0, 0, 3, 3, 1]
-    assert plan.reads.shares == tuple(Share(slot, FlatRange(0, plan.reads.slots[slot].numel), 0) for slot in (3, 4, 5))
+    assert plan.reads.shares == tuple(
+        BroadcastRange(slot, FlatRange(0, plan.reads.slots[slot].numel), 0) for slot in (3, 4, 5)
+    )

@@ -12,9 +12,9 @@ import elastic_ckpt.planning.read_items
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LocalState, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, MASTER
-from elastic_ckpt.core.read_plan import LoadPlan, Share
+from elastic_ckpt.core.read_plan import BroadcastRange, LoadPlan
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
-from elastic_ckpt.planning.read_items import Sharing
+from elastic_ckpt.planning.read_items import BroadcastRanges
 from tests.simulation import BYTES, Case, cases, engine_of, live, saved
 
 #: A tensor of more than this for each rank is cut.
@@ -26,11 +26,11 @@ slots = st.lists(st.tuples(sizes, st.sampled_from(["float32", "float16", "int8",
 ITEMSIZES = {"float32": 4, "float16": 2, "int8": 1, "float64": 8}
 
 
-def dealt(dp: int, offered: Slots) -> tuple[list[list[FlatRange]], list[list[Share]]]:
+def dealt(dp: int, offered: Slots) -> tuple[list[list[FlatRange]], list[list[BroadcastRange]]]:
     """What each rank is told to read of each slot, and the shares that it writes down."""
     mine, shares = [], []
     for rank in range(dp):
-        sharing = Sharing(dp, rank)
+        sharing = BroadcastRanges(dp, rank)
         mine.append([sharing.mine(number, numel, dtype) for number, (numel, dtype) in enumerate(offered)])
         shares.append(sharing.shares)
     return mine, shares
@@ -100,7 +100,7 @@ def test_a_tensor_that_divides_is_cut_into_equal_pieces() -> None:
 
 def test_one_rank_alone_reads_everything_in_one_piece() -> None:
     _, shares = dealt(1, [(5 << 20, "float64"), (0, "float32"), (1, "int8")])
-    assert shares[0] == [Share(0, FlatRange(0, 5 << 20), 0), Share(2, FlatRange(0, 1), 0)]
+    assert shares[0] == [BroadcastRange(0, FlatRange(0, 5 << 20), 0), BroadcastRange(2, FlatRange(0, 1), 0)]
 
 
 # --- the plans of all ranks together ----------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_buffers_that_each_rank_reads_from_its_own_file_are_not_shared() -> None
     assert not plan.reads.slots[slot].replicated
     assert sum(copy.numel for copy in plan.reads.items if copy.slot == slot) == 4
     shared = plan_load(replace(metadata, buffers_of_this_rank=False), engine, LoadOptions())
-    assert shared.reads.shares == (Share(slot, FlatRange(0, 4), 0),)
+    assert shared.reads.shares == (BroadcastRange(slot, FlatRange(0, 4), 0),)
     assert shared.reads.slots[slot].replicated
     assert not [copy for copy in shared.reads.items if copy.slot == slot]
 

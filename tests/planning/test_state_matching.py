@@ -484,7 +484,7 @@ def test_an_unknown_optimizer_adopts_replicated_states() -> None:
 def whole_states(shapes: Mapping[str, tuple[int, ...]] = TWO) -> CheckpointMetadata:
     metadata = unpartitioned(saved(shapes, states=("factor",)))
     for name in shapes:
-        metadata = with_tensor(metadata, name, "factor", shape=(2, 1), is_whole=True)
+        metadata = with_tensor(metadata, name, "factor", shape=(2, 1), has_own_shape=True)
     return metadata
 
 

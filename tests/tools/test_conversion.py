@@ -58,7 +58,7 @@ def metadata(**changes: Any) -> CheckpointMetadata:
 
 def test_what_the_format_has_no_place_for_is_named() -> None:
     refuse_unconvertible(metadata(saved_names={"w": "w"}))
-    whole = TensorMetadata("w", "row", (2,), "float32", listed(StorageChunk(FlatRange(0, 2), 0, 0)), is_whole=True)
+    whole = TensorMetadata("w", "row", (2,), "float32", listed(StorageChunk(FlatRange(0, 2), 0, 0)), has_own_shape=True)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"source": replace(metadata().source, zero_stage=0)}, "without ZeRO"),
         ({"source": replace(metadata().source, format="universal")}, "already"),

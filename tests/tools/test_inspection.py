@@ -108,7 +108,7 @@ def test_contents_are_counted_by_key_and_kind() -> None:
             tensor("b", MASTER, (300,)),
             tensor("a", "state1", (2, 4, 8)),
             tensor("b", "state1", (300,), dtype="uint8", code=CODE),
-            tensor("a", "row_var", (4,), is_whole=True),
+            tensor("a", "row_var", (4,), has_own_shape=True),
             tensor("mask", BUFFER, (3,), dtype="int64"),
             parameters=parameters,
         )

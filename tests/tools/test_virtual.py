@@ -330,7 +330,7 @@ def _code(blocks: BlockFormat) -> object:
 
 def test_states_of_a_shape_of_their_own_belong_to_one_whole_parameter() -> None:
     metadata = saved({"a": (3, 2), "b": (4,)}, states=("row_var",))
-    whole = dataclasses.replace(metadata.tensors["a", "row_var"], shape=(3, 1), is_whole=True)
+    whole = dataclasses.replace(metadata.tensors["a", "row_var"], shape=(3, 1), has_own_shape=True)
     metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "row_var"): whole})
     (state,) = job_of(metadata, zero_stage=0).states_of(["a"]) or ()
     assert (state.layout, state.shape) == (WHOLE, (3, 1))

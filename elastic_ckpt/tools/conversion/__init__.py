@@ -20,7 +20,7 @@ from typing import Any
 
 from elastic_ckpt.core.experts import expert_name, with_stacks
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
-from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
+from elastic_ckpt.core.tp_rules import REPLICATED_KINDS, VOCABULARY, Rule
 from elastic_ckpt.core.values import differing
 from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
@@ -126,7 +126,7 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
             '"rename" changes names, and model-states files are copied as they are': [
                 name for name, saved in metadata.saved_names.items() if name != saved
             ],
-            "it has states with a shape of their own": {key for (_, key), tensor in tensors if tensor.is_whole},
+            "it has states with a shape of their own": {key for (_, key), tensor in tensors if tensor.has_own_shape},
             "it has scalar states beside the step": scalars,
             "it has hyperparameters of which each rank has its own": differing(metadata.groups),
         }
@@ -160,7 +160,7 @@ def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
     """The entries from which DeepSpeed shards a tensor for another tensor-parallel degree."""
     if rule is None:
         return {"cat_dim": 0}
-    if rule.kind in WHOLE_KINDS:
+    if rule.kind in REPLICATED_KINDS:
         return {}
     if rule.kind == VOCABULARY:
         return {"cat_dim": 0, "vocab_tensor": True}

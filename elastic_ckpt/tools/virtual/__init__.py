@@ -259,7 +259,7 @@ class VirtualJob:
             saved = self.metadata.parameters[name]
             for key in sorted(self.metadata.keys_by_name.get(name, ())):
                 tensor = self.metadata.tensors[name, key]
-                if tensor.is_whole:
+                if tensor.has_own_shape:
                     if self.topology.zero_stage or len(members) > 1:
                         return None
                     live = LiveState(key, tensor.dtype, WHOLE, shape=tensor.shape)
