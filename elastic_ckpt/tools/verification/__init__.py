@@ -31,8 +31,6 @@ from elastic_ckpt.tools.verification.scan import Record, scan_file, spans_of
 _WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 #: Scripts that DeepSpeed copies into checkpoints.
 _SCRIPT = ".py"
-#: Problems listed of one file; the rest are counted.
-_MOST_PROBLEMS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +133,7 @@ def _check_bytes(
         if has_data and not any(record.crc32 for record in records):
             text = "saved without checksums: bit flips are undetectable, only values are looked at"
             findings.append(Finding(NOTE, "no-checksum", text, file=path))
-        findings += scan_file(path, size_of(path), records, spans.get(path, []), bar.update)
-        if (more := len(findings) - _MOST_PROBLEMS) > 0:
-            text = f"and {more} more problems in this file"
-            findings = [*findings[:_MOST_PROBLEMS], Finding(ERROR, findings[0].kind, text, file=path)]
-        return findings
+        return [*findings, *scan_file(path, size_of(path), records, spans.get(path, []), bar.update)]
 
     paths = [*files[OWN], *files[SWAPPED]]
     with (

@@ -7,10 +7,9 @@ memory-mapped: a disk failure under a map would kill the process without naming 
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from isal import isal_zlib
@@ -59,10 +58,13 @@ def scan_file(
     waiting.sort(key=lambda item: -item.offset)
     active: list[Record | Span] = []
     try:
-        with open_stream(path, buffering=0) as stream:
+        with open_stream(path) as stream:
             for start in range(0, nbytes, CHUNK_NBYTES):
-                view = _read(stream, start, min(CHUNK_NBYTES + _MORE_NBYTES, nbytes - start))
                 stop = min(start + CHUNK_NBYTES, nbytes)
+                stream.seek(start)
+                view = memoryview(stream.read(min(CHUNK_NBYTES + _MORE_NBYTES, nbytes - start)))
+                if len(view) < stop - start:
+                    raise OSError(errno.EIO, f"the file ends at byte {start + len(view)}: it became shorter meanwhile")
                 while waiting and waiting[-1].offset < stop:
                     active.append(waiting.pop())
                 for item in active:
@@ -88,16 +90,6 @@ def scan_file(
             text = f"{count} {_WORDS[kind]} in {key}, the first at {unit} {first}"
             # infinity in a buffer may be intended: a mask
             yield Finding(NOTE if kind == "inf" and key == BUFFER else ERROR, kind, text, name, path)
-
-
-def _read(stream: BinaryIO, offset: int, nbytes: int) -> memoryview:
-    raw, done = bytearray(nbytes), 0
-    while done < nbytes:
-        count = os.preadv(stream.fileno(), [memoryview(raw)[done:]], offset + done)
-        if not count:
-            raise OSError(errno.EIO, f"the file ends at byte {offset + done}: it became shorter while it was read")
-        done += count
-    return memoryview(raw)
 
 
 def _look_at(span: Span, start: int, stop: int, view: memoryview, counts: _Counts) -> None:
