@@ -90,14 +90,12 @@ def look_below(load_dir: str, tag: str) -> Found | None:
 
     It may be a path, and the folder itself, as where it is empty: DeepSpeed's loader follows any.
     """
-    below = _below(load_dir, tag)
-    return None if below is None else look_at(load_dir, below)
-
-
-def _below(load_dir: str, tag: str) -> str | None:
     relative = os.path.relpath(os.path.join(load_dir, tag), load_dir)
-    is_outside = relative.split(os.sep)[0] == os.pardir
-    return None if is_outside else "" if relative == os.curdir else relative
+    return None if _is_outside(relative) else look_at(load_dir, "" if relative == os.curdir else relative)
+
+
+def _is_outside(relative: str) -> bool:
+    return relative.split(os.sep, maxsplit=1)[0] == os.pardir
 
 
 def _holds_parameters(folder: str) -> bool:
@@ -166,7 +164,7 @@ def _misled(load_dir: str, latest: str, named: str) -> NotFoundError:
     wanted, tag = f"the tag {shown} that {path} names", named[:200] or None
     if not named:
         wanted = f"the name of a tag in {path}, which is empty"
-    elif _below(load_dir, named) is None:
+    elif _is_outside(os.path.relpath(os.path.join(load_dir, named), load_dir)):
         wanted, tag = f"a tag below {load_dir}; {path} names {shown}, which is outside and is not followed", None
     return _no_such_tag(load_dir, wanted, tag)
 

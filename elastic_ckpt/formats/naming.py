@@ -10,13 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-_OPTIMIZER = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
-_MODEL_ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
-_MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
-_EXPERT = re.compile(r"^(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt$")
-_EXPERT_OPTIMIZER = re.compile(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
-_PIPELINE_LAYER = re.compile(r"^layer_(\d+)-model_(?:(\d+)-model_)?states\.pt$")
+#: Field of :class:`FolderFiles` -> names of its files, with their ranks, layers and experts.
+_PATTERNS = {
+    "optimizer": re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$"),
+    "model_zero3": re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$"),
+    "model": re.compile(r"^mp_rank_(\d+)_model_states\.pt$"),
+    "experts": re.compile(r"^(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt$"),
+    "expert_optimizers": re.compile(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$"),
+    "layers": re.compile(r"^layer_(\d+)-model_(?:(\d+)-model_)?states\.pt$"),
+}
 _WRITER = re.compile(r"(?<=\.pt)-(\d+)\.(\d+)$")
 
 #: Folder of a universal checkpoint with one folder per parameter.
@@ -82,46 +86,26 @@ def number_of_writers(name: str) -> int:
 
 def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
     """Sort file names by kind; ignores others (scripts, RNG files)."""
-    optimizer: dict[tuple[int, int], str] = {}
-    model: dict[int, str] = {}
-    model_zero3: dict[tuple[int, int], str] = {}
-    layers: dict[tuple[int, int], str] = {}
-    experts: dict[tuple[int, int, int], str] = {}
-    expert_optimizers: dict[tuple[int, int], str] = {}
+    found: dict[str, dict[Any, str]] = {kind: {} for kind in _PATTERNS}
     clashes = []
     chosen, copies = _first_writers(names)
     for plain, name in chosen.items():
-        if match := _OPTIMIZER.match(plain):
-            if optimizer.setdefault((int(match[1]), int(match[2])), name) != name:
-                clashes.append(name)
-        elif match := _MODEL_ZERO3.match(plain):
-            model_zero3[int(match[1]), int(match[2])] = name
-        elif match := _MODEL.match(plain):
-            model[int(match[1])] = name
-        elif match := _EXPERT.match(plain):
-            experts[int(match[1] or -1), int(match[2]), int(match[3])] = name
-        elif match := _EXPERT_OPTIMIZER.match(plain):
-            expert_optimizers[int(match[1]), int(match[2])] = name
-        elif match := _PIPELINE_LAYER.match(plain):
-            clashes += [name] if layers.setdefault((int(match[1]), int(match[2] or 0)), name) != name else []
-    kept = {*optimizer.values(), *model.values(), *model_zero3.values(), *layers.values()}
-    kept |= {*experts.values(), *expert_optimizers.values()}
+        for kind, match in ((kind, pattern.match(plain)) for kind, pattern in _PATTERNS.items()):
+            if match is not None:
+                missing = -1 if kind == "experts" else 0
+                at = tuple(missing if each is None else int(each) for each in match.groups())
+                if found[kind].setdefault(at if len(at) > 1 else at[0], name) != name:
+                    clashes.append(name)
+    kept = {name for files in found.values() for name in files.values()}
     copies = {copy: name for copy, name in copies.items() if name in kept}
-    once = {*optimizer.values(), *model_zero3.values()}
-    clashes += [copy for copy, name in copies.items() if name in once or not _of_one_save(copy, name, model.values())]
-    copies = {copy: name for copy, name in copies.items() if copy not in clashes}
-    by_fast_writer = any(map(number_of_writers, kept))
+    once, models = {*found["optimizer"].values(), *found["model_zero3"].values()}, found["model"].values()
+    clashes += [copy for copy, name in copies.items() if name in once or not _of_one_save(copy, name, models)]
     return FolderFiles(
-        optimizer,
-        model,
-        model_zero3,
-        layers,
-        tuple(clashes),
-        is_universal,
-        experts,
-        expert_optimizers,
-        copies,
-        by_fast_writer,
+        clashes=tuple(clashes),
+        is_universal=is_universal,
+        copies={copy: name for copy, name in copies.items() if copy not in clashes},
+        by_fast_writer=any(map(number_of_writers, kept)),
+        **found,
     )
 
 
