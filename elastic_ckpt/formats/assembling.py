@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
 from elastic_ckpt.core.training_state import Features, LossScale
 from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError, listed
@@ -98,7 +97,7 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     ranks = _by_rank(kinds, indexed)
     for each in ranks.values():
         if each.model.before_0_19_4:
-            each.models = {at: _completed(model, each, options) for at, model in each.models.items()}
+            each.models = {at: _completed(model, each) for at, model in each.models.items()}
     firsts = {mp: rank.model for mp, rank in ranks.items()}
     grid = grid_of(firsts, found.folder, options.coordinates)
     model_states.check_same_save(list(firsts.values()), one_rank=False)
@@ -164,19 +163,13 @@ def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFil
     return ranks
 
 
-def _completed(model: ModelShard, rank: RankFiles, options: MetadataOptions) -> ModelShard:
-    """``model`` with what its file lacks: names of buffers by the live model, or by dtype, and the version."""
+def _completed(model: ModelShard, rank: RankFiles) -> ModelShard:
+    """``model`` with what its file lacks: names of buffers, as far as dtypes tell them, and the version."""
     weights = dict(model.weights) | {name: ref for expert in rank.experts for name, ref in expert.weights.items()}
-    names = {name: rename(name, options.rename) for name in weights}
-    unknown = {name for name in weights if names[name] not in options.live_names}
-    buffers = {name for name in weights if names[name] in options.live_buffers}
-    found = tuple(sorted(buffers | {name for name in unknown if not is_floating(weights[name].dtype)}))
-    return replace(
-        model,
-        buffers=tuple(name for name in found if name in model.weights),
-        buffer_names=found,
-        ds_version=next((shard.ds_version for shard in rank.optimizers.values()), ""),
-    )
+    found = tuple(sorted(name for name, ref in weights.items() if not is_floating(ref.dtype)))
+    version = next((shard.ds_version for shard in rank.optimizers.values()), "")
+    buffers = tuple(name for name in found if name in model.weights)
+    return replace(model, buffers=buffers, buffer_names=found, ds_version=version)
 
 
 def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int], layers: Sequence[LayerShard]) -> None:

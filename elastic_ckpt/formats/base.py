@@ -56,7 +56,6 @@ class MetadataOptions:
         coordinates: of this rank in the live topology.
         live_names: all parameters and buffers of the job, on every pipeline stage.
         live_ties: parameter -> its other names in the live module.
-        live_buffers: buffers on this rank: for checkpoints that do not tell them from weights.
         with_client_state: whether the client's state is read, for which torch is needed.
         skip_unreadable: whether entries of it that cannot be read are left out.
         with_unmade: whether files may have such entries where the client's state is not read.
@@ -72,7 +71,6 @@ class MetadataOptions:
     coordinates: RankCoordinates = field(default_factory=RankCoordinates)
     live_names: frozenset[str] = frozenset()
     live_ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    live_buffers: frozenset[str] = frozenset()
     with_client_state: bool = True
     skip_unreadable: bool = False
     with_unmade: bool = True

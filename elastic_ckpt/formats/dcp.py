@@ -14,7 +14,6 @@ from typing import Any
 from elastic_ckpt.core.chunks import Box, boxed
 from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import (
-    BUFFER,
     FROZEN,
     ITEMSIZE,
     MASTER,
@@ -109,13 +108,13 @@ class _Builder:
         return self._options.states.schema.get(key) == FRESH
 
     def metadata(self) -> CheckpointMetadata:
-        """The metadata; ranks may differ in which of the untrained weights are buffers."""
+        """The metadata; which of the untrained weights are buffers, the live model tells."""
         found, entries, builder = self._found, self._entries, self._builder
         members, groups = self._groups()
-        ties, live, renames = self._ties(members), self._options.live_buffers, self._options.rename
+        ties = self._ties(members)
         tensors: dict[tuple[str, str], TensorMetadata] = {}
         for name, entry in entries.weights.items():
-            key = MASTER if ties.get(name, name) in members else BUFFER if rename(name, renames) in live else FROZEN
+            key = MASTER if ties.get(name, name) in members else FROZEN
             tensors[name, key] = self._tensor(name, key, entry)
         copies: dict[tuple[str, str], tuple[TensorMetadata, ...]] = {}
         for tied, name in ties.items():

@@ -13,7 +13,6 @@ from typing import Any
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.local_state import LocalState, ModelLayout
-from elastic_ckpt.core.metadata import BUFFER
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.checks import compare_batches, refuse_pending_gradients, warn_of_unscaled_gradients
@@ -156,7 +155,6 @@ def _metadata_options(local_state: LocalState, arguments: LoadArguments, config:
         coordinates=local_state.model.coordinates,
         live_names=local_state.model.names,
         live_ties=local_state.model.ties,
-        live_buffers=frozenset(whole.name for whole in local_state.wholes if whole.key == BUFFER),
         skip_unreadable=config.on_unreadable_entry == "skip",
     )
 

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from elastic_ckpt.core.fqn import adopt_live_names
-from elastic_ckpt.core.local_state import ModelLayout
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.fqn import adopt_live_kinds, adopt_live_names
+from elastic_ckpt.core.local_state import ModelLayout, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.values import left_in_file
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsafePickleError, UnsupportedError
@@ -94,7 +95,7 @@ def values(checkpoint: Checkpoint, name: str, key: str) -> torch.Tensor:
 
 def test_entries_become_masters_states_groups_and_client_state(folder: Path) -> None:
     model, optim = state_dicts()
-    checkpoint = read(folder, live_buffers=frozenset({"ticks"}))
+    checkpoint = read(folder)
     metadata = checkpoint.metadata
     for name in ("first.weight", "first.bias"):
         assert torch.equal(values(checkpoint, name, MASTER), model[name])
@@ -102,7 +103,9 @@ def test_entries_become_masters_states_groups_and_client_state(folder: Path) -> 
             assert torch.equal(values(checkpoint, name, key), optim["state"][name][key])
         assert metadata.parameters[name].scalars == (("step", 1.0),)
     assert torch.equal(values(checkpoint, "last.weight", FROZEN), model["last.weight"])
-    assert torch.equal(values(checkpoint, "ticks", BUFFER), model["ticks"])
+    assert torch.equal(values(checkpoint, "ticks", FROZEN), model["ticks"])
+    live = [WholeTensor("ticks", BUFFER, (), FlatRange(0, 1), "int64")]
+    assert list(adopt_live_kinds(metadata, live).names(BUFFER)) == ["ticks"]
     assert [group["lr"] for group in metadata.groups] == [0.1, 0.2]
     assert [metadata.parameters[name].group for name in ("first.weight", "first.bias")] == [0, 1]
     assert repr(dict(metadata.parameters["first.weight"].scalars)) == "{'step': tensor(1.0, float32)}"
@@ -234,16 +237,6 @@ def test_two_optimizers_may_not_have_the_same_parameters(tmp_path: Path, flat: b
     nested["param_groups"][1]["params"].append("first.weight")
     with pytest.raises(MismatchError, match="two param groups"):
         read(save(tmp_path / "twice", {"model": model, "optim": nested}))
-
-
-def test_buffers_are_found_by_their_live_names(tmp_path: Path) -> None:
-    model, optim = state_dicts()
-    optim["state"] = wrapped(optim["state"], "w.")
-    for group in optim["param_groups"]:
-        group["params"] = [f"w.{name}" for name in group["params"]]
-    saved = save(tmp_path / "saved", {"model": wrapped(model, "w."), "optim": optim})
-    metadata = read(saved, rename=(("^w\\.", ""),), live_buffers=frozenset({"ticks"})).metadata
-    assert list(metadata.names(BUFFER)) == ["w.ticks"]
 
 
 def wrapped(weights: dict[str, Any], prefix: str = "_orig_mod.") -> dict[str, Any]:
