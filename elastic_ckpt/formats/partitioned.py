@@ -1,15 +1,13 @@
 """Native checkpoints of ZeRO-1, 2 and 3: optimizer shards, and where each parameter is in the partitions of all ranks.
 
 ZeRO-1 and 2 (``DeepSpeedZeroOptimizer.state_dict``, stage_1_and_2.py): every param group is one flat buffer in equal
-partitions. Its order is that of ``param_shapes`` in the model-states file, which DeepSpeed writes from
-``round_robin_bit16_groups``: the true order, even with ``round_robin_gradients``, where ``param_slice_mappings`` is
-wrong and so never used. ``BF16_Optimizer`` (ZeRO-1 with fp32 gradient accumulation) writes the same entries
-(bf16_optimizer.py), without ``zero_stage``, and its masters with the padding of the last partition.
+partitions, in the order of ``param_shapes`` in the model-states file: the true one, even with
+``round_robin_gradients``, where ``param_slice_mappings`` is wrong and never used. ``BF16_Optimizer`` (ZeRO-1 with fp32
+gradient accumulation) writes the same entries without ``zero_stage``, and its masters with the padding at the end.
 
 ZeRO-3 (``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``, stage3.py): every parameter is partitioned on its own into
 ``ceil(numel / world)`` elements per rank; a sub-group's flat tensor has the partitions of its parameters one after the
-other. ``param_shapes`` in the model-states file lists the parameters of each sub-group. On NVMe, a sub-group's data is
-in files of its own (:mod:`elastic_ckpt.formats.shards`).
+other. On NVMe, a sub-group's data is in files of its own (:mod:`elastic_ckpt.formats.shards`).
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Rules for tensor-parallel shards may depend on the arguments.
 
-Megatron saves its ``args`` whole. gpt-neox saves eight of them, none about layouts, and beside the checkpoint's files a
-folder ``configs`` with the user's YAML files (``save_ds_checkpoint``, megatron/checkpointing.py; the 20B release has it
-beside the tag's folder), of which only top-level options with plain values are read. If a file cannot be read, its
-options are unknown, and so are the defaults of all others.
+Megatron saves its ``args`` whole. gpt-neox saves eight of them, none about layouts, and the user's YAML files in a
+folder ``configs`` in the tag's or beside it (``save_ds_checkpoint``, megatron/checkpointing.py), of which top-level
+options with plain values are read. If a file cannot be read, all options and defaults are unknown.
 """
 
 from __future__ import annotations
@@ -212,8 +211,7 @@ class StatedDegrees:
         """The degrees that the number of model-parallel ranks with files confirms.
 
         DeepSpeed 0.19 mistakes the sequence-parallel degree of ``parallel_state_sp`` for the tensor-parallel one
-        (``bwc_tensor_model_parallel_world_size`` calls its ``get_model_parallel_world_size``, which is an alias).
-        ``mp_world_size`` then states another degree, and the one that the files confirm counts.
+        (``bwc_tensor_model_parallel_world_size``); ``mp_world_size`` then states the degree that the files confirm.
         """
         sequence = SequenceParallel(self.sequence or 1, partitioned=not self.mesh)
         if self.dimensions is None:
@@ -263,8 +261,8 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
 def _sharing(ranks: int | None, batch: int, rows: int) -> int | None:
     """How many ranks share their samples; ``None``: none, or unknown.
 
-    A custom ``mpu`` need not record its degree. DeepSpeed requires ``batch`` to be the data-parallel degree times
-    ``rows``, the samples of one step on each rank: if fewer ranks than there are suffice, the others share.
+    DeepSpeed requires ``batch`` to be the data-parallel degree times ``rows``, the samples of a step on each rank: if
+    fewer ranks suffice, the others share.
     """
     data, rest = divmod(batch, rows or 1)
     if not ranks or not rows or not data or rest or ranks % data or ranks == data:

@@ -176,8 +176,8 @@ def member_names(
 def _dealt(state: UnpartitionedState, names: Sequence[str], shapes: Mapping[str, Shape]) -> Names | None:
     """Names in the order of the model, dealt out to several saved groups; ``None`` unless shapes leave a single way.
 
-    As of Hugging Face's Trainer, whose second group has what does not decay: biases and norms. What is of no group, as
-    it did not train, is passed over if no saved member has its shape.
+    As of the Trainer, whose second group has biases and norms. What did not train is passed over if no member is of its
+    shape.
     """
     if state.kind == FUSED:
         return None
@@ -222,10 +222,7 @@ def _notes(state: UnpartitionedState, model: ModelShard, chosen: Members, origin
     others = model.weights.keys() - placed - {*model.buffers, *model.shared}
     of_equal_shape = {model.weights[name].shape for name in placed} & {model.weights[name].shape for name in others}
     if of_equal_shape and not proven:
-        notes.append(
-            "some parameters that do not train have the shape of some that do: this is right only if the same ones "
-            "trained before the save; torch.optim with model.named_parameters() makes such saves unambiguous"
-        )
+        notes.append("some parameters that do not train have the shape of some that do: they must be the same as then")
     dropped = sum(name is None for group in chosen for name in group)
     if dropped:
         notes.append(f"optimizer states of {dropped} saved parameters are skipped: they do not train in the live run")
@@ -237,9 +234,11 @@ def _fit(state: UnpartitionedState, names: Names, shapes: Mapping[str, Shape]) -
     if len(names) != len(state.members):
         return None
     if state.kind == FUSED:
-        numels = [math.prod(masters[0].shape) for masters in state.masters]
-        named = [sum(math.prod(shapes[name]) for name in group) for group in names]
-        return names if numels == named else None
+        fits = (
+            math.prod(masters[0].shape) == sum(math.prod(shapes[name]) for name in group)
+            for masters, group in zip(state.masters, names, strict=True)
+        )
+        return names if all(fits) else None
     fitted = [align(_saved_shapes(state, group), members, shapes) for group, members in enumerate(names)]
     return None if any(members is None for members in fitted) else [members or [] for members in fitted]
 
