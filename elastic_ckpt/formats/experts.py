@@ -97,10 +97,7 @@ class Division:
     def unstacked(
         self, rules: list[PartitionRule], kinds: Mapping[str, SavedKind]
     ) -> tuple[Shapes, list[PartitionRule]]:
-        """Shapes and rules with the slices of stacked parameters instead of these.
-
-        Raises :class:`UnsupportedError` for states that are neither elementwise nor the same for all.
-        """
+        """Shapes and rules with the slices of stacked parameters instead of these."""
         if not self.stacked:
             return self.shapes, rules
         for key, kind in kinds.items():
@@ -124,8 +121,7 @@ def cannot_slice(key: str, name: str) -> UnsupportedError:
 def is_across(model: ModelShard, shards: Sequence[OptimizerShard], flat: int, tp: int) -> bool:
     """Whether experts of a flat tensor are on ranks of all ``tp`` tensor-parallel ranks, which do not slice them.
 
-    ``shards`` are those of one tensor-parallel rank. AutoEP never slices experts; those of ``MoE`` layers are sliced
-    with ``enable_expert_tensor_parallelism``.
+    AutoEP never slices experts; those of ``MoE`` layers are sliced with ``enable_expert_tensor_parallelism``.
     """
     if tp == 1 or any(name in model.stacked for name, _ in model.param_shapes[flat]):
         return tp > 1
@@ -141,10 +137,9 @@ def degree_in_name(group: Mapping[str, object]) -> int:
 
 
 def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> Iterator[Division]:
-    """How ranks divide a flat tensor among them.
+    """How ranks divide a flat tensor: all a dense one, those of one expert-parallel rank one of its experts.
 
-    All ranks divide a tensor of dense parameters. The ranks of one expert-parallel rank divide one of its experts; the
-    model-states file, which rank 0 wrote, has the names of expert-parallel rank 0.
+    The model-states file, which rank 0 wrote, has the names of expert-parallel rank 0.
     """
     shapes, dp = model.param_shapes[flat], len(shards)
     ep = degree_of(shards, flat)
@@ -201,10 +196,7 @@ def with_tied_copies(model: ModelShard, ties: Mapping[str, Sequence[str]]) -> Mo
 def check_experts(
     found: Found, model: ModelShard, shards: Sequence[OptimizerShard], experts: Sequence[ExpertShard], mp: str = "00"
 ) -> None:
-    """Raise :class:`LayoutError` unless each expert of the model has one file, and one place in the optimizer's files.
-
-    ``experts`` are in the order of layers, of the model-parallel rank ``mp``.
-    """
+    """Raise :class:`LayoutError` unless each expert of the model has one file, and one place in the optimizer's files."""
     counts = model.features.experts
     without_files = model.stacked and shards and shards[0].zero_stage == 3  # AutoEP has them in the shards alone
     expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count) if not without_files}
@@ -260,10 +252,7 @@ def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], m
 
 
 def with_slices(metadata: CheckpointMetadata, model: ModelShard) -> CheckpointMetadata:
-    """``metadata`` of a universal checkpoint, whose stacked parameters hold all experts, with the slices of these.
-
-    Raises :class:`LayoutError` if a stacked parameter does not have a slice for each expert.
-    """
+    """``metadata`` of a universal checkpoint, whose stacked parameters hold all experts, with the slices of these."""
     parameters, tensors = dict(metadata.parameters), dict(metadata.tensors)
     for name, placed in model.stacked.items():
         experts, saved = range(sum(map(len, placed))), parameters.pop(name, None)

@@ -45,7 +45,6 @@ class StatesOfOne:
         points: tensors without dimensions, also in ``scalars``: states if the parameter has no dimensions either.
         scalars: (key, value) sorted by key: numbers, :class:`~elastic_ckpt.core.values.TensorValue` and ``None``.
         opaque: other objects: key -> description.
-        digests, codebooks: of small tensors, and of quantization maps.
     """
 
     OWN_FIELDS: ClassVar[tuple[str, ...]] = ("digests",)

@@ -141,8 +141,8 @@ def other_save_than_model(shard: OptimizerShard, problem: str, expected: str, fo
 def with_own_padding(shards: Sequence[OptimizerShard]) -> list[OptimizerShard]:
     """The shards of all ranks, with partitions of one size.
 
-    Until 0.15, DeepSpeed counts all padding of a param group as the last rank's. If that is more than its partition,
-    which then is nothing else, it saves ``2 * partition - padding`` elements of it, or none.
+    Until 0.15, DeepSpeed counts all padding of a param group as the last rank's, and saves ``2 * partition - padding``
+    elements of a partition that is smaller.
     """
     flats = list(shards[-1].flats)
     for number, (first, last) in enumerate(zip(shards[0].flats, flats, strict=False)):
