@@ -196,7 +196,7 @@ def with_tied_copies(model: ModelShard, ties: Mapping[str, Sequence[str]]) -> Mo
 def check_experts(
     found: Found, model: ModelShard, shards: Sequence[OptimizerShard], experts: Sequence[ExpertShard], mp: str = "00"
 ) -> None:
-    """Raise :class:`LayoutError` unless each expert of the model has one file, and one place in the optimizer's files."""
+    """Raise :class:`LayoutError` unless each expert has one file, and one place in the optimizer's files."""
     counts = model.features.experts
     without_files = model.stacked and shards and shards[0].zero_stage == 3  # AutoEP has them in the shards alone
     expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count) if not without_files}
