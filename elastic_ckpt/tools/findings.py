@@ -30,7 +30,7 @@ class Finding:
     """A problem of a checkpoint, or a fact worth knowing.
 
     Attributes:
-        level: ``"error"`` if a load would be refused or lose something, ``"warning"`` or ``"note"``.
+        level: ``"error"`` if a load would be refused or lose something, or ``"note"``.
         kind: one word for programs, stable across versions. ``"not-checked"``, ``"no-checksum"`` and ``"reader"`` are
             of notes alone.
         parameter, file: name of the parameter, buffer or state, and path of the file concerned.
