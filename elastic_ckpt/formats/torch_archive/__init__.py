@@ -2,15 +2,15 @@
 
 Files are untrusted. Attack surface, and what bounds it (``tests/attacks`` tries each, and mutated files):
 
-- A pickle names a function or class: only the closed list of :mod:`.globals`, functions of this package, is called.
-  What the user allowed by ``torch.serialization.add_safe_globals`` is recorded (:mod:`.calls`), and so are sparse,
-  quantized and other tensors that are no references, and a few classes of Python; :mod:`..objects` makes them where
-  their result is wanted. Any other name is an error: of the whole file in what this package reads, and of one entry in
-  the client state. Nothing is imported, no attribute is set on a class or function.
+- A pickle names a function or class: only those of the closed list of :mod:`.globals` are called, which are this
+  package's own. Objects of a few classes, and what the user allowed by ``torch.serialization.add_safe_globals``, are
+  recorded (:mod:`.calls`); :mod:`..objects` makes them where their result is wanted. Any other name is an error: of the
+  whole file in what this package reads, and of one entry in the client state. Nothing is imported, no attribute is set
+  on a class or function.
 - ``getattr`` makes members of listed enums, no more. Names of Python 2 are translated before they are looked up.
-- BUILD: only namespaces, ordered dicts and stand-ins take a state: a dictionary of attributes that hide no method and
-  mean nothing to Python. Arrays and dtypes take theirs through checks of this package: numbers, strings and dates only.
-- Extension codes, out-of-band buffers, instances of Python 2, DUP and text persistent ids: refused.
+- BUILD: only namespaces, ordered dicts and objects of listed classes take a state: a dictionary of attributes that hide
+  no method and mean nothing to Python; arrays and dtypes one of numbers, strings and dates (:mod:`.checks`).
+- Extension codes, out-of-band buffers, instances of Python 2, DUP, text persistent ids, protocols 0 and 1: refused.
 - Claimed lengths, counts and memo indices: compared with the bytes that are there. Numbers: at most 1 KiB.
 - Keys: :mod:`.keys`; few that can be made to collide. Integers below 2 ** 60 are not counted among these: a file
   computed for that end can make a large dictionary of them slow.
@@ -19,11 +19,10 @@ Files are untrusted. Attack surface, and what bounds it (``tests/attacks`` tries
   recursion, each object once. The interpreter itself does not recurse.
 - The pickle: at most 64 MiB or an eighth of its file, and 1 GiB; its CRC32 checked. Numbers, strings and numbered memo
   entries take up to 30 times its size; containers, of which one byte makes one, 4 times the file's size and 64 MiB.
-  So in all 8 times the file's size, or 2 GiB if that is more.
 - The directory: at most 256 MiB, entries fill it exactly, names and headers are unique, records do not overlap. Local
   headers and CRC32s of tensors are not read here: a load that verifies, and ``verify``, do.
 - A tensor must be inside its storage, a storage inside its record, a record inside the file. A storage has one size,
-  and is read once for all tensors that share it. Indices of sparse tensors and scales of quantized ones are checked.
+  and is read once for all tensors that share it.
 - Anything but a regular file is missing; a file that shrinks is damaged.
 - With ``trust_pickle`` none of this holds for what a pickle names: it runs.
 """

@@ -203,7 +203,7 @@ def enum_member(enums: tuple[str, ...], enum: Any, name: Any) -> Call:
     if type(enum) is Global and type(name) is str and not name.startswith("_"):
         is_users = isinstance(enum.users, type) and issubclass(enum.users, Enum)
         if enum.name in enums or is_users:
-            return Call(enum, (name,), MEMBER)
+            return Call(Global(enum.name, users=enum.users), (name,), MEMBER)
     raise unsafe_error(f"builtins.getattr of {described(enum)}, {described(name)}")
 
 
