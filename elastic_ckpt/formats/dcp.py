@@ -53,7 +53,11 @@ def dcp_reading(found: Found, options: MetadataOptions, surveyed: tuple[DcpConte
     else:
         entries = sort_megatron_entries(contents, found.folder)
     groups = frozenset(entry for group in entries.groups.values() for entry in group.values())
-    wanted, names = groups | _wanted(contents, entries, options), list(contents.files)
+    tensors, names = contents.tensors, list(contents.files)
+    # small entries, beside hyperparameters: scalar states, and the client state's objects
+    states = {entry for entry in entries.states.values() if entry not in tensors or not tensors[entry][1]}
+    others = {entry for entry in entries.others if entry not in tensors and _EXTRA_STATE not in entry}
+    wanted = groups | states | (others if options.with_client_state else set())
 
     def read(position: int, _: OpenFile) -> DcpFile:
         name = names[position]
@@ -69,14 +73,6 @@ def dcp_reading(found: Found, options: MetadataOptions, surveyed: tuple[DcpConte
 def read_contents(found: Found, options: MetadataOptions) -> tuple[DcpContents, Common | None]:
     contents, common = read_dcp_metadata(found.folder), read_common(found.folder, options.trust_pickle)
     return (contents if common is None else unstacked(contents, found.path(DCP_METADATA))), common
-
-
-def _wanted(contents: DcpContents, entries: Entries, options: MetadataOptions) -> frozenset[str]:
-    """The small entries whose values are read beside hyperparameters: scalar states, the client state's objects."""
-    tensors = contents.tensors
-    states = {entry for entry in entries.states.values() if entry not in tensors or not tensors[entry][1]}
-    others = {entry for entry in entries.others if entry not in tensors and _EXTRA_STATE not in entry}
-    return frozenset(states | (others if options.with_client_state else set()))
 
 
 class _Builder:

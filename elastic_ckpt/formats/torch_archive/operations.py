@@ -36,10 +36,6 @@ def _make(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
     return make
 
 
-def _constant(value: Any) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(value)
-
-
 def _skip(nbytes: int) -> Callable[[Machine], None]:
     """PROTO and FRAME: what they announce is not needed."""
 
@@ -180,10 +176,10 @@ def _pop(machine: Machine) -> None:
 OPERATIONS: dict[int, Callable[[Machine], None]] = {
     pickle.PROTO[0]: _skip(1),
     pickle.FRAME[0]: _skip(8),
-    pickle.NONE[0]: _constant(None),
-    pickle.NEWTRUE[0]: _constant(True),
-    pickle.NEWFALSE[0]: _constant(False),
-    pickle.EMPTY_TUPLE[0]: _constant(()),
+    pickle.NONE[0]: _push(lambda machine: None),
+    pickle.NEWTRUE[0]: _push(lambda machine: True),
+    pickle.NEWFALSE[0]: _push(lambda machine: False),
+    pickle.EMPTY_TUPLE[0]: _push(lambda machine: ()),
     pickle.EMPTY_LIST[0]: _make(lambda machine: []),
     pickle.EMPTY_DICT[0]: _make(lambda machine: {}),
     pickle.BINPUT[0]: _put,
