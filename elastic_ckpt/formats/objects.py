@@ -88,13 +88,12 @@ def materialise_entries(
         try:
             materialise(file, {key: value})
         except _NOT_MADE as error:
+            name = repr(key)[:100] if isinstance(key, (str, int)) else f"of a {type(key).__name__}"
+            remedy = f'{error.remedy}; or go on without it: "elastic_checkpoint": {{"on_unreadable_entry": "skip"}}'
+            details = {**error.details, "file": file.path, "remedy": remedy}
+            errors[key] = type(error)(f"the entry {name} of the client state: {error.problem}", **details)
             if not may_skip(key):
-                name = repr(key)[:100] if isinstance(key, (str, int)) else f"of a {type(key).__name__}"
-                remedy = f'{error.remedy}; or go on without it: "elastic_checkpoint": {{"on_unreadable_entry": "skip"}}'
-                details = {**error.details, "file": file.path, "remedy": remedy}
-                problem = f"the entry {name} of the client state: {error.problem}"
-                raise type(error)(problem, **details) from error
-            errors[key] = error
+                raise errors[key] from error
     return materialise(file, {key: value for key, value in entries.items() if key not in errors}), errors
 
 

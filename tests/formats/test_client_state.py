@@ -124,6 +124,7 @@ def test_what_cannot_be_made_is_one_entry(value: Any, found: str, tmp_path: Path
     assert "on_unreadable_entry" in str(caught.value.remedy) and "topology" not in str(caught.value.remedy)
     read, left_out = materialise_entries(file, entries, may_skip=lambda _: True)
     assert set(left_out) == {"odd", "linked"}
+    assert "the entry 'odd' of the client state" in left_out["odd"].problem
     assert Comparison().difference({"epoch": 3, 0: "fold", "seen": [shared, shared[1:]]}, read) is None
 
 
