@@ -9,6 +9,7 @@ DeepSpeed's own collectives, and where a rank dies, :func:`together` ends the wa
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import sys
 import threading
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -33,9 +35,12 @@ _COLLECTIVE_NBYTES = 1 << 18
 _BUCKET_NBYTES = 16 << 20
 #: Devices, and the backend that sends their tensors if a group has one backend for all devices.
 _BACKENDS = (("cuda", "nccl"), ("xpu", "xccl"), ("xpu", "ccl"), ("npu", "hccl"), ("hpu", "hccl"))
-#: Key in the process group's store of the first failure that no collective can tell the other ranks of; how often a
-#: waiting rank looks for it, and seconds after which a store that does not answer is taken for dead.
-_POSTED, _LOOK_EVERY, _STORE_SECONDS = "elastic_ckpt/failure", timedelta(seconds=1), 5.0
+#: How often a waiting rank looks for a failure that another has posted in the process group's store, and seconds after
+#: which a store that does not answer is taken for dead.
+_LOOK_EVERY, _STORE_SECONDS = timedelta(seconds=1), 5.0
+#: The outermost :func:`together` that this thread is in; all ranks enter the same ones.
+_number: ContextVar[int] = ContextVar("together", default=-1)
+_numbers = itertools.count()
 
 
 def rank() -> int:
@@ -120,58 +125,56 @@ def together(doing: str) -> Iterator[None]:
     """Run collectives that end on every rank, with the same error, once any rank fails in them, between them or dies.
 
     Without it the others would wait for the process group's timeout. The rank posts its error in the group's store,
-    where those that wait look every second. Only gloo's waits are on the host; NCCL's watchdog ends its own.
-    An :class:`ElasticCkptError` is raised as it is: ranks have agreed on it.
+    where those in :func:`wait` look every second. An :class:`ElasticCkptError` is raised as it is: ranks have agreed.
 
     Raises:
         CommunicationError: the failure that was posted first.
     """
-    if world_size() == 1:
-        yield
-        return
-    import torch.distributed as dist  # noqa: PLC0415
-
-    works: Any = dist.Work  # of DeepSpeed's collectives too
-    wait = works.wait
-    if dist.get_backend() == "gloo":
-        works.wait = _interruptible(wait)
+    token = _number.set(next(_numbers)) if _number.get() < 0 else None
     try:
         yield
     except ElasticCkptError:
         raise
     except Exception as error:
+        if world_size() == 1:
+            raise
         raise _post(doing, error) from error
     finally:
-        works.wait = wait
+        if token is not None:
+            _number.reset(token)
 
 
-def _interruptible(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """A wait for a collective that, on this thread, fails once another rank has posted a failure."""
-    thread = threading.get_ident()
+def wait(work: Any) -> None:
+    """Wait for a collective that was started with ``async_op=True``; fails once another rank has posted a failure.
 
-    def interruptible(work: Any, *timeout: timedelta) -> Any:
-        while not timeout and threading.get_ident() == thread:
-            try:
-                return wait(work, _LOOK_EVERY)
-            except RuntimeError:  # only the wait has timed out, or the collective has failed
-                if work.is_completed() or (is_posted := _ask_store(lambda store: store.check([_POSTED]))) is None:
-                    break
-                if is_posted:
-                    raise
-        return wait(work, *timeout)
+    Only gloo's waits are on the host; NCCL's watchdog ends its own.
+    """
+    while _torch().distributed.get_backend() == "gloo":
+        try:
+            work.wait(_LOOK_EVERY)
+            return
+        except RuntimeError:  # only the wait has timed out, or the collective has failed
+            if work.is_completed() or (is_posted := _ask_store(lambda store: store.check([_key()]))) is None:
+                break
+            if is_posted:
+                raise
+    work.wait()
 
-    return interruptible
+
+def _key() -> str:
+    """Key in the store of the first failure of this load that no collective can tell the other ranks of."""
+    return f"elastic_ckpt/failure/{_number.get()}"
 
 
 def _post(doing: str, error: Exception) -> CommunicationError:
     """The failure that was posted first: this one, if none was."""
     failure, _ = _failure(doing, error, rank())
     mine = CommunicationError(
-        f"ranks no longer work together: {failure.problem}",
+        f"a collective failed: {failure.problem}",
         **{**failure.details, "remedy": "a rank failed, died or hangs: see the others' logs, then start the job again"},
     )
     try:
-        posted = _ask_store(lambda store: store.compare_set(_POSTED, "", pickle.dumps(mine).hex()))
+        posted = _ask_store(lambda store: store.compare_set(_key(), "", pickle.dumps(mine).hex()))
         if rank() == 0:  # whose process most often has the store: let the others look before it ends
             time.sleep(2 * _LOOK_EVERY.total_seconds())
     except RuntimeError:  # the rank that has the store is dead
@@ -287,7 +290,7 @@ def common_nbytes(nbytes: Sequence[int]) -> int:
 def _any(flag: bool) -> bool:
     torch = _torch()
     flags = torch.tensor([flag], dtype=torch.int32, device=_collective_device())
-    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+    wait(torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, async_op=True))
     return bool(flags.item())
 
 
@@ -296,7 +299,7 @@ def _all_gather_bytes(mine: bytes) -> list[bytes]:
     torch = _torch()
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
     received = [torch.empty_like(sent) for _ in range(world_size())]
-    torch.distributed.all_gather(received, sent)
+    wait(torch.distributed.all_gather(received, sent, async_op=True))
     return [bytes(each.cpu().numpy()) for each in received]
 
 
@@ -304,7 +307,7 @@ def _broadcast_bytes(mine: bytes, src: int) -> bytes:
     """The bytes of rank ``src``; the others pass as many."""
     torch = _torch()
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
-    torch.distributed.broadcast(sent, src=src)
+    wait(torch.distributed.broadcast(sent, src=src, async_op=True))
     return bytes(sent.cpu().numpy())
 
 

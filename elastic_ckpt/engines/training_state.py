@@ -6,6 +6,7 @@ Arguments mean what they mean in ``DeepSpeedEngine._load_checkpoint`` (engine.py
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
@@ -38,7 +40,12 @@ _OWN_SCHEDULERS = ("random_ltd", "data_sampler")
 
 @dataclass(frozen=True)
 class LoadArguments:
-    """Arguments of ``DeepSpeedEngine.load_checkpoint``, by their DeepSpeed names; and whether it has an optimizer."""
+    """Arguments of ``DeepSpeedEngine.load_checkpoint``, by their DeepSpeed names.
+
+    Attributes:
+        others: names of those given that only DeepSpeed's own loader knows what to do with.
+        has_optimizer: whether the engine has one.
+    """
 
     load_dir: str
     tag: str | None = None
@@ -46,8 +53,17 @@ class LoadArguments:
     load_optimizer_states: bool = True
     load_lr_scheduler_states: bool = True
     load_module_only: bool = False
-    custom_load_fn: Any = None
+    others: tuple[str, ...] = ()
     has_optimizer: bool = field(default=True, kw_only=True)
+
+    @classmethod
+    def of(cls, given: inspect.BoundArguments, has_optimizer: bool) -> LoadArguments:
+        """The arguments of a call, bound by the signature of the installed DeepSpeed."""
+        parameters, known = given.signature.parameters, cls.__dataclass_fields__.keys() - {"others", "has_optimizer"}
+        values = {name: value for name, value in given.arguments.items() if name in known}
+        more = list(given.arguments.items())[1:]  # without the engine
+        others = (name for name, value in more if name not in known and value is not parameters[name].default)
+        return cls(**values, others=tuple(others), has_optimizer=has_optimizer)
 
 
 def restores_scheduler(engine: Any, saved: TrainingState, arguments: LoadArguments) -> bool:
@@ -104,7 +120,6 @@ class TrainingStateCommit:
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """What happened to each part so far."""
         return (*self._of_schedulers, *self._others)
 
     @property
@@ -133,9 +148,9 @@ class TrainingStateCommit:
             what, reason = ("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")
         else:
             groups = self._engine.optimizer.param_groups
-            before = copy.deepcopy(scheduler.state_dict() if hasattr(scheduler, "state_dict") else None)
+            before, restore = _kept(scheduler.state_dict() if hasattr(scheduler, "state_dict") else None)
             state = fit_scheduler(copy.deepcopy(saved), before, plan.group_sources, plan.saved_groups)
-            self._undo.append(_reloading(scheduler, before, groups))
+            self._undo.append(_reloading(scheduler, before, groups, restore))
             scheduler.load_state_dict(state)
             if not plan.saved_groups:
                 reason = "by the order of param groups, which the checkpoint does not record"
@@ -224,16 +239,40 @@ def _restoring(own: Any) -> Callable[[], None]:
     return restore
 
 
-def _reloading(scheduler: Any, before: Any, groups: Sequence[dict[str, Any]]) -> Callable[[], None]:
-    """What gives an lr scheduler and the param groups their state back."""
-    groups_before = [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups]
+def _kept(values: Any) -> tuple[Any, Callable[[], None]]:
+    """A deep copy in which tensors are the live ones, and what gives these their elements back."""
+    tensors = list(_tensors_in(values))
+    copies = [tensor.detach().clone() for tensor in tensors]
+
+    def restore() -> None:
+        for tensor, before in zip(tensors, copies, strict=True):
+            tensor.detach().copy_(before)
+
+    return copy.deepcopy(values, {id(tensor): tensor for tensor in tensors}), restore
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (Mapping, list, tuple)):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _tensors_in(value)
+
+
+def _reloading(
+    scheduler: Any, before: Any, groups: Sequence[dict[str, Any]], restore_state: Callable[[], None]
+) -> Callable[[], None]:
+    """What gives an lr scheduler and the param groups their state back, live tensors in place."""
+    kept = [_kept({key: value for key, value in group.items() if key != "params"}) for group in groups]
 
     def reload() -> None:
         try:
             scheduler.load_state_dict(before)
         except Exception:  # a scheduler that cannot load even its own state; the first error is the one to show
             logger.exception("elastic_ckpt could not give the lr scheduler its state back")
-        for group, values in zip(groups, groups_before, strict=True):
+        restore_state()
+        for group, (values, restore) in zip(groups, kept, strict=True):
+            restore()
             group.update(values)
 
     return reload

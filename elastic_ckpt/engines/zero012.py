@@ -13,6 +13,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from elastic_ckpt import distributed
 from elastic_ckpt.core.chunks import group_rules, placements
 from elastic_ckpt.core.flat_ranges import Placement
 from elastic_ckpt.core.read_plan import LoadPlan
@@ -111,4 +112,4 @@ class Zero012Adapter(EngineAdapter):
                 for partition, member in zip(partitions, members, strict=True)
             ]
             for work in pending:
-                work.wait()
+                distributed.wait(work)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import BroadcastRange, ReadItem, ReadPlan, RequantizeItem
-from elastic_ckpt.distributed import in_buckets
+from elastic_ckpt.distributed import in_buckets, wait
 from elastic_ckpt.errors import DamagedError, SavedOverError, refuse_used_up
 from elastic_ckpt.io.checksums import SUMMED_AT_ONCE_NBYTES, ReadSums, first_bytes
 from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, parts_of, sort_reads, tasks
@@ -214,7 +214,7 @@ def exchange_shares(plan: ReadPlan, tensors: Mapping[int, torch.Tensor], group: 
         parts = [tensors[s.slot].detach().view(-1)[s.range.start : s.range.stop] for s in bucket]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         # as bytes: not every backend knows every dtype
-        dist.broadcast(whole.view(torch.uint8), src=members[owner], group=group)
+        wait(dist.broadcast(whole.view(torch.uint8), src=members[owner], group=group, async_op=True))
         if owner == me:
             continue
         received_nbytes += whole.numel() * whole.element_size()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -76,11 +76,12 @@ def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs
 
 def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Decide, the same way on every rank, who loads; then load."""
-    arguments = replace(LoadArguments(*args, **kwargs), has_optimizer=has_optimizer(engine))
+    given = inspect.signature(original).bind(engine, *args, **kwargs)
+    arguments = LoadArguments.of(given, has_optimizer(engine))
     engine.elastic_report = None
-    config, own = _read_config(engine, arguments), functools.partial(original, engine)
+    config, own = _read_config(engine, arguments), functools.partial(_call, original, given)
     if config.mode == "off":
-        return _delegate(engine, arguments, None, own, config)
+        return _delegate(engine, None, own, config)
     commit_pending_save(engine)
     prefer_universal = load_universal_flag(engine) or elastic_config.flag_given()
     attempts = Attempts(arguments, config, prefer_universal, bool(engine.use_node_local_storage()))
@@ -93,6 +94,14 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
         except ElasticCkptError as error:
             if not attempts.recover(error, found):
                 raise
+
+
+def _call(original: Callable[..., Any], given: inspect.BoundArguments, tag: str | None = None) -> Any:
+    """Call DeepSpeed's own loader with what it was given; ``tag``: of the checkpoint that was found."""
+    asked = given.arguments.get("tag")
+    if tag is not None and (asked is None or os.path.normpath(str(asked)) != tag):
+        given.arguments["tag"] = tag
+    return original(*given.args, **given.kwargs)
 
 
 def _load(
@@ -119,7 +128,7 @@ def _load(
             expected="a checkpoint, since the mode is 'require'",
             found="none",
         )
-    return _delegate(engine, arguments, found, own, config)
+    return _delegate(engine, found, own, config)
 
 
 def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
@@ -133,7 +142,7 @@ def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
     def call() -> bytes:
         configs.append(config := elastic_config.read_config(ds_config(engine)))
         calls.append(mine := _meaning(arguments, config))
-        mine["use_node_local_storage"] = bool(engine.use_node_local_storage()) if engine is not None else False
+        mine["use_node_local_storage"] = bool(engine.use_node_local_storage())
         return hashlib.sha256(repr(mine).encode()).digest()
 
     if len(set(distributed.all_gather("read the configuration", call))) > 1:
@@ -156,6 +165,7 @@ def _meaning(arguments: LoadArguments, config: ElasticConfig) -> dict[str, Any]:
         )
     return {
         **{key: bool(value) for key, value in vars(arguments).items()},
+        "others": arguments.others,
         "load_dir": load_dir,
         "tag": None if tag is None else os.path.normpath(str(tag)),
         **config.model_dump(exclude={"report"}),
@@ -206,8 +216,8 @@ def _prepare_unless_left(
         why, own_files = "each node has files of its own (use_node_local_storage), those of this topology", True
     else:
         try:
-            if arguments.custom_load_fn is not None:
-                raise UnsupportedError("custom_load_fn is handled by DeepSpeed's own loader only")
+            if arguments.others:
+                raise UnsupportedError(f"{', '.join(arguments.others)}: handled by DeepSpeed's own loader only")
             return prepare(engine, found, arguments, config, clock)
         except ElasticCkptError as first:
             error = told_apart(first)
@@ -228,17 +238,14 @@ def _is_deepspeeds(engine: Any, found: Found, arguments: LoadArguments, error: E
     return deepspeed_loads_it_right(engine, found, arguments, check_steps=not isinstance(error, UnsupportedError))
 
 
-def _delegate(
-    engine: Any, arguments: LoadArguments, found: Found | None, own: Callable[..., Any], config: ElasticConfig
-) -> Any:
-    keywords = {key: value for key, value in vars(arguments).items() if key not in ("load_dir", "has_optimizer")}
+def _delegate(engine: Any, found: Found | None, own: Callable[..., Any], config: ElasticConfig) -> Any:
     if found is None:
         with screened_loads(engine, config):
-            return own(arguments.load_dir, **keywords)
+            return own()
     is_universal = found.format == "universal"
     try:
         with universal_flag(engine, is_universal), screened_loads(engine, config):
-            result = own(arguments.load_dir, **{**keywords, "tag": found.tag})
+            result = own(found.tag)
         with distributed.agree("look at the checkpoint's files again"):
             look_again()
     except SavedOverError as error:

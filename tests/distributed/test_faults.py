@@ -87,7 +87,7 @@ def test_the_others_raise_an_error_when_a_rank_is_gone(
         for outcome in outcomes:
             assert isinstance(outcome, Outcome), (str(cell), outcome, printed)
             assert_named(outcome, cell)
-            assert "ranks no longer work together" in outcome.text and "start the job again" in outcome.text
+            assert "a collective failed" in outcome.text and "start the job again" in outcome.text
             assert outcome.seconds < seconds, (str(cell), outcome)
             is_partial = ROUNDS.index(cell.at) >= ROUNDS.index(OVERWRITES)
             assert ("PartialLoadError" in outcome.kinds) == is_partial, (str(cell), outcome)

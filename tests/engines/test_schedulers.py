@@ -282,3 +282,35 @@ def test_merged_groups_that_differ_for_the_scheduler_alone_are_refused(kind: str
         host = TrainingState(counters, BatchSizes(None, None, None), state, None, False, {})
         with pytest.raises(MismatchError) if refused else nullcontext():
             TrainingStateCommit(engine, host, LoadArguments("/ckpt")).load_schedulers(plan)
+
+
+class Half(lr_scheduler.LambdaLR):
+    """It fails after it has changed what it holds."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(9.0)
+            group["extra"] = 9.0
+        self.base_lrs[0].fill_(9.0)
+        if state_dict["last_epoch"] == 7:
+            raise RuntimeError("half loaded")
+
+
+def test_a_scheduler_that_fails_half_loaded_leaves_live_tensors_in_place() -> None:
+    rate = torch.tensor(0.25)
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=rate, capturable=False, foreach=False)
+    scheduler = Half(optimizer, lambda step: 1.0)
+    base, (group,) = scheduler.base_lrs[0], optimizer.param_groups
+    engine = SimpleNamespace(lr_scheduler=scheduler, optimizer=optimizer, training_dataloader=None)
+    engine.random_ltd_enabled, engine.train_batch_size, engine.fp16_enabled = bool, lambda: 1, bool
+    engine.zero_optimization_stage = int
+    counters = dict.fromkeys(("global_steps", "skipped_steps", "dp_world_size", "mp_world_size"), 1)
+    state = {**scheduler.state_dict(), "last_epoch": 7}
+    host = TrainingState(counters, BatchSizes(None, None, None), state, None, False, {})
+    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"))
+    with pytest.raises(RuntimeError, match="half loaded"):
+        commit.load_schedulers(plan_load(saved(TWO), live(TWO), LoadOptions(scheduler=True)))
+    commit.undo_schedulers()
+    assert group["lr"] is rate and rate == 0.25
+    assert scheduler.base_lrs[0] is base and base == 0.25 and scheduler.last_epoch == 0

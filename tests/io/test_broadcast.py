@@ -111,7 +111,7 @@ def test_what_others_own_is_overwritten_and_counted_and_the_rest_left_alone(
             mine[share.slot].view(-1)[share.range.start : share.range.stop] = read
     sent: list[int] = []
 
-    def broadcast(raw: torch.Tensor, src: int, group: object) -> None:
+    def broadcast(raw: torch.Tensor, src: int, group: object, async_op: bool) -> None:
         """Another rank's bytes, if it is one: those of the bucket whose turn it is."""
         owner = src - 5
         sent.append(owner)
@@ -121,6 +121,7 @@ def test_what_others_own_is_overwritten_and_counted_and_the_rest_left_alone(
             raw.copy_(torch.cat(values).view(torch.uint8))
 
     monkeypatch.setattr(elastic_ckpt.io.reader.dist, "broadcast", broadcast)
+    monkeypatch.setattr(elastic_ckpt.io.reader, "wait", lambda work: None)
     monkeypatch.setattr(elastic_ckpt.io.reader.dist, "get_process_group_ranks", lambda group: [5, 6])
     monkeypatch.setattr(elastic_ckpt.io.reader.dist, "get_rank", lambda group: me)
     received = exchange_shares(plan_of(shares), mine, group="the group")

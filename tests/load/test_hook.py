@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,14 +108,36 @@ def test_the_pipeline_engine_inherits_the_patch(original: Any) -> None:
     assert PipelineEngine.load_checkpoint is original
 
 
-def test_the_patch_has_exactly_deepspeeds_parameters(original: Any) -> None:
-    # not through functools.wraps, which would show DeepSpeed's signature whatever the patch takes
+def test_arguments_are_those_that_deepspeed_takes(original: Any) -> None:
     taken, own = inspect.signature(LoadArguments).parameters, inspect.signature(original).parameters
-    assert [(p.name, p.kind, p.default) for name, p in taken.items() if name != "has_optimizer"] == [
-        (p.name, p.kind, p.default) for name, p in own.items() if name != "self"
-    ]
+    known = [(p.name, p.kind, p.default) for name, p in own.items() if name not in ("self", "custom_load_fn")]
+    assert [(p.name, p.kind, p.default) for name, p in taken.items()][: len(known)] == known
+    given = inspect.signature(original).bind("engine", "/x", "t", load_module_strict=False, custom_load_fn=None)
+    expected = LoadArguments("/x", "t", load_module_strict=False, has_optimizer=False)
+    assert LoadArguments.of(given, has_optimizer=False) == expected
+
+
+def newer(self: Any, load_dir: Any, tag: Any = None, mapping: Any = None, **more: Any) -> Any:
+    """A ``load_checkpoint`` of a DeepSpeed to come."""
+    return load_dir, tag, mapping, more
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_arguments_of_a_version_to_come_pass_through(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SimpleNamespace(use_node_local_storage=lambda: False, load_universal_checkpoint=lambda: False)
+    engine.optimizer, engine._config = None, SimpleNamespace(_param_dict={"elastic_checkpoint": {"mode": mode}})
+    monkeypatch.setattr(hook, "screened_loads", lambda engine, config: nullcontext())
+    found = hook._load_checkpoint(newer, engine, str(tmp_path), mapping="cpu", eager=True)
+    assert found == (str(tmp_path), None, "cpu", {"eager": True})
     with pytest.raises(TypeError):
-        LoadArguments(*range(len(own)))  # type: ignore[arg-type]  one more than DeepSpeed takes
+        hook._load_checkpoint(newer, engine)
+    given = inspect.signature(newer).bind(engine, "/x", mapping="cpu", eager=True)
+    assert LoadArguments.of(given, has_optimizer=True).others == ("mapping", "more")
+    for asked, loaded in ((None, "4"), ("4/", "4/"), ("5", "4")):
+        given = inspect.signature(newer).bind(engine, "/x", asked)
+        assert hook._call(newer, given, "4")[1] == loaded
 
 
 def test_the_patch_looks_like_deepspeeds_method_to_users(original: Any) -> None:
