@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_ckpt.config import ElasticConfig
     from elastic_ckpt.errors import ElasticCkptError
-    from elastic_ckpt.load.flags import add_arguments, with_arguments
+    from elastic_ckpt.load.flags import add_arguments
     from elastic_ckpt.load.installation import install, uninstall
     from elastic_ckpt.report import LoadReport
     from elastic_ckpt.tools.export import export
@@ -30,7 +30,6 @@ __all__ = [
     "install",
     "open",
     "uninstall",
-    "with_arguments",
 ]
 
 _MODULES = {
@@ -43,7 +42,6 @@ _MODULES = {
     "install": "elastic_ckpt.load.installation",
     "open": "elastic_ckpt.tools.tensors",
     "uninstall": "elastic_ckpt.load.installation",
-    "with_arguments": "elastic_ckpt.load.flags",
 }
 
 

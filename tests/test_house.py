@@ -40,7 +40,6 @@ def test_no_file_outgrows_its_room() -> None:
 OPENERS = {
     "load/execute.py": "writes the report",
     "load/fallback.py": "compares sizes and times of files that ranks see",
-    "load/flags.py": "a DeepSpeed config",
     "tools/export/config_files.py": "a folder of Transformers, by rules of its own",
     "tools/opened.py": "a DeepSpeed config",
     "tools/output_folder.py": "what a conversion or an export writes",

@@ -2,45 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
-import torch.distributed as dist
-
 from elastic_ckpt import distributed
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
-from elastic_ckpt.engines.compat import holds_gradients, partition_group
-from elastic_ckpt.engines.coordinates import sequence_of
+from elastic_ckpt.engines.compat import holds_gradients
 from elastic_ckpt.errors import DamagedError, MismatchError
-
-logger = logging.getLogger(__name__)
-_INCOMPLETE = (
-    "elastic_ckpt: checkpoints of this engine %s: with a device mesh for sequence parallelism (degree %d), all ranks "
-    "of a sequence-parallel group write the same files. Instead of mesh_param, or of data_parallel_size and "
-    "sequence_parallel_size in the config, pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to "
-    "deepspeed.initialize, as Accelerate does."
-)
-
-
-def warn_of_incomplete_saves(engine: Any) -> None:
-    """Warn on rank 0 if DeepSpeed's saves of this engine will be incomplete.
-
-    With a device mesh for sequence parallelism, ranks write files of the same names at the same time
-    (``DeepSpeedEngine._get_zero_ckpt_name`` counts data-parallel ranks only), and in ZeRO-3 of different partitions.
-    """
-    degree, what = engine.sequence_parallel_size, ""
-    if dist.get_rank() != 0 or degree == 1:
-        return
-    group = getattr(engine.optimizer, "dp_process_group", None)
-    if engine.zero_optimization_stage() != 3:
-        what = "" if sequence_of(engine, engine.seq_dp_world_size)[0].partitioned else "may be damaged"
-    elif group is not None:
-        partitions, saved = dist.get_world_size(group=partition_group(engine)), dist.get_world_size(group=group)
-        cut = f"since ZeRO-3 cuts the model into {partitions} partitions and saves {saved}"
-        what = f"will be incomplete and cannot be resumed, {cut}" if saved < partitions else ""
-    if what:
-        logger.warning(_INCOMPLETE, what, degree)
 
 
 def refuse_pending_gradients(engine: Any) -> None:

@@ -21,7 +21,7 @@ from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
-from elastic_ckpt.engines.megatron_runs import follow_topology, reseed
+from elastic_ckpt.engines.megatron_runs import follow_topology
 from elastic_ckpt.errors import MismatchError
 
 logger = logging.getLogger(__name__)
@@ -192,29 +192,15 @@ class TrainingStateCommit:
         own |= {"optimizer"} if arguments.load_optimizer_states else set()
         if "args" in saved:
             saved["args"] = follow_topology(saved["args"], self._coordinates, distributed.rank())
-        saved |= self._reseeded(saved)
-        return {key: value for key, value in saved.items() if key not in own}
-
-    def _reseeded(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """New random states of a Megatron run whose model-parallel topology changed.
-
-        Generators differ between ranks: where none can be derived, states of other ranks are reported.
-        """
-        moved = self._saved.degrees != (self._coordinates.tp, self._coordinates.pp)
-        entries, seed = reseed(saved, self._coordinates) if moved else ({}, None)
         random = tuple(sorted(key for key in saved if isinstance(key, str) and _RANDOM.search(key)))
-        if seed is not None:
-            reason = (
-                f"the model-parallel topology changed: reseeded from args.seed ({seed}), as Megatron seeds a new run"
-            )
-            self._others.append(Outcome("random state", "fresh", tuple(sorted(entries)), reason))
-        elif random and not self._saved.same_ranks:
+        at = self._coordinates
+        if random and not (self._saved.same_ranks and self._saved.degrees == (at.tp, at.pp)):
             reason = (
                 "the job has other ranks than the save; no generator is touched, and the client state holds rank 0's "
                 "entries: give each rank a seed of its own rather than these"
             )
             self._others.append(Outcome("random state", "skipped", random, reason))
-        return entries
+        return {key: value for key, value in saved.items() if key not in own}
 
 
 def _own_schedulers(engine: Any) -> dict[str, Any]:

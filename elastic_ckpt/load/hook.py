@@ -15,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from elastic_ckpt import config as elastic_config
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, requires_elastic
-from elastic_ckpt.engines.checks import commit_pending_save, warn_of_incomplete_saves
+from elastic_ckpt.engines.checks import commit_pending_save
 from elastic_ckpt.engines.compat import (
     ds_config,
     has_optimizer,
@@ -68,10 +68,9 @@ def unpatch_engine() -> None:
 
 
 def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedEngine.__init__``: aligned partitions if the config asks, a warning if saves will be incomplete."""
+    """``DeepSpeedEngine.__init__``: with aligned partitions, if its config asks for them."""
     align_engine(argument(original, "config_class", (engine, *args), kwargs))
     original(engine, *args, **kwargs)
-    warn_of_incomplete_saves(engine)
 
 
 def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:

@@ -70,7 +70,7 @@ def partition(arguments: dict[str, Any]) -> list[SimpleNamespace]:
         facts.append(SimpleNamespace(**found, losses=train(model), uniform_losses=uniform))
     refused = error_of(arguments["refused"])
     unwatch_pipe()
-    facts.append(SimpleNamespace(refused=refused, uninstalled=error_of("weighted_type:embed:2|block:1")))
+    facts.append(SimpleNamespace(refused=refused, is_wrapped=hasattr(PipelineModule._partition_layers, "__wrapped__")))
     return facts
 
 

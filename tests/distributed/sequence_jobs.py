@@ -16,7 +16,7 @@ from deepspeed.utils import groups
 
 import elastic_ckpt
 from tests.distributed import truth as oracle
-from tests.distributed.facts import Loaded, attempt, log_lines
+from tests.distributed.facts import Loaded, attempt
 from tests.distributed.jobs import SAVE_AT, truth_of
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, Setup, TinyLM, batch, build_optimizer, close
 
@@ -121,11 +121,10 @@ def same_as_deepspeed(arguments: dict[str, Any]) -> list[dict[str, dict[str, str
 
 
 def incomplete(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """ZeRO-3 of a device mesh: what is logged when engines are made, and how others refuse what it saves."""
+    """ZeRO-3 of a device mesh: how others refuse what it saves."""
     elastic_ckpt.install()
     folder, sp = os.path.join(arguments["folder"], "lost"), 2
-    with log_lines() as lines, live(Setup(3, "bf16"), "mesh", sp) as engine:
-        made = list(lines)
+    with live(Setup(3, "bf16"), "mesh", sp) as engine:
         train(engine, sp, 0, SAVE_AT, same_data=True)
         if dist.get_rank() % sp:  # all write the same files; one of them is enough, and no file is torn
             engine.checkpoint_engine.save = lambda *_, **__: None
@@ -135,9 +134,4 @@ def incomplete(arguments: dict[str, Any]) -> list[SimpleNamespace]:
         with live(Setup(3, "bf16"), kind, degree, seed=8) as engine:
             train(engine, degree, 20, 21, same_data=True)
             refusals.append(attempt((kind, degree), engine, lambda: engine.load_checkpoint(folder)))
-    with log_lines() as below, live(Setup(1, "bf16"), "mesh", sp):
-        pass
-    with log_lines() as other, live(Setup(3, "bf16"), "mpu", sp):
-        pass
-    rank = dist.get_rank()
-    return [SimpleNamespace(rank=rank, made=made, refusals=refusals, made_below_zero3=below, made_by_mpu=other)]
+    return [SimpleNamespace(refusals=refusals)]

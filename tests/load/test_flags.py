@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import base64
-import copy
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, clear_flags, flag_given, read_config
-from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.load.flags import add_arguments, with_arguments
+from elastic_ckpt.load.flags import add_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -117,86 +112,13 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "section"),
-    [(["--universal-checkpoint"], {}), (["--universal-checkpoint=require"], {"mode": "require"})],
-)
-def test_the_flag_reaches_a_config_and_replaces_nothing(
-    parser: argparse.ArgumentParser, arguments: list[str], section: dict[str, str]
-) -> None:
-    config = copy.deepcopy(CONFIG)
-    made = with_arguments(config, parser.parse_args(arguments))
-    assert config == CONFIG
-    assert made == {
-        "train_batch_size": 8,
-        "checkpoint": {"tag_validation": "Fail", "load_universal": True},
-        CONFIG_KEY: {"report": False, **section},
-    }
-    clear_flags()  # the config alone says it
-    assert read_config(made).mode == section.get("mode", "auto")
-
-
-def test_a_bare_flag_takes_the_off_out_of_a_config_and_writes_nothing_that_accelerate_takes_for_its_own(
-    parser: argparse.ArgumentParser,
-) -> None:
-    made = with_arguments({CONFIG_KEY: {"mode": "off"}}, parser.parse_args(["--universal-checkpoint"]))
-    assert made == {CONFIG_KEY: {}, "checkpoint": {"load_universal": True}}
-
-
 @pytest.mark.parametrize("conflicts", ["error", "resolve"])
 def test_a_parser_that_has_the_flag_keeps_it(conflicts: str) -> None:
     parser = add_arguments(megatron_parser(conflict_handler=conflicts))
     assert parser.parse_args([]).universal_checkpoint is False
     arguments = parser.parse_args(["--universal-checkpoint", "--elastic-trust-pickle"])
     assert arguments.universal_checkpoint is True
-    made = with_arguments(CONFIG, arguments)
-    assert made["checkpoint"] == {"tag_validation": "Fail", "load_universal": True}
-    assert read_config(made).trust_pickle
-
-
-def test_without_the_flag_a_config_stays_as_it_is(parser: argparse.ArgumentParser) -> None:
-    assert with_arguments(CONFIG, parser.parse_args([])) == CONFIG
-    assert with_arguments(CONFIG, megatron_parser().parse_args([])) == CONFIG
-    assert with_arguments(CONFIG, argparse.Namespace()) == CONFIG
-
-
-def test_off_turns_elastic_loading_off_and_leaves_deepspeeds_own_key_alone(parser: argparse.ArgumentParser) -> None:
-    made = with_arguments(CONFIG, parser.parse_args(["--universal-checkpoint=off"]))
-    assert made["checkpoint"] == CONFIG["checkpoint"] and made[CONFIG_KEY]["mode"] == "off"
-
-
-def test_a_config_may_be_a_file_or_nothing(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(CONFIG))
-    arguments = parser.parse_args(["--universal-checkpoint"])
-    expected = with_arguments(CONFIG, arguments)
-    assert with_arguments(path, arguments) == with_arguments(str(path), arguments) == expected
-    assert with_arguments(None, arguments) == {"checkpoint": {"load_universal": True}}
-
-
-def test_a_config_may_be_what_else_deepspeed_takes(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
-    arguments = parser.parse_args(["--universal-checkpoint"])
-    expected = with_arguments(CONFIG, arguments)
-    (tmp_path / "ds.json").write_text("# a comment\n" + json.dumps(CONFIG))
-    assert with_arguments(tmp_path / "ds.json", arguments) == expected
-    assert with_arguments(base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode(), arguments) == expected
-
-
-@pytest.mark.parametrize("text", ["[1, 2]", '{"a": ', '{"a": 1, "a": 2}', None])
-def test_a_config_that_cannot_be_read_is_named(
-    text: str | None, parser: argparse.ArgumentParser, tmp_path: Path
-) -> None:
-    path = tmp_path / "ds.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError, match=r"ds\.json"):
-        with_arguments(path, parser.parse_args([]))
-
-
-@pytest.mark.parametrize("key", ["checkpoint", CONFIG_KEY])
-def test_a_section_that_is_no_object_is_an_error(parser: argparse.ArgumentParser, key: str) -> None:
-    with pytest.raises(ConfigError, match=f'"{key}"'):
-        with_arguments({key: True}, parser.parse_args(["--universal-checkpoint"]))
+    assert read().trust_pickle
 
 
 @pytest.mark.parametrize("arguments", [["--universal_checkpoint"], ["--universal_checkpoint=require"]])
