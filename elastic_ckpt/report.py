@@ -114,13 +114,9 @@ class LoadReport:
         """What this rank did."""
         return self.ranks[self.rank]
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as plain containers, for JSON."""
-        return asdict(self) | {"source": source_dict(self.source)}
-
     def as_json(self) -> str:
         """The report as JSON text."""
-        return json.dumps(self.as_dict(), indent=2, default=str)
+        return json.dumps(asdict(self) | {"source": source_dict(self.source)}, indent=2, default=str)
 
     def table(self) -> Table:
         """The report as a rich table."""

@@ -89,10 +89,6 @@ class TrainingStateCommit:
     Then :meth:`load_schedulers` runs code of DeepSpeed and of the user, undone until every rank has succeeded; and
     :meth:`finish`, after tensors were overwritten, assigns attributes.
 
-    Args:
-        engine, coordinates: the live engine, and this rank's coordinates.
-        saved, arguments: the checkpoint's training state, and the arguments of ``load_checkpoint``.
-
     Attributes:
         client_state: what DeepSpeed's own loader returns, and the states of its schedulers that the engine lacks.
         loads_scheduler: whether the lr scheduler's state is restored.

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,21 +34,10 @@ logger = logging.getLogger(__name__)
 def execute_load(
     engine: Any, found: Found, ready: Prepared, arguments: LoadArguments, config: ElasticConfig, clock: Clock
 ) -> tuple[str, dict[str, Any]]:
-    """Restore a checkpoint into a live engine. Collective over all ranks of the job.
+    """Load the schedulers, undone on all ranks if any fails; read and broadcast; commit. Collective over the job.
 
-    1. Load the schedulers, undone on all ranks if any fails; 2. read and broadcast; 3. commit.
-
-    Args:
-        engine, found, arguments, config: the live engine, the checkpoint, arguments of ``load_checkpoint``, options.
-        ready: the result of :func:`elastic_ckpt.load.prepare.prepare`.
-        clock: times the phases of this load.
-
-    Returns:
-        As ``DeepSpeedEngine.load_checkpoint``: path of the model-states file, and client state.
-
-    Raises:
-        ElasticCkptError: the same on every rank. The engine is as it was before the call, unless the error is a
-            :class:`PartialLoadError`.
+    Returns what ``DeepSpeedEngine.load_checkpoint`` does: path of the model-states file, and client state. Raises the
+    same :class:`ElasticCkptError` on every rank; the engine is as it was unless it is a :class:`PartialLoadError`.
     """
     at = ready.local_state.model.coordinates
     _load_schedulers(ready)
@@ -152,8 +142,7 @@ def _overwrite(
 
 
 def _of_all_stages(everybody: Sequence[_Done]) -> tuple[Outcome, ...]:
-    stages = sorted((stage, number) for number, (_, stage, outcomes, _) in enumerate(everybody) if outcomes)
-    return united([everybody[number][2] for _, number in stages])
+    return united([outcomes for _, _, outcomes, _ in sorted(everybody, key=itemgetter(1)) if outcomes])
 
 
 def _outcomes(ready: Prepared, arguments: LoadArguments) -> tuple[Outcome, ...]:

@@ -39,7 +39,7 @@ from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.execute import as_partial_load_error, execute_load, told_apart
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks
 from elastic_ckpt.load.handover import screen_folder, screened_loads
-from elastic_ckpt.load.on_damage import Attempts
+from elastic_ckpt.load.on_damage import RetryPolicy
 from elastic_ckpt.load.prepare import Clock, Prepared, prepare
 from elastic_ckpt.patches import argument, unwrap, wrap
 from elastic_ckpt.patches.aligned_partitions import align_engine, unwatch_alignment, watch_alignment
@@ -83,15 +83,15 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
         return _delegate(engine, None, own, config)
     commit_pending_save(engine)
     prefer_universal = load_universal_flag(engine) or elastic_config.flag_given()
-    attempts = Attempts(arguments, config, prefer_universal, bool(engine.use_node_local_storage()))
+    policy = RetryPolicy(arguments, config, prefer_universal, bool(engine.use_node_local_storage()))
     while True:
         found = None
         try:
-            found = attempts.find()
+            found = policy.find()
             with pinned():
-                return _load(engine, found, arguments, attempts, config, own)
+                return _load(engine, found, arguments, policy, config, own)
         except ElasticCkptError as error:
-            if not attempts.recover(error, found):
+            if not policy.recover(error, found):
                 raise
 
 
@@ -107,7 +107,7 @@ def _load(
     engine: Any,
     found: Found | None,
     arguments: LoadArguments,
-    attempts: Attempts,
+    policy: RetryPolicy,
     config: ElasticConfig,
     own: Callable[..., Any],
 ) -> Any:
@@ -115,10 +115,10 @@ def _load(
     if found is not None:
         clock = Clock()
         with collector_off(), distributed.together("load the checkpoint"):
-            elastic_only = requires_elastic(config) or attempts.partly_overwritten
+            elastic_only = requires_elastic(config) or policy.partly_overwritten
             ready = _prepare_unless_left(engine, found, arguments, config, clock, elastic_only)
             if ready is not None:
-                attempts.will_overwrite(ready)
+                policy.will_overwrite(ready)
                 return execute_load(engine, found, ready, arguments, config, clock)
     elif config.mode == "require":
         raise NotFoundError(

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 
 
-class Attempts:
+class RetryPolicy:
     """The checkpoints that one call of ``load_checkpoint`` tries, one after another.
 
     Args:

@@ -338,7 +338,7 @@ def frugal(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
                 owned=owned,
                 read=int(total[1]),
                 asked=int(total[2]),
-                as_json=json.loads(json.dumps(report.as_dict())),
+                as_json=json.loads(report.as_json()),
                 text=str(report),
                 where=where(case),
             )
