@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from elastic_ckpt.core.local_state import ModelLayout, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.tensor_table import DerivedTensors
 from elastic_ckpt.errors import MismatchError, listed
 
 RenameRules = Sequence[tuple[str, str]]
@@ -96,10 +97,10 @@ def _with_names(
         replicas={(new_name(name), key): tensors for (name, key), tensors in metadata.replicas.items()},
         stages={new_name(name): stages for name, stages in metadata.stages.items()},
         parameters={new_name(name): saved for name, saved in metadata.parameters.items()},
-        tensors={
-            (new_name(name), key): replace(tensor, name=new_name(name))
-            for (name, key), tensor in metadata.tensors.items()
-        },
+        tensors=DerivedTensors(
+            {(new_name(name), key): (name, key) for name, key in metadata.tensors},
+            lambda new, old: replace(metadata.tensors[old], name=new[0]),
+        ),
         aliases={new_name(name): new_name(target) for name, target in metadata.aliases.items()},
         notes=(*metadata.notes, *notes),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, filterfalse
 from typing import Any
@@ -84,3 +84,30 @@ class TensorTable(Mapping[Place, TensorMetadata]):
     def _is_partitioned(self, place: object) -> bool:
         found = self._partitioned.get(place[0]) if isinstance(place, tuple) else None
         return found is not None and place[1] in found[2]  # type: ignore[index]
+
+
+class DerivedTensors(Mapping[Place, TensorMetadata]):
+    """Tensors that are made of other places' when they are first asked for.
+
+    Args:
+        sources: place -> the place that it is made of.
+        make: makes the tensor of a place, given both.
+    """
+
+    def __init__(self, sources: Mapping[Place, Place], make: Callable[[Place, Place], TensorMetadata]) -> None:
+        self._sources, self._make = sources, make
+        self._made: dict[Place, TensorMetadata] = {}
+
+    def __getitem__(self, place: Place) -> TensorMetadata:
+        if place not in self._made:
+            self._made[place] = self._make(place, self._sources[place])
+        return self._made[place]
+
+    def __contains__(self, place: object) -> bool:
+        return place in self._sources
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from elastic_ckpt.core.chunks import ChunkSource, listed
 from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SavedParameter, SourceFile, TensorMetadata
+from elastic_ckpt.core.tensor_table import DerivedTensors
 from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.core.values import PerRank, merged, moved
 from elastic_ckpt.errors import DamagedError, UnsupportedError
@@ -35,7 +36,8 @@ def merge_shards(ranks: Ranks) -> CheckpointMetadata:
     first, offsets = ranks[0], _offsets(ranks)
     for other in ranks[1:]:
         _check_same_stage(first, other)
-    tensors = {key: shard_by_shard([rank.tensors[key] for rank in ranks], offsets) for key in first.tensors}
+    places = {place: place for place in first.tensors}
+    tensors = DerivedTensors(places, lambda at, _: shard_by_shard([rank.tensors[at] for rank in ranks], offsets))
     files = [range(at, at + len(rank.files)) for at, rank in zip(offsets, ranks, strict=True)]
     known: dict[tuple[int, ...], Scalars] = {}  # parameters of one flat tensor share their scalars
     parameters: dict[str, SavedParameter] = {}

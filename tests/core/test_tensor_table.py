@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, listed, parameter_rules
 from elastic_ckpt.core.metadata import BUFFER, MASTER, TensorMetadata
-from elastic_ckpt.core.tensor_table import FlatState, TensorTable
+from elastic_ckpt.core.tensor_table import DerivedTensors, FlatState, Place, TensorTable
 
 
 def flat(offset: int, numel: int, rows: int = 1) -> FlatState:
@@ -58,3 +58,17 @@ def test_a_tensor_that_is_listed_too_is_there_once() -> None:
     assert table["a", MASTER] is own and ("a", MASTER) in table
     assert sorted(table) == [("a", MASTER), ("b", MASTER)] and len(table) == 2
     assert table == dict(table) and [tensor.name for tensor in table.values()].count("a") == 1
+
+
+def test_tensors_that_derive_from_others_are_made_when_they_are_first_asked_for() -> None:
+    made: list[Place] = []
+
+    def make(new: Place, old: Place) -> TensorMetadata:
+        made.append(old)
+        return TensorMetadata(new[0], new[1], (1,), "float32", ())
+
+    table = DerivedTensors({("b", "fp32"): ("a", "fp32")}, make)
+    assert list(table) == [("b", "fp32")] and len(table) == 1 and ("b", "fp32") in table and ("a", "fp32") not in table
+    assert made == []
+    assert table["b", "fp32"] is table["b", "fp32"] and table["b", "fp32"].name == "b" and made == [("a", "fp32")]
+    assert table.get(("a", "fp32")) is None
