@@ -161,6 +161,12 @@ def wait(work: Any) -> None:
     work.wait()
 
 
+def meet() -> None:
+    """Wait for all ranks before a collective that cannot be polled; fails once another rank has posted a failure."""
+    if world_size() > 1:
+        _any(False)
+
+
 def _key() -> str:
     """Key in the store of the first failure of this load that no collective can tell the other ranks of."""
     return f"elastic_ckpt/failure/{_number.get()}"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
+from elastic_ckpt import distributed
 from elastic_ckpt.core.chunks import parameter_rules, placements
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.local_state import LocalState, WholeTensor
@@ -150,6 +151,8 @@ class Zero3Adapter(EngineAdapter):
             if param.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
                 param.ds_secondary_tensor = None  # type: ignore[attr-defined]
         persistent = self._offload.persistent_parameters  # in the same order on every rank
+        if persistent:
+            distributed.meet()
         for bucket in _gathering_buckets(persistent):
             bucket[0].all_gather_coalesced(bucket).wait()
         if persistent:
