@@ -71,31 +71,42 @@ def all_gather(doing: str, work: Callable[[], T]) -> list[T]:
     Raises:
         ElasticCkptError: the failure of the lowest failing rank, with its ``rank`` set.
     """
-    if world_size() == 1:
-        with agree(doing):
-            return [work()]
-    message, cause = _message(doing, work)
-    inline = inline_nbytes(world_size())
-    with together(doing):
-        heads = _all_gather_bytes(_head(message))
-        nbytes = [int.from_bytes(head[:LENGTH_NBYTES], "little") for head in heads]
-        tails = _gather_tails(message[inline:], [max(count - inline, 0) for count in nbytes])
-    return [_result(head, tail, cause) for head, tail in zip(heads, tails, strict=True)]
+    return _exchange(doing, work, None)
 
 
 def broadcast(doing: str, work: Callable[[], T], src: int = 0) -> T:
     """Run ``work`` on global rank ``src`` and return its result on every rank; errors as in :func:`all_gather`."""
+    (result,) = _exchange(doing, work, src)
+    return result
+
+
+def _exchange(doing: str, work: Callable[[], T], src: int | None) -> list[T]:
+    """The results of all ranks, or of one. A message is a pickled (error, result); its length travels with its head."""
     if world_size() == 1:
         with agree(doing):
-            return work()
-    message, cause = _message(doing, work) if rank() == src else (b"", None)
-    inline = inline_nbytes(world_size())
+            return [work()]
+    message, inline, cause = b"", inline_nbytes(world_size()), None
+    if src in (None, rank()):
+        try:
+            message = pickle.dumps((None, work()))
+        except Exception as error:
+            failure, cause = _failure(doing, error, rank())
+            message = pickle.dumps((failure, None))
+    head = len(message).to_bytes(LENGTH_NBYTES, "little") + message[:inline].ljust(inline, b"\0")
     with together(doing):
-        head = _broadcast_bytes(_head(message), src)
-        rest = max(int.from_bytes(head[:LENGTH_NBYTES], "little") - inline, 0)
-        tail = _broadcast_bytes(message[inline:] if rank() == src else bytes(rest), src) if rest else b""
-    result: T = _result(head, tail, cause)
-    return result
+        heads = _all_gather_bytes(head) if src is None else [_broadcast_bytes(head, src)]
+        rests = [max(int.from_bytes(head[:LENGTH_NBYTES], "little") - inline, 0) for head in heads]
+        if src is None:
+            tails = _gather_tails(message[inline:], rests)
+        else:
+            tails = [_broadcast_bytes(message[inline:] or bytes(rests[0]), src) if rests[0] else b""]
+    results = []
+    for head, tail in zip(heads, tails, strict=True):
+        failed, result = pickle.loads(head[LENGTH_NBYTES:] + tail)  # ignores the padding after its STOP
+        if failed is not None:
+            raise failed from cause
+        results.append(result)
+    return results
 
 
 @contextmanager
@@ -235,32 +246,9 @@ def _failure(doing: str, error: Exception, on_rank: int | None) -> tuple[Elastic
     return unforeseen, error
 
 
-def _message(doing: str, work: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
-    """The pickled (error, result) of some work, and the cause of an unforeseen error."""
-    try:
-        return pickle.dumps((None, work())), None
-    except Exception as error:
-        failure, cause = _failure(doing, error, rank())
-        return pickle.dumps((failure, None)), cause
-
-
-def _head(message: bytes) -> bytes:
-    """The length of a message and its beginning, padded to a fixed size."""
-    inline = inline_nbytes(world_size())
-    return len(message).to_bytes(LENGTH_NBYTES, "little") + message[:inline].ljust(inline, b"\0")
-
-
 def inline_nbytes(ranks: int) -> int:
     """Bytes of a message that travel with its length in a job of so many ranks."""
     return max(min(_INLINE_NBYTES, _INLINE_TOTAL_NBYTES // ranks), _LEAST_INLINE_NBYTES)
-
-
-def _result(head: bytes, tail: bytes, cause: BaseException | None) -> Any:
-    """The result in a message; raises its error. Pickle ignores the padding after its STOP."""
-    error, result = pickle.loads(head[LENGTH_NBYTES:] + tail)
-    if error is not None:
-        raise error from cause
-    return result
 
 
 def _gather_tails(mine: bytes, nbytes: Sequence[int]) -> list[bytes]:

@@ -31,12 +31,10 @@ class RankWork:
     """What one rank did.
 
     Attributes:
-        rank: global rank.
         nbytes_read, nbytes_received: bytes of tensors read from files, and received from other ranks.
-        read_calls, files_opened, files_read: read system calls; files opened for metadata, and those read from.
+        files_opened, files_read: files opened for metadata, and those that tensors were read from.
         seconds: wall-clock seconds of each phase.
-        blocks, blocks_requantized: 8-bit blocks of the rank's states, and those that mix elements of several saved
-            blocks or were not quantized before.
+        blocks, blocks_requantized: 8-bit blocks of the rank's states, and those of them that are requantized (lossy).
         worst_requantization_error: largest error of those, as a fraction of the new block's scale.
     """
 
@@ -79,15 +77,10 @@ class LoadReport:
     """What an elastic load restored.
 
     Attributes:
-        source: where the checkpoint comes from.
-        zero_stage, dp, tp, pp, ep: stage of the live engine, ranks that ZeRO partitions over, tensor-, pipeline- and
-            expert-parallel degree.
-        sequence: how sequence parallelism divides the ``dp`` ranks.
+        zero_stage, dp: of the live engine, and the ranks that ZeRO partitions over, which ``sequence`` divides.
         rank: global rank of this report.
         outcomes: what is restored, fresh, skipped or ignored; see :class:`elastic_ckpt.core.read_plan.Outcome`.
-        global_steps: the step to continue from.
         ranks: what each rank of the job did, in rank order.
-        notes: what the user should know.
         verified: bytes compared with the checksums in the files; ``None`` with ``"verify": "off"``.
     """
 

@@ -32,9 +32,6 @@ from elastic_ckpt.core.state_kinds import (
 from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, dtype_name
 from elastic_ckpt.errors import UnsupportedError
 
-#: A tensor that each step writes before it reads it.
-_SCRATCH = "unorm_vec"
-
 
 def is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is one of bitsandbytes', which is not imported."""
@@ -75,7 +72,8 @@ class BitsAndBytesSchema(StateSchema):
     def _live_state(self, key: str, made: dict[str, Any], param: OptimizerParam, quantized: bool) -> LiveState:
         value, dtype = made[key], dtype_name(made[key])
         if key not in COMPANIONS:
-            return LiveState(key, dtype, SCRATCH if key == _SCRATCH else REPLICATED, shape=tuple(value.shape))
+            layout = SCRATCH if key == "unorm_vec" else REPLICATED  # each step writes it before it reads it
+            return LiveState(key, dtype, layout, shape=tuple(value.shape))
         rows = value.numel() // max(param.numel, 1) or 1
         if not quantized:
             return LiveState(key, dtype, rows=rows)

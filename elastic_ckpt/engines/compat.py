@@ -47,10 +47,15 @@ def has_optimizer(engine: Any) -> bool:
     return base is not None and not isinstance(base, (DummyOptim, DeepSpeedZeRoOffload))
 
 
+def _first(owner: Any, *names: str) -> Any:
+    """The first of some attributes that there is, if any."""
+    return next((getattr(owner, name) for name in names if getattr(owner, name, None) is not None), None)
+
+
 def flat_master_numels(engine: Any) -> list[int] | None:
     """Elements of each flat fp32 master of this rank, padding included, in ZeRO-3, 1 and 2; ``None`` without ZeRO."""
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-    masters = next((getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)), None)
+    masters = _first(engine.optimizer, *names)
     return None if masters is None else [master.numel() for master in masters]
 
 
@@ -65,7 +70,7 @@ def partition_group(engine: Any) -> Any:
 
 def dp_group_of(engine: Any) -> Any:
     """The process group over which the optimizer is partitioned, else the data-parallel group."""
-    return getattr(engine.optimizer, "dp_process_group", None) or engine.seq_data_parallel_group
+    return _first(engine.optimizer, "dp_process_group") or engine.seq_data_parallel_group
 
 
 def keeps_own_masters(engine: Any) -> bool:
@@ -97,9 +102,7 @@ def holds_gradients(engine: Any) -> bool:
         initial = -1 if engine.micro_steps else getattr(stage_1_and_2, "INITIAL_MICRO_STEP_ID", 0)
         averaged = (*optimizer.averaged_gradients.values(), *getattr(optimizer, "all_grad_tensors", {}).values())
         accumulated = optimizer.micro_step_id > initial or any(each is not None for each in averaged)
-    names = ("bit16_groups", "bf16_groups", "fp16_groups")
-    groups = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
-    params = chain.from_iterable(groups or (group["params"] for group in base_optimizer(engine).param_groups))
+    params = chain(*(_first(optimizer, "bit16_groups", "bf16_groups") or numbered_params(engine)))
     return accumulated or any(param.grad is not None and bool(param.grad.count_nonzero()) for param in params)
 
 
@@ -109,10 +112,10 @@ def loss_scaler(engine: Any) -> Any:
     A ``LossScaler`` or ``DynamicLossScaler`` of the partitioned optimizers; of the others, a ``LossScaleConfig``
     (loss_scaler.py), or before DeepSpeed 0.18.6 the optimizer itself. All have the same fields.
     """
-    optimizer = engine.optimizer
-    found = [getattr(optimizer, name, None) for name in ("loss_scale_config", "loss_scaler")]
-    found += [optimizer] if hasattr(optimizer, "cur_scale") else []
-    return next((scaler for scaler in found if scaler is not None and engine.fp16_enabled()), None)
+    if not engine.fp16_enabled():
+        return None
+    itself = engine.optimizer if hasattr(engine.optimizer, "cur_scale") else None
+    return _first(engine.optimizer, "loss_scale_config", "loss_scaler") or itself
 
 
 def flat_offsets(optimizer: Any, members: Sequence[Sequence[torch.nn.Parameter]]) -> list[list[int]]:

@@ -43,22 +43,16 @@ def model_of(
 ) -> ModelLayout:
     """The live model as far as this rank knows it, with its own shapes only.
 
-    Args:
-        engine, dp_group: the live engine, and the ranks that ZeRO partitions over.
-        fqns: name in the module -> FQN, where they differ.
-        stacked: stacked parameter -> the experts in it.
-
-    Raises:
-        UnsupportedError: pipeline parallelism other than DeepSpeed's.
+    ``dp_group``: the ranks that ZeRO partitions over; ``fqns``: name in the module -> FQN, where they differ;
+    ``stacked``: stacked parameter -> the experts in it.
     """
     coordinates = _coordinates_of(engine, dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group))
     layouts, ties = _layouts_of(engine, coordinates.tp), _ties_of(engine)
     layouts |= {name: replace(layouts[name], is_unsliced=True) for name in unsliced_experts(engine)}
     for name, experts in stacked.items():
         layout = layouts.pop(name)
-        layouts |= {
-            part.name: replace(layout, shapes=(part.shape,)) for part in slices(name, layout.shapes[0], experts)
-        }
+        parts = slices(name, layout.shapes[0], experts)
+        layouts |= {part.name: replace(layout, shapes=(part.shape,)) for part in parts}
     return ModelLayout(
         coordinates,
         {fqns.get(name, name): layout for name, layout in layouts.items()},

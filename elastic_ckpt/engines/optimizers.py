@@ -163,12 +163,14 @@ def _plain(*always: str, **conditional: str) -> Describe:
     return describe
 
 
-def _adagrad(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
-    return (LiveState("sum", _MASTER_DTYPE, initial=float(group.get("initial_accumulator_value", 0.0))),)
+def _initial(*zero: str, **hyperparameters: str) -> Describe:
+    """Elementwise states, and those that begin with a hyperparameter (``key="hyperparameter"``)."""
 
+    def describe(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
+        begin = {key: float(group.get(option, 0.0)) for key, option in hyperparameters.items()}
+        return tuple(LiveState(key, _MASTER_DTYPE, initial=begin.get(key, 0.0)) for key in (*zero, *begin))
 
-def _rprop(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
-    return LiveState("prev", _MASTER_DTYPE), LiveState("step_size", _MASTER_DTYPE, initial=float(group["lr"]))
+    return describe
 
 
 def _adafactor(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
@@ -202,10 +204,10 @@ KNOWN: dict[str, Callable[[Any], StateSchema]] = {
     "torch.optim.radam.RAdam": _listed(_PLAIN_ADAM),
     "torch.optim.adamax.Adamax": _listed(_plain("exp_avg", "exp_inf")),
     "torch.optim.sgd.SGD": _listed(_plain(momentum_buffer="momentum"), step=None),
-    "torch.optim.adagrad.Adagrad": _listed(_adagrad),
+    "torch.optim.adagrad.Adagrad": _listed(_initial(sum="initial_accumulator_value")),
     "torch.optim.rmsprop.RMSprop": _listed(_plain("square_avg", momentum_buffer="momentum", grad_avg="centered")),
     "torch.optim.adadelta.Adadelta": _listed(_plain("square_avg", "acc_delta")),
-    "torch.optim.rprop.Rprop": _listed(_rprop),
+    "torch.optim.rprop.Rprop": _listed(_initial("prev", step_size="lr")),
     "torch.optim.Adafactor": _listed(_adafactor),
     "torch.optim.Muon": _listed(_plain("momentum_buffer"), step=None),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _listed(_PLAIN_ADAM, family="adam", step=INT),
