@@ -34,12 +34,9 @@ class EngineAdapter(ABC):
     Parameters that no optimizer owns are frozen; without an optimizer, all are.
 
     Args:
-        engine, zero_stage: the live engine and its ZeRO stage.
         schema: which states the base optimizer keeps.
-        masters: the flat fp32 tensors, one per flat partition.
-        groups, members: per flat partition, the index of its param group in ``base.param_groups``; and its parameters
-            in flat order, on this rank or not.
-        dp_group: the data-parallel process group.
+        masters, groups, members: per flat partition, its fp32 tensor; the index of its param group in
+            ``base.param_groups``; and its parameters in flat order, on this rank or not.
     """
 
     #: Whether every data-parallel rank holds each whole master.
@@ -211,10 +208,7 @@ class EngineAdapter(ABC):
         return (self.buffers if slot.key == BUFFER else self.frozen)[slot.name].data
 
     def set_scalars_and_groups(self, plan: LoadPlan) -> None:
-        """Set scalar states and hyperparameters, if the plan restores them. Local.
-
-        Live tensors among hyperparameters (a capturable ``lr``) are filled in place, and devices stay.
-        """
+        """Set scalar states and hyperparameters, if the plan restores them. Local."""
         if not plan.restores_states:
             return
         for number, values in enumerate(plan.hyperparameters):

@@ -60,10 +60,7 @@ def flat_master_numels(engine: Any) -> list[int] | None:
 
 
 def partition_group(engine: Any) -> Any:
-    """The process group over which ZeRO-3 partitions an engine's parameters, experts of AutoEP apart.
-
-    With a device mesh for sequence parallelism it spans all ranks, unlike ``optimizer.dp_process_group``.
-    """
+    """The process group over which ZeRO-3 partitions parameters but AutoEP's experts; of a device mesh, all ranks."""
     dense = (param.ds_process_group for param in engine.param_names if not hasattr(param, "ds_autoep_uc_meta"))
     return next(dense, engine.seq_data_parallel_group)
 
@@ -160,10 +157,9 @@ def autotp_affine_map(param: Any) -> Mapping[str, Any] | None:
 
 
 def separate_steps(engine: Any) -> None:
-    """Give every flat tensor its own ``step``.
+    """Give every flat tensor its own ``step``: DeepSpeed's universal load of ZeRO-3 puts one into all of them.
 
-    DeepSpeed's universal load of ZeRO-3 (``load_hp_checkpoint_state_from_checkpoint_dir_stage3``) puts one tensor into
-    all of them, which torch's optimizers then advance once for each.
+    torch's optimizers then advance it once for each.
     """
     for state in getattr(base_optimizer(engine), "state", {}).values():
         if isinstance(state.get("step"), torch.Tensor):

@@ -35,12 +35,10 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 class OptimizerParam(NamedTuple):
-    """One tensor that a base optimizer updates.
+    """One tensor that a base optimizer updates, empty while swapped out, and its elements, padding included.
 
-    Attributes:
-        master, numel: the tensor, empty while swapped out; its elements, padding included.
-        group, position: index of its param group, and in the group's ``params`` during a step.
-        keeps_touched: whether DeepSpeed keeps whole Muon momenta of all parameters in it.
+    ``group``, ``position``: index of its param group, and in the group's ``params`` during a step; ``keeps_touched``:
+    whether DeepSpeed keeps whole Muon momenta of all parameters in it.
     """
 
     master: torch.Tensor
@@ -57,7 +55,6 @@ class StateSchema:
     """The states of a live optimizer: those that ``describe`` lists; without it, those of the checkpoint, or none.
 
     Args:
-        base: the live optimizer.
         describe: (param group, flat tensor) -> its tensor states.
         step: :data:`TENSOR`, :data:`INT`, :data:`IN_GROUP`, or ``None`` if it counts no steps.
         scalars: scalar states beside ``step``.

@@ -102,14 +102,9 @@ utils.groups
 
 
 class Privates(NamedTuple):
-    """Names that a class or module of DeepSpeed must define, call or touch.
+    """Names that a class or module of DeepSpeed must define, call or touch: a line of the table.
 
-    Attributes:
-        module, owner: the module below ``deepspeed.``, and a class in it; empty for the module itself.
-        names: attributes and functions; of a function that is called or wrapped, with its first parameters:
-            ``update(index)``.
-        since: the first version that has them; :mod:`elastic_ckpt.engines.compat` does without them before.
-        use: what they are needed for.
+    Before the version ``since``, :mod:`elastic_ckpt.engines.compat` does without them.
     """
 
     module: str

@@ -65,10 +65,10 @@ class Zero3Adapter(EngineAdapter):
         return int(self.optimizer.fp16_partitioned_groups_flat_numel[flat]) if self._swaps else super().numel(flat)
 
     def placements(self, flat: int) -> Iterable[Placement]:
-        return self._partition(self.members[flat])
+        return self._placements(self.members[flat])
 
-    def _partition(self, params: Sequence[Any]) -> Iterable[Placement]:
-        """This rank's placements in consecutive parameters; their partitions include padding."""
+    def _placements(self, params: Sequence[Any]) -> Iterable[Placement]:
+        """In consecutive parameters, whose partitions include padding."""
         numels = [math.prod(param.ds_shape) for param in params]
         steps = [int(param.ds_tensor.ds_numel) for param in params]
         return placements(parameter_rules(numels, steps), dist.get_rank(group=params[0].ds_process_group))
@@ -79,7 +79,7 @@ class Zero3Adapter(EngineAdapter):
         if hasattr(tensor.ds_tensor, "ds_quant_scale"):
             problem = "a frozen parameter is quantized, and its scales are not in the checkpoint"
             raise UnsupportedError(problem, parameter=name, found='"zero_quantized_nontrainable_weights": true')
-        mine = next((placement.range for placement in self._partition([tensor])), FlatRange(0, 0))
+        mine = next((placement.range for placement in self._placements([tensor])), FlatRange(0, 0))
         trains, dtype = not self.has_optimizer and tensor.requires_grad, dtype_name(tensor.ds_tensor)
         return WholeTensor(name, FROZEN, tuple(tensor.ds_shape), mine, dtype, trains=trains)
 
