@@ -128,7 +128,7 @@ def _check_bytes(
                 file = open_file(path, config.trust_pickle)
             except ElasticCkptError as error:
                 findings.append(of_unreadable(error))
-        records = [] if file is None else [Record(*record) for record in file.records]
+        records = [] if file is None else [Record(*record) for record in file.records if record[1]]
         has_data = records or spans.get(path) or path in files[SWAPPED] or os.path.basename(path) == DCP_METADATA
         if has_data and not any(record.crc32 for record in records):
             text = "saved without checksums: bit flips are undetectable, only values are looked at"
