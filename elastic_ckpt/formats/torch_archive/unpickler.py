@@ -23,7 +23,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import CALL, NEW, Call, Global, Unmade, described, unsafe_error
 from elastic_ckpt.formats.torch_archive.operations import OPERATIONS
 
@@ -41,6 +41,8 @@ _PART_SIZES: dict[Any, int] = {
 #: so many bytes of the file, and so many more. Marks: one for each container that is being filled.
 _FILE_NBYTES_PER_CONTAINER, _MOST_MORE_CONTAINERS, _MOST_MARKS = 64, 1 << 18, 1 << 10
 _UINT32 = struct.Struct("<I")
+#: Opcodes that picklers write in protocols 0 and 1 alone.
+_OF_PROTOCOL_0 = frozenset(b"2FILPSTUVdgiop")
 
 
 class Machine:
@@ -86,7 +88,7 @@ class Machine:
         """
         # the most frequent opcodes are inlined: a call for each would double the time
         data, at, stack, marks, memo = self.data, self.at, self.stack, self.marks, self.memo
-        push, pop, uint32 = stack.append, stack.pop, _UINT32.unpack_from
+        push, pop, uint32, start = stack.append, stack.pop, _UINT32.unpack_from, at
         while True:
             code = data[at]
             at += 1
@@ -135,6 +137,8 @@ class Machine:
                 self.at = at
                 operation = OPERATIONS.get(code)
                 if operation is None:
+                    if data[start] != 0x80 and code in _OF_PROTOCOL_0:
+                        raise UnsupportedError("this file was pickled with protocol 0 or 1, which is not supported")
                     raise pickle.UnpicklingError(
                         f"the opcode {code:#04x}, which data of protocols 2 to 5 does not need"
                     )

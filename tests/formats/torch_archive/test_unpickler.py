@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.errors import UnsafePickleError
+from elastic_ckpt.errors import UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.torch_archive.globals import find_global
 from elastic_ckpt.formats.torch_archive.unpickler import Machine
 
@@ -51,6 +51,12 @@ def test_plain_data_of_every_protocol_is_what_python_reads(tree: Any, protocol: 
     read = interpreted(data + b"what follows is not looked at")
     assert read == tree
     assert pickle.dumps(read, protocol) == pickle.dumps(pickle.loads(data), protocol), "types and sharing too"
+
+
+@pytest.mark.parametrize("protocol", [0, 1])
+def test_old_protocols_are_no_damage(protocol: int) -> None:
+    with pytest.raises(UnsupportedError, match="protocol 0 or 1"):
+        interpreted(pickle.dumps({"a": [1 << 40, "text"]}, protocol))
 
 
 @given(PLAIN, st.integers(2, 5))
@@ -112,7 +118,7 @@ def doubled(levels: int) -> bytes:
 )
 def test_what_is_hostile_ends_in_an_error_at_once(data: bytes) -> None:
     started = time.monotonic()
-    with pytest.raises((pickle.UnpicklingError, IndexError, KeyError, ValueError, UnsafePickleError)):
+    with pytest.raises((pickle.UnpicklingError, IndexError, KeyError, ValueError, UnsafePickleError, UnsupportedError)):
         interpreted(data)
     assert time.monotonic() - started < 20, "a bound on hanging, not on speed"
 
@@ -129,11 +135,11 @@ def test_every_opcode_of_plain_data_is_known() -> None:
     """What remains are codes that no pickler writes for it."""
     unknown = []
     for opcode in pickletools.opcodes:
-        data = opcode.code.encode("latin-1") + bytes(16)
+        data = b"\x80\x02" + opcode.code.encode("latin-1") + bytes(16)
         try:
             Machine(data, find_global, no_storages).run()
         except pickle.UnpicklingError as error:
-            if f"the opcode {data[0]:#04x}, which data of protocols 2 to 5 does not need" == str(error):
+            if f"the opcode {data[2]:#04x}, which data of protocols 2 to 5 does not need" == str(error):
                 unknown.append(opcode.name)
         except Exception:
             pass
