@@ -100,7 +100,7 @@ def read_dcp_metadata(folder: str) -> DcpContents:
             if key not in missing:
                 continue  # as after a save that was cut short and repeated
             if transforms := getattr(info, "transform_descriptors", None):
-                what = "this torch.distributed.checkpoint folder was written through extensions"
+                what = "a torch.distributed.checkpoint folder that was written through extensions is not supported"
                 found = f"transformed by {', '.join(map(described, transforms))}"
                 raise UnsupportedError(what, path, "bytes as they are", found, remedy="save it without extensions")
             start, nbytes = checked_shape((info.offset, info.length))

@@ -86,7 +86,7 @@ class MetadataBuilder:
         self._found = found
         self._files = [SourceFile(file.path, file.nbytes, records=file.records) for file in files]
         self._options = options
-        self._codebooks = resolve_codebooks(states)
+        self._codebooks, self._damaged_maps = resolve_codebooks(states)
         self._kinds: dict[str, SavedKind] = {}
         self.opaque: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
@@ -100,6 +100,9 @@ class MetadataBuilder:
         partition is one parameter, whose states may have any shape.
         """
         kinds = classify(ranks, self._options) if any(rank.tensors for rank in ranks) else {}
+        for key, kind in kinds.items():
+            if kind.block_numel and (why := self._damaged_maps.get(COMPANIONS[key][1])):
+                kinds[key] = replace(kind, kind=DAMAGED, why=why)
         self._kinds |= kinds
         for key, kind in kinds.items():
             if kind.kind == OPAQUE and any_shape and key not in COMPANIONS:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeVar
 from elastic_ckpt.core.metadata import WEIGHTS
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook, StateOptions, codebook
 from elastic_ckpt.core.values import merged
-from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.classify import Digest, SavedKind
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
@@ -123,28 +122,25 @@ def block_format(key: str, kind: SavedKind, codebooks: Mapping[str, Codebook]) -
     return BlockFormat(kind.block_numel, scales, codebooks[qmap])
 
 
-def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> dict[str, Codebook]:
-    """The quantization map of each ``qmap`` key, given (path, states) of every flat tensor and rank.
+def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[str, Codebook], dict[str, str]]:
+    """The map of each ``qmap`` key, given (path, states) of every flat tensor and rank; and what is wrong with others.
 
-    Raises :class:`DamagedError` unless it is the same well-formed one in all files.
+    A quantization map must be the same well-formed one in all files.
     """
     saved: dict[str, dict[Codebook | None, str]] = {}
     for path, states in files:
         for key, (_, qmap) in COMPANIONS.items():
             if key in states.tensors and states.tensors[key].dtype == "uint8":
                 saved.setdefault(qmap, {}).setdefault(states.codebooks.get(qmap), path)
-    resolved = {}
+    resolved, damaged = {}, {}
     for qmap, found in saved.items():
         problems = {path: "none" if each is None else each.problem for each, path in found.items()}
         if len(found) > 1 or any(problems.values()):
             path = next((path for path, problem in problems.items() if problem), list(problems)[-1])
-            what, expected = f"the quantization map {qmap} is damaged", "one map of 256 ascending values in all files"
-            remedy = "restore the file, or load with load_optimizer_states=False"
-            raise DamagedError(
-                what, path, expected, problems[path] or "another one than in other files", parameter=qmap, remedy=remedy
-            )
-        resolved[qmap] = next(each for each in found if each is not None)
-    return resolved
+            damaged[qmap] = f"{qmap} in {path}: {problems[path] or 'another one than in other files'}"
+        else:
+            resolved[qmap] = next(each for each in found if each is not None)
+    return resolved, damaged
 
 
 def kind_notes(kinds: Mapping[str, SavedKind]) -> tuple[str, ...]:

@@ -91,8 +91,8 @@ def match_states(
 def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | UnsupportedError]:
     """An error for each damaged state, and for each of unknown layout."""
     for key, description in metadata.states.damaged.items():
-        problem = f"optimizer state {key!r} does not have the scales that its 8-bit codes need"
-        expected = "one scale for each block of 256 or 2048 elements"
+        problem = f"optimizer state {key!r} does not have the scales or the quantization map that its codes need"
+        expected = "one scale for each block of 256 or 2048 elements, and one map of 256 ascending values in all files"
         yield metadata.error(DamagedError, problem, key, expected, description, _RESTORE)
     for key, description in metadata.states.opaque.items():
         problem = f"optimizer state {key!r} has a layout that cannot be resharded"
