@@ -26,6 +26,12 @@ _ONLY_PLANNED = ("frozen_recorded", "buffers_recorded", "merged_from")
 _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen parameters"}
 
 
+def progress_bar(what: str, nbytes: int, show: bool | None, leave: bool = True) -> tqdm[Any]:
+    """A progress bar over bytes; ``show`` is ``None``: if standard error is a terminal."""
+    disable = None if show is None else not show
+    return tqdm(total=nbytes, unit="B", unit_scale=True, desc=what, disable=disable, leave=leave)
+
+
 @dataclass(frozen=True)
 class RankWork:
     """What one rank did.

@@ -70,7 +70,9 @@ def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
 
 def _overview(found: Mapping[str, Any]) -> Table:
     run, source, files = found["run"], found["source"], found["files"]
-    steps = f"step {run['global_steps']} ({run['global_samples']} samples, {run['skipped_steps']} skipped)"
+    steps = f"step {run.get('global_steps', '?')}"
+    if "global_samples" in run:
+        steps += f" ({run['global_samples']} samples, {run['skipped_steps']} skipped)"
     by = f", DeepSpeed {source['ds_version']}" if source["ds_version"] else ""
     batch = f"{run['micro_batch'] or '?'} a rank x {run['accumulation_steps'] or '?'} micro-batches"
     experts = Counter(found["experts"].values())

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import BroadcastRange, ReadItem, ReadPlan, RequantizeItem
@@ -30,6 +29,7 @@ from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOption
 from elastic_ckpt.io.prefault import Prefault
 from elastic_ckpt.io.requantize import ReadStats, requantize
 from elastic_ckpt.io.staging import StagingBuffers, Transfer, staging_buffers
+from elastic_ckpt.report import progress_bar
 from elastic_ckpt.storage.local import open_descriptor, open_stream
 from elastic_ckpt.storage.pins import adopt, current
 
@@ -76,12 +76,6 @@ def execute(
             stats += done
             bar.update(part.nbytes)
     return stats
-
-
-def progress_bar(what: str, nbytes: int, show: bool | None, leave: bool = True) -> tqdm[Any]:
-    """A progress bar over bytes; ``show`` is ``None``: if standard error is a terminal."""
-    disable = None if show is None else not show
-    return tqdm(total=nbytes, unit="B", unit_scale=True, desc=what, disable=disable, leave=leave)
 
 
 class _Reader:

@@ -15,8 +15,8 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, Checkpo
 from elastic_ckpt.core.values import left_in_file
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
-from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import Opened

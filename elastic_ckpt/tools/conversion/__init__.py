@@ -29,8 +29,8 @@ from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.calls import NEW, Call, Global
 from elastic_ckpt.formats.universal_files import common_optimizer_state
 from elastic_ckpt.io.coalesce import read_options
-from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_rules
 from elastic_ckpt.storage.pins import adopt, current
 from elastic_ckpt.tools.conversion.pickling import save

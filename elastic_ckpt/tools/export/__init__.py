@@ -30,8 +30,8 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.errors import ConfigError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.safetensors import DTYPES, METADATA, SUFFIX
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
-from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.export.config_files import copy_configs
 from elastic_ckpt.tools.export.selection import of_adapter, optimizer_facts, selected, states_of
 from elastic_ckpt.tools.files import WHOLE_FORMATS

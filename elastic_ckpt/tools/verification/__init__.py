@@ -18,8 +18,8 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, l
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, open_file
-from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.state_matching import state_errors
+from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.tools.files import WHOLE_FORMATS, size_of
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
