@@ -97,7 +97,7 @@ def _save_of(
         return None  # DeepSpeed looks for other names than the "fast" writer's
     if own_files:
         found = _own_part(engine, found)
-    comparison = _Comparison(engine, found, arguments)
+    comparison = _Comparison(engine, found, arguments, own_files)
     if not comparison.fits():
         return None
     if not own_files and comparison.whole_weights:
@@ -123,8 +123,9 @@ class _Comparison:
     DeepSpeed's loader trusts pickles in any case; this comparison needs no trust.
     """
 
-    def __init__(self, engine: Any, found: Found, arguments: LoadArguments) -> None:
+    def __init__(self, engine: Any, found: Found, arguments: LoadArguments, own_files: bool) -> None:
         self.engine = engine
+        self.own_files = own_files
         self.found = found
         self.arguments = arguments
         self.stage: int = engine.zero_optimization_stage()
@@ -230,9 +231,10 @@ class _Comparison:
         if not self.arguments.load_module_strict:
             names = module_entries(model.tree["module"]).keys()
             trained = {name for name, param in engine.module.named_parameters() if param.requires_grad}
-            # beside states, what does not match would have to be listed
-            same_names = names == engine.module.state_dict().keys() if self.with_states else names >= trained
-            same = same and (same_names or (self.stage > 0 and not self.with_states))
+            if self.with_states and not self.own_files:  # what does not match would have to be listed
+                same = same and names == engine.module.state_dict().keys()
+            elif self.stage == 0:
+                same = same and names >= trained
         return same and (not self.with_states or self._same_optimizer(model, optimizer))
 
     def _same_topology(self, model: PickledFile) -> bool:

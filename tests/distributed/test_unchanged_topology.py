@@ -21,7 +21,7 @@ from tests.distributed.unchanged_jobs import ODD_STATES
 
 #: Why DeepSpeed's own loader runs.
 DISKS, TWIN_FLOW = "each node has files of its own", "partly offloaded"
-DIARY = "a layout that cannot be cut"
+DIARY = "a layout that cannot be resharded"
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 OFFLOAD = {"offload_param": {"device": "cpu"}, **CPU}
