@@ -118,16 +118,24 @@ def test_only_the_bytes_of_the_tensor_are_read(
     assert sum(read) == 3 * 6 * 4
 
 
-def test_weights_are_read_where_states_cannot_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("companions", "found"),
+    [({}, "state1"), ({"absmax1": torch.ones(1), "qmap1": torch.zeros(256)}, "qmap1 in")],
+    ids=["no scales", "a damaged map"],
+)
+def test_weights_are_read_where_states_cannot_be(
+    companions: dict[str, torch.Tensor], found: str, tmp_path: Path
+) -> None:
     model = Model()
     state = trained(model, torch.optim.AdamW([{"params": [model.a, model.b]}, {"params": [model.scale, model.c]}]))
-    state["state"][0]["state1"] = torch.zeros(2, 3, dtype=torch.uint8)
+    state["state"][0] |= {"state1": torch.zeros(2, 3, dtype=torch.uint8), **companions}
     (tmp_path / "step").mkdir()
     indexed(tmp_path / "step", model.state_dict(), state)
     checkpoint = elastic_ckpt.open(tmp_path / "step")
     assert torch.equal(checkpoint["b"], model.b)
-    with pytest.raises(DamagedError, match="does not have the scales"):
+    with pytest.raises(DamagedError, match="does not have the scales") as caught:
         elastic_ckpt.open(tmp_path / "step").optimizer_state("b")
+    assert found in str(caught.value)
     fresh = elastic_ckpt.open(tmp_path / "step", config=ElasticConfig(states={"state1": "fresh"}))
     assert fresh.optimizer_state("a").keys() == {"step", *STATES}
 

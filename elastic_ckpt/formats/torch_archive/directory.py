@@ -28,7 +28,7 @@ LOCATOR = struct.Struct("<4sLQL")
 ENTRY = struct.Struct("<4s6H3L5H2L")
 #: The header of a record: signature, version needed, flags, method, time, date, CRC32, both sizes, two lengths.
 HEADER = struct.Struct("<4s5H3L2H")
-MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
+MAX32 = 0xFFFFFFFF
 #: Block of an extra field with 64-bit sizes; flag: CRC32 and sizes follow the data.
 ZIP64, SIZES_FOLLOW = 0x0001, 0x0008
 #: The end of a directory may be followed by a comment of that size. Larger directories are refused.
