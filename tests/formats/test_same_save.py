@@ -112,6 +112,7 @@ def test_files_of_two_saves_are_refused(stage: int, metadata: Any, model: Any, s
         (3, at_steps(8.0), model_of(7), [scaler(7)]),
         (0, at_steps(8.0), model_of(7, kind=PLAIN), ()),
         (1, in_groups(at_steps(6.0), d0=1e-6), model_of(7), BESIDE),  # Prodigy counts no step of rate zero
+        (3, in_groups(at_steps(0.0, 7.0), d=1e-6), model_of(7), BESIDE),  # nor does D-Adaptation's Adan
     ],
 )
 def test_what_weights_or_the_scaler_show_to_be_one_save_is_noted(
