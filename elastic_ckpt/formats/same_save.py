@@ -69,7 +69,12 @@ def with_progress_compared(
     )
     why = counts.contradiction(exact=metadata.source.zero_stage == 3)
     # Prodigy and D-Adaptation (d0) find their rate themselves, and count no step of rate zero
-    if why is not None and scalers and check_shards and not any({"d", "d0"} & group.keys() for group in metadata.groups):
+    if (
+        why is not None
+        and scalers
+        and check_shards
+        and not any({"d", "d0"} & group.keys() for group in metadata.groups)
+    ):
         raise DamagedError(
             "optimizer states and counters are of different steps: files of two saves may be mixed in this folder",
             model.path,

@@ -300,7 +300,9 @@ def _same_members(engine: Any, optimizer: PickledFile, saved: Mapping[str, Any],
     names = [engine.param_names.get(param) for param in live]
     if saved.get("param_names"):
         return list(saved["param_names"]) == names
-    order = {name: position for position, name in enumerate(engine.module.state_dict())}
+    # of the module, whose hooks may rename entries of its state dict
+    named = engine.module.named_parameters(remove_duplicate=False)
+    order = {name: position for position, (name, _) in enumerate(named)}
     positions = [order.get(name, -1) for name in names]
     if positions != sorted(positions):
         return False

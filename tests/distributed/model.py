@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -77,6 +78,20 @@ class BufferedLM(TinyLM):
     def __init__(self, seed: int = 7) -> None:
         super().__init__(seed=seed)
         self.register_buffer("new_buffer", torch.ones(2))
+
+
+class HookedLM(TinyLM):
+    """The same model, whose state dict has one weight under another name."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
+        self.back.register_state_dict_post_hook(partial(_rename_entry, "weight", "kernel"))
+        self.back.register_load_state_dict_pre_hook(partial(_rename_entry, "kernel", "weight"))
+
+
+def _rename_entry(old: str, new: str, _module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if f"{prefix}{old}" in state:
+        state[f"{prefix}{new}"] = state.pop(f"{prefix}{old}")
 
 
 class PoorerLM(TinyLM):
@@ -194,6 +209,7 @@ BUILDERS = {
         WiderLM,
         RicherLM,
         BufferedLM,
+        HookedLM,
         PoorerLM,
         UntiedLM,
         HalfFrozenLM,

@@ -112,25 +112,6 @@ class Extra(_More):
         self.noted = self.Noted()
 
 
-class Hooked(_More):
-    """A module that saves its weight under another name."""
-
-    def __init__(self, seed: int = 7) -> None:
-        super().__init__(seed)
-        self.back.register_state_dict_post_hook(self._rename)
-        self.back.register_load_state_dict_pre_hook(self._rename_back)
-
-    @staticmethod
-    def _rename(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if f"{prefix}weight" in state:
-            state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
-
-    @staticmethod
-    def _rename_back(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if f"{prefix}kernel" in state:
-            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
-
-
 class FrozenTies(_More):
     """Tied weights that do not train, and a module that is frozen as a whole."""
 
@@ -162,7 +143,6 @@ MODELS: dict[str, Any] = {
             Transposed,
             Normalized,
             Extra,
-            Hooked,
             FrozenTies,
             Flat,
         )
