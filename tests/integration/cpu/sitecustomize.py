@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
@@ -26,5 +27,18 @@ class AcceleratesState:
         return spec
 
 
+def leave() -> None:
+    """End the process before its interpreter's teardown, which threads of gloo now and then abort.
+
+    Such a thread still holds a tensor of the last collective and waits for the interpreter's lock (torch's pull request
+    179291). Registered first, and so called last; after an exception the process ends as it would, with its exit code.
+    """
+    if getattr(sys, "last_value", None) is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 if "WORLD_SIZE" in os.environ:  # a rank, and not what starts it
     sys.meta_path.insert(0, AcceleratesState)
+    atexit.register(leave)
