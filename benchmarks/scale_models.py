@@ -22,7 +22,7 @@ from elastic_ckpt.core.experts import EXPERTS
 from elastic_ckpt.core.flat_ranges import per_parameter_numel
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata
 from elastic_ckpt.formats.assembling import Kind, assemble
-from elastic_ckpt.formats.base import Found, MetadataOptions
+from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.experts import ExpertShard
 from elastic_ckpt.formats.merging import LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, model_indexer
@@ -263,7 +263,7 @@ def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
     return assemble(*scale_files(model), MetadataOptions()).metadata
 
 
-def scale_files(model: ScaleModel) -> tuple[Found, list[Kind], list[Indexed]]:
+def scale_files(model: ScaleModel) -> tuple[CheckpointInfo, list[Kind], list[Indexed]]:
     """The folder of a large model's checkpoint, and the kind and contents of each file."""
     folder, tp, dp = os.path.join(FOLDER, model.name, model.saved.tag), model.saved.tp, model.saved.dp
     parameters = model.every_parameter()
@@ -287,7 +287,7 @@ def scale_files(model: ScaleModel) -> tuple[Found, list[Kind], list[Indexed]]:
         indexed += [_layer_shard(model, folder, layer, rank, layers[layer]) for rank in range(tp)]
     indexed += experts
     files = sort_names([os.path.basename(item.path) for item in indexed], is_universal=False)
-    return Found("native", folder, model.saved.tag, files), kinds, indexed
+    return CheckpointInfo("native", folder, model.saved.tag, files), kinds, indexed
 
 
 class _File:

@@ -12,7 +12,7 @@ import torch
 from elastic_ckpt.core.tp_rules import split_by
 from elastic_ckpt.engines.optimizers import KNOWN, OptimizerParam
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats import Found, MetadataOptions
+from elastic_ckpt.formats import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
@@ -29,7 +29,7 @@ def shown(language: str, number: int) -> str:
 
 
 @pytest.fixture
-def raw(tmp_path: Path) -> tuple[Found, dict[str, torch.Tensor], Any]:
+def raw(tmp_path: Path) -> tuple[CheckpointInfo, dict[str, torch.Tensor], Any]:
     """A folder in the format of the page, its values, and the reader of the page."""
     index = json.loads(shown("json", 0))
     ((_, entry),) = index["tensors"].items()
@@ -39,7 +39,7 @@ def raw(tmp_path: Path) -> tuple[Found, dict[str, torch.Tensor], Any]:
     (tmp_path / "raw.json").write_text(json.dumps(index))
     names: dict[str, Any] = {}
     exec(shown("python", 0), names)
-    return Found("raw", str(tmp_path), "", sort_names([], False)), values, names["read_raw"]
+    return CheckpointInfo("raw", str(tmp_path), "", sort_names([], False)), values, names["read_raw"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from elastic_ckpt.core.metadata import CheckpointMetadata
-from elastic_ckpt.formats.base import Found, MetadataOptions
+from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
@@ -73,7 +73,7 @@ def indexed(folder: Path, module: Mapping[str, torch.Tensor], optimizer: Any, **
 def catalog_of(
     folder: Path, shard: ModelShard, live_groups: Sequence[Sequence[str]] = (), rename: Any = ()
 ) -> CheckpointMetadata:
-    found = Found("native", str(folder), folder.name, sort_names([FILE], is_universal=False))
+    found = CheckpointInfo("native", str(folder), folder.name, sort_names([FILE], is_universal=False))
     options = MetadataOptions(live_groups=tuple(map(tuple, live_groups)), rename=rename)
     return unpartitioned_metadata(found, shard, options)
 

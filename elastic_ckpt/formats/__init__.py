@@ -8,14 +8,14 @@ from __future__ import annotations
 from functools import partial
 from types import MappingProxyType
 
-from elastic_ckpt.formats.base import Checkpoint, Format, FormatReader, Found, MetadataOptions
+from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, Format, FormatReader, MetadataOptions
 from elastic_ckpt.formats.dcp import dcp_reading, read_contents
 from elastic_ckpt.formats.native import native_reading, survey_native
 from elastic_ckpt.formats.safetensors import read_safetensors
 from elastic_ckpt.formats.universal import universal_reading
 from elastic_ckpt.formats.universal_files import list_parameters
 
-#: :attr:`Found.format` -> what reads it.
+#: :attr:`CheckpointInfo.format` -> what reads it.
 READERS: MappingProxyType[str, Format | FormatReader] = MappingProxyType(
     {
         "native": Format(native_reading, survey_native),
@@ -25,4 +25,4 @@ READERS: MappingProxyType[str, Format | FormatReader] = MappingProxyType(
     }
 )
 
-__all__ = ["READERS", "Checkpoint", "Format", "FormatReader", "Found", "MetadataOptions"]
+__all__ = ["READERS", "Checkpoint", "CheckpointInfo", "Format", "FormatReader", "MetadataOptions"]

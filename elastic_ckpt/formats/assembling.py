@@ -13,7 +13,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floati
 from elastic_ckpt.core.training_state import Features, LossScale
 from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats import model_states, shards
-from elastic_ckpt.formats.base import Found, MetadataOptions
+from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.experts import (
     ExpertOptimizer,
     ExpertShard,
@@ -91,7 +91,9 @@ class Assembled:
         return list(chain.from_iterable(zip(*(rank.optimizers for rank in self.ranks.values()), strict=True)))
 
 
-def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], options: MetadataOptions) -> Assembled:
+def assemble(
+    found: CheckpointInfo, kinds: Sequence[Kind], indexed: Sequence[Any], options: MetadataOptions
+) -> Assembled:
     """Combine the files of a checkpoint, given the kind and the contents of each."""
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(kinds, indexed)
@@ -118,7 +120,7 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
 
 
 def _experts_across(
-    found: Found, ranks: Sequence[RankFiles], tp: int, options: MetadataOptions
+    found: CheckpointInfo, ranks: Sequence[RankFiles], tp: int, options: MetadataOptions
 ) -> CheckpointMetadata | None:
     """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole."""
     model, lanes = ranks[0].model, [list(rank.optimizers.values()) for rank in ranks]
@@ -209,7 +211,9 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int],
         rank.models = {at: replace(item, param_shapes=param_shapes) for at, item in rank.models.items()}
 
 
-def _fit_together(found: Found, mp: int, rank: RankFiles, grid: Grid, options: MetadataOptions) -> CheckpointMetadata:
+def _fit_together(
+    found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid, options: MetadataOptions
+) -> CheckpointMetadata:
     """The metadata of one model-parallel rank, without the experts that its tensor-parallel ranks do not slice."""
     models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
     features = models[0].features | (optimizers[0].features if optimizers else Features())
@@ -252,7 +256,7 @@ def _fit_together(found: Found, mp: int, rank: RankFiles, grid: Grid, options: M
     return with_experts(metadata, rank.experts, models[0]) if is_whole else metadata
 
 
-def _unpartitioned(found: Found, rank: RankFiles, options: MetadataOptions) -> CheckpointMetadata:
+def _unpartitioned(found: CheckpointInfo, rank: RankFiles, options: MetadataOptions) -> CheckpointMetadata:
     """The metadata without ZeRO; without a live engine, that of the weights alone if names of states are unknown.
 
     Raises :class:`MismatchError` if they are and there are live groups, or states are asked for.
@@ -276,7 +280,7 @@ def _unpartitioned(found: Found, rank: RankFiles, options: MetadataOptions) -> C
         return weights_alone(found, rank.model)
 
 
-def _own_flats(found: Found, mp: int, rank: RankFiles, grid: Grid) -> list[int]:
+def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> list[int]:
     """The flat tensors of one model-parallel rank without those of experts that tensor-parallel ranks do not slice.
 
     Raises :class:`LayoutError` unless all experts are there, :class:`UnsupportedError` for unsliced ones without ZeRO.
@@ -301,7 +305,7 @@ def _own_flats(found: Found, mp: int, rank: RankFiles, grid: Grid) -> list[int]:
     return own
 
 
-def missing_file(found: Found, name: str, have: str) -> DamagedError:
+def missing_file(found: CheckpointInfo, name: str, have: str) -> DamagedError:
     return LayoutError("a file of the checkpoint is missing", found.path(name), name, have)
 
 

@@ -24,7 +24,7 @@ REMOVE_FOREIGN = "remove the foreign file and restore the right one, or take ano
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointInfo:
     """A checkpoint folder as detected; the same on every rank.
 
     Attributes:
@@ -93,7 +93,7 @@ class Checkpoint:
 #: Opens a file of the checkpoint.
 OpenFile = Callable[[str], PickledFile]
 #: Reads a folder by itself, the same on every rank.
-FormatReader = Callable[[Found, MetadataOptions], Checkpoint]
+FormatReader = Callable[[CheckpointInfo, MetadataOptions], Checkpoint]
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,11 @@ class Format:
         survey: what one rank alone has to look at first; ``None``: nothing.
     """
 
-    reading: Callable[[Found, MetadataOptions, Any], FolderReading]
-    survey: Callable[[Found, MetadataOptions], Callable[[], Any] | None] = lambda found, options: None
+    reading: Callable[[CheckpointInfo, MetadataOptions, Any], FolderReading]
+    survey: Callable[[CheckpointInfo, MetadataOptions], Callable[[], Any] | None] = lambda found, options: None
 
 
-def refuse_unsupported_folder(found: Found) -> None:
+def refuse_unsupported_folder(found: CheckpointInfo) -> None:
     """Raise :class:`UnsupportedError` for some experts, :class:`DamagedError` for two files of one rank."""
     files = found.files
     if files.clashes:

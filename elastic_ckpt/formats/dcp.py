@@ -27,7 +27,7 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
-from elastic_ckpt.formats.base import Fitted, FolderReading, Found, MetadataOptions, OpenFile
+from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
 from elastic_ckpt.formats.classify import FRESH
 from elastic_ckpt.formats.dcp_entries import Entries, sort_entries
 from elastic_ckpt.formats.dcp_megatron import Common, read_common, sort_megatron_entries, unstacked
@@ -45,7 +45,9 @@ _MOST_SKEW = 60.0
 _EXTRA_STATE = "._extra_state"
 
 
-def dcp_reading(found: Found, options: MetadataOptions, surveyed: tuple[DcpContents, Common | None]) -> FolderReading:
+def dcp_reading(
+    found: CheckpointInfo, options: MetadataOptions, surveyed: tuple[DcpContents, Common | None]
+) -> FolderReading:
     """How to read a DCP folder of which :func:`read_contents` has read ``.metadata``."""
     contents, common = surveyed
     if common is None:
@@ -70,7 +72,7 @@ def dcp_reading(found: Found, options: MetadataOptions, surveyed: tuple[DcpConte
     return FolderReading(len(names), read, fit)
 
 
-def read_contents(found: Found, options: MetadataOptions) -> tuple[DcpContents, Common | None]:
+def read_contents(found: CheckpointInfo, options: MetadataOptions) -> tuple[DcpContents, Common | None]:
     contents, common = read_dcp_metadata(found.folder), read_common(found.folder, options.trust_pickle)
     return (contents if common is None else unstacked(contents, found.path(DCP_METADATA))), common
 
@@ -80,7 +82,7 @@ class _Builder:
 
     def __init__(
         self,
-        found: Found,
+        found: CheckpointInfo,
         contents: DcpContents,
         entries: Entries,
         files: Sequence[DcpFile],

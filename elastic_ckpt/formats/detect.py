@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
-from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.storage.local import file_names, folder_names, named_os_errors, open_stream
@@ -23,7 +23,9 @@ _OWN_TAG = re.compile(r"(?:global_step|step-|iter_)(\d+)")
 _MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 
 
-def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trust_pickle: bool = False) -> Found | None:
+def find_checkpoint(
+    load_dir: str, tag: str | None, prefer_universal: bool, trust_pickle: bool = False
+) -> CheckpointInfo | None:
     """The checkpoint in a folder, or ``None`` where the folder contains nothing of DeepSpeed's.
 
     With a tag, only that tag's folder. Without one, what ``latest_universal`` or ``latest`` names; if both name one,
@@ -36,7 +38,7 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
         if found is None and (read_latest(load_dir, LATEST) is not None or list_tags(load_dir)):
             raise _no_such_tag(load_dir, f"the tag {str(tag)!r} that load_checkpoint was given", str(tag))
         return found
-    choices: list[Found] = []
+    choices: list[CheckpointInfo] = []
     broken: NotFoundError | None = None
     preferred, other = (LATEST_UNIVERSAL, LATEST) if prefer_universal else (LATEST, LATEST_UNIVERSAL)
     for latest in (preferred, other):
@@ -57,7 +59,7 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
     return choices[0] if choices else None
 
 
-def _without_latest(load_dir: str) -> Found | None:
+def _without_latest(load_dir: str) -> CheckpointInfo | None:
     """A folder of ``torch.distributed.checkpoint``: this one, the tracked iteration of Megatron, or the last step."""
     if not os.path.isdir(load_dir):
         return None
@@ -73,7 +75,7 @@ def _without_latest(load_dir: str) -> Found | None:
     return next((each for each in found if each is not None and each.format == "dcp"), None)
 
 
-def look_at(load_dir: str, tag: str) -> Found | None:
+def look_at(load_dir: str, tag: str) -> CheckpointInfo | None:
     """What one tag's folder contains, or ``None``."""
     folder = os.path.abspath(os.path.join(load_dir, tag))
     if not os.path.isdir(folder):
@@ -81,11 +83,11 @@ def look_at(load_dir: str, tag: str) -> Found | None:
     is_universal = _holds_parameters(os.path.join(folder, UNIVERSAL_FOLDER))
     files = sort_names(file_names(folder), is_universal)
     if is_universal or files.optimizer or files.model or files.model_zero3 or files.layers:
-        return Found("universal" if is_universal else "native", folder, tag, files)
-    return Found("dcp", folder, tag, files) if os.path.lexists(os.path.join(folder, DCP_METADATA)) else None
+        return CheckpointInfo("universal" if is_universal else "native", folder, tag, files)
+    return CheckpointInfo("dcp", folder, tag, files) if os.path.lexists(os.path.join(folder, DCP_METADATA)) else None
 
 
-def look_below(load_dir: str, tag: str) -> Found | None:
+def look_below(load_dir: str, tag: str) -> CheckpointInfo | None:
     """:func:`look_at` for a tag from a ``latest`` file, which may name nothing outside ``load_dir``.
 
     It may be a path, and the folder itself, as where it is empty: DeepSpeed's loader follows any.
@@ -107,7 +109,7 @@ def _holds_parameters(folder: str) -> bool:
     )
 
 
-def list_checkpoints(load_dir: str) -> list[Found]:
+def list_checkpoints(load_dir: str) -> list[CheckpointInfo]:
     """All checkpoints directly below a folder, newest first by the time of their folders."""
     if not os.path.isdir(load_dir):
         return []
@@ -127,7 +129,7 @@ def _mtime(path: str) -> float:
         return 0.0
 
 
-def look_beside(load_dir: str, name: str) -> Found | None:
+def look_beside(load_dir: str, name: str) -> CheckpointInfo | None:
     """:func:`look_at` for a folder that nobody asked for, which may be unreadable: lost+found of a disk, say."""
     try:
         return look_at(load_dir, name)
@@ -180,7 +182,7 @@ def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
     )
 
 
-def _further(preferred: Found, other: Found, trust_pickle: bool) -> Found:
+def _further(preferred: CheckpointInfo, other: CheckpointInfo, trust_pickle: bool) -> CheckpointInfo:
     """The preferred checkpoint, unless it is universal and the other is known to have been trained further."""
     steps, other_steps = global_steps(preferred, trust_pickle), global_steps(other, trust_pickle)
     if preferred.format == "universal" and steps is not None and other_steps is not None and other_steps > steps:
@@ -189,7 +191,7 @@ def _further(preferred: Found, other: Found, trust_pickle: bool) -> Found:
     return replace(preferred, notes=(note,))
 
 
-def global_steps(found: Found, trust_pickle: bool = False) -> int | None:
+def global_steps(found: CheckpointInfo, trust_pickle: bool = False) -> int | None:
     """The global step of a checkpoint, by its model-states files or DeepSpeed's own tag; ``None``: not known."""
     for name in (*found.files.model.values(), *found.files.model_zero3.values()):
         try:

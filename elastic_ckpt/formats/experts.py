@@ -21,7 +21,7 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, CheckpointMetadata, SourceFile, TensorMetadata
 from elastic_ckpt.core.state_kinds import TOUCHED, WHOLE, StateOptions
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, LayoutError, UnsupportedError, listed
-from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.classify import SavedKind
 from elastic_ckpt.formats.metadata_builder import Shapes, dense_tensor
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned
@@ -194,7 +194,11 @@ def with_tied_copies(model: ModelShard, ties: Mapping[str, Sequence[str]]) -> Mo
 
 
 def check_experts(
-    found: Found, model: ModelShard, shards: Sequence[OptimizerShard], experts: Sequence[ExpertShard], mp: str = "00"
+    found: CheckpointInfo,
+    model: ModelShard,
+    shards: Sequence[OptimizerShard],
+    experts: Sequence[ExpertShard],
+    mp: str = "00",
 ) -> None:
     """Raise :class:`LayoutError` unless each expert has one file, and one place in the optimizer's files."""
     counts = model.features.experts

@@ -28,7 +28,7 @@ from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, T
 from elastic_ckpt.core.tensor_table import FlatState, TensorTable
 from elastic_ckpt.core.values import merged
 from elastic_ckpt.errors import DamagedError, UnsupportedError
-from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.classify import DAMAGED, FRESH, OPAQUE, RankStates, SavedKind, classify
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.saved_states import (
@@ -75,7 +75,7 @@ class MetadataBuilder:
 
     def __init__(
         self,
-        found: Found,
+        found: CheckpointInfo,
         files: Iterable[SourceFile],
         options: StateOptions = StateOptions(),  # noqa: B008  frozen
         states: Iterable[tuple[str, StatesOfOne]] = (),

@@ -12,7 +12,7 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
-from elastic_ckpt.formats.base import Fitted, FolderReading, Found, MetadataOptions, OpenFile
+from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
 from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, index_expert, index_expert_optimizer
 from elastic_ckpt.formats.merging import LayerShard, index_layer
 from elastic_ckpt.formats.model_states import ModelIndexer, ModelShard, model_indexer
@@ -28,12 +28,12 @@ from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
 Indexed = ModelShard | OptimizerShard | LayerShard | ExpertShard | ExpertOptimizer | SourceFile
 
 
-def survey_native(found: Found, options: MetadataOptions) -> Callable[[], None] | None:
+def survey_native(found: CheckpointInfo, options: MetadataOptions) -> Callable[[], None] | None:
     """Whether copies of several writers are whole and of one save."""
     return (lambda: refuse_writers(found, options.trust_pickle)) if found.files.by_fast_writer else None
 
 
-def native_reading(found: Found, options: MetadataOptions, _: None) -> FolderReading:
+def native_reading(found: CheckpointInfo, options: MetadataOptions, _: None) -> FolderReading:
     """How to read a native checkpoint."""
     names = _expected_files(found)
     kinds, paths = list(names), [found.path(name) for name in names.values()]
@@ -111,7 +111,7 @@ def _spot_check(files: Assembled, opened: Collection[int]) -> None:
             spot_check(files.across, expert.path, expert.weights, shards)
 
 
-def _expected_files(found: Found) -> dict[Kind, str]:
+def _expected_files(found: CheckpointInfo) -> dict[Kind, str]:
     """Kind -> file name: model-states, optimizer-states, then layer files; :class:`LayoutError` for holes."""
     files = found.files
     models: dict[Kind, str] = {}

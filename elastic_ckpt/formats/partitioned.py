@@ -22,7 +22,7 @@ from elastic_ckpt.core.flat_ranges import group_offsets, per_parameter_numel
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
-from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.classify import RankStates
 from elastic_ckpt.formats.experts import Division, divisions
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors
@@ -45,7 +45,7 @@ _OTHER_DEGREES = range(2, 65)
 
 
 def partitioned_metadata(
-    found: Found,
+    found: CheckpointInfo,
     models: Sequence[ModelShard],
     optimizers: Sequence[OptimizerShard],
     own: int | None,

@@ -31,7 +31,7 @@ from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.errors import listed as shown
-from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
+from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.json_text import MOST_JSON_NBYTES, parse_json
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import named_errors
@@ -72,16 +72,16 @@ class _Header(SourceFile):
     metadata: Mapping[str, str]
 
 
-def find_safetensors(folder: str) -> Found | None:
+def find_safetensors(folder: str) -> CheckpointInfo | None:
     """The folder, if it has safetensors files or an index of some."""
     names = file_names(folder) if os.path.isdir(folder) else []
     if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         return None
     path = os.path.abspath(folder)
-    return Found("safetensors", path, os.path.basename(path), sort_names((), is_universal=False))
+    return CheckpointInfo("safetensors", path, os.path.basename(path), sort_names((), is_universal=False))
 
 
-def read_safetensors(found: Found, options: MetadataOptions) -> Checkpoint:
+def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpoint:
     """Read the headers of one model's files, and of its optimizer's. Local.
 
     Of several models, the one called ``model`` is read, and a note names the other files. Raises :class:`DamagedError`
@@ -133,7 +133,7 @@ def _chosen(stems: set[str], folder: str) -> list[str]:
     return sorted({_MODEL if len(models) > 1 else stem for stem in models} | (stems & {_OPTIMIZER}))
 
 
-def _read_plain(found: Found, stem: str, names: set[str]) -> dict[str, _Header]:
+def _read_plain(found: CheckpointInfo, stem: str, names: set[str]) -> dict[str, _Header]:
     """Files without an index: one, or all that their numbers count."""
     files = sorted(name for name in names if _stem(name) == stem)
     if files not in ([stem + SUFFIX], [f"{stem}-{n + 1:05d}-of-{len(files):05d}{SUFFIX}" for n in range(len(files))]):
@@ -142,7 +142,7 @@ def _read_plain(found: Found, stem: str, names: set[str]) -> dict[str, _Header]:
     return {name: _read_header(found.path(name)) for name in files}
 
 
-def _read_indexed(found: Found, stem: str) -> dict[str, _Header]:
+def _read_indexed(found: CheckpointInfo, stem: str) -> dict[str, _Header]:
     """The files that an index names, which have the tensors that it names."""
     path = found.path(stem + INDEX_SUFFIX)
     with named_errors(path, _EXPECTED), open_stream(path) as stream:
@@ -205,7 +205,7 @@ def _groups_and_scalars(files: list[_Header]) -> tuple[list[dict[str, Any]], dic
 
 
 def _metadata(
-    found: Found, files: list[_Header], owner: Mapping[tuple[bool, str], int], notes: tuple[str, ...]
+    found: CheckpointInfo, files: list[_Header], owner: Mapping[tuple[bool, str], int], notes: tuple[str, ...]
 ) -> CheckpointMetadata:
     saved_groups, scalars = _groups_and_scalars(files)
     groups = [

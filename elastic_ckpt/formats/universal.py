@@ -20,7 +20,7 @@ from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
-from elastic_ckpt.formats.base import Fitted, FolderReading, Found, MetadataOptions, OpenFile
+from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
 from elastic_ckpt.formats.experts import with_slices, with_tied_copies
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
@@ -47,7 +47,9 @@ _NO_OPTIMIZER_FILE = (
 )
 
 
-def universal_reading(found: Found, options: MetadataOptions, surveyed: tuple[bool, list[str]]) -> FolderReading:
+def universal_reading(
+    found: CheckpointInfo, options: MetadataOptions, surveyed: tuple[bool, list[str]]
+) -> FolderReading:
     """How to read a universal checkpoint; :func:`list_parameters` has ``surveyed`` it.
 
     Each rank also lists the folders of its parameters.
@@ -88,7 +90,7 @@ def universal_reading(found: Found, options: MetadataOptions, surveyed: tuple[bo
 
 
 def _fit_together(
-    found: Found,
+    found: CheckpointInfo,
     models: Mapping[tuple[int, int], ModelShard],
     optimizer: OptimizerFile | None,
     states: list[StateFile],
@@ -110,7 +112,7 @@ def _fit_together(
     return with_progress_compared(metadata, first, options.check_shards, scalers), grid
 
 
-def _model_files(found: Found) -> dict[tuple[int, int], str]:
+def _model_files(found: CheckpointInfo) -> dict[tuple[int, int], str]:
     """(model-parallel rank, data-parallel rank) -> its model-states file."""
     files = found.files
     names = {(mp, 0): name for mp, name in files.model.items()}
@@ -149,7 +151,11 @@ def _refuse_unlisted(first: ModelShard, states: Iterable[StateFile], parameters:
 
 
 def _build_metadata(
-    found: Found, models: list[ModelShard], optimizer: OptimizerFile | None, states: list[StateFile], grid: Grid
+    found: CheckpointInfo,
+    models: list[ModelShard],
+    optimizer: OptimizerFile | None,
+    states: list[StateFile],
+    grid: Grid,
 ) -> CheckpointMetadata:
     first = models[0]
     builder = MetadataBuilder(found, [*models, *states])

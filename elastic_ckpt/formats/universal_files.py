@@ -17,7 +17,7 @@ from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.tp_rules import COLUMN, ROW, VOCABULARY, Rule
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile
@@ -79,17 +79,17 @@ class OptimizerFile:
 Packed = tuple[str, int, TensorRef | None, float | None, Rule | None, bool, Records]
 
 
-def optimizer_path(found: Found) -> str:
+def optimizer_path(found: CheckpointInfo) -> str:
     return found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
 
 
-def list_parameters(found: Found) -> tuple[bool, list[str]]:
+def list_parameters(found: CheckpointInfo) -> tuple[bool, list[str]]:
     """Whether there is an optimizer's file, and the sorted names of parameters, whose folders are not looked into."""
     names = sorted(folder_names(found.path(UNIVERSAL_FOLDER)))
     return os.path.lexists(optimizer_path(found)), names
 
 
-def read_parameter(found: Found, name: str, open_one: Callable[[str], PickledFile]) -> list[Packed]:
+def read_parameter(found: CheckpointInfo, name: str, open_one: Callable[[str], PickledFile]) -> list[Packed]:
     """Read the files of one parameter. Local."""
     folder = found.path(os.path.join(UNIVERSAL_FOLDER, name))
     files = [index_state(open_one(f"{folder}/{file}")) for file in sorted(file_names(folder)) if file.endswith(".pt")]
@@ -99,7 +99,7 @@ def read_parameter(found: Found, name: str, open_one: Callable[[str], PickledFil
     ]
 
 
-def unpacked(found: Found, name: str, packed: Iterable[Packed]) -> Iterator[StateFile]:
+def unpacked(found: CheckpointInfo, name: str, packed: Iterable[Packed]) -> Iterator[StateFile]:
     """The files of one parameter, as :func:`read_parameter` has read them on some rank."""
     folder = found.path(os.path.join(UNIVERSAL_FOLDER, name))
     for key, nbytes, tensor, scalar, rule, is_concatenated, records in packed:

@@ -10,7 +10,7 @@ Below ZeRO-3, each rank that is a writer saves the model-states file:
 from __future__ import annotations
 
 from elastic_ckpt.errors import DamagedError, UnsupportedError
-from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.naming import number_of_writers
 from elastic_ckpt.formats.pickled import PickledFile, open_file
@@ -20,7 +20,7 @@ from elastic_ckpt.storage.local import open_stream
 _SAVE_ELSE = 'take another tag; save without "writer", or with "type": "fast" and "data_parallel": "replica"'
 
 
-def refuse_writers(found: Found, trust_pickle: bool) -> None:
+def refuse_writers(found: CheckpointInfo, trust_pickle: bool) -> None:
     """Raise :class:`DamagedError` for copies of another number of writers that are of another save. Opens few files."""
     compared: set[tuple[str, int]] = set()
     for copy, name in found.files.copies.items():

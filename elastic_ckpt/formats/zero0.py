@@ -21,7 +21,7 @@ from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, WHOLE
 from elastic_ckpt.errors import MismatchError, listed
-from elastic_ckpt.formats.base import Found, MetadataOptions
+from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES, RankStates
 from elastic_ckpt.formats.experts import cannot_slice
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, module_tensors, refuse_view
@@ -35,7 +35,7 @@ Names = Sequence[Sequence[str]]
 Members = Sequence[Sequence[str | None]]
 
 
-def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOptions) -> CheckpointMetadata:
+def unpartitioned_metadata(found: CheckpointInfo, model: ModelShard, options: MetadataOptions) -> CheckpointMetadata:
     """The metadata of a checkpoint whose optimizer state is whole; :class:`MismatchError` if names are unknown."""
     state = model.optimizer
     assert state is not None
@@ -69,7 +69,7 @@ def add_unpartitioned(
             _use_last_step(builder, [name for name, _ in shapes_of(model, filter(None, members))])
 
 
-def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
+def weights_alone(found: CheckpointInfo, model: ModelShard) -> CheckpointMetadata:
     """The metadata of the module's weights; those of a pipeline are in the files of its layers."""
     builder = MetadataBuilder(found, [model])
     builder.tensors.add(module_tensors([model], 0, ())[0])

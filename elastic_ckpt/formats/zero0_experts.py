@@ -13,7 +13,7 @@ from itertools import chain, groupby
 from elastic_ckpt.core.experts import ExpertName, expert_name, stacked_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import LayoutError, UnsupportedError
-from elastic_ckpt.formats.base import Found, MetadataOptions, refuse_other_saves
+from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, degree_in_name
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, module_tensors
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
@@ -22,7 +22,7 @@ from elastic_ckpt.formats.zero0 import add_unpartitioned, member_names, shapes_o
 
 
 def unpartitioned_experts(
-    found: Found,
+    found: CheckpointInfo,
     model: ModelShard,
     experts: Sequence[ExpertShard],
     optimizers: Sequence[ExpertOptimizer],
@@ -59,7 +59,7 @@ def unpartitioned_experts(
     return builder.build(model, 0, groups, frozen_recorded=model.frozen_recorded)
 
 
-def _degree(found: Found, optimizers: Sequence[ExpertOptimizer]) -> int:
+def _degree(found: CheckpointInfo, optimizers: Sequence[ExpertOptimizer]) -> int:
     """The expert-parallel degree, which param groups of experts are named after, as ``ep_size_2``."""
     named = {degree_in_name(group) for each in optimizers for group in each.state.groups if group.get("moe")}
     if len(named) > 1:

@@ -18,7 +18,7 @@ from elastic_ckpt.core.read_plan import Outcome, ReadPlan
 from elastic_ckpt.engines.compat import record_counts
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, PartialLoadError, SavedOverError
-from elastic_ckpt.formats import Found
+from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.io.checksums import ReadSums
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.reader import exchange_shares, execute
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def execute_load(
-    engine: Any, found: Found, ready: Prepared, arguments: LoadArguments, config: ElasticConfig, clock: Clock
+    engine: Any, found: CheckpointInfo, ready: Prepared, arguments: LoadArguments, config: ElasticConfig, clock: Clock
 ) -> tuple[str, dict[str, Any]]:
     """Load the schedulers, undone on all ranks if any fails; read and broadcast; commit. Collective over the job.
 

@@ -34,7 +34,7 @@ from elastic_ckpt.engines.compat import (
 )
 from elastic_ckpt.engines.select import same_features
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
-from elastic_ckpt.formats import Found
+from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.model_states import COUNTERS, MASTER_ENTRIES, PLAIN, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
@@ -51,7 +51,7 @@ _LAYOUTS = {0: "whole", 1: "zero12", 2: "zero12", 3: "zero3"}
 
 
 def deepspeed_loads_it_right(
-    engine: Any, found: Found, arguments: LoadArguments, check_steps: bool, own_files: bool = False
+    engine: Any, found: CheckpointInfo, arguments: LoadArguments, check_steps: bool, own_files: bool = False
 ) -> bool:
     """Whether DeepSpeed's own loader restores a folder correctly, all its files being of one save. Collective.
 
@@ -73,7 +73,7 @@ def deepspeed_loads_it_right(
     return saves[0] is not None and all(other == saves[0] for other in saves)
 
 
-def on_own_disks(engine: Any, found: Found) -> bool:
+def on_own_disks(engine: Any, found: CheckpointInfo) -> bool:
     """Whether nodes save different files to their own disks (``use_node_local_storage``). Collective."""
     if not engine.use_node_local_storage() or found.format != "native":
         return False
@@ -90,7 +90,7 @@ def on_own_disks(engine: Any, found: Found) -> bool:
 
 
 def _save_of(
-    engine: Any, found: Found, arguments: LoadArguments, check_steps: bool, own_files: bool
+    engine: Any, found: CheckpointInfo, arguments: LoadArguments, check_steps: bool, own_files: bool
 ) -> tuple[Any, ...] | None:
     """The save that DeepSpeed's loader would read; ``None`` if it is not known to be restored correctly. Local."""
     if found.format != "native" or found.files.by_fast_writer:
@@ -105,7 +105,7 @@ def _save_of(
     return comparison.one_save(1 if own_files else engine.seq_dp_world_size, check_steps)
 
 
-def _own_part(engine: Any, found: Found) -> Found:
+def _own_part(engine: Any, found: CheckpointInfo) -> CheckpointInfo:
     """The folder as this rank sees it, without other data-parallel ranks' files."""
     files = sort_names(file_names(found.folder), is_universal=False)
     rank = dist.get_rank(group=dp_group_of(engine))
@@ -123,7 +123,7 @@ class _Comparison:
     DeepSpeed's loader trusts pickles in any case; this comparison needs no trust.
     """
 
-    def __init__(self, engine: Any, found: Found, arguments: LoadArguments, own_files: bool) -> None:
+    def __init__(self, engine: Any, found: CheckpointInfo, arguments: LoadArguments, own_files: bool) -> None:
         self.engine = engine
         self.own_files = own_files
         self.found = found

@@ -16,7 +16,7 @@ import torch
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.engines.compat import intercepted_loads
-from elastic_ckpt.formats import Found
+from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.pickled import named_errors
 from elastic_ckpt.formats.torch_archive.screening import screen
@@ -26,7 +26,7 @@ from elastic_ckpt.storage.local import file_names, open_stream
 _OPENED = re.compile(r".*(?:model|optim)_states\.pt(?:-\d+\.\d+)?")
 
 
-def screen_folder(found: Found, own_files: bool) -> None:
+def screen_folder(found: CheckpointInfo, own_files: bool) -> None:
     """Screen the files of a folder; ``own_files``: whether each rank sees files of its own. Collective.
 
     Raises the same error on every rank, which names the file: :class:`UnsafePickleError` for code,

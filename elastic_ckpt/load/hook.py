@@ -34,7 +34,7 @@ from elastic_ckpt.errors import (
     UnforeseenError,
     UnsupportedError,
 )
-from elastic_ckpt.formats import Found
+from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.execute import as_partial_load_error, execute_load, told_apart
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks
@@ -105,7 +105,7 @@ def _call(original: Callable[..., Any], given: inspect.BoundArguments, tag: str 
 
 def _load(
     engine: Any,
-    found: Found | None,
+    found: CheckpointInfo | None,
     arguments: LoadArguments,
     policy: RetryPolicy,
     config: ElasticConfig,
@@ -201,7 +201,12 @@ def _refuse_different_calls(calls: Sequence[tuple[Mapping[str, Any], _Identity]]
 
 
 def _prepare_unless_left(
-    engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock, elastic_only: bool
+    engine: Any,
+    found: CheckpointInfo,
+    arguments: LoadArguments,
+    config: ElasticConfig,
+    clock: Clock,
+    elastic_only: bool,
 ) -> Prepared | None:
     """Prepare the load; ``None`` if DeepSpeed's own loader restores what elastic_ckpt cannot. Collective.
 
@@ -230,14 +235,14 @@ def _prepare_unless_left(
     return None
 
 
-def _is_deepspeeds(engine: Any, found: Found, arguments: LoadArguments, error: ElasticCkptError) -> bool:
+def _is_deepspeeds(engine: Any, found: CheckpointInfo, arguments: LoadArguments, error: ElasticCkptError) -> bool:
     """Whether DeepSpeed's own loader restores what elastic_ckpt refuses with this error. Collective."""
     if not isinstance(error, (UnsupportedError, LayoutError, UnforeseenError)):
         return False
     return deepspeed_loads_it_right(engine, found, arguments, check_steps=not isinstance(error, UnsupportedError))
 
 
-def _delegate(engine: Any, found: Found | None, own: Callable[..., Any], config: ElasticConfig) -> Any:
+def _delegate(engine: Any, found: CheckpointInfo | None, own: Callable[..., Any], config: ElasticConfig) -> Any:
     if found is None:
         with screened_loads(engine, config):
             return own()

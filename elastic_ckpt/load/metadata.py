@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.training_state import TrainingState
-from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
+from elastic_ckpt.formats import READERS, Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.base import Fitted, Format, refuse_unsupported_folder
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.load.exchange import file_opener, opener_of, read_my_share
@@ -15,7 +15,7 @@ from elastic_ckpt.load.exchange import file_opener, opener_of, read_my_share
 Wanted = tuple[int, bytes | None]
 
 
-def read_checkpoint(found: Found, options: MetadataOptions) -> Checkpoint:
+def read_checkpoint(found: CheckpointInfo, options: MetadataOptions) -> Checkpoint:
     """Read a checkpoint's metadata. Collective: all ranks raise the same :class:`ElasticCkptError`."""
     reader, looking = READERS[found.format], "look at the checkpoint's files"
     if not isinstance(reader, Format):

@@ -23,7 +23,7 @@ from elastic_ckpt.errors import (
     listed,
     shortened,
 )
-from elastic_ckpt.formats import Found
+from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.detect import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -57,19 +57,19 @@ class RetryPolicy:
         self._arguments, self._config, self._prefer_universal = arguments, config, prefer_universal
         self._deadline = time.monotonic() + config.wait_for_files
         self._pause = _FIRST_PAUSE
-        self._older: Found | None = None
+        self._older: CheckpointInfo | None = None
         self._skipped: tuple[str, ...] = ()
         self._steps: tuple[int, ...] = ()  # of the checkpoints so far, where known
         self._restoring: frozenset[tuple[str, str]] = frozenset()
         self.partly_overwritten = False
 
-    def find(self) -> Found | None:
+    def find(self) -> CheckpointInfo | None:
         """The checkpoint to try next. Collective."""
         if self._older is not None:
             return self._older
         arguments, config = self._arguments, self._config
 
-        def look() -> tuple[Found | None, list[str]]:
+        def look() -> tuple[CheckpointInfo | None, list[str]]:
             try:
                 return find_checkpoint(self._load_dir, arguments.tag, self._prefer_universal, config.trust_pickle), []
             except NotFoundError:
@@ -114,7 +114,7 @@ class RetryPolicy:
                         remedy="start the job again, and load this checkpoint by its tag",
                     )
 
-    def recover(self, error: ElasticCkptError, found: Found | None) -> bool:
+    def recover(self, error: ElasticCkptError, found: CheckpointInfo | None) -> bool:
         """Whether there is something else to try after an error. Collective.
 
         Raises :class:`PartialLoadError` if not, and an earlier attempt has overwritten the engine.
@@ -154,13 +154,13 @@ class RetryPolicy:
 
         return distributed.broadcast("wait for files", sleep)
 
-    def _fall_back(self, cause: ElasticCkptError, found: Found | None) -> str | None:
+    def _fall_back(self, cause: ElasticCkptError, found: CheckpointInfo | None) -> str | None:
         """Take the newest older checkpoint for the next attempt; or why there is none. Collective."""
         damaged = found.folder if found is not None else cause.file or self._load_dir
         where = f" ({', '.join(filter(None, (cause.parameter, cause.file)))})"
         skipped = f"skipped {os.path.basename(damaged)}: {cause.problem}{where}"
 
-        def choose() -> tuple[Found | None, tuple[int, ...], str]:
+        def choose() -> tuple[CheckpointInfo | None, tuple[int, ...], str]:
             return self._choose(damaged, found)
 
         self._older, self._steps, why = distributed.broadcast("look for an older checkpoint", choose)
@@ -172,7 +172,7 @@ class RetryPolicy:
         self._older = replace(self._older, notes=(*self._skipped, why))
         return None
 
-    def _choose(self, damaged: str, found: Found | None) -> tuple[Found | None, tuple[int, ...], str]:
+    def _choose(self, damaged: str, found: CheckpointInfo | None) -> tuple[CheckpointInfo | None, tuple[int, ...], str]:
         """The newest older checkpoint, all steps so far, and in words how old it is or why there is none. Local."""
         load_dir, trust, steps = self._load_dir, self._config.trust_pickle, self._steps
         limit = self._config.on_damage if isinstance(self._config.on_damage, int) else None

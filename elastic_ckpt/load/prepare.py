@@ -20,7 +20,7 @@ from elastic_ckpt.engines.coordinates import model_of_all
 from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, restores_states
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.formats import Checkpoint, Found, MetadataOptions
+from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import check_files
@@ -86,7 +86,9 @@ class Prepared:
         return any(each.runs_code for each in self.everybody)
 
 
-def prepare(engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock) -> Prepared:
+def prepare(
+    engine: Any, found: CheckpointInfo, arguments: LoadArguments, config: ElasticConfig, clock: Clock
+) -> Prepared:
     """Describe the engine, read metadata, plan, agree. Collective; changes nothing.
 
     Raises the same :class:`ElasticCkptError` on every rank.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import ElasticCkptError
-from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import (
     DCP_METADATA,
@@ -29,7 +29,7 @@ _MOST_EXPECTED = 1 << 17
 _LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
 
 
-def file_sizes(found: Found) -> dict[str, int]:
+def file_sizes(found: CheckpointInfo) -> dict[str, int]:
     """Path relative to the tag's folder, with ``/`` -> size in bytes, of every file in it. Opens none."""
     sizes: dict[str, int] = {}
     walked: set[str] = set()
@@ -68,7 +68,7 @@ def kind_of_file(name: str) -> str:
     return "rank" if files.layers or files.mp_ranks or files.of_experts else "other"
 
 
-def expected_files(found: Found, trust_pickle: bool = False) -> Iterator[str]:
+def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterator[str]:
     """Plain names of the files that should be there, by the names of the others and a model-states file."""
     files = found.files
     if files.clashes or found.format in WHOLE_FORMATS:
@@ -102,7 +102,7 @@ def expected_files(found: Found, trust_pickle: bool = False) -> Iterator[str]:
     yield from _expected_layers(files)
 
 
-def _model_states(found: Found, trust_pickle: bool) -> ModelShard | None:
+def _model_states(found: CheckpointInfo, trust_pickle: bool) -> ModelShard | None:
     """The first model-states file that can be read, whatever else is wrong with the checkpoint."""
     for name in (*found.files.model.values(), *found.files.model_zero3.values()):
         try:

@@ -14,7 +14,7 @@ from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config, state_op
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ConfigError, DamagedError, NotFoundError
-from elastic_ckpt.formats import Checkpoint, Found, MetadataOptions
+from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, find_checkpoint, list_tags, look_at, read_latest
 from elastic_ckpt.formats.safetensors import find_safetensors
 from elastic_ckpt.load.metadata import read_checkpoint
@@ -25,7 +25,7 @@ from elastic_ckpt.storage.pins import steady
 class Opened:
     """An open checkpoint: its folder, its metadata, and the options by which it was read."""
 
-    found: Found
+    found: CheckpointInfo
     checkpoint: Checkpoint
     config: ElasticConfig
 
@@ -35,7 +35,7 @@ class Opened:
         return rename_saved(self.checkpoint.metadata, self.config.rename)
 
 
-def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Found:
+def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> CheckpointInfo:
     """The checkpoint in a folder with a ``latest`` file, or in that of a tag; :class:`NotFoundError` if none."""
     path = os.path.abspath(folder)
     itself = None if tag is not None else look_at(os.path.dirname(path), os.path.basename(path))
@@ -56,7 +56,7 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Found:
 
 def locate_despite_latest(
     folder: str, tag: str | None, trust_pickle: bool
-) -> tuple[Found, NotFoundError | DamagedError | None]:
+) -> tuple[CheckpointInfo, NotFoundError | DamagedError | None]:
     """:func:`locate`; if a ``latest`` file is invalid, the tag in the other one or the newest, and the error."""
     try:
         return locate(folder, tag, trust_pickle), None
@@ -72,7 +72,9 @@ def locate_despite_latest(
         return found, error
 
 
-def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = True, with_unmade: bool = True) -> Opened:
+def open_checkpoint(
+    found: CheckpointInfo, config: ElasticConfig, with_states: bool = True, with_unmade: bool = True
+) -> Opened:
     """Read a checkpoint's metadata; :class:`ElasticCkptError` if it is incomplete, damaged, unsupported or moves.
 
     ``with_unmade``: whether its client state may have objects that are not made.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_ckpt.errors import DamagedError, NotFoundError
-from elastic_ckpt.formats import Found
+from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.detect import find_checkpoint, list_tags, look_at
 
 ZERO12 = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -41,11 +41,11 @@ def point(root: Path, tag: str, name: str = "latest") -> None:
     (root / name).write_text(tag)
 
 
-def find(root: Path, tag: str | None = None, prefer_universal: bool = False) -> Found | None:
+def find(root: Path, tag: str | None = None, prefer_universal: bool = False) -> CheckpointInfo | None:
     return find_checkpoint(str(root), tag, prefer_universal)
 
 
-def found_at(root: Path, tag: str | None = None, prefer_universal: bool = False) -> Found:
+def found_at(root: Path, tag: str | None = None, prefer_universal: bool = False) -> CheckpointInfo:
     found = find(root, tag, prefer_universal)
     assert found is not None
     return found

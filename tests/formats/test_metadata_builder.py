@@ -8,7 +8,7 @@ from elastic_ckpt.core.chunks import PartitionRule
 from elastic_ckpt.core.metadata import MASTER, SourceFile, TensorMetadata
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.errors import DamagedError, UnsupportedError
-from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.classify import SavedKind
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, refuse_view
@@ -28,7 +28,7 @@ def ref(dtype: str, *shape: int, offset: int = 64) -> TensorRef:
 
 
 def builder() -> MetadataBuilder:
-    found = Found("native", "/ckpt/tag", "tag", sort_names([], is_universal=False))
+    found = CheckpointInfo("native", "/ckpt/tag", "tag", sort_names([], is_universal=False))
     return MetadataBuilder(found, [SourceFile("0.pt", 999), SourceFile("1.pt", 999)])
 
 

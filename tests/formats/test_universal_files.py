@@ -15,7 +15,7 @@ import torch
 from benchmarks.played import PlayedJob
 from elastic_ckpt import distributed
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
+from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.universal_files import StateFile, index_state, read_parameter, unpacked
@@ -27,7 +27,7 @@ NAMES = [f"layers.{number}.weight" for number in range(40)]
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> Found:
+def found(tmp_path: Path) -> CheckpointInfo:
     """A universal checkpoint in the form of ZeRO-1: four files for each of 40 parameters."""
     folder = tmp_path / "tag"
     folder.mkdir()
@@ -50,7 +50,7 @@ def found(tmp_path: Path) -> Found:
     return located
 
 
-def played(found: Found, ranks: int) -> tuple[list[Checkpoint], PlayedJob, dict[int, list[str]]]:
+def played(found: CheckpointInfo, ranks: int) -> tuple[list[Checkpoint], PlayedJob, dict[int, list[str]]]:
     """What each rank has read, the job, and the folders that each rank listed."""
     job, listed = PlayedJob(ranks), dict[int, list[str]]()
 
@@ -65,7 +65,7 @@ def played(found: Found, ranks: int) -> tuple[list[Checkpoint], PlayedJob, dict[
         return job.run_all(lambda: read_checkpoint(found, OPTIONS)), job, listed
 
 
-def test_each_rank_lists_and_opens_its_share_of_the_files_and_all_know_the_same(found: Found) -> None:
+def test_each_rank_lists_and_opens_its_share_of_the_files_and_all_know_the_same(found: CheckpointInfo) -> None:
     alone = read_checkpoint(found, OPTIONS)
     assert alone.files_opened == 2 + 4 * len(NAMES)
     everybody, _, listed = played(found, 8)
@@ -77,7 +77,7 @@ def test_each_rank_lists_and_opens_its_share_of_the_files_and_all_know_the_same(
     assert max(len(paths) for rank, paths in listed.items() if rank) <= len(NAMES) // 8 + 1
 
 
-def test_a_parameter_costs_few_bytes_of_a_message(found: Found) -> None:
+def test_a_parameter_costs_few_bytes_of_a_message(found: CheckpointInfo) -> None:
     _, job, _ = played(found, 4)
     shares = job.rounds[1]
     assert sum(map(len, shares)) < 240 * len(NAMES)
@@ -85,7 +85,7 @@ def test_a_parameter_costs_few_bytes_of_a_message(found: Found) -> None:
     assert len(pickle.dumps([vars(file) for file in whole])) > 1.5 * sum(map(len, shares))
 
 
-def test_what_is_sent_of_a_file_is_all_that_is_known_of_it(found: Found) -> None:
+def test_what_is_sent_of_a_file_is_all_that_is_known_of_it(found: CheckpointInfo) -> None:
     name = NAMES[3]
     files = [index_state(open_pickled(found.path(f"zero/{name}/{key}.pt"))) for key in (*STATES, "step")]
     sent = pickle.loads(pickle.dumps(read_parameter(found, name, open_pickled)))
@@ -95,7 +95,7 @@ def test_what_is_sent_of_a_file_is_all_that_is_known_of_it(found: Found) -> None
     assert all(isinstance(file, StateFile) and len(file.records.crc32s) == 1 for file in received[:3])
 
 
-def test_a_folder_that_another_rank_cannot_see_is_named_on_all(found: Found) -> None:
+def test_a_folder_that_another_rank_cannot_see_is_named_on_all(found: CheckpointInfo) -> None:
     os.rename(found.path(f"zero/{NAMES[5]}"), found.path("zero/elsewhere"))
     listing = [NAMES[5] if name == "elsewhere" else name for name in sorted(os.listdir(found.path("zero")))]
     names = [name for name in listing if not name.endswith(".pt")]

@@ -11,7 +11,7 @@ import torch
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.read_plan import names_with
 from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError
-from elastic_ckpt.formats import Found, MetadataOptions
+from elastic_ckpt.formats import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED, model_indexer
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import Trees, open_pickled
@@ -421,7 +421,7 @@ def test_bf16_of_deepspeed_0_17_has_weights_alone(
     model = Model()
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **more}
     indexed(tmp_path, model.state_dict(), None, ds_version=version, ds_config=config)
-    found = Found("native", str(tmp_path), tmp_path.name, sort_names([FILE], is_universal=False))
+    found = CheckpointInfo("native", str(tmp_path), tmp_path.name, sort_names([FILE], is_universal=False))
     with pytest.raises(LayoutError, match="saved without optimizer states" if is_bug else "missing") as caught:
         read_checkpoint(found, MetadataOptions())
     assert ("load_module_only=True" in str(caught.value.remedy)) == is_bug

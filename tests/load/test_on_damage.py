@@ -21,13 +21,13 @@ from elastic_ckpt.errors import (
     PartialLoadError,
     SavedOverError,
 )
-from elastic_ckpt.formats import Found
+from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.load import on_damage
 from elastic_ckpt.load.on_damage import RetryPolicy
 
-FOUND = Found("native", "/x/step4", "step4", sort_names([], is_universal=False))
+FOUND = CheckpointInfo("native", "/x/step4", "step4", sort_names([], is_universal=False))
 MODEL = "mp_rank_00_model_states.pt"
 alone = on_damage.distributed.broadcast
 

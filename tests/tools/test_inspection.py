@@ -40,7 +40,7 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
-from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.tools.files import expected_files, file_sizes
@@ -77,8 +77,8 @@ def catalog_of(
     )
 
 
-def found_of(*names: str, folder: str = FOLDER, universal: bool = False) -> Found:
-    return Found("universal" if universal else "native", folder, "step7", sort_names(names, universal))
+def found_of(*names: str, folder: str = FOLDER, universal: bool = False) -> CheckpointInfo:
+    return CheckpointInfo("universal" if universal else "native", folder, "step7", sort_names(names, universal))
 
 
 def inspected(metadata: CheckpointMetadata, rules: ShardingRules | None = None, *refused: Finding) -> dict[str, Any]:

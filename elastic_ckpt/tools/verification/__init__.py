@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SourceFile
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
-from elastic_ckpt.formats import Found
+from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.planning.state_matching import state_errors
@@ -108,7 +108,7 @@ def verify(
 
 
 def _check_bytes(
-    found: Found,
+    found: CheckpointInfo,
     files: dict[str, dict[str, int]],
     metadata: CheckpointMetadata | None,
     config: ElasticConfig,

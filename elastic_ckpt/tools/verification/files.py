@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError
-from elastic_ckpt.formats import Found
+from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.base import refuse_swapped
 from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.formats.pickled import open_file, refuse_unmade
@@ -21,7 +21,7 @@ _OF_WHOLE = {"dcp": {"chunks", "metadata"}, "safetensors": {"safetensors"}}
 OWN, SWAPPED, OTHER = "own", "swapped", "other"
 
 
-def files_by_kind(found: Found) -> dict[str, dict[str, int]]:
+def files_by_kind(found: CheckpointInfo) -> dict[str, dict[str, int]]:
     """By :data:`OWN`, :data:`SWAPPED` (from NVMe) and :data:`OTHER` (none of DeepSpeed's): path -> size in bytes."""
     files: dict[str, dict[str, int]] = {OWN: {}, SWAPPED: {}, OTHER: {}}
     for name, nbytes in file_sizes(found).items():
@@ -35,7 +35,7 @@ def files_by_kind(found: Found) -> dict[str, dict[str, int]]:
     return files
 
 
-def read_metadata(found: Found, config: ElasticConfig) -> tuple[CheckpointMetadata | None, list[Finding]]:
+def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[CheckpointMetadata | None, list[Finding]]:
     """The metadata, as a load would read it; else what is wrong with each file."""
     try:
         return open_checkpoint(found, config, with_unmade=False).checkpoint.metadata, []
@@ -58,7 +58,7 @@ def read_metadata(found: Found, config: ElasticConfig) -> tuple[CheckpointMetada
         return None, [*findings, note]
 
 
-def _missing(found: Found, config: ElasticConfig) -> Iterator[Finding]:
+def _missing(found: CheckpointInfo, config: ElasticConfig) -> Iterator[Finding]:
     present = set(map(plain_name, file_names(found.folder)))
     for name in expected_files(found, config.trust_pickle):
         if name not in present:
@@ -66,7 +66,7 @@ def _missing(found: Found, config: ElasticConfig) -> Iterator[Finding]:
             yield Finding(ERROR, "missing", text, file=found.path(name))
 
 
-def _unreadable(found: Found, config: ElasticConfig) -> Iterator[Finding]:
+def _unreadable(found: CheckpointInfo, config: ElasticConfig) -> Iterator[Finding]:
     for path in files_by_kind(found)[OWN]:
         try:
             file = open_file(path, config.trust_pickle)
