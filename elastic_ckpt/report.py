@@ -21,7 +21,7 @@ _NAMES_SHOWN = 12
 #: Columns where the output is no terminal: as a rule, and if a word is wider.
 _WIDTH, _WIDEST = 110, 100_000
 #: Facts of the source that only planning uses.
-_ONLY_PLANNED = ("frozen_recorded", "buffers_recorded", "merged_from")
+_ONLY_PLANNED = ("frozen_recorded", "buffers_recorded", "merged_from", "by_rank", "foreign")
 #: Display names of roles.
 _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen parameters"}
 
@@ -168,8 +168,8 @@ def topology_text(zero_stage: int, dp: int, tp: int, pp: int, sequence: Sequence
 
 def saved_topology(source: SourceFacts) -> str:
     """The topology of the run that saved a checkpoint, in words; whole tensors in files show none."""
-    if source.format in ("dcp", "safetensors"):
-        return f"{source.dp} files of {'safetensors' if source.format != 'dcp' else 'torch.distributed.checkpoint'}"
+    if source.foreign:
+        return f"{source.dp} files of {source.foreign}"
     return topology_text(source.zero_stage, source.dp, source.tp, source.pp, source.sequence, source.ep)
 
 

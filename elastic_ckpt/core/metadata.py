@@ -171,9 +171,9 @@ class SourceFacts:
     """Where the checkpoint comes from.
 
     Attributes:
-        format, folder: of ``READERS`` in :mod:`elastic_ckpt.formats`; absolute path of the tag's folder.
+        format, folder: its name in ``READERS`` of :mod:`elastic_ckpt.formats`; absolute path of the tag's folder.
         zero_stage: stage of the save; 0 if optimizer states were not partitioned.
-        dp: ranks that ZeRO partitioned over at the save; of ``"dcp"``, the number of files.
+        dp: ranks that ZeRO partitioned over at the save; the number of files if ``foreign``.
         tp, pp: degrees of the files; a universal checkpoint holds whole tensors.
         ep: expert-parallel degree, among the ``dp`` ranks; with layers of several degrees, the largest.
         sequence: how sequence parallelism divided the ``dp`` ranks.
@@ -181,6 +181,8 @@ class SourceFacts:
             (``exclude_frozen_parameters=True``).
         buffers_recorded: whether the checkpoint holds the module's buffers.
         merged_from: tensor-parallel degree whose shards DeepSpeed's converter merged.
+        by_rank: whether each file is what one rank has saved.
+        foreign: whose files of whole tensors these are, if not DeepSpeed's; no topology shows in them.
     """
 
     format: str
@@ -196,6 +198,13 @@ class SourceFacts:
     buffers_recorded: bool = True
     merged_from: int = 1
     ep: int = 1
+    by_rank: bool = True
+    foreign: str = ""
+
+    @property
+    def is_universal(self) -> bool:
+        """Whether DeepSpeed's converter made the files, each a whole tensor or what is to be divided anew."""
+        return not (self.by_rank or self.foreign)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from elastic_ckpt.core.fqn import RenameRules
 from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
+from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFacts, SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
@@ -38,6 +38,21 @@ class CheckpointInfo:
     tag: str
     files: FolderFiles
     notes: tuple[str, ...] = ()
+
+    @property
+    def by_rank(self) -> bool:
+        """Whether each file is what one rank has saved."""
+        return self.format == "native"
+
+    @property
+    def foreign(self) -> str:
+        """Whose files of whole tensors these are, if not DeepSpeed's."""
+        return {"dcp": "torch.distributed.checkpoint", "safetensors": "safetensors"}.get(self.format, "")
+
+    def source(self, zero_stage: int, dp: int, ds_version: str = "", **more: Any) -> SourceFacts:
+        """Where metadata comes from that is read of this checkpoint."""
+        facts = {"by_rank": self.by_rank, "foreign": self.foreign, **more}
+        return SourceFacts(self.format, self.folder, self.tag, zero_stage, dp, ds_version, **facts)
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)

@@ -215,7 +215,7 @@ class MetadataBuilder:
         ``model`` is the model-states file that represents all, ``zero_stage`` that of the run that saved it.
         """
         found, dp = self._found, int(model.counters.get("dp_world_size", 1))
-        facts = SourceFacts(found.format, found.folder, found.tag, zero_stage, dp, model.ds_version, **source)
+        facts = found.source(zero_stage, dp, model.ds_version, **source)
         stacked = {name: sum(map(len, placed)) for name, placed in model.stacked.items()}
         return self.metadata(
             facts, groups, aliases=model.shared, declared=model.declared, run=model.run, stacked=stacked

@@ -109,7 +109,7 @@ def _overwrite(
         received_nbytes = exchange_shares(plan.reads, tensors, adapter.dp_group)
     with clock("commit"), distributed.together("derive the weights from their masters"):
         # DeepSpeed rounds the masters of native checkpoints if states are left out, not those of universal ones
-        exact = restores_states(arguments) or ready.checkpoint.metadata.source.format != "native"
+        exact = restores_states(arguments) or not ready.checkpoint.metadata.source.by_rank
         adapter.refresh_weights(plan, exact_masters=exact)
 
     def finish() -> _Done:

@@ -75,7 +75,7 @@ def deepspeed_loads_it_right(
 
 def on_own_disks(engine: Any, found: CheckpointInfo) -> bool:
     """Whether nodes save different files to their own disks (``use_node_local_storage``). Collective."""
-    if not engine.use_node_local_storage() or found.format != "native":
+    if not engine.use_node_local_storage() or not found.by_rank:
         return False
 
     def list_files() -> list[tuple[str, int, int, int]]:
@@ -93,7 +93,7 @@ def _save_of(
     engine: Any, found: CheckpointInfo, arguments: LoadArguments, check_steps: bool, own_files: bool
 ) -> tuple[Any, ...] | None:
     """The save that DeepSpeed's loader would read; ``None`` if it is not known to be restored correctly. Local."""
-    if found.format != "native" or found.files.by_fast_writer:
+    if not found.by_rank or found.files.by_fast_writer:
         return None  # DeepSpeed looks for other names than the "fast" writer's
     if own_files:
         found = _own_part(engine, found)

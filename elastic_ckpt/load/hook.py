@@ -246,7 +246,7 @@ def _delegate(engine: Any, found: CheckpointInfo | None, own: Callable[..., Any]
     if found is None:
         with screened_loads(engine, config):
             return own()
-    is_universal = found.format == "universal"
+    is_universal = found.files.is_universal
     try:
         with universal_flag(engine, is_universal), screened_loads(engine, config):
             result = own(found.tag)

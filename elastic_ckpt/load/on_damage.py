@@ -182,7 +182,7 @@ class RetryPolicy:
         if not steps and (limit is not None or self._arguments.tag is not None):
             return None, (), "which checkpoints are older is not known, since no file of this one tells its step"
         others = [(global_steps(each, trust), each) for each in list_checkpoints(load_dir) if each.folder != damaged]
-        older = [(step, each.format == "native", each.tag, each) for step, each in others if step is not None]
+        older = [(step, each.by_rank, each.tag, each) for step, each in others if step is not None]
         older = [each for each in older if not steps or each[0] < steps[-1]]
         notes = [f"{each.tag} is left out, since no file tells its step" for step, each in others if step is None]
         if not older:

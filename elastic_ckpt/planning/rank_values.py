@@ -104,7 +104,7 @@ def _refuse(
 def own_file(metadata: CheckpointMetadata, local_state: LocalState) -> int | None:
     """The file of the rank that held just what this rank holds, in the same flat tensors; ``None``: there is none."""
     at, fragments = local_state.model.coordinates, local_state.fragments
-    if metadata.source.format != "native":
+    if not metadata.source.by_rank:
         return None
 
     def masters(name: str) -> Iterator[tuple[ChunkSource, int]]:

@@ -81,7 +81,7 @@ def match_states(
     keys = metadata.keys_by_name
     if not keys:
         reason = "the checkpoint holds no optimizer state"
-        if metadata.source.format != "dcp":  # which may be of weights alone
+        if not metadata.source.foreign:  # which may be of weights alone
             reason += " (saved before the first step)"
         return StateMatching(scalars=(None,) * len(local_state.flats), outcomes=(Outcome(_ROLE, "fresh", (), reason),))
     refuse_partial(metadata)
@@ -97,10 +97,10 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
     for key, description in metadata.states.opaque.items():
         problem = f"optimizer state {key!r} has a layout that cannot be resharded"
         expected = "one value per element of the partition, one per tensor, or a tensor that all ranks share"
-        # of DCP, no declaration settles what a state of whole tensors is
-        is_dcp = metadata.source.format == "dcp"
-        remedy = f'"elastic_checkpoint": {{"states": {{"{key}": "{"fresh" if is_dcp else "replicated"}"}}}}'
-        remedy += " leaves it out" if is_dcp else f' (or "elementwise", "fresh") says what it is; or {AT_ITS_TOPOLOGY}'
+        # of whole tensors, no declaration settles what another state is
+        foreign = metadata.source.foreign
+        remedy = f'"elastic_checkpoint": {{"states": {{"{key}": "{"fresh" if foreign else "replicated"}"}}}}'
+        remedy += " leaves it out" if foreign else f' (or "elementwise", "fresh") says what it is; or {AT_ITS_TOPOLOGY}'
         remedy += "; load_optimizer_states=False leaves all states out"
         yield metadata.error(UnsupportedError, problem, key, expected, description, remedy)
 

@@ -66,7 +66,7 @@ def resolve(
             continue
         live = live or LiveLayout(())
         shapes = tensor.shard_shapes
-        if len(shapes) != len(live.shapes) or (metadata.source.format == "universal" and shapes != live.shapes):
+        if len(shapes) != len(live.shapes) or (metadata.source.is_universal and shapes != live.shapes):
             with collected(errors, name):
                 specs = specs or ShardSpecs(metadata, rules, model.run)  # of the few loads that need it
                 with specs.of(tensor, live) as spec:
@@ -115,7 +115,7 @@ class _Resolver:
         if source is None or target is None or is_open:
             raise spec.undecided()
         is_concatenated = source.is_replicated or any(len(ranges) > 1 for ranges in source.ranges)
-        if self._metadata.source.format == "universal" and source.degree > 1 and is_concatenated:
+        if self._metadata.source.is_universal and source.degree > 1 and is_concatenated:
             self._divided.append(name)
         by_rule = None if is_recorded else chosen
         self._origins["recorded layouts" if by_rule is None else by_rule.origin] += 1

@@ -17,7 +17,6 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import progress_bar
-from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import Opened
 
@@ -99,7 +98,7 @@ class _Side:
 
     def adopt(self, other: _Side) -> None:
         """Take the other side's word for what this one does not tell: buffers, parameters, ties."""
-        if self.reader.metadata.source.format not in WHOLE_FORMATS and self.reader.metadata.parameters:
+        if not self.reader.metadata.source.foreign and self.reader.metadata.parameters:
             return
         known = other.tensors
         for name in [name for name, key in self.tensors if key == FROZEN and (name, key) not in known]:

@@ -22,8 +22,6 @@ from elastic_ckpt.formats.naming import (
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.safetensors import SUFFIX
 
-#: Formats of whole tensors, whose files are not by rank.
-WHOLE_FORMATS = ("dcp", "safetensors")
 #: Files of more ranks than this are not enumerated, since the number is only a file's claim.
 _MOST_EXPECTED = 1 << 17
 _LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
@@ -71,7 +69,7 @@ def kind_of_file(name: str) -> str:
 def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterator[str]:
     """Plain names of the files that should be there, by the names of the others and a model-states file."""
     files = found.files
-    if files.clashes or found.format in WHOLE_FORMATS:
+    if files.clashes or found.foreign:
         return
     model = _model_states(found, trust_pickle)
     dp = 0 if model is None or files.is_universal else model.counters["dp_world_size"]
@@ -88,7 +86,7 @@ def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
             yield from (f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt" for dp in dps)
         else:
             yield from [f"mp_rank_{mp:02d}_model_states.pt"] if files.model else []
-    if found.format == "universal":
+    if found.files.is_universal:
         return
     if files.experts and mp_ranks == 1:  # tensor-parallel ranks slice experts, or have different ones
         here = {(layer, n): name for (layer, n, _), name in files.experts.items()}

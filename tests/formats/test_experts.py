@@ -207,7 +207,7 @@ def universal(shape: tuple[int, ...] = (4, 3), has_own_shape: bool = False) -> C
     """A stacked parameter whose elements begin at byte 100 of a file."""
     source = listed(StorageChunk(FlatRange(0, math.prod(shape)), 7, 100))
     return CheckpointMetadata(
-        SourceFacts("universal", "here", "step4", 1, 2, "0.19.8"),
+        SourceFacts("universal", "here", "step4", 1, 2, "0.19.8", by_rank=False),
         (),
         {"w1": SavedParameter(shape, 0, ()), "head": SavedParameter((1,), 0, ())},
         {("w1", "fp32"): TensorMetadata("w1", "fp32", shape, "float32", source, has_own_shape)},

@@ -618,7 +618,9 @@ def test_a_state_of_unknown_layout_is_refused_with_the_line_that_settles_it() ->
     assert caught.value.found == "a list"
     assert '"elastic_checkpoint": {"states": {"mine": "replicated"}}' in str(caught.value.remedy)
     assert '"elementwise", "fresh"' in str(caught.value.remedy)
-    metadata = replace(metadata, source=replace(metadata.source, format="dcp"))
+    metadata = replace(
+        metadata, source=replace(metadata.source, format="dcp", by_rank=False, foreign="torch.distributed.checkpoint")
+    )
     with pytest.raises(UnsupportedError, match="'mine'") as caught:
         matched(metadata, adam_engine())
     assert '{"states": {"mine": "fresh"}}' in str(caught.value.remedy)

@@ -287,7 +287,7 @@ def test_of_the_same_degree_nothing_has_to_be_known() -> None:
 def universal(name: str, shards: Sequence[torch.Tensor], info: Any = None) -> Any:
     """What two tensor-parallel ranks saved and the converter merged: whole, or concatenated and divided again."""
     metadata = checkpoint({name: shards}, info=info)
-    return replace(metadata, source=replace(metadata.source, format="universal", merged_from=2))
+    return replace(metadata, source=replace(metadata.source, format="universal", by_rank=False, merged_from=2))
 
 
 FUSED = "mlp.gate_up.weight"

@@ -61,7 +61,7 @@ def test_what_the_format_has_no_place_for_is_named() -> None:
     whole = TensorMetadata("w", "row", (2,), "float32", listed(StorageChunk(FlatRange(0, 2), 0, 0)), has_own_shape=True)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"source": replace(metadata().source, zero_stage=0)}, "without ZeRO"),
-        ({"source": replace(metadata().source, format="universal")}, "already"),
+        ({"source": replace(metadata().source, format="universal", by_rank=False)}, "already"),
         ({"saved_names": {"w": "old.w"}}, "copied as they are (w)"),
         ({"states": StateFacts(opaque={"odd": "a list"})}, "unknown layout (odd)"),
         ({"states": StateFacts(damaged={"absmax1": "cut"})}, "damaged states (absmax1)"),

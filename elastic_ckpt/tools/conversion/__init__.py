@@ -34,7 +34,6 @@ from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_rules
 from elastic_ckpt.storage.pins import adopt, current
 from elastic_ckpt.tools.conversion.pickling import save
-from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import Opened
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
@@ -119,8 +118,8 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
     }
     if is_universal:
         reasons |= {
-            "it is a universal checkpoint already": [source.tag] * (source.format == to),
-            "it has no files of DeepSpeed's to copy": [source.tag] * (source.format in WHOLE_FORMATS),
+            "it is a universal checkpoint already": [source.tag] * source.is_universal,
+            "it has no files of DeepSpeed's to copy": [source.tag] * bool(source.foreign),
             "it was saved without ZeRO, and DeepSpeed loads universal checkpoints with ZeRO only": [source.tag]
             * (source.zero_stage == 0),
             '"rename" changes names, and model-states files are copied as they are': [

@@ -29,7 +29,6 @@ from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.conversion import refuse_unconvertible
-from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.logical import LogicalReader, Whole, plain, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import Opened
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
@@ -112,7 +111,7 @@ def _state_dict(
 
 def _is_decoupled(opened: Opened) -> bool | None:
     """Whether weight decay is AdamW's, by DeepSpeed's saved config, since its groups do not say; ``None``: unknown."""
-    if opened.found.format in WHOLE_FORMATS:
+    if opened.found.foreign:
         return None
     section = config_section(open_file(opened.checkpoint.model_path, opened.config.trust_pickle), "optimizer")
     kind, given = str(section.get("type", "")).lower(), section.get("params")

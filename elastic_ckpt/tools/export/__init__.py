@@ -34,7 +34,6 @@ from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.export.config_files import copy_configs
 from elastic_ckpt.tools.export.selection import of_adapter, optimizer_facts, selected, states_of
-from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, weights_by_name
 from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
@@ -101,7 +100,7 @@ def export(
     wholes = list(reader.tensors())
     weights = selected(metadata, weights_by_name(wholes), include, exclude)
     # dcp and safetensors do not tell buffers from frozen parameters, or from any if there are no masters
-    kept = {BUFFER, FROZEN} if opened.found.format in WHOLE_FORMATS and metadata.parameters else {BUFFER}
+    kept = {BUFFER, FROZEN} if opened.found.foreign and metadata.parameters else {BUFFER}
     of_set = weights if adapter is None else of_adapter(weights, adapter, source)
     tensors = {name: _exported(whole, dtype, kept) for name, whole in of_set.items()}
     sets = {"model" if adapter is None else "adapter_model": tensors}
@@ -223,7 +222,7 @@ def _notes(metadata: CheckpointMetadata, tensors: _Tensors, kept: Collection[str
         yield "frozen parameters, if the model has any, were left out of the save (exclude_frozen_parameters=True)"
     if not source.buffers_recorded:
         yield "the checkpoint holds no buffers"
-    if source.format in WHOLE_FORMATS and any(whole.dtype != dtype for whole, dtype in tensors.values()):
+    if source.foreign and any(whole.dtype != dtype for whole, dtype in tensors.values()):
         how = "keep their dtype" if FROZEN in kept else "are rounded too"
         names = listed(name for name, (whole, _) in tensors.items() if whole.key in (BUFFER, FROZEN))
         yield f"the checkpoint does not tell buffers from frozen parameters, which {how}: {names}"

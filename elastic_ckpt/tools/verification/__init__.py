@@ -21,7 +21,7 @@ from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.planning.state_matching import state_errors
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
-from elastic_ckpt.tools.files import WHOLE_FORMATS, size_of
+from elastic_ckpt.tools.files import size_of
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
 from elastic_ckpt.tools.opened import locate_despite_latest
 from elastic_ckpt.tools.verification.files import OTHER, OWN, SWAPPED, files_by_kind, of_unreadable, read_metadata
@@ -123,7 +123,7 @@ def _check_bytes(
     def check(path: str) -> list[Finding]:
         file: SourceFile | PickledFile | None = known.get(path)
         findings: list[Finding] = []
-        if file is None and path in files[OWN] and found.format not in WHOLE_FORMATS:
+        if file is None and path in files[OWN] and not found.foreign:
             try:
                 file = open_file(path, config.trust_pickle)
             except ElasticCkptError as error:
@@ -155,7 +155,7 @@ def _check_bytes(
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Findings on coverage and states, from metadata alone."""
     yield from of_tensors(metadata)
-    is_universal, folder = metadata.source.format == "universal", metadata.source.folder
+    is_universal, folder = metadata.source.is_universal, metadata.source.folder
     for name in metadata.parameters:
         if (name, MASTER) not in metadata.tensors:
             file = os.path.join(folder, UNIVERSAL_FOLDER) if is_universal else folder
@@ -176,7 +176,7 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
 def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Members of a param group have the same states; without ZeRO, those without gradients have none."""
     keys = metadata.keys_by_name
-    may_lack_all = metadata.source.zero_stage == 0 and metadata.source.format == "native"
+    may_lack_all = metadata.source.zero_stage == 0 and metadata.source.by_rank
     for group in range(len(metadata.groups)):
         states = {
             name: {*keys.get(name, ()), *dict(saved.scalars)}

@@ -12,7 +12,7 @@ from elastic_ckpt.formats.base import refuse_swapped
 from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.formats.pickled import open_file, refuse_unmade
 from elastic_ckpt.storage.local import file_names
-from elastic_ckpt.tools.files import WHOLE_FORMATS, expected_files, file_sizes, kind_of_file
+from elastic_ckpt.tools.files import expected_files, file_sizes, kind_of_file
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
 from elastic_ckpt.tools.opened import open_checkpoint
 
@@ -26,7 +26,7 @@ def files_by_kind(found: CheckpointInfo) -> dict[str, dict[str, int]]:
     files: dict[str, dict[str, int]] = {OWN: {}, SWAPPED: {}, OTHER: {}}
     for name, nbytes in file_sizes(found).items():
         kind = kind_of_file(name)
-        if found.format in WHOLE_FORMATS or kind in set().union(*_OF_WHOLE.values()):
+        if found.foreign or kind in set().union(*_OF_WHOLE.values()):
             is_own = kind in _OF_WHOLE.get(found.format, ())
         else:
             is_in_universal = found.files.is_universal and name.endswith(".pt")
@@ -41,7 +41,7 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
         return open_checkpoint(found, config, with_unmade=False).checkpoint.metadata, []
     except ElasticCkptError as raised:
         error = raised
-    if found.format in WHOLE_FORMATS:
+    if found.foreign:
         return None, [of_error(error, kind_of(error)), Finding(NOTE, "not-checked", "anything else")]
     findings = [*_missing(found, config), *_unreadable(found, config)]
     if isinstance(error, UnsupportedError):

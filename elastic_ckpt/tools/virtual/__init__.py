@@ -92,7 +92,7 @@ class VirtualJob:
         metadata = rename_saved(metadata, options.config.rename)
         saved = metadata.source
         unchanged = (topology.dp, topology.tp, topology.pp) == (saved.dp, saved.tp, saved.pp)
-        if unchanged and saved.format == "native" and saved.zero_stage == 3:
+        if unchanged and saved.by_rank and saved.zero_stage == 3:
             # each rank would read buffers from its own file; here all read the first one, which has the same size
             metadata = replace(metadata, buffers_of_this_rank=True)
         self.metadata = metadata
