@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from elastic_ckpt.core.fqn import NAME_PRESETS
+from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import NON_SHARD_KEYS, REPLICATED, StateOptions
-from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.core.training_state import AHEAD
 from elastic_ckpt.errors import ConfigError
 
@@ -128,7 +128,7 @@ class ElasticConfig(BaseModel):
         "the start of training; with 4096, 8-bit states of bitsandbytes move between data-parallel degrees exactly. "
         "0: DeepSpeed's own padding",
     )
-    tp_rules: Annotated[list[Rule], _ELASTIC_ONLY] = Field(
+    tp_rules: Annotated[list[ShardSpec], _ELASTIC_ONLY] = Field(
         [],
         strict=False,
         description="how tensor-parallel ranks shard parameters, if their degree changes: pattern of the name, kind "

@@ -13,11 +13,10 @@ import torch
 from deepspeed.checkpoint.affine import ParamAffineMap
 
 from elastic_ckpt.core.chunks import StorageChunk, listed
-from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
+from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParameter, SourceFacts, TensorMetadata
-from elastic_ckpt.core.tp_rules import Rule
+from elastic_ckpt.core.shard_specs import ShardSpec, declared_by
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.resolve import STRICT, ReshardPlan, resolve
 from elastic_ckpt.sharding.rules import Preset, ShardingRules
@@ -49,14 +48,14 @@ def checkpoint(shards: Mapping[str, Tensors], key: str = MASTER, info: Any = Non
     )
 
 
-def layout(live: Tensors, **more: Any) -> LiveLayout:
-    return LiveLayout(tuple(tuple(shard.shape) for shard in live), **more)
+def layout(live: Tensors, **more: Any) -> LiveShards:
+    return LiveShards(tuple(tuple(shard.shape) for shard in live), **more)
 
 
 def decided(
     metadata: CheckpointMetadata,
     name: str,
-    held: LiveLayout,
+    held: LiveShards,
     rank: int = 0,
     book: ShardingRules | None = None,
     policy: str = STRICT,
@@ -108,11 +107,11 @@ def refused(name: str, saved: Tensors, live: Tensors, book: ShardingRules | None
 
 
 def rules(name: str, **rule: Any) -> ShardingRules:
-    return ShardingRules((Rule(pattern=re.escape(name), **rule),))
+    return ShardingRules((ShardSpec(pattern=re.escape(name), **rule),))
 
 
 def preset(name: str, **rule: Any) -> ShardingRules:
-    return ShardingRules(preset=Preset(name="mine", description="", rules=[Rule(pattern=re.escape(name), **rule)]))
+    return ShardingRules(preset=Preset(name="mine", description="", rules=[ShardSpec(pattern=re.escape(name), **rule)]))
 
 
 def numbered(*shape: int) -> torch.Tensor:

@@ -12,12 +12,11 @@ import torch
 from deepspeed.checkpoint.affine import sub_param_map
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.declared import declared_by, split_of_affine
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import (
     FlatPartition,
     LiveGroup,
-    LiveLayout,
+    LiveShards,
     LocalState,
     ModelLayout,
     RankCoordinates,
@@ -32,8 +31,8 @@ from elastic_ckpt.core.metadata import (
     SourceFacts,
     SourceFile,
 )
+from elastic_ckpt.core.shard_specs import ShardSpec, declared_by, layout_of_affine
 from elastic_ckpt.core.state_kinds import LiveState
-from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.sharding.rules import ShardingRules
 from tests.simulation import ADAM, BYTES, Cut, Disk, Element, Shape, cuts, each_parameter_cut, fragments_of
@@ -305,15 +304,15 @@ def recorded(case: Case, name: str, tp: int) -> dict[str, Any]:
 
 def rules_of(case: Case) -> ShardingRules:
     said = [name for name in case.said if case.said[name] == "user"]
-    return ShardingRules(tuple(Rule(pattern=re.escape(name), **KINDS[NAMES[name]].rule) for name in said))
+    return ShardingRules(tuple(ShardSpec(pattern=re.escape(name), **KINDS[NAMES[name]].rule) for name in said))
 
 
-def layout_of(case: Case, name: str) -> LiveLayout:
+def layout_of(case: Case, name: str) -> LiveShards:
     kind, tp, said = KINDS[NAMES[name]], case.target.tp, case.said[name]
     shapes = tuple(case.shape(name, case.target, rank) for rank in range(tp))
     if said == "live":
-        return LiveLayout(shapes, kind.dim, kind.stride)
-    return LiveLayout(shapes, split=split_of_affine(recorded(case, name, tp)) if said == "recorded" else None)
+        return LiveShards(shapes, kind.dim, kind.stride)
+    return LiveShards(shapes, layout=layout_of_affine(recorded(case, name, tp)) if said == "recorded" else None)
 
 
 def engine(case: Case, stage: int, rank: int, dp_rank: int) -> LocalState:

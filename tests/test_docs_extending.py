@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.core.tp_rules import split_by
 from elastic_ckpt.engines.optimizers import KNOWN, OptimizerParam
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats import CheckpointInfo, MetadataOptions
@@ -86,7 +85,7 @@ def test_the_rules_are_a_preset_that_cuts_as_it_says(tmp_path: Path) -> None:
     preset = Preset.load(str(path))
     by_pattern = {rule.pattern: rule for rule in preset.rules}
     (gate_up,) = (rule for pattern, rule in by_pattern.items() if "gate_up" in pattern)
-    layout = split_by(gate_up, [(4, 3), (4, 3)], {})  # two of gate, then two of up, on each rank
+    layout = gate_up.layout([(4, 3), (4, 3)], {})  # two of gate, then two of up, on each rank
     assert (layout.shape, layout.dim) == ((8, 3), 0)
     assert layout.ranges == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
 
@@ -96,7 +95,7 @@ def test_what_the_page_names_exists() -> None:
     for path in ("formats/detect.py", "formats/base.py", "load/metadata.py", "formats/dcp.py", "engines/optimizers.py"):
         assert path in text and (REPO / "elastic_ckpt" / path).is_file()
     for path in (
-        "core/tp_rules.py",
+        "core/shard_specs.py",
         "engines/compat.py",
         "engines/privates.py",
         "engines/versions.py",

@@ -95,7 +95,7 @@ class WholeTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class LiveLayout:
+class LiveShards:
     """How live tensor-parallel ranks hold a parameter, as far as known.
 
     Attributes:
@@ -103,7 +103,7 @@ class LiveLayout:
         dim, stride: sharded dimension that it records (-1: replicated, ``None``: not recorded), and consecutive
             sub-parameters on each rank (Megatron's ``partition_stride``).
         owner: top-level packages of its module (``"megatron.core"``).
-        split: its full layout, where recorded (AutoTP).
+        layout: its full layout, where recorded (AutoTP).
         values: checksum of a buffer's values on each tensor-parallel rank.
         origin: source of these facts, if not a live parameter.
         is_unsliced: whether each of the tensor-parallel ranks that hold it has it whole, as one of several experts.
@@ -113,7 +113,7 @@ class LiveLayout:
     dim: int | None = None
     stride: int = 1
     owner: str = ""
-    split: TPLayout | None = None
+    layout: TPLayout | None = None
     values: tuple[int, ...] = ()
     origin: str = ""
     is_unsliced: bool = False
@@ -180,7 +180,7 @@ class ModelLayout:
     """
 
     coordinates: RankCoordinates = RankCoordinates()
-    layouts: Mapping[str, LiveLayout] = field(default_factory=dict)
+    layouts: Mapping[str, LiveShards] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unsynchronized: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

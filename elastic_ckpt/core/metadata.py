@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.chunks import ChunkSource, StorageChunk
-from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, SequenceParallel
+from elastic_ckpt.core.shard_specs import DeclaredSpecs
 from elastic_ckpt.core.state_kinds import BlockFormat
 from elastic_ckpt.errors import ElasticCkptError, listed
 
@@ -247,7 +247,7 @@ class CheckpointMetadata:
     aliases: Mapping[str, str] = field(default_factory=dict)
     states: StateFacts = field(default_factory=StateFacts)
     buffers_of_this_rank: bool = False
-    declared: Declared = field(default_factory=Declared)
+    declared: DeclaredSpecs = field(default_factory=DeclaredSpecs)
     run: Mapping[str, Any] = field(default_factory=dict)
     replicas: Mapping[tuple[str, str], tuple[TensorMetadata, ...]] = field(default_factory=dict)
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

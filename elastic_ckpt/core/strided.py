@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from elastic_ckpt.core.flat_ranges import FlatRange
 
@@ -194,24 +195,38 @@ def reshard(source: TPLayout, target: TPLayout, rank: int) -> ShardSources:
     Raises:
         ValueError: no saved shard has some elements, and the dimension is not the first.
     """
-    owned, inner = _owned_once(source), target.inner
+    inner, rows = target.inner, target.rows
     copies: list[ShardCopy] = []
     missing: list[FlatRange] = []
     for start, stop, position in target.placed(rank):
-        to_live = position - start
-        at = start
-        for low, high, shard, offset in _overlapping(owned, start, stop):
+        to_live, at = position - start, start
+        for left, right, holders in _segments(source):
+            low, high = max(left, start), min(right, stop)
+            if low >= high or not holders:
+                continue
             if low > at:
                 missing.append(FlatRange((at + to_live) * inner, (low + to_live) * inner))
-            places, width = (offset * inner, (low + to_live) * inner), (high - low) * inner
-            copy = StridedCopy(*places, width, target.rows, source.size(shard) * inner, target.size(rank) * inner)
-            copies.append((shard, copy.part(0, target.rows, 0, width)))
+            shard, offset = holders[0]
+            places, width = ((offset + low - left) * inner, (low + to_live) * inner), (high - low) * inner
+            copy = StridedCopy(*places, width, rows, source.size(shard) * inner, target.size(rank) * inner)
+            _append(copies, shard, copy.part(0, rows, 0, width))
             at = high
         if at < stop:
             missing.append(FlatRange((at + to_live) * inner, (stop + to_live) * inner))
-    if missing and target.rows > 1:
+    if missing and rows > 1:
         raise ValueError(f"no saved shard has all of dimension {target.dim}")
-    return ShardSources(_merged(copies), missing=tuple(missing))
+    return ShardSources(tuple(copies), missing=tuple(missing))
+
+
+def _append(copies: list[ShardCopy], shard: int, copy: StridedCopy) -> None:
+    """Append a copy, or join it to the last one, which it continues in each row."""
+    if copies and copies[-1][0] == shard:
+        last = copies[-1][1]
+        source, target = last.source + last.width, last.target + last.width
+        if replace(last, source=source, target=target, width=copy.width) == copy:
+            copies[-1] = shard, replace(last, width=last.width + copy.width).joined()
+            return
+    copies.append((shard, copy))
 
 
 #: The same elements in two saved shards; both copies have the same target.
@@ -220,59 +235,28 @@ Overlap = tuple[ShardCopy, ShardCopy]
 
 def duplicates(layout: TPLayout) -> tuple[Overlap, ...]:
     """The elements that several ranks hold: each replica paired with that of the first rank."""
-    owned, inner, found = _owned_once(layout), layout.inner, []
+    inner, rows = layout.inner, layout.rows
 
     def copy(rank: int, offset: int, numel: int) -> ShardCopy:
-        copy = StridedCopy(offset * inner, 0, numel, layout.rows, layout.size(rank) * inner, numel)
-        return rank, copy.part(0, layout.rows, 0, numel)
+        copy = StridedCopy(offset * inner, 0, numel, rows, layout.size(rank) * inner, numel)
+        return rank, copy.part(0, rows, 0, numel)
 
-    for rank in range(layout.degree):
-        for start, stop, position in layout.placed(rank):
-            for low, high, owner, offset in _overlapping(owned, start, stop):
-                mine = position + low - start
-                if (owner, offset) != (rank, mine):
-                    numel = (high - low) * inner
-                    found.append((copy(owner, offset, numel), copy(rank, mine, numel)))
-    return tuple(found)
+    return tuple(
+        (copy(*holders[0], (stop - start) * inner), copy(*other, (stop - start) * inner))
+        for start, stop, holders in _segments(layout)
+        for other in holders[1:]
+    )
 
 
-#: A range of a dimension and its owner: (start, stop, first rank that holds it, offset in that rank's shard).
-_Owned = tuple[int, int, int, int]
+@functools.lru_cache(maxsize=64)
+def _segments(layout: TPLayout) -> Sequence[tuple[int, int, Sequence[tuple[int, int]]]]:
+    """The sharded dimension, cut where any rank's range begins or ends: (start, stop, holders).
 
-
-def _owned_once(layout: TPLayout) -> list[_Owned]:
-    """The ranges of the sharded dimension, ascending, each at the first rank that holds it."""
-    found: list[_Owned] = []
-    for rank in range(layout.degree):
-        for start, stop, position in layout.placed(rank):
-            for low, high in _without(found, start, stop):
-                found.append((low, high, rank, position + low - start))
-    return sorted(found)
-
-
-def _without(found: Iterable[_Owned], start: int, stop: int) -> list[DimRange]:
-    """The parts of a range that no range found so far covers."""
-    rest = [(start, stop)]
-    for low, high, *_ in found:
-        rest = [(a, b) for left, right in rest for a, b in ((left, min(right, low)), (max(left, high), right)) if a < b]
-    return rest
-
-
-def _overlapping(owned: Sequence[_Owned], start: int, stop: int) -> Iterator[_Owned]:
-    for low, high, rank, offset in owned:
-        a, b = max(low, start), min(high, stop)
-        if a < b:
-            yield a, b, rank, offset + a - low
-
-
-def _merged(copies: Sequence[ShardCopy]) -> tuple[ShardCopy, ...]:
-    merged: list[ShardCopy] = []
-    for shard, copy in copies:
-        if merged and merged[-1][0] == shard:
-            last = merged[-1][1]
-            source, target = last.source + last.width, last.target + last.width
-            if replace(last, source=source, target=target, width=copy.width) == copy:
-                merged[-1] = (shard, replace(last, width=last.width + copy.width).joined())
-                continue
-        merged.append((shard, copy))
-    return tuple(merged)
+    Holders are (rank, offset of ``start`` in its shard), ascending.
+    """
+    held = [(rank, *placed) for rank in range(layout.degree) for placed in layout.placed(rank)]
+    borders = sorted({border for _, start, stop, _ in held for border in (start, stop)})
+    return [
+        (low, high, [(rank, at + low - start) for rank, start, stop, at in held if start <= low and high <= stop])
+        for low, high in pairwise(borders)
+    ]

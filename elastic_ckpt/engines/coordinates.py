@@ -24,11 +24,10 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_world_size,
 )
 
-from elastic_ckpt.core.declared import split_of_affine
 from elastic_ckpt.core.experts import slices
-from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates, SequenceParallel
+from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates, SequenceParallel
+from elastic_ckpt.core.shard_specs import CannotSplit, layout_of_affine
 from elastic_ckpt.core.strided import TPLayout, fused
-from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.engines.compat import autotp_affine_map, autotp_record
 from elastic_ckpt.engines.experts import expert_parallel, unsliced_experts
 from elastic_ckpt.engines.megatron_runs import live_arguments
@@ -138,7 +137,7 @@ def _unsynchronized(module: Any) -> Iterator[str]:
                 yield f"tied_modules.{key}.{name}"
 
 
-def _layouts_of(engine: Any, tp: int) -> dict[str, LiveLayout]:
+def _layouts_of(engine: Any, tp: int) -> dict[str, LiveShards]:
     """Every parameter, by DeepSpeed's name, and every buffer, with this rank's shape only.
 
     Tensor-parallel ranks compare the checksums of small buffers.
@@ -163,14 +162,14 @@ def _layouts_of(engine: Any, tp: int) -> dict[str, LiveLayout]:
     return layouts
 
 
-def _layout(tensor: torch.Tensor, owner: str, tp: int) -> LiveLayout:
+def _layout(tensor: torch.Tensor, owner: str, tp: int) -> LiveShards:
     shape: tuple[int, ...] = tuple(getattr(tensor, "ds_shape", tensor.shape))
     is_cut = getattr(tensor, "tensor_model_parallel", None)
     if is_cut is False:  # a default, which Megatron gives T5's lm_head.bias too, beside the attribute's older name
         is_cut = bool(getattr(tensor, "model_parallel", False))
     dim = -1 if is_cut is False else getattr(tensor, "partition_dim", None) if is_cut else None
     stride = max(int(getattr(tensor, "partition_stride", 1) or 1), 1) if is_cut else 1
-    return LiveLayout((shape,), dim, stride, owner, _recorded(tensor, tp))
+    return LiveShards((shape,), dim, stride, owner, _recorded(tensor, tp))
 
 
 def _recorded(tensor: torch.Tensor, tp: int) -> TPLayout | None:
@@ -183,6 +182,6 @@ def _recorded(tensor: torch.Tensor, tp: int) -> TPLayout | None:
     if entry is None and sizes and len(shape) == len(getattr(tensor, "ds_shape", tensor.shape)):
         return fused(tuple(shape), record["partition_dim"], [[size // tp] * tp for size in sizes])
     try:
-        return None if entry is None else split_of_affine(entry)
+        return None if entry is None else layout_of_affine(entry)
     except CannotSplit:
         return None

@@ -13,10 +13,9 @@ from operator import or_
 from typing import Any, ClassVar
 
 from elastic_ckpt.core.chunks import ChunkSource, listed
-from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SavedParameter, SourceFile, TensorMetadata
+from elastic_ckpt.core.shard_specs import CannotSplit, DeclaredSpecs
 from elastic_ckpt.core.tensor_table import DerivedTensors
-from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.core.values import PerRank, merged, moved
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.metadata_builder import dense_tensor
@@ -110,7 +109,7 @@ def _with_empty_shards(ranks: Ranks) -> Ranks:
     return completed
 
 
-def _recorded_shape(declared: Declared, name: str, rank: int) -> tuple[int, ...] | None:
+def _recorded_shape(declared: DeclaredSpecs, name: str, rank: int) -> tuple[int, ...] | None:
     try:
         layout = declared.recorded(name)
     except CannotSplit:

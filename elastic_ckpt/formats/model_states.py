@@ -21,9 +21,9 @@ from itertools import chain
 from numbers import Integral
 from typing import Any, ClassVar
 
-from elastic_ckpt.core.declared import Declared, declared_by
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shapes import checked_shape
+from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, UnsupportedError
@@ -125,7 +125,7 @@ class ModelShard(SourceFile):
     buffer_names: tuple[str, ...] = ()
     before_0_19_4: bool = False
     stated: StatedDegrees = field(default_factory=StatedDegrees)
-    declared: Declared = field(default_factory=Declared)
+    declared: DeclaredSpecs = field(default_factory=DeclaredSpecs)
     stacked: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
     ahead: Mapping[str, frozenset[int]] = field(default_factory=dict)

@@ -13,9 +13,9 @@ from itertools import accumulate, chain, groupby
 from typing import Any
 
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
-from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, TensorMetadata
+from elastic_ckpt.core.shard_specs import DeclaredSpecs
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
@@ -173,7 +173,7 @@ def _build_metadata(
     whole, notes = _module_tensors(models, parameters, grid)
     builder.tensors.add(whole)
     builder.notes += notes if optimizer is not None else [*notes, _NO_OPTIMIZER_FILE]
-    declared = Declared(tuple(item.rule for item in states if item.rule is not None))
+    declared = DeclaredSpecs(tuple(item.rule for item in states if item.rule is not None))
     for model in models:
         declared = declared | model.declared
     most = max((saved.group for saved in parameters.values()), default=0) + 1

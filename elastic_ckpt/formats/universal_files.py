@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import SourceFile
-from elastic_ckpt.core.tp_rules import COLUMN, ROW, VOCABULARY, Rule
+from elastic_ckpt.core.shard_specs import COLUMN, ROW, VOCABULARY, ShardSpec
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
@@ -50,7 +50,7 @@ class StateFile(SourceFile):
     key: str
     tensor: TensorRef | None
     scalar: float | None
-    rule: Rule | None = None
+    rule: ShardSpec | None = None
     is_concatenated: bool = False
 
 
@@ -76,7 +76,7 @@ class OptimizerFile:
 
 
 #: A :class:`StateFile` without its path and parameter.
-Packed = tuple[str, int, TensorRef | None, float | None, Rule | None, bool, Records]
+Packed = tuple[str, int, TensorRef | None, float | None, ShardSpec | None, bool, Records]
 
 
 def optimizer_path(found: CheckpointInfo) -> str:
@@ -127,19 +127,19 @@ def index_state(file: PickledFile) -> StateFile:
     return StateFile(file.path, file.nbytes, name, key, None, scalar)
 
 
-def _rule_of(name: str, tree: Any) -> Rule | None:
+def _rule_of(name: str, tree: Any) -> ShardSpec | None:
     """The rule that DeepSpeed's converter notes beside a tensor; its default, dimension 0, means nothing."""
     if not isinstance(tree, dict):
         return None
     pattern = f"^{re.escape(name)}$"
     if tree.get("vocab_tensor") or "vocab_divisibility_padding_tensor" in tree:
-        return Rule(pattern=pattern, kind=VOCABULARY)
+        return ShardSpec(pattern=pattern, kind=VOCABULARY)
     if isinstance(count := tree.get("param_n_sub_params"), int) and 0 < count <= _MOST_SUB_PARAMETERS:
-        return Rule(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * count)
+        return ShardSpec(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * count)
     parts = _sub_parameters(tree.get("sub_param_shape"))
     if parts is not None:
-        return Rule(pattern=pattern, kind=COLUMN, dim=parts[0], sub_parameters=parts[1])
-    return Rule(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
+        return ShardSpec(pattern=pattern, kind=COLUMN, dim=parts[0], sub_parameters=parts[1])
+    return ShardSpec(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
 
 
 def _sub_parameters(noted: Any) -> tuple[int, list[int]] | None:

@@ -1,9 +1,11 @@
-"""Sources of a parameter's layout: the user, checkpoint, live model, a preset, or its shapes alone. Pure."""
+"""Who says how a parameter is sharded: the user, the checkpoint, the live model, a preset, or shapes. Pure."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,11 +18,12 @@ from pydantic import BaseModel, ConfigDict
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.tp_rules import AMBIGUOUS, COLUMN, REPLICATED, ROW, Kind, Rule
+from elastic_ckpt.core.shard_specs import BY_SHAPES, COLUMN, KV_HEADS, REPLICATED, ROW, USER, Kind, ShardSpec
+from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import ConfigError, MismatchError
 
 if TYPE_CHECKING:
-    from elastic_ckpt.sharding.specs import ShardSpec
+    from elastic_ckpt.sharding.specs import Sharding
 
 
 class Preset(BaseModel):
@@ -39,7 +42,7 @@ class Preset(BaseModel):
     lacks: list[str] = []
     unsaved: list[str] = []
     one_stage: list[str] = []
-    rules: list[Rule]
+    rules: list[ShardSpec]
 
     @classmethod
     def names(cls) -> list[str]:
@@ -67,7 +70,7 @@ class Preset(BaseModel):
         """What the arguments of such a run have and lack, in words."""
         return f"args with {', '.join(self.has)}" + f", without {', '.join(self.lacks)}" * bool(self.lacks)
 
-    def rule(self, name: str, run: Mapping[str, Any]) -> Rule | None:
+    def rule(self, name: str, run: Mapping[str, Any]) -> ShardSpec | None:
         """The rule for a parameter of a run with these arguments, if any."""
         return next((rule for rule in self.rules if rule.applies(name, run)), None)
 
@@ -121,28 +124,13 @@ def is_vocabulary(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class RuleSource:
-    """A rule and its origin, in words; whether that is the user's config, or a guess from the shapes alone."""
-
-    rule: Rule
-    origin: str
-    is_users: bool = False
-    is_guess: bool = False
-
-    @property
-    def is_ambiguous(self) -> bool:
-        """Whether the rule only declares the layout ambiguous."""
-        return self.rule.kind == AMBIGUOUS
-
-
-@dataclass(frozen=True)
 class ShardingRules:
     """The rules and preset of the user's config; ``builtin`` applies to Megatron Core, after the live parameters.
 
     Without a preset of the user's, that which the saved run's arguments prove applies (``is_recognized``).
     """
 
-    rules: Sequence[Rule] = ()
+    rules: Sequence[ShardSpec] = ()
     preset: Preset | None = None
     builtin: Preset | None = None
     is_recognized: bool = False
@@ -180,43 +168,44 @@ class ShardingRules:
         patterns = () if self.preset is None else self.preset.one_stage
         return {name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)}
 
-    def sources(self, spec: ShardSpec) -> list[RuleSource]:
-        """Every rule about a parameter, by precedence; a rule of the user's excludes all others.
+    def specs_for(self, sharding: Sharding) -> list[ShardSpec]:
+        """All that is said of a parameter, by precedence; a rule of the user's excludes all else.
 
         Raises :class:`CannotSplit` if the checkpoint's declaration cannot be understood.
         """
-        run = spec.metadata.run
+        run = sharding.metadata.run
         for rule in self.rules:
-            if rule.applies(spec.name, run) or rule.applies(spec.saved_name, run):
-                return [RuleSource(rule, 'your "tp_rules"', is_users=True)]
-        declared = spec.metadata.declared.rule(spec.saved_name)
+            if rule.applies(sharding.name, run) or rule.applies(sharding.saved_name, run):
+                return [rule.by(USER)]
+        declared = sharding.metadata.declared.spec(sharding.saved_name)
         found = [
-            None if declared is None else RuleSource(declared, "the checkpoint's universal_checkpoint_info"),
-            _of_preset(self.preset, spec, self.is_recognized),
-            _of_live_parameter(spec),
-            _of_preset(self.builtin, spec) if spec.live.owner.startswith(_MEGATRON) else None,
-            None if spec.is_fused else _of_shapes(spec),
+            None if declared is None else declared.by("the checkpoint's universal_checkpoint_info"),
+            _by_preset(self.preset, sharding, self.is_recognized),
+            _by_live_parameter(sharding),
+            _by_preset(self.builtin, sharding) if sharding.live.owner.startswith(_MEGATRON) else None,
+            None if sharding.is_fused else _by_shapes(sharding),
         ]
-        return [source for source in found if source is not None]
+        return [spec for spec in found if spec is not None]
 
 
-def _of_preset(preset: Preset | None, spec: ShardSpec, is_recognized: bool = False) -> RuleSource | None:
+def _by_preset(preset: Preset | None, sharding: Sharding, is_recognized: bool = False) -> ShardSpec | None:
+    """A preset's rules may depend on what shapes prove, as on the run's arguments."""
     if preset is None:
         return None
-    known = {**spec.metadata.run, **spec.by_shapes}
-    rule = preset.rule(spec.saved_name, known)
-    if rule is None:
+    by_shapes, by_live = sharding.checkpoint.shapes.proven(sharding.name), sharding.checkpoint.by_live
+    known = {**sharding.metadata.run, **by_shapes}
+    if (rule := preset.rule(sharding.saved_name, known)) is None:
         return None
     why = f", by the checkpoint's {preset.evidence}" if is_recognized else ""
-    for by, keys in (("the live run", spec.by_live), ("the shapes", spec.by_shapes)):
+    for by, keys in (("the live run", by_live), ("the shapes", by_shapes)):
         why += "".join(f", {key} {known[key]} by {by}" for key in rule.when if key in keys)
-    return RuleSource(rule, f'the preset "{preset.name}"{why}')
+    return rule.by(f'the preset "{preset.name}"{why}')
 
 
-def presets_for(spec: ShardSpec) -> list[str]:
+def presets_for(sharding: Sharding) -> list[str]:
     """Names of the shipped presets that decide a parameter."""
-    found = [(preset.name, _of_preset(preset, spec)) for preset in _shipped()]
-    return [name for name, source in found if source is not None and not source.is_ambiguous]
+    found = [(preset.name, _by_preset(preset, sharding)) for preset in _shipped()]
+    return [name for name, spec in found if spec is not None and not spec.is_ambiguous]
 
 
 def refuse_other_code(
@@ -233,7 +222,7 @@ def refuse_other_code(
         saved_name = metadata.saved_names.get(name, name)
         is_settled = any(rule.applies(each, metadata.run) for rule in rules.rules for each in (name, saved_name))
         both = (saved.rule(saved_name, metadata.run), live.rule(saved_name, model.run))
-        parts = [None if rule is None or rule.kind == AMBIGUOUS else (rule.sub_parameters,) for rule in both]
+        parts = [None if rule is None or rule.is_ambiguous else (rule.sub_parameters,) for rule in both]
         if not is_settled and None not in parts and parts[0] != parts[1]:
             problem = "the live code arranges this parameter in another way than the code that saved it"
             sides = f"{live.name}, by the live {live.evidence}", f"{saved.name}, by the checkpoint's {saved.evidence}"
@@ -242,39 +231,151 @@ def refuse_other_code(
             raise metadata.error(MismatchError, problem, name, *sides, remedy)
 
 
-def _of_live_parameter(spec: ShardSpec) -> RuleSource | None:
-    live = spec.live
+def _by_live_parameter(sharding: Sharding) -> ShardSpec | None:
+    live = sharding.live
     if live.dim is None:
         return None
     if live.dim < 0:
-        return RuleSource(_rule(spec, REPLICATED), "the live parameter (not tensor_model_parallel)")
-    is_whole_truth = live.owner.startswith(_MEGATRON) and _INTERLEAVED.search(spec.name) is not None
-    if live.stride == 1 and spec.is_fused and not is_whole_truth:
+        return _spec(sharding, REPLICATED, "the live parameter (not tensor_model_parallel)")
+    is_whole_truth = live.owner.startswith(_MEGATRON) and _INTERLEAVED.search(sharding.name) is not None
+    if live.stride == 1 and sharding.is_fused and not is_whole_truth:
         return None  # sub-parameters remain unknown
     origin = live.origin or f"the live parameter (partition_dim {live.dim}, partition_stride {live.stride})"
-    return RuleSource(_rule(spec, COLUMN, live.dim, [1] * live.stride if live.stride > 1 else None), origin)
+    return _spec(sharding, COLUMN, origin, live.dim, [1] * live.stride if live.stride > 1 else None)
 
 
-def _of_shapes(spec: ShardSpec) -> RuleSource | None:
+def _by_shapes(sharding: Sharding) -> ShardSpec | None:
     """Equal shards are replicated; else the sharded dimension is the only one that sums to the same on both sides."""
-    saved, live = spec.shapes, spec.live.shapes
+    saved, live = sharding.shapes, sharding.live.shapes
     if len({*saved, *live}) == 1:
-        if len(saved) == 1 and len(saved[0]) > 1 and is_vocabulary(spec.name):
+        if len(saved) == 1 and len(saved[0]) > 1 and is_vocabulary(sharding.name):
             return None  # as large on each of several ranks as on one: it may be a padded vocabulary
-        if len(set(spec.live.values)) > 1:
+        if len(set(sharding.live.values)) > 1:
             return None  # a buffer whose values differ between live ranks
-        return RuleSource(_rule(spec, REPLICATED), "the shapes", is_guess=True)
+        return _spec(sharding, REPLICATED, BY_SHAPES)
     if not live or len({len(shape) for shape in (*saved, *live)}) > 1:
         return None
     fitting = []
     for dim in range(len(live[0])):
         rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in (*saved, *live)}
-        if len(rest) == 1 and sum(s[dim] for s in saved) == sum(s[dim] for s in live):
+        if len(rest) == 1 and _total(saved, dim) == _total(live, dim):
             fitting.append(dim)
-    return RuleSource(_rule(spec, COLUMN, fitting[0]), "the shapes", is_guess=True) if len(fitting) == 1 else None
+    return _spec(sharding, COLUMN, BY_SHAPES, fitting[0]) if len(fitting) == 1 else None
 
 
-def _rule(spec: ShardSpec, kind: Kind, dim: int | None = None, parts: list[int] | None = None) -> Rule:
-    """A rule for one parameter, not validated: for every parameter, that would dominate planning time."""
-    kind = ROW if kind == COLUMN and dim == 1 else kind
-    return Rule.model_construct(pattern=re.escape(spec.name), kind=kind, dim=dim, sub_parameters=parts)
+def _spec(
+    sharding: Sharding, kind: Kind, origin: str, dim: int | None = None, parts: list[int] | None = None
+) -> ShardSpec:
+    """Of one parameter, not validated: for every parameter, that would dominate planning time."""
+    kind, pattern = ROW if kind == COLUMN and dim == 1 else kind, re.escape(sharding.name)
+    return ShardSpec.model_construct(pattern=pattern, kind=kind, dim=dim, sub_parameters=parts, origin=origin)
+
+
+#: Widening layer -> narrowing layer.
+_COUNTERPARTS = (("h_to_4h", "4h_to_h"), ("fc1", "fc2"), ("linear1", "linear2"), ("wi", "wo"))
+_QKV = re.compile(r"query_key_value|qkv|W_pack|c_attn", re.IGNORECASE)
+
+
+class ModelShapes:
+    """Relations between the shapes of a model's matrices.
+
+    Within a module, a widening layer has as many rows as the narrowing layer has columns. More rows mean that it is
+    fused with a gate, or from query, key and value. Specs made without the model at hand are checked against that.
+    """
+
+    def __init__(self, metadata: CheckpointMetadata) -> None:
+        self._metadata = metadata
+        # (module, rows of a matrix on the first rank) -> histogram of columns, summed over all ranks
+        self._columns: dict[tuple[str, int], Counter[int]] = {}
+        for (name, key), tensor in metadata.tensors.items():
+            shapes = tensor.shard_shapes if key in (MASTER, FROZEN) else ((),)
+            if len(shapes[0]) == 2:
+                self._columns.setdefault((_module(name), shapes[0][0]), Counter())[_total(shapes, 1)] += 1
+
+    def is_fused(self, name: str, saved_name: str = "") -> bool:
+        """Whether a parameter is fused, by its names (unless its counterpart refutes that) or its module's shapes.
+
+        Shapes are found by ``name``; ``saved_name`` is what the parameter was called before it was renamed.
+        """
+        rows, taken = self._widths(name)
+        by_name = is_fused(name) or is_fused(saved_name)
+        return (by_name and self._gate_factor(name) != 1) or (rows > taken > 0 and not is_vocabulary(name))
+
+    def proven(self, name: str) -> dict[str, bool]:
+        """What shapes prove of a parameter that may be fused: whether with a gate, and from fewer key-value heads."""
+        factor, widths = self._gate_factor(name), self.qkv_widths(name) if _QKV.search(name) else None
+        gated = {"gated": factor == 2} if factor in (1, 2) else {}
+        return gated | ({"fewer_kv_heads": widths[0] != widths[1]} if widths else {})
+
+    def qkv_widths(self, name: str) -> list[int] | None:
+        """Relative widths of query, key and value, if the layer fuses these; ``None`` if unknown."""
+        rows, taken = self._widths(name)
+        if not rows > taken > 0 or (rows - taken) % 2:
+            return None
+        key = (rows - taken) // 2
+        common = math.gcd(taken, key)
+        return [taken // common, key // common, key // common]
+
+    def objection(self, name: str, spec: ShardSpec) -> str | None:
+        """What contradicts a spec, or ``None``. A user's may state what shapes do not show."""
+        if spec.is_replicated or spec.is_ambiguous:
+            return None
+        parts, factor = spec.sub_parameters, self._gate_factor(name)
+        if factor == 2 and parts is None and not spec.is_users:
+            return "it has twice as many rows as its counterpart has columns, so a gate is fused into it"
+        if factor == 1 and parts is not None and not spec.is_users:
+            return "it has as many rows as its counterpart has columns, so nothing is fused into it"
+        widths = self.qkv_widths(name) if _QKV.search(name) else None
+        if isinstance(parts, list) and len(parts) == 3 and widths is not None:
+            given = [part // math.gcd(*parts) for part in parts]
+            return None if given == widths else f"by the shapes of its module, its parts are as wide as {widths}"
+        if parts is None and not spec.is_users and "query_key_value" in name and self._has_fewer_kv_heads(name):
+            return "it does not have three times as many rows as columns, so key-value heads are fewer than query heads"
+        return None
+
+    def _gate_factor(self, name: str) -> int | None:
+        """Rows of a widening layer divided by columns of its counterpart; ``None`` if unknown."""
+        for wide, narrow in _COUNTERPARTS:
+            if wide in name:
+                counterpart = name.rpartition(".")[0].replace(wide, narrow) + ".weight"
+                up, down = tensor_of(self._metadata, name), tensor_of(self._metadata, counterpart)
+                if up is None or down is None or down is up or any(len(shape) < 2 for shape in down.shard_shapes):
+                    continue
+                rows, columns = _total(up.shard_shapes, 0), _total(down.shard_shapes, 1)
+                return rows // columns if columns and rows % columns == 0 else None
+        return None
+
+    def _matrix(self, name: str) -> TensorMetadata | None:
+        weight = tensor_of(self._metadata, name.rpartition(".")[0] + ".weight")
+        return None if weight is None or any(len(shape) != 2 for shape in weight.shard_shapes) else weight
+
+    def _widths(self, name: str) -> tuple[int, int]:
+        """Rows of a layer's weight, and columns of the layer that takes its output; 0 if unknown."""
+        weight = self._matrix(name)
+        if not _module(name) or weight is None:  # layers at the root are unrelated
+            return 0, 0
+        rows, (first_rows, columns) = _total(weight.shard_shapes, 0), weight.shard_shapes[0]
+        others = self._columns.get((_module(name), columns), Counter())
+        if first_rows == columns and weight.key in (MASTER, FROZEN):
+            others = others - Counter([_total(weight.shard_shapes, 1)])  # it is not its own counterpart
+        if not others:
+            return 0, 0
+        return rows, rows if rows in others else max(others)
+
+    def _has_fewer_kv_heads(self, name: str) -> bool:
+        run = self._metadata.run
+        if any(run.get(key) for key in KV_HEADS):
+            return False  # the run states their number, and rules may refer to it
+        heads, width, hidden = (run.get(key) for key in ("num_attention_heads", "kv_channels", "hidden_size"))
+        if isinstance(heads, int) and isinstance(width, int) and isinstance(hidden, int) and heads * width != hidden:
+            return False  # the heads together are not as wide as the hidden state
+        weight = self._matrix(name)
+        return weight is not None and _total(weight.shard_shapes, 0) != 3 * weight.shard_shapes[0][1]
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0].rpartition(".")[0]
+
+
+def _total(shapes: Sequence[Shape], dim: int) -> int:
+    return sum(shape[dim] for shape in shapes)

@@ -1,7 +1,7 @@
 """How tensor-parallel ranks shard each parameter, for live engines, offline tools and inspection. Pure.
 
-The user's rules go before layouts that are recorded in full, and these before other rules. Without a live model, a rule
-for the saved shards gives the whole parameter, and its shards on any number of ranks.
+The user's rules go before layouts that are recorded in full, and these before all else. Without a live model, a spec of
+the saved shards gives the whole parameter, and its shards on any number of ranks.
 """
 
 from __future__ import annotations
@@ -14,117 +14,102 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from elastic_ckpt.core.local_state import LiveLayout
+from elastic_ckpt.core.local_state import LiveShards
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.shard_specs import COLUMN, VOCABULARY, CannotSplit, ShardSpec
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
-from elastic_ckpt.core.tp_rules import (
-    COLUMN,
-    REPLICATED_KINDS,
-    VOCABULARY,
-    CannotSplit,
-    Rule,
-    relative_widths,
-    split_by,
-)
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
-from elastic_ckpt.sharding.cross_checks import ModelShapes
-from elastic_ckpt.sharding.rules import RuleSource, ShardingRules, presets_for, tensor_of
+from elastic_ckpt.sharding.rules import ModelShapes, ShardingRules, presets_for, tensor_of
 
 #: A checkpoint that declares patterns shards parameters that match none along dimension 0.
 BY_DEFAULT = "the checkpoint's universal_checkpoint_info, by its default"
 
 
-class ShardSpec:
+class Sharding:
     """How one parameter or buffer is sharded, saved and live; without a live model, the latter has no shapes.
 
     Attributes:
-        metadata, tensor, live: the checkpoint, the saved tensor, and what the live side records.
+        checkpoint, metadata, tensor, live: what is known of the checkpoint, the saved tensor, and of the live shards.
         name, saved_name: in the live model and in the checkpoint, which differ for tied and renamed parameters.
         shapes: of the saved shards.
         is_fused: whether it is made of several sub-parameters.
-        by_shapes, by_live: what shapes prove, on which rules may depend as on the run's arguments; names of those
-            arguments that are the live run's.
-        sources: all rules about it, by precedence.
-        chosen: the one that counts; ``None``: nothing says how it is sharded. Without a live model, no guess.
-
-    Raises:
-        CannotSplit: the checkpoint's declaration cannot be understood.
+        specs: all that is said of it, by precedence.
+        chosen: the spec that counts; ``None``: nothing says how it is sharded. Without a live model, no guess.
     """
 
-    def __init__(self, specs: ShardSpecs, tensor: TensorMetadata, live: LiveLayout | None) -> None:
-        self.metadata = specs.metadata
-        self.tensor = tensor
-        self.live = live or LiveLayout(())
-        self.name = tensor.name
+    def __init__(self, checkpoint: Shardings, tensor: TensorMetadata, live: LiveShards | None) -> None:
+        self.checkpoint, self.metadata, self.tensor = checkpoint, checkpoint.metadata, tensor
+        self.live = live or LiveShards(())
+        self.name, self.shapes = tensor.name, tensor.shard_shapes
         self.saved_name = self.metadata.saved_names.get(self.name, self.name)
-        self.shapes = tensor.shard_shapes
-        self.by_shapes, self.by_live = specs.shapes.proven(self.name), specs.by_live
-        self.is_fused = specs.shapes.is_fused(self.name, self.saved_name)
-        self.sources: Sequence[RuleSource] = ()
-        self.chosen: RuleSource | None = None
-        self._specs = specs
+        self.is_fused = checkpoint.shapes.is_fused(self.name, self.saved_name)
+        self.specs: Sequence[ShardSpec] = ()
+        self.chosen: ShardSpec | None = None
         self._is_offline = live is None
 
-    def resolve(self) -> ShardSpec:
-        """The same, with its rules."""
-        self.sources = self._specs.rules.sources(self)
-        chosen = _first(self.sources)
+    def choose(self) -> None:
+        """Find :attr:`specs` and :attr:`chosen`.
+
+        Raises :class:`CannotSplit` if the checkpoint's declaration cannot be understood.
+        """
+        self.specs = self.checkpoint.rules.specs_for(self)
+        chosen = self.specs[0] if self.specs else None
+        if chosen is not None and chosen.kind == COLUMN and chosen.cut_dim == 0 and chosen.sub_parameters is None:
+            chosen = next((spec for spec in self.specs if spec.kind == VOCABULARY), chosen)
+        elif chosen is not None and chosen.is_ambiguous:  # a live parameter may resolve what a preset leaves open
+            certain = (spec for spec in self.specs if not spec.is_ambiguous and not spec.is_guess)
+            chosen = next(certain, chosen)
         if self._is_offline and (chosen is None or chosen.is_guess or chosen.is_ambiguous):
             is_plain = len(self.shapes) > 1 and not self.is_fused
             chosen = None
-            if self.metadata.declared.rules and is_plain and (self.name, BUFFER) not in self.metadata.tensors:
+            if self.metadata.declared.specs and is_plain and (self.name, BUFFER) not in self.metadata.tensors:
                 # what matches no pattern is sharded along dimension 0: ``merge_tp_slices``, ds_to_universal.py
-                chosen = RuleSource(Rule(pattern=".*", kind=COLUMN), BY_DEFAULT)
+                chosen = ShardSpec(pattern=".*", kind=COLUMN).by(BY_DEFAULT)
         self.chosen = chosen
-        return self
 
     def layouts(self) -> tuple[TPLayout | None, TPLayout | None, bool]:
         """The saved and the live layout (``None`` if unknown), and whether they are recorded in full.
 
-        Raises :class:`CannotSplit` if the recorded layout or the rule contradicts the shapes.
+        Raises :class:`CannotSplit` if the recorded layout or the spec contradicts the shapes.
         """
         by_user, is_alone = self.chosen is not None and self.chosen.is_users, len(self.shapes) == 1
-        recorded = None if is_alone or by_user else self.metadata.declared.split(self.saved_name, self.shapes)
-        live = None if by_user else self.live.split
+        recorded = None if is_alone or by_user else self.metadata.declared.layout(self.saved_name, self.shapes)
+        live = None if by_user else self.live.layout
         cut = [layout.dim for layout in (recorded, live) if layout is not None and not layout.is_replicated]
-        dim = cut[0] if cut else 0 if self.chosen is None else self.chosen.rule.cut_dim
-        source = recorded or self._by_rule(self.shapes, dim)
-        target = live or self._by_rule(self.live.shapes, dim)
+        dim = cut[0] if cut else 0 if self.chosen is None else self.chosen.cut_dim
+        source = recorded or self._by_spec(self.shapes, dim)
+        target = live or self._by_spec(self.live.shapes, dim)
         return source, target, recorded is not None or (live is not None and is_alone)
 
-    def _by_rule(self, shapes: Sequence[Shape], dim: int) -> TPLayout | None:
-        rule = None if self.chosen is None else self.chosen.rule
-        if len(shapes) == 1 and (rule is None or rule.kind not in REPLICATED_KINDS):
+    def _by_spec(self, shapes: Sequence[Shape], dim: int) -> TPLayout | None:
+        spec = self.chosen
+        if len(shapes) == 1 and (spec is None or not spec.is_replicated):
             shape = shapes[0]
             return fused(shape, dim, [[shape[dim]]]) if len(shape) > dim else replicated(shape, 1)
-        if rule is None or (self.chosen is not None and self.chosen.is_ambiguous) or not shapes:
-            return None
-        return split_by(rule, shapes, self.metadata.run)
+        return None if spec is None or spec.is_ambiguous or not shapes else spec.layout(shapes, self.metadata.run)
 
     def objection(self) -> str | None:
-        """What contradicts the chosen rule: another one (unless the user's), or the shapes of other parameters."""
-        certain = [source for source in self.sources if not source.is_guess]
+        """What contradicts the chosen spec: another one (unless the user's), or the shapes of other parameters."""
+        certain = [spec for spec in self.specs if not spec.is_guess]
         for other in certain[1:]:
-            if not certain[0].is_users and certain[0].rule.contradicts(other.rule):
-                return f"but {other.rule.kind}, according to {other.origin}"
-        return None if self.chosen is None else self._specs.shapes.objection(self.name, self.chosen)
+            if not certain[0].is_users and certain[0].contradicts(other):
+                return f"but {other.kind}, according to {other.origin}"
+        return None if self.chosen is None else self.checkpoint.shapes.objection(self.name, self.chosen)
 
     def mismatch(self, problem: str, expected: object, found: object, remedy: str) -> MismatchError:
         """An error about this parameter."""
-        folder = self.metadata.source.folder
-        return MismatchError(problem, folder, expected, found, parameter=self.name, remedy=remedy)
+        return self.metadata.error(MismatchError, problem, self.name, expected, found, remedy)
 
     def undecided(self) -> MismatchError:
         """Nothing says how it is sharded."""
-        pattern, said = re.escape(self.name), next((each for each in self.sources if each.is_ambiguous), None)
-        if said is not None and re.fullmatch(said.rule.pattern, self.saved_name):
-            pattern = said.rule.pattern  # one line settles all that it applies to
-        choices: list[Mapping[str, object]] = [{"pattern": pattern, "kind": "column"}]
+        pattern, said = re.escape(self.name), next((each for each in self.specs if each.is_ambiguous), None)
+        if said is not None and re.fullmatch(said.pattern, self.saved_name):
+            pattern = said.pattern  # one line settles all that it applies to
+        choices: list[dict[str, object]] = [{"pattern": pattern, "kind": "column"}]
         meaning = "whichever it is"
         if self.is_fused:
-            choices.append(
-                {**choices[0], "sub_parameters": self._specs.shapes.qkv_widths(self.name) or "<relative widths>"}
-            )
+            widths = self.checkpoint.shapes.qkv_widths(self.name) or "<relative widths>"
+            choices.append({**choices[0], "sub_parameters": widths})
             meaning = (
                 "the first where nothing is fused, or each head (or group) holds its own q, k and v; the second where "
                 "each rank holds its parts one behind the other: [heads, key-value heads, key-value heads] for q, k "
@@ -137,7 +122,7 @@ class ShardSpec:
         named = presets_for(self) if said is None else ()
         presets = [f'"elastic_checkpoint": {{"tp_preset": "{each}"}}' for each in named]
         meaning += f". If one of these code bases saved it: {' or '.join(presets)}" if presets else ""
-        why = "nothing says so" if said is None else f"{said.origin}: {said.rule.ambiguous}"
+        why = "nothing says so" if said is None else f"{said.origin}: {said.ambiguous}"
         of_several = ": it is made of several, whose arrangement its shape does not show" if self.is_fused else ""
         return self.mismatch(
             f"the tensor-parallel degree changes, and it is not known how this parameter is sharded{of_several}",
@@ -147,10 +132,8 @@ class ShardSpec:
         )
 
     def contradiction(self, why: object, is_recorded: bool = False) -> MismatchError:
-        """The chosen rule, or the recorded layout, does not fit the shapes."""
-        chosen = None if is_recorded else self.chosen
-        layout = f"{chosen.rule.kind}, according to {chosen.origin}" if chosen else "a recorded layout"
-        saved, live = self.shapes, self.live.shapes
+        """The chosen spec, or the recorded layout, does not fit the shapes."""
+        chosen, saved, live = None if is_recorded else self.chosen, self.shapes, self.live.shapes
         rests = {shape[1:] for shape in (*saved, *live)}
         rows = [sum((*shape, 1)[0] for shape in side) for side in (saved, live)]
         kind = "vocabulary" if len(rests) == 1 and rows[0] != rows[1] else "row"
@@ -160,6 +143,7 @@ class ShardSpec:
             remedy = f"build the model with the sizes it was saved with{padded}"
             shapes = f"{live[0]} in the live model", f"{saved[0]} in the checkpoint"
             return self.mismatch("the shape of this parameter differs", *shapes, remedy)
+        layout = f"{chosen.kind}, according to {chosen.origin}" if chosen else "a recorded layout"
         problem = "what is known of this parameter's tensor-parallel layout contradicts the shapes"
         remedy = f"say how it is sharded (column, row, vocabulary ...): {config}"
         return self.mismatch(problem, f"{layout}: {why}", self._both(), remedy)
@@ -173,11 +157,39 @@ class ShardSpec:
         return self.mismatch(problem, f"{live} rows", f"{saved} rows{known}", remedy)
 
     def _both(self) -> str:
-        return f"{_shards(self.shapes)} in the checkpoint, {_shards(self.live.shapes)} in the live model"
+        sides = []
+        for shapes in (self.shapes, self.live.shapes):
+            distinct = dict.fromkeys(map(str, shapes))
+            shown = f"{len(shapes)} x {shapes[0]}" if len(distinct) == 1 else " + ".join(map(str, shapes))
+            sides.append(shown or "nothing yet")  # without a live model
+        return f"{sides[0]} in the checkpoint, {sides[1]} in the live model"
+
+    def shard_of(self, tp: int) -> Shape:
+        """The shape of its shard on each of ``tp`` ranks."""
+        source, _, is_recorded = self.layouts()
+        spec, shape = None if is_recorded else self.chosen, self.shapes[0]
+        if spec is None and not is_recorded and (self.tensor.key == BUFFER or len(shape) < 2):
+            return shape
+        if source is None or (spec is None and not is_recorded):
+            raise self.undecided()
+        if source.is_replicated if spec is None else spec.is_replicated:
+            return shape
+        dim, size = source.dim, source.shape[source.dim]
+        if spec is not None and spec.cut_dim != dim:
+            raise CannotSplit(f"sharded along dimension {spec.cut_dim}, but its shape is {shape}")
+        if self.chosen is not None and self.chosen.kind == VOCABULARY:
+            size = -(-size // tp) * tp  # padded, as Megatron does
+        if size % tp:
+            problem = f"dimension {dim} of this parameter does not divide by the tensor-parallel degree"
+            raise self.mismatch(problem, f"a multiple of {tp}", size, "choose a degree that divides it")
+        return (*source.shape[:dim], size // tp, *source.shape[dim + 1 :])
 
 
-class ShardSpecs:
-    """Makes the specs of one checkpoint, for a live run with these arguments, if any."""
+class Shardings:
+    """How one checkpoint's parameters are sharded, for a live run with these arguments, if any.
+
+    ``by_live``: arguments of the run that only the live run gives, which the metadata's are completed with.
+    """
 
     def __init__(
         self, metadata: CheckpointMetadata, rules: ShardingRules, live_run: Mapping[str, Any] | None = None
@@ -192,25 +204,14 @@ class ShardSpecs:
         return ModelShapes(self.metadata)
 
     @contextmanager
-    def of(self, tensor: TensorMetadata, live: LiveLayout | None = None) -> Iterator[ShardSpec]:
-        """The spec of a saved parameter or buffer; :class:`CannotSplit` in the body becomes its contradiction."""
-        spec = ShardSpec(self, tensor, live)
+    def of(self, tensor: TensorMetadata, live: LiveShards | None = None) -> Iterator[Sharding]:
+        """The sharding of a saved parameter or buffer; :class:`CannotSplit` in the body becomes its contradiction."""
+        sharding = Sharding(self, tensor, live)
         try:
-            yield spec.resolve()
+            sharding.choose()
+            yield sharding
         except CannotSplit as error:
-            raise spec.contradiction(error) from error
-
-
-def _first(sources: Sequence[RuleSource]) -> RuleSource | None:
-    """The source of highest precedence; if it shards dimension 0, a vocabulary rule goes first."""
-    if not sources:
-        return None
-    first = sources[0]
-    if first.rule.kind == COLUMN and first.rule.cut_dim == 0 and first.rule.sub_parameters is None:
-        return next((source for source in sources if source.rule.kind == VOCABULARY), first)
-    if first.is_ambiguous:  # a live parameter may resolve what a preset leaves open
-        return next((source for source in sources if not source.is_ambiguous and not source.is_guess), first)
-    return first
+            raise sharding.contradiction(error) from error
 
 
 @contextmanager
@@ -230,80 +231,52 @@ def virtual_layouts(
     tp: int,
     rules: ShardingRules,
     errors: dict[str, ElasticCkptError] | None = None,
-) -> dict[str, LiveLayout]:
+) -> dict[str, LiveShards]:
     """The layout of each parameter, frozen weight and buffer over ``tp`` ranks.
 
-    A vector or buffer without a rule is taken for replicated: a guess, which a load (and a conversion) verifies by
+    A vector or buffer without a spec is taken for replicated: a guess, which a load (and a conversion) verifies by
     comparing the saved copies.
 
     Raises, or collects in ``errors`` by name: :class:`DamagedError` if a name has no tensor, :class:`MismatchError` if
-    a matrix has no rule, a rule does not fit, or a dimension is not divisible.
+    a matrix has no spec, a spec does not fit, or a dimension is not divisible.
     """
-    specs = ShardSpecs(metadata, rules)
-    layouts: dict[str, LiveLayout] = {}
+    shardings = Shardings(metadata, rules)
+    layouts: dict[str, LiveShards] = {}
     for name in names:
         with collected(errors, name):
-            tensor = tensor_of(specs.metadata, name)
+            tensor = tensor_of(metadata, name)
             if tensor is None:
-                problem, folder = (
-                    "the checkpoint lists this parameter, but has no weights of it",
-                    metadata.source.folder,
-                )
+                problem = "the checkpoint lists this parameter, but has no weights of it"
                 remedy = "files are missing: restore the folder from its original, or take another tag"
-                raise DamagedError(problem, folder, "its weights", "none", parameter=name, remedy=remedy)
+                raise metadata.error(DamagedError, problem, name, "its weights", "none", remedy)
             if len(tensor.shard_shapes) == tp:
-                layouts[name] = LiveLayout(tensor.shard_shapes)
+                layouts[name] = LiveShards(tensor.shard_shapes)
                 continue
-            with specs.of(tensor) as spec:
-                shapes, chosen = (_shard(spec, tp),) * tp, spec.chosen
+            with shardings.of(tensor) as sharding:
+                shapes, chosen = (sharding.shard_of(tp),) * tp, sharding.chosen
                 is_default = chosen is not None and chosen.origin == BY_DEFAULT
-                layouts[name] = LiveLayout(shapes, 0, origin=BY_DEFAULT) if is_default else LiveLayout(shapes)
+                layouts[name] = LiveShards(shapes, 0, origin=BY_DEFAULT) if is_default else LiveShards(shapes)
     return layouts
 
 
-def known_rules(metadata: CheckpointMetadata, names: Iterable[str], rules: ShardingRules) -> dict[str, Rule | None]:
-    """The tensor-parallel rule of each parameter; ``None`` without a rule, or where a recorded map replaces it.
+def known_specs(
+    metadata: CheckpointMetadata, names: Iterable[str], rules: ShardingRules
+) -> dict[str, ShardSpec | None]:
+    """The spec of each parameter; ``None`` without one, or where a recorded map replaces it.
 
-    Widths of sub-parameters are numbers, even where the rule takes them from the run. Raises :class:`MismatchError` if
-    a rule does not fit the shapes.
+    Widths of sub-parameters are numbers, even where the spec takes them from the run. Raises :class:`MismatchError` if
+    a spec does not fit the shapes.
     """
-    specs = ShardSpecs(metadata, rules)
-    found: dict[str, Rule | None] = dict.fromkeys(names)
+    shardings = Shardings(metadata, rules)
+    found: dict[str, ShardSpec | None] = dict.fromkeys(names)
     for name in found:
-        tensor = tensor_of(specs.metadata, name)
+        tensor = tensor_of(metadata, name)
         if tensor is not None and not metadata.declared.is_recorded(metadata.saved_names.get(name, name)):
-            with specs.of(tensor) as spec:
-                if spec.chosen is not None:
-                    parts = relative_widths(spec.chosen.rule, specs.metadata.run)
-                    found[name] = spec.chosen.rule.model_copy(update={"sub_parameters": parts})
+            with shardings.of(tensor) as sharding:
+                if (chosen := sharding.chosen) is not None:
+                    parts = chosen.relative_widths(shardings.metadata.run)
+                    found[name] = chosen.model_copy(update={"sub_parameters": parts})
     return found
-
-
-def _shard(spec: ShardSpec, tp: int) -> Shape:
-    chosen = spec.chosen
-    source, _, is_recorded = spec.layouts()
-    if chosen is None and not is_recorded and (spec.tensor.key == BUFFER or len(spec.shapes[0]) < 2):
-        return spec.shapes[0]
-    if source is None or (chosen is None and not is_recorded):
-        raise spec.undecided()
-    if source.is_replicated if is_recorded else chosen is None or chosen.rule.kind in REPLICATED_KINDS:
-        return spec.shapes[0]
-    dim, size = source.dim, source.shape[source.dim]
-    if not is_recorded and chosen is not None and chosen.rule.cut_dim != dim:
-        raise CannotSplit(f"sharded along dimension {chosen.rule.cut_dim}, but its shape is {spec.shapes[0]}")
-    if chosen is not None and chosen.rule.kind == VOCABULARY:
-        size = -(-size // tp) * tp  # padded, as Megatron does
-    if size % tp:
-        problem = f"dimension {dim} of this parameter does not divide by the tensor-parallel degree"
-        raise spec.mismatch(problem, f"a multiple of {tp}", size, "choose a degree that divides it")
-    return (*source.shape[:dim], size // tp, *source.shape[dim + 1 :])
-
-
-def _shards(shapes: Sequence[Shape]) -> str:
-    if not shapes:
-        return "nothing yet"  # without a live model
-    distinct = list(dict.fromkeys(shapes))
-    return f"{len(shapes)} x {distinct[0]}" if len(distinct) == 1 else " + ".join(map(str, shapes))
 
 
 def _config(rule: Mapping[str, object]) -> str:

@@ -22,14 +22,14 @@ def recorded(shape: tuple[int, ...], **record: Any) -> torch.nn.Parameter:
 def test_sub_parameters_of_autotp_are_cut_each_by_itself(whole: tuple[int, ...]) -> None:
     """As DeepSpeed 0.18 to 0.19.6 records them, without a map of all shards."""
     param = recorded((32, *whole[1:]), logical_shape=whole, sub_param_sizes=(32, 16, 16))
-    assert _layout(param, "", 2).split == fused(whole, 0, [[16, 16], [8, 8], [8, 8]])
+    assert _layout(param, "", 2).layout == fused(whole, 0, [[16, 16], [8, 8], [8, 8]])
 
 
 @pytest.mark.parametrize(
     "record", [{}, {"logical_shape": (64, 8)}, {"logical_shape": (4, 16, 8), "sub_param_sizes": (32, 32)}]
 )
 def test_what_autotp_records_otherwise_is_left_to_shapes_and_rules(record: dict[str, Any]) -> None:
-    assert _layout(recorded((32, 8), **record), "", 2).split is None
+    assert _layout(recorded((32, 8), **record), "", 2).layout is None
 
 
 def test_a_parameter_marked_by_the_older_name_alone_is_sharded_whatever_the_default_of_the_newer_one() -> None:

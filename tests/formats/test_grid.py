@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from elastic_ckpt.core.chunks import BlockCode, StorageChunk, listed
-from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import RankCoordinates, SequenceParallel
 from elastic_ckpt.core.metadata import (
@@ -24,6 +23,7 @@ from elastic_ckpt.core.metadata import (
     StateFacts,
     TensorMetadata,
 )
+from elastic_ckpt.core.shard_specs import declared_by
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, UnsupportedError
@@ -296,7 +296,7 @@ def test_what_is_said_of_several_catalogs_is_united() -> None:
     assert (merged.notes, merged.warnings) == (("n", "m"), ("w",))
     assert (merged.states.opaque, merged.states.damaged, merged.states.fresh) == ({"s": "?"}, {"d": "!"}, {"f"})
     assert not merged.source.frozen_recorded
-    assert [merged.declared.rule(name).kind for name in "ab"] == ["row", "replicated"]  # type: ignore[union-attr]
+    assert [merged.declared.spec(name).kind for name in "ab"] == ["row", "replicated"]  # type: ignore[union-attr]
 
 
 # --- files of pipeline layers -----------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from elastic_ckpt.core.chunks import BlockCode, StorageChunk, listed
-from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
+from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
     BUFFER,
     MASTER,
@@ -26,9 +25,9 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
 )
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot
+from elastic_ckpt.core.shard_specs import ShardSpec, declared_by
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import TPLayout, duplicates, fused, reshard
-from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift, united
@@ -286,7 +285,7 @@ def checkpoint(
 
 
 def engine(
-    layouts: Mapping[str, LiveLayout], tp: int = 1, tp_rank: int = 0, dp: int = 1, dp_rank: int = 0
+    layouts: Mapping[str, LiveShards], tp: int = 1, tp_rank: int = 0, dp: int = 1, dp_rank: int = 0
 ) -> ModelLayout:
     return ModelLayout(RankCoordinates(dp, dp_rank, tp, tp_rank), layouts)
 
@@ -332,7 +331,7 @@ def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
     preset = {"parameter_to_average_patterns" if kind == "averaged" else "tp_replicated_parameter_patterns": ["norm"]}
     metadata = replace(metadata, declared=declared_by(preset))
     split = fused((4,), 0, [[1, 1, 1, 1]])
-    layout = LiveLayout(((1,),) * 4, split=split) if live_is_cut else LiveLayout(((4,),))
+    layout = LiveShards(((1,),) * 4, layout=split) if live_is_cut else LiveShards(((4,),))
     tp = len(layout.shapes)
     live = engine({"norm": layout}, tp)
     found = resolve(metadata, live, ["norm"], ShardingRules(), policy)
@@ -349,7 +348,7 @@ def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
 
 def test_integers_are_compared_and_the_first_is_taken_whatever_the_policy(tmp_path: Path) -> None:
     metadata = checkpoint(tmp_path, {"ids": [torch.tensor([1, 2]), torch.tensor([1, 4])]}, (BUFFER,))
-    found = resolve(metadata, engine({"ids": LiveLayout(((2,),))}), ["ids"], ShardingRules(), MEAN)
+    found = resolve(metadata, engine({"ids": LiveShards(((2,),))}), ["ids"], ShardingRules(), MEAN)
     every = difference_in(metadata, engine({}), found)
     assert facts(united(every)) == [("ids", BUFFER, 2.0, 2, FIRST, True)]
     for policy in (STRICT, FIRST, MEAN):  # each rank's own bounds, say: no policy makes one of them right for all
@@ -359,8 +358,8 @@ def test_integers_are_compared_and_the_first_is_taken_whatever_the_policy(tmp_pa
 
 def test_what_is_summed_is_not_compared(tmp_path: Path) -> None:
     metadata = checkpoint(tmp_path, {"bias": [torch.tensor([1.0]), torch.tensor([2.0])]})
-    book = ShardingRules((Rule(pattern="bias", kind="summed"),))
-    found = resolve(metadata, engine({"bias": LiveLayout(((1,),))}), ["bias"], book, STRICT)
+    book = ShardingRules((ShardSpec(pattern="bias", kind="summed"),))
+    found = resolve(metadata, engine({"bias": LiveShards(((1,),))}), ["bias"], book, STRICT)
     assert drift_in(metadata, engine({}), found) == []
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
+from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
     BUFFER,
     ITEMSIZE,
@@ -97,7 +97,7 @@ def jobs(checkpoint: Checkpoint, tp: int, dp: int, pp: int, stages: dict[str, tu
     ranks = []
     for stage in range(pp):
         mine = [name for name in names if stage in stages[name]]
-        layouts = {name: LiveLayout(()) for name in mine}
+        layouts = {name: LiveShards(()) for name in mine}
         elsewhere = frozenset(names) - frozenset(mine)
         for rank in range(tp * dp):
             at = divmod(rank, dp)
@@ -222,7 +222,7 @@ def test_a_name_that_only_one_stage_knows_by_another_is_compared_there() -> None
             tensors = {_new(place): _renamed(tensor) for place, tensor in saved.tensors.items()}
             mine, live = (
                 replace(saved, tensors=tensors, replicas=replicas),
-                replace(rank, layouts={"new": LiveLayout(())}),
+                replace(rank, layouts={"new": LiveShards(())}),
             )
         comparisons = compare_replicas(mine, live, ReshardPlan(), live.layouts, True, saved)
         found.update({one.name: one.numel for one in comparisons})

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elastic_ckpt.core.metadata import MASTER, TensorMetadata
-from elastic_ckpt.sharding.cross_checks import ModelShapes
+from elastic_ckpt.sharding.rules import ModelShapes
 
 
 def structure(shards: dict[str, list[tuple[int, ...]]]) -> ModelShapes:

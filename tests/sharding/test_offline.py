@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from elastic_ckpt.core.fqn import rename_saved
-from elastic_ckpt.core.local_state import LiveLayout
+from elastic_ckpt.core.local_state import LiveShards
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
-from elastic_ckpt.sharding.specs import BY_DEFAULT, ShardSpec, ShardSpecs, virtual_layouts
+from elastic_ckpt.sharding.specs import BY_DEFAULT, Shardings, virtual_layouts
 from tests.resolving import checkpoint, numbered, rules
 
 ROWS = {"parameter_with_row_parallelism_patterns": ["^narrow$"]}
@@ -64,10 +64,10 @@ def test_offline_decisions_are_no_guesses() -> None:
     metadata = checkpoint({"w": [numbered(4, 6)] * 2})
     tensor = tensor_of(metadata, "w")
     assert tensor is not None
-    specs = ShardSpecs(metadata, ShardingRules())
-    live = ShardSpec(specs, tensor, LiveLayout(())).resolve()
-    assert live.chosen is not None and live.chosen.is_guess
-    assert ShardSpec(specs, tensor, None).resolve().chosen is None
+    shardings = Shardings(metadata, ShardingRules())
+    with shardings.of(tensor, LiveShards(())) as live, shardings.of(tensor) as offline:
+        assert live.chosen is not None and live.chosen.is_guess
+        assert offline.chosen is None
 
 
 def test_a_renamed_parameter_is_still_known_not_to_be_fused_by_its_counterpart() -> None:

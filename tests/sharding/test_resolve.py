@@ -15,9 +15,9 @@ from deepspeed.checkpoint.affine import (
     sub_param_map,
 )
 
-from elastic_ckpt.core.declared import split_of_affine
 from elastic_ckpt.core.fqn import adopt_live_names, rename_saved
 from elastic_ckpt.core.local_state import ModelLayout, RankCoordinates
+from elastic_ckpt.core.shard_specs import layout_of_affine
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, resolve
@@ -53,7 +53,7 @@ def test_a_parameter_whose_cut_is_recorded_on_both_sides_is_not_taken_for_replic
     name, whole = "h.0.attn.c_attn.weight", numbered(12, 2)
     saved = [recorded(2).extract(whole, rank) for rank in range(2)]
     live = [recorded(degree).extract(whole, rank) for rank in range(degree)]
-    said = {"split": split_of_affine(recorded(degree).to_dict())} if degree > 1 else {}
+    said = {"layout": layout_of_affine(recorded(degree).to_dict())} if degree > 1 else {}
     found = check(name, saved, live, policy=policy, said=said, info=affine(name, recorded(2)))
     assert not found.replicas
     assert "recorded layouts (1)" in found.notes[0]
@@ -67,8 +67,8 @@ def test_a_recorded_layout_goes_before_the_shapes_and_the_users_rule_before_it()
     check(name, saved, [whole], info=info)
     check(name, saved, [torch.cat(saved)], info=info, book=rules(name, kind="column"))
     live = TPLayout((8, 2), 0, (((4, 8),), ((0, 4),)))
-    check(name, [whole], [whole[4:], whole[:4]], said={"split": live})
-    check(name, [whole], [whole[:4], whole[4:]], said={"split": live}, book=rules(name, kind="column"))
+    check(name, [whole], [whole[4:], whole[:4]], said={"layout": live})
+    check(name, [whole], [whole[:4], whole[4:]], said={"layout": live}, book=rules(name, kind="column"))
 
 
 def test_columns_of_a_recorded_layout_are_cut_where_the_shapes_alone_leave_it_open() -> None:

@@ -12,14 +12,14 @@ import torch
 from deepspeed.checkpoint.affine import contiguous_split_map, replicated_map
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
+from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.strided import TPLayout
-from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, resolve
 from elastic_ckpt.sharding.rules import Preset, ShardingRules
-from elastic_ckpt.sharding.specs import ShardSpec, ShardSpecs
+from elastic_ckpt.sharding.specs import Sharding, Shardings
 from tests.resolving import (
     affine,
     arrives,
@@ -185,8 +185,8 @@ def test_a_rule_is_for_whole_names_and_for_runs_with_its_arguments() -> None:
     error = refused(NAME, whole.chunk(2), [numbered(5, 8)], rules("weight", kind="vocabulary", vocabulary=5))
     assert "nothing says so" in str(error.found)
     book = ShardingRules(preset=Preset(name="mine", description="", rules=[
-        Rule(pattern=".*", kind="column", sub_parameters=[1, 1], when={"swiglu": [True]}),
-        Rule(pattern=".*", kind="column"),
+        ShardSpec(pattern=".*", kind="column", sub_parameters=[1, 1], when={"swiglu": [True]}),
+        ShardSpec(pattern=".*", kind="column"),
     ]))  # fmt: skip
     check(NAME, merged_halves(whole, 2), [whole], book=book, run={"swiglu": True})
     for run in ({}, {"swiglu": False}):
@@ -251,7 +251,7 @@ def test_a_summed_value_is_shared_out_and_its_moments_are_copied(source: int, ta
 
 
 def test_what_is_summed_cannot_be_cut_and_what_is_whole_has_one_shape() -> None:
-    cut = LiveLayout(((2,), (2,)), split=TPLayout((4,), 0, (((0, 2),), ((2, 4),))))
+    cut = LiveShards(((2,), (2,)), layout=TPLayout((4,), 0, (((0, 2),), ((2, 4),))))
     for kind in ("summed", "replicated"):
         metadata = checkpoint({NAME: [numbered(4)] * 4}, info=None)
         if kind == "summed":
@@ -416,7 +416,7 @@ def test_models_of_different_sizes_on_one_tensor_parallel_rank_are_named_as_such
     saved: tuple[int, ...], is_padding_possible: bool
 ) -> None:
     metadata = checkpoint({"gate": [torch.zeros(saved)]})
-    tensor, live = metadata.tensors["gate", MASTER], LiveLayout(((8, 64),))
-    error = ShardSpec(ShardSpecs(metadata, ShardingRules()), tensor, live).contradiction("differs", is_recorded=True)
+    tensor, live = metadata.tensors["gate", MASTER], LiveShards(((8, 64),))
+    error = Sharding(Shardings(metadata, ShardingRules()), tensor, live).contradiction("differs", is_recorded=True)
     assert "the shape of this parameter differs" in str(error) and "(8, 64) in the live model" in str(error)
     assert ('"kind": "vocabulary"' in str(error)) == is_padding_possible

@@ -22,9 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from elastic_ckpt.core.declared import Declared, declared_by, split_of_affine
+from elastic_ckpt.core.shard_specs import CannotSplit, DeclaredSpecs, ShardSpec, declared_by, layout_of_affine
 from elastic_ckpt.core.strided import TPLayout
-from elastic_ckpt.core.tp_rules import CannotSplit, Rule, split_by
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.sharding.rules import Preset, is_fused
 
@@ -41,7 +40,7 @@ def by_rule(
     rule: Mapping[str, Any], whole: torch.Tensor, shards: Sequence[torch.Tensor], run: Mapping[str, Any] = {}
 ) -> None:
     """A rule finds out from the shards' shapes alone how they were cut."""
-    split = split_by(Rule(pattern="x", **rule), [tuple(shard.shape) for shard in shards], run)
+    split = ShardSpec(pattern="x", **rule).layout([tuple(shard.shape) for shard in shards], run)
     assert split.shape == tuple(whole.shape)
     found = cut(whole, split)
     assert len(found) == len(shards)
@@ -50,7 +49,7 @@ def by_rule(
 
 def refuses(rule: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], why: str, args: Mapping[str, Any] = {}) -> None:
     with pytest.raises(CannotSplit, match=why):
-        split_by(Rule(pattern="x", **rule), shapes, args)
+        ShardSpec(pattern="x", **rule).layout(shapes, args)
 
 
 def numbered(*shape: int) -> torch.Tensor:
@@ -135,11 +134,11 @@ def test_shards_that_a_rule_cannot_have_cut_are_refused() -> None:
 )
 def test_rules_that_mean_nothing_are_refused(rule: Mapping[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        Rule(**{"pattern": "x", **rule})
+        ShardSpec(**{"pattern": "x", **rule})
 
 
 def test_a_rule_applies_to_whole_names_and_to_runs_that_have_all_it_asks_for() -> None:
-    rule = Rule(pattern=r"\d+\.weight", kind="column", when={"swiglu": [True, 1], "bias": False})
+    rule = ShardSpec(pattern=r"\d+\.weight", kind="column", when={"swiglu": [True, 1], "bias": False})
     assert rule.applies("3.weight", {"swiglu": True, "bias": False})
     for name, run in (
         ("3.weights", {"swiglu": True, "bias": False}),
@@ -194,7 +193,7 @@ def recorded_maps(draw: st.DrawFn) -> ParamAffineMap:
 def test_a_recorded_map_is_read_as_deepspeed_reads_it(recorded: ParamAffineMap) -> None:
     entry = json.loads(json.dumps(recorded.to_dict()))  # keys of ranks are text then
     whole = numbered(*recorded.logical_shape)
-    split = split_of_affine(entry)
+    split = layout_of_affine(entry)
     found = cut(whole, split)
     assert split.shape == tuple(whole.shape)
     for rank in range(split.degree):
@@ -202,9 +201,9 @@ def test_a_recorded_map_is_read_as_deepspeed_reads_it(recorded: ParamAffineMap) 
     assert torch.equal(recorded.rebuild(dict(enumerate(found))), whole)
     shapes = [tuple(shard.shape) for shard in found]
     declared = declared_by({"affine_map": {"version": 1, "params": {r"^a\.b$": recorded.to_dict()}}})
-    assert declared.split("a.b", shapes) == split
+    assert declared.layout("a.b", shapes) == split
     assert declared.is_recorded("a.b")
-    assert declared.split("a.c", shapes) is None
+    assert declared.layout("a.c", shapes) is None
     assert not declared.is_recorded("a.c")
 
 
@@ -226,14 +225,14 @@ def one_piece(shape: tuple[int, ...], piece: AffinePiece) -> ParamAffineMap:
 )  # fmt: skip
 def test_a_map_that_is_no_cut_along_one_dimension_is_refused(recorded: ParamAffineMap, why: str) -> None:
     with pytest.raises(CannotSplit, match=why):
-        split_of_affine(recorded.to_dict())
+        layout_of_affine(recorded.to_dict())
 
 
 def test_empty_shards_of_untouched_parameters_say_nothing() -> None:
     empty = contiguous_split_map((0,), [0, 0], 0)
     declared = declared_by({"affine_map": {"params": {"a": empty.to_dict()}}})
-    assert declared.split("a", [(2,), (2,)]) is None
-    split = declared.split("a", [(0,), (0,)])
+    assert declared.layout("a", [(2,), (2,)]) is None
+    split = declared.layout("a", [(0,), (0,)])
     assert split is not None
     assert split.shape == (0,)
 
@@ -253,13 +252,13 @@ def test_each_list_of_patterns_is_a_rule() -> None:
     }
     declared = declared_by(info)
     said = {
-        name: declared.rule(f"{name}.weight") for name in ["words", "norm", "drift", "row", "halves", "heads", "three"]
+        name: declared.spec(f"{name}.weight") for name in ["words", "norm", "drift", "row", "halves", "heads", "three"]
     }
     kinds = ["vocabulary", "replicated", "averaged", "row", "column", "column", "column"]
     assert [rule.kind for rule in said.values() if rule] == kinds
     assert [rule.sub_parameters for rule in said.values() if rule] == [None] * 4 + [[1, 1], [3, 1, 1], [1, 1, 1]]
     assert [rule.cut_dim for rule in said.values() if rule][3:] == [1, 0, 0, 1]
-    assert declared.rule("m.norm") is None  # from the start of the name, as re.match
+    assert declared.spec("m.norm") is None  # from the start of the name, as re.match
     assert declared.vocabulary == 17
 
 
@@ -267,11 +266,11 @@ def test_of_several_patterns_the_first_list_counts_and_stages_are_united() -> No
     one = declared_by({"parameter_with_row_parallelism_patterns": ["a"], "vocabulary_parameter_patterns": ["a"]})
     two = declared_by({"tp_replicated_parameter_patterns": ["a", "b"], "original_vocab_size": 5})
     both = one | two
-    assert [both.rule(name).kind for name in "ab"] == ["vocabulary", "replicated"]  # type: ignore[union-attr]
-    assert [(two | one).rule(name).kind for name in "ab"] == ["replicated", "replicated"]  # type: ignore[union-attr]
+    assert [both.spec(name).kind for name in "ab"] == ["vocabulary", "replicated"]  # type: ignore[union-attr]
+    assert [(two | one).spec(name).kind for name in "ab"] == ["replicated", "replicated"]  # type: ignore[union-attr]
     assert both.vocabulary == (two | one).vocabulary == 5
     affine = [declared_by({"affine_map": {"params": {"a": replicated_map((n,), 2).to_dict()}}}) for n in (1, 2)]
-    assert (affine[0] | affine[1]).split("a", [(1,), (1,)]) is not None
+    assert (affine[0] | affine[1]).layout("a", [(1,), (1,)]) is not None
     assert (declared_by([1]) | one).unreadable
     assert (one | declared_by([1])).unreadable
 
@@ -310,7 +309,7 @@ def test_what_cannot_be_understood_is_an_error_only_once_it_is_asked(info: Any) 
     declared = declared_by(info)
     assert declared.unreadable
     with pytest.raises(CannotSplit, match="cannot be understood"):
-        declared.rule("x")
+        declared.spec("x")
 
 
 def test_patterns_as_people_write_them_are_understood() -> None:
@@ -322,8 +321,8 @@ def test_patterns_as_people_write_them_are_understood() -> None:
 
 
 def test_a_run_that_declares_nothing_says_nothing() -> None:
-    assert declared_by(None) == declared_by({}) == Declared()
-    assert Declared().rule("x") is Declared().split("x", [(1,)]) is None
+    assert declared_by(None) == declared_by({}) == DeclaredSpecs()
+    assert DeclaredSpecs().spec("x") is DeclaredSpecs().layout("x", [(1,)]) is None
     for size in (0, -1, "7", None):
         assert declared_by({"original_vocab_size": size}).vocabulary is None
 
@@ -331,7 +330,7 @@ def test_a_run_that_declares_nothing_says_nothing() -> None:
 @pytest.mark.parametrize("shape", [[(3, 0), 2], [0, 2], [-1, 2]])
 def test_sub_parameters_without_a_width_are_ambiguous(shape: list[Any]) -> None:
     declared = declared_by({"parameter_with_sub_params": [{"patterns": ["x"], "shape": shape, "partition_dim": 0}]})
-    rule = declared.rule("x")
+    rule = declared.spec("x")
     assert rule is not None
     assert rule.kind == "whole_only"
     assert "say nothing" in rule.ambiguous
@@ -340,7 +339,7 @@ def test_sub_parameters_without_a_width_are_ambiguous(shape: list[Any]) -> None:
 # --- presets ----------------------------------------------------------------------------------------------------
 
 
-def applying(preset: str, name: str, run: Mapping[str, Any]) -> Rule | None:
+def applying(preset: str, name: str, run: Mapping[str, Any]) -> ShardSpec | None:
     return next((rule for rule in Preset.load(preset).rules if rule.applies(name, run)), None)
 
 
@@ -387,7 +386,7 @@ def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
 def test_a_preset_may_be_a_file_of_the_users(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text('{"name": "mine", "description": "", "rules": [{"pattern": "a", "kind": "row"}]}')
-    assert Preset.load(str(path)).rules == [Rule(pattern="a", kind="row")]
+    assert Preset.load(str(path)).rules == [ShardSpec(pattern="a", kind="row")]
 
 
 @pytest.mark.parametrize(
@@ -406,7 +405,7 @@ def test_a_file_that_is_no_preset_is_refused_by_its_path(tmp_path: Path, text: s
 def test_patterns_that_could_take_for_ever_are_not_understood(pattern: str) -> None:
     declared = declared_by({"tp_replicated_parameter_patterns": [pattern]})
     with pytest.raises(CannotSplit, match="for ever"):
-        declared.rule("layers.0.norm.weight")
+        declared.spec("layers.0.norm.weight")
 
 
 def test_maps_of_enormous_shapes_take_no_memory() -> None:
@@ -415,4 +414,4 @@ def test_maps_of_enormous_shapes_take_no_memory() -> None:
         "ranks": {0: {"pieces": [{"shape": [5, 4], "source": [0, [4, 1]], "dest": [0, [4, 1]]}]}},
     }
     with pytest.raises(CannotSplit, match="holes"):
-        split_of_affine(entry)
+        layout_of_affine(entry)

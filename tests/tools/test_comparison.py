@@ -21,7 +21,7 @@ from elastic_ckpt.core.metadata import (
     StateFacts,
     TensorMetadata,
 )
-from elastic_ckpt.core.tp_rules import Rule
+from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.values import LeftInFile
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -80,7 +80,7 @@ def test_a_vector_that_is_whole_by_its_shape_alone_is_no_drifted_copy(tmp_path: 
     )
     with pytest.raises(MismatchError, match="by their shapes alone"):
         LogicalReader(metadata, LoadOptions(ElasticConfig(replicated_params="first"))).compare_copies(ReadOptions())
-    book = ShardingRules((Rule(pattern="b", kind="replicated"),))
+    book = ShardingRules((ShardSpec(pattern="b", kind="replicated"),))
     reader = LogicalReader(metadata, LoadOptions(ElasticConfig(replicated_params="first"), book))
     assert "the first was taken" in reader.compare_copies(ReadOptions())[0]
 

@@ -23,11 +23,11 @@ from elastic_ckpt.core.metadata import (
     StateFacts,
     TensorMetadata,
 )
-from elastic_ckpt.core.tp_rules import Rule
+from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.sharding.rules import ShardingRules
-from elastic_ckpt.sharding.specs import known_rules
+from elastic_ckpt.sharding.specs import known_specs
 from elastic_ckpt.tools.conversion import _checked, notes_on, refuse_unconvertible, tp_entries
 from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.logical import Whole
@@ -81,14 +81,14 @@ def test_parts_whose_widths_the_run_says_are_noted_in_numbers() -> None:
     name = "layer.query_key_value.weight"
     shards = ((32, 8), (32, 8))
     tensors = {(name, "fp32"): TensorMetadata(name, "fp32", (32, 8), "float32", (), shards=shards)}
-    book = ShardingRules((Rule(pattern=".*query_key_value.*", kind="column", sub_parameters="qkv"),))
+    book = ShardingRules((ShardSpec(pattern=".*query_key_value.*", kind="column", sub_parameters="qkv"),))
     run = {"num_attention_heads": 8, "num_query_groups": 4}
     described = metadata(tensors=tensors, parameters={name: SavedParameter((32, 8), 0, ())}, run=run)
-    noted = tp_entries(known_rules(described, [name], book)[name], Whole(name, "fp32", (64, 8), "float32"))
+    noted = tp_entries(known_specs(described, [name], book)[name], Whole(name, "fp32", (64, 8), "float32"))
     assert noted.keys() == {"sub_param_shape"}
     assert (noted["sub_param_shape"].shape, noted["sub_param_shape"].partition_dim) == (((32, 16, 16), 8), 0)
     with pytest.raises(MismatchError, match="how many attention heads"):
-        known_rules(replace(described, run={}), [name], book)
+        known_specs(replace(described, run={}), [name], book)
 
 
 def test_what_deepspeed_will_not_restore_is_noted() -> None:

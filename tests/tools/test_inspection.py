@@ -24,7 +24,6 @@ from elastic_ckpt.core.chunks import (
     StorageChunk,
     listed,
 )
-from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     BUFFER,
@@ -37,8 +36,8 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
+from elastic_ckpt.core.shard_specs import ShardSpec, declared_by
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
-from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import sort_names
@@ -280,11 +279,11 @@ def test_logical_shapes_follow_from_rules_and_unknown_layouts_are_a_note() -> No
         "norm": (8,),
         "mask": (4, 6),
     }
-    users = ShardingRules((Rule(pattern="wide", kind="row"),))
+    users = ShardingRules((ShardSpec(pattern="wide", kind="row"),))
     mine = inspected(sharded(), users)
     assert [entry["shape"] for entry in mine["parameters"]] == [(4, 12), None, (8,), (4, 6)]
     assert kinds(mine) == [("note", "layout")] and mine["findings"][0].parameter == "narrow" and mine["ok"]
-    contradicted = ShardingRules((Rule(pattern="narrow|wide", kind="column", sub_parameters=[1, 6]),))
+    contradicted = ShardingRules((ShardSpec(pattern="narrow|wide", kind="column", sub_parameters=[1, 6]),))
     (found,) = inspected(sharded(), contradicted)["findings"]
     assert found.kind == "layout" and found.parameter == "narrow, wide"
 

@@ -19,7 +19,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, SourceFile, TensorMetadata
-from elastic_ckpt.core.tp_rules import Rule
+from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.errors import DamagedError, MismatchError, NotFoundError
 from elastic_ckpt.tools.comparison import compare
 from elastic_ckpt.tools.logical import refuse_unreadable_states
@@ -156,7 +156,7 @@ def sharded(folder: Path, **config: Any) -> CheckpointTensors:
     (folder / "a").write_bytes(nbytes)
     facts = SourceFacts("native", str(folder), "step", 1, 1, "0.19.8", tp=2)
     metadata = CheckpointMetadata(facts, (SourceFile(str(folder / "a"), len(nbytes)),), parameters, tensors, ({},))
-    rules = [Rule(pattern="cut", kind="column"), Rule(pattern="copied", kind="replicated")]
+    rules = [ShardSpec(pattern="cut", kind="column"), ShardSpec(pattern="copied", kind="replicated")]
     checkpoint: Any = SimpleNamespace(metadata=metadata)
     return CheckpointTensors(Opened(None, checkpoint, ElasticConfig(tp_rules=rules, **config)))  # type: ignore[arg-type]
 

@@ -33,9 +33,9 @@ from elastic_ckpt.core.metadata import (
     StateFacts,
     TensorMetadata,
 )
+from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
 from elastic_ckpt.tools.verification import check_metadata, scan
@@ -245,7 +245,7 @@ def test_copies_go_by_the_names_that_rename_gives_them(tmp_path: Path) -> None:
     facts = SourceFacts("native", str(tmp_path), "step4", 1, 1, "0.19.8", tp=2)
     metadata = metadata_of([saved], {"old": parameter((2,))}, source=facts)
     metadata = replace(metadata, files=(SourceFile(str(tmp_path / "a"), 16),))
-    rules = [Rule(pattern="new", kind="replicated")]
+    rules = [ShardSpec(pattern="new", kind="replicated")]
     for rename, code, name in (([("old", "new")], "drift", "new"), ([], "not-checked", None)):
         (finding,) = check_copies(metadata, ElasticConfig(tp_rules=rules, rename=rename), threads=1)
         assert (finding.kind, finding.parameter) == (code, name)

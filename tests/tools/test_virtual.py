@@ -18,8 +18,8 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.chunks import listed
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import REPLICATED, WHOLE, BlockFormat, Codebook
-from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.planning.planner import LoadOptions, match, plan_load
@@ -169,10 +169,10 @@ def test_names_are_those_after_the_users_renames() -> None:
 
 RULES = ShardingRules(
     (
-        Rule(pattern=r".*\.up", kind="column"),
-        Rule(pattern=r".*\.down", kind="row"),
-        Rule(pattern=r".*\.norm", kind="replicated"),
-        Rule(pattern="words", kind="vocabulary"),
+        ShardSpec(pattern=r".*\.up", kind="column"),
+        ShardSpec(pattern=r".*\.down", kind="row"),
+        ShardSpec(pattern=r".*\.norm", kind="replicated"),
+        ShardSpec(pattern="words", kind="vocabulary"),
     )
 )
 SHARDS = {"words": (10, 4), "0.up": (8, 4), "0.down": (4, 8), "0.norm": (4,)}

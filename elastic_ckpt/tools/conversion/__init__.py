@@ -20,7 +20,7 @@ from typing import Any
 
 from elastic_ckpt.core.experts import expert_name, with_stacks
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
-from elastic_ckpt.core.tp_rules import REPLICATED_KINDS, VOCABULARY, Rule
+from elastic_ckpt.core.shard_specs import VOCABULARY, ShardSpec
 from elastic_ckpt.core.values import differing
 from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
@@ -31,7 +31,7 @@ from elastic_ckpt.formats.universal_files import common_optimizer_state
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import progress_bar
-from elastic_ckpt.sharding.specs import known_rules
+from elastic_ckpt.sharding.specs import known_specs
 from elastic_ckpt.storage.pins import adopt, current
 from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of
@@ -67,7 +67,7 @@ def convert(opened: Opened, target: Path, threads: int = 4, progress: bool | Non
         raise _unconvertible(why, "universal", str(models[0]))
     metadata = with_stacks(metadata)
     load = LoadOptions.of(opened.config)
-    reader, rules = LogicalReader(metadata, load), known_rules(metadata, metadata.parameters, load.rules)
+    reader, rules = LogicalReader(metadata, load), known_specs(metadata, metadata.parameters, load.rules)
     read = replace(read_options(opened.config), threads=1, progress=False)
     wholes = [whole for whole in reader.tensors() if whole.name in metadata.parameters]
     wholes.sort(key=lambda whole: -whole.nbytes)  # so that no thread is left with a large one at the end
@@ -155,11 +155,11 @@ def _checked(name: str, folder: str) -> str:
     return name
 
 
-def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
+def tp_entries(rule: ShardSpec | None, whole: Whole) -> dict[str, Any]:
     """The entries from which DeepSpeed shards a tensor for another tensor-parallel degree."""
     if rule is None:
         return {"cat_dim": 0}
-    if rule.kind in REPLICATED_KINDS:
+    if rule.is_replicated:
         return {}
     if rule.kind == VOCABULARY:
         return {"cat_dim": 0, "vocab_tensor": True}
@@ -176,7 +176,7 @@ def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
     return {"sub_param_shape": noted}
 
 
-def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> Iterator[str]:
+def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, ShardSpec | None]) -> Iterator[str]:
     """What DeepSpeed's own loader does not restore exactly from the conversion."""
     kept = {name: tensor for (name, key), tensor in metadata.tensors.items() if key in (BUFFER, FROZEN)}
     in_layers = [

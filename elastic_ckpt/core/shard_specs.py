@@ -1,0 +1,374 @@
+"""How parameters are sharded over tensor-parallel ranks, as configs, presets and checkpoints say it. Pure.
+
+A checkpoint says it in ``universal_checkpoint_info``. Keys: ``deepspeed/checkpoint/constants.py``; their meaning:
+``merge_tp_slices`` (ds_to_universal.py) and ``ParamAffineMap`` (affine.py). Patterns are unanchored there
+(``re.match``). A parameter that no pattern matches is undeclared: the converter assumes dimension 0, and a run with one
+tensor-parallel rank declares no rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
+
+T = TypeVar("T")
+Kind = Literal["column", "row", "vocabulary", "replicated", "averaged", "summed", "whole_only"]
+COLUMN: Kind = "column"
+ROW: Kind = "row"
+VOCABULARY: Kind = "vocabulary"
+REPLICATED: Kind = "replicated"
+AVERAGED: Kind = "averaged"
+SUMMED: Kind = "summed"
+AMBIGUOUS: Kind = "whole_only"
+#: Kinds with which every rank holds the whole parameter.
+REPLICATED_KINDS = frozenset({REPLICATED, AVERAGED, SUMMED})
+KV_HEADS = ("num_key_value_heads", "num_query_groups", "num_kv_heads")
+#: Origins of specs: the user, and equal or fitting shapes alone, which is a guess.
+USER, BY_SHAPES = 'your "tp_rules"', "the shapes"
+
+#: Raised by reading an entry of ``universal_checkpoint_info`` that does not have DeepSpeed's form.
+_MALFORMED = (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError)
+#: A checkpoint must not be able to stall a job: neither by nested quantifiers, which backtrack exponentially ...
+_SLOW = re.compile(r"(?:[*+|}]|(?<!\()\?).*\)[*+{]", re.DOTALL)
+#: ... nor by many quantifiers and alternatives in a row, each of which multiplies what has to be tried.
+_REPEATS = re.compile(r"(?<![\\(])[*+?{]")
+_MOST_TRIES, _MOST_TRIES_OF_ALL, _TRIES_OF_A_REPEAT = 20, 400, 4
+#: Longest pattern accepted, in characters; most patterns of a kind, and most sub-parameters of one parameter.
+_LONGEST, _MOST_ENTRIES = 512, 10_000
+_AFFINE_VERSION = 1
+#: In the converter's order; it applies vocabulary patterns on top of the others.
+_LISTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("vocabulary_parameter_patterns", {"kind": VOCABULARY}),
+    ("tp_replicated_parameter_patterns", {"kind": REPLICATED}),
+    ("parameter_to_average_patterns", {"kind": AVERAGED}),
+    ("parameter_with_row_parallelism_patterns", {"kind": ROW}),
+    ("parameter_with_2_sub_params_cat_dim_0", {"kind": COLUMN, "sub_parameters": [1, 1]}),
+)
+
+
+class CannotSplit(Exception):
+    """What is said of a parameter contradicts the shapes of its shards, or cannot be understood; the message: how."""
+
+
+class ShardSpec(BaseModel):
+    """How parameters whose names match a pattern are sharded.
+
+    ``origin`` is who says so, in words, which no config or preset may give.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pattern: str = Field(max_length=_LONGEST, description="Python regex for the whole name of a parameter")
+    kind: Kind
+    dim: Annotated[int | None, Field(ge=0)] = None
+    sub_parameters: Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)] | Literal["qkv"] | None = None
+    vocabulary: Annotated[int | None, Field(gt=0)] = None
+    when: dict[str, Any] = {}
+    ambiguous: str = ""
+    origin: Annotated[str, Field(max_length=0)] = ""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        return pattern
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_needs(self) -> ShardSpec:
+        if self.sub_parameters is not None and self.kind not in (COLUMN, ROW):
+            raise ValueError(f'"sub_parameters" means nothing for the kind "{self.kind}"')
+        return self
+
+    def by(self, origin: str) -> ShardSpec:
+        """The same, said by someone."""
+        return self.model_copy(update={"origin": origin})
+
+    @property
+    def is_users(self) -> bool:
+        return self.origin == USER
+
+    @property
+    def is_guess(self) -> bool:
+        return self.origin == BY_SHAPES
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether it only declares the layout ambiguous."""
+        return self.kind == AMBIGUOUS
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole parameter."""
+        return self.kind in REPLICATED_KINDS
+
+    @property
+    def cut_dim(self) -> int:
+        """The sharded dimension."""
+        return int(self.kind == ROW) if self.dim is None else self.dim
+
+    def contradicts(self, other: ShardSpec) -> bool:
+        """Whether both are specific and differ."""
+        if self.is_ambiguous or other.is_ambiguous:
+            return False
+        if self.is_replicated or other.is_replicated:
+            return self.is_replicated != other.is_replicated
+        parts = self.sub_parameters, other.sub_parameters
+        return self.cut_dim != other.cut_dim or (None not in parts and parts[0] != parts[1])
+
+    def applies(self, name: str, run: Mapping[str, Any]) -> bool:
+        """Whether it applies to a parameter of a run with these arguments."""
+        if not re.fullmatch(self.pattern, name):
+            return False
+        allowed = {key: wanted if isinstance(wanted, list) else [wanted] for key, wanted in self.when.items()}
+        return all(key in run and run[key] in values for key, values in allowed.items())
+
+    def layout(self, shapes: Sequence[Shape], run: Mapping[str, Any]) -> TPLayout:
+        """The layout of shards of these shapes, by rank.
+
+        It may depend on ``run``, the arguments of the run that saved the shards (Megatron's ``args``).
+
+        Raises:
+            CannotSplit: shapes or arguments contradict it.
+        """
+        shown = " and ".join(map(str, dict.fromkeys(shapes)))
+        if self.is_replicated:
+            if len(set(shapes)) > 1:
+                raise CannotSplit(f"{self.kind}, but the shards have the shapes {shown}")
+            return replicated(shapes[0], len(shapes))
+        dim = self.cut_dim
+        if any(len(shape) <= dim for shape in shapes):
+            raise CannotSplit(f"cut along dimension {dim}, but the shards have the shapes {shown}")
+        if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
+            raise CannotSplit(f"cut along dimension {dim}, but the shards differ in others: {shown}")
+        sizes = [shape[dim] for shape in shapes]
+        relative = self.relative_widths(run) or [1]
+        unit = sum(relative)
+        if any(size % unit for size in sizes):
+            raise CannotSplit(f"sub-parameters in proportions {relative}, but the shards have {sizes} elements")
+        widths = [[size // unit * share for size in sizes] for share in relative]
+        return fused((*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :]), dim, widths)
+
+    def relative_widths(self, run: Mapping[str, Any]) -> list[int] | None:
+        """Relative widths of the sub-parameters, or ``None`` if there are none.
+
+        Raises :class:`CannotSplit` if they depend on the number of heads, which the run's arguments do not give.
+        """
+        if not isinstance(self.sub_parameters, str):
+            return self.sub_parameters
+        heads = run.get("num_attention_heads")
+        groups = next((run[key] for key in KV_HEADS if run.get(key)), heads)
+        if run.get("group_query_attention") is False:  # Megatron Core then records one group, and has as many as heads
+            groups = heads
+        if not isinstance(heads, int) or not isinstance(groups, int) or heads % groups:
+            raise CannotSplit(
+                'sub-parameters "qkv", but the checkpoint does not say how many attention heads there are; give their '
+                'relative widths: "sub_parameters": [heads, key_value_heads, key_value_heads]'
+            )
+        return [heads // groups, 1, 1]
+
+
+@contextmanager
+def _understanding() -> Iterator[None]:
+    try:
+        yield
+    except _MALFORMED as error:
+        raise CannotSplit(f"its recorded layout cannot be understood: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class DeclaredSpecs:
+    """What a checkpoint declares, over all pipeline stages; the first spec whose pattern matches a name applies.
+
+    Attributes:
+        affine, widths: by pattern, the recorded affine map; or (dimension, per sub-parameter each rank's size).
+        unsupported: pattern -> why its layout cannot be described.
+        vocabulary: rows of the vocabulary without padding.
+        unreadable: why the declaration cannot be used at all; empty if it can.
+        one_stage: patterns of tied parameters of which the first pipeline stage's copy is the parameter.
+    """
+
+    specs: tuple[ShardSpec, ...] = ()
+    affine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    widths: Mapping[str, tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: int | None = None
+    unreadable: str = ""
+    one_stage: tuple[str, ...] = ()
+
+    def __or__(self, other: DeclaredSpecs) -> DeclaredSpecs:
+        known = {spec.pattern for spec in self.specs}
+        return DeclaredSpecs(
+            self.specs + tuple(spec for spec in other.specs if spec.pattern not in known),
+            {**other.affine, **self.affine},
+            {**other.widths, **self.widths},
+            {**other.unsupported, **self.unsupported},
+            self.vocabulary or other.vocabulary,
+            self.unreadable or other.unreadable,
+            tuple(dict.fromkeys(self.one_stage + other.one_stage)),
+        )
+
+    def of_first_stage(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of the names of which the first pipeline stage's copy is declared to be the parameter."""
+        return frozenset(name for name in names if any(re.match(pattern, name) for pattern in self.one_stage))
+
+    def spec(self, name: str) -> ShardSpec | None:
+        """The first spec for a name. Raises :class:`CannotSplit` if the declaration is unreadable."""
+        if self.unreadable:
+            raise CannotSplit(f"its universal_checkpoint_info cannot be understood: {self.unreadable}")
+        return next((spec for spec in self.specs if re.match(spec.pattern, name)), None)
+
+    def is_recorded(self, name: str) -> bool:
+        """Whether a layout of its shards is recorded."""
+        return any(re.match(pattern, name) for pattern in (*self.affine, *self.widths))
+
+    @_understanding()
+    def recorded(self, name: str) -> TPLayout | None:
+        """The recorded map of a parameter. Raises :class:`CannotSplit` if it is not a cut along one dimension."""
+        entry = _matching(self.affine, name)
+        return None if entry is None else layout_of_affine(entry)
+
+    @_understanding()
+    def layout(self, name: str, shapes: Sequence[Shape]) -> TPLayout | None:
+        """The recorded layout for shards of these shapes; raises :class:`CannotSplit` if it does not describe them."""
+        why = _matching(self.unsupported, name)
+        if why is not None:
+            raise CannotSplit(f"the run that saved it could not describe its layout: {why}")
+        entry, widths = _matching(self.affine, name), _matching(self.widths, name)
+        layout = None
+        if entry is not None and (math.prod(entry["logical_shape"]) or not any(map(math.prod, shapes))):
+            layout = layout_of_affine(entry)  # ZeRO-3 records unusable maps, of empty parameters
+        elif widths is not None:
+            dim, parts = widths
+            layout = fused((*shapes[0][:dim], sum(map(sum, parts)), *shapes[0][dim + 1 :]), dim, parts)
+        if layout is not None and tuple(map(layout.shard_shape, range(layout.degree))) != tuple(shapes):
+            raise CannotSplit(f"the checkpoint records a layout of {layout.degree} ranks for {layout.shape}")
+        return layout
+
+
+def _matching(entries: Mapping[str, T], name: str) -> T | None:
+    return next((entry for pattern, entry in entries.items() if re.match(pattern, name)), None)
+
+
+def declared_by(info: Any) -> DeclaredSpecs:
+    """Parse one file's ``universal_checkpoint_info``; errors are deferred until a layout is asked for."""
+    try:
+        return _declared({} if info is None else info)
+    except (*_MALFORMED, re.error, CannotSplit) as error:
+        return DeclaredSpecs(unreadable=f"{type(error).__name__}: {error}"[:200])
+
+
+def _declared(info: Mapping[str, Any]) -> DeclaredSpecs:
+    specs = [ShardSpec(pattern=pattern, **kind) for key, kind in _LISTS for pattern in _patterns(info.get(key))]
+    of_fused = _specs_of_fused(info)
+    dims, widths = {spec.pattern: spec.cut_dim for spec in of_fused}, {}
+    for pattern, saved in (info.get("sub_param_shard_widths") or {}).items():
+        parts = tuple(tuple(map(int, ranks)) for ranks in saved)
+        if len(set(map(len, parts))) != 1 or not parts[0]:
+            raise ValueError("sub_param_shard_widths of unequal length")
+        widths[pattern] = dims[pattern], parts
+    affine = info.get("affine_map") or {}
+    if affine.get("version", _AFFINE_VERSION) != _AFFINE_VERSION:
+        raise ValueError(f"affine_map of version {affine['version']}, of which only {_AFFINE_VERSION} is known")
+    maps, unsupported = dict(affine.get("params") or {}), dict(info.get("autotp_unsupported_parameter_patterns") or {})
+    _patterns([*maps, *unsupported])
+    for entry in maps.values():
+        if not isinstance(entry["ranks"], Mapping) or not isinstance(entry["logical_shape"], (list, tuple)):
+            raise TypeError("an affine map without ranks")
+    vocabulary = info.get("original_vocab_size")
+    known = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
+    stages = tuple(_patterns(info.get("pipeline_replicated_parameter_patterns")))
+    return DeclaredSpecs((*specs, *of_fused), maps, widths, unsupported, known, one_stage=stages)
+
+
+def _specs_of_fused(info: Mapping[str, Any]) -> list[ShardSpec]:
+    """A single number in the shape is a count of equal sub-parameters."""
+    specs = []
+    for saved in _entries(info.get("parameter_with_sub_params")):
+        entry = saved if isinstance(saved, Mapping) else vars(saved)
+        dim = int(entry["partition_dim"])
+        size = entry["shape"][dim]
+        are_widths = isinstance(size, (list, tuple))
+        widths = [int(each) if are_widths else 1 for each in _entries(size if are_widths else range(int(size)))]
+        if widths and min(widths) > 0:
+            relative = [width // math.gcd(*widths) for width in widths]
+            spec: dict[str, Any] = {"kind": COLUMN, "dim": dim, "sub_parameters": relative}
+        else:
+            why = f"the checkpoint declares sub-parameters of the widths {size}, which say nothing"
+            spec = {"kind": AMBIGUOUS, "dim": dim, "ambiguous": why}
+        specs += [ShardSpec(pattern=pattern, **spec) for pattern in _patterns(entry["patterns"])]
+    return specs
+
+
+def _patterns(values: Any) -> list[str]:
+    """The patterns, checked to compile and to match in reasonable time."""
+    patterns, of_all = _entries(values), 0
+    for value in patterns:
+        if not isinstance(value, str) or len(value) > _LONGEST:
+            raise TypeError(f"{str(value)[:40]!r} is no pattern")
+        re.compile(value)
+        tries = _TRIES_OF_A_REPEAT * len(_REPEATS.findall(value)) + value.count("|")
+        of_all += tries
+        if _SLOW.search(value) or tries > _MOST_TRIES or of_all > _MOST_TRIES_OF_ALL:
+            raise ValueError(f"the pattern {value[:40]!r} repeats too much: to match it could take for ever")
+    return patterns
+
+
+def _entries(values: Any) -> list[Any]:
+    if isinstance(values, (str, bytes)) or len(values or ()) > _MOST_ENTRIES:
+        raise TypeError(f"{str(values)[:40]!r} is no list of at most {_MOST_ENTRIES} entries")
+    return list(values or ())
+
+
+def layout_of_affine(entry: Mapping[str, Any]) -> TPLayout:
+    """A recorded affine map as a cut along one dimension. Raises :class:`CannotSplit` if it is not one."""
+    shape = tuple(int(size) for size in entry["logical_shape"])
+    by_rank = {int(rank): list(shard["pieces"]) for rank, shard in entry["ranks"].items()}
+    every = list(chain.from_iterable(by_rank.values()))
+    if any(float(piece.get("scale", 1.0)) != 1.0 for piece in every):
+        raise CannotSplit("its shards are recorded as scaled, which is not supported")
+    if all(len(pieces) == 1 and tuple(pieces[0]["shape"]) == shape for pieces in by_rank.values()):
+        return replicated(shape, len(by_rank))
+    differing = {dim for piece in every for dim, (a, b) in enumerate(zip(piece["shape"], shape, strict=True)) if a != b}
+    if len(differing) != 1:
+        raise CannotSplit(f"its shards are recorded as cut along dimensions {sorted(differing)}")
+    dim = differing.pop()
+    layout = TPLayout(shape, dim, tuple(_ranges(by_rank[rank], shape, dim) for rank in range(len(by_rank))))
+    covered = 0
+    for start, stop in sorted(chain.from_iterable(layout.ranges)):
+        covered = max(covered, stop) if start <= covered else covered
+    if covered != shape[dim]:
+        raise CannotSplit(f"its shards are recorded with holes in dimension {dim}")
+    return layout
+
+
+def _ranges(pieces: Sequence[Mapping[str, Any]], shape: Shape, dim: int) -> tuple[tuple[int, int], ...]:
+    """One rank's ranges of a dimension. Each recorded piece is a view (offset, strides) of the tensor and the shard."""
+    width = sum(int(piece["shape"][dim]) for piece in pieces)
+    strides, shard_strides = (
+        tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(shape)))
+        for sizes in (shape, (*shape[:dim], width, *shape[dim + 1 :]))
+    )
+    inner, found, position = max(strides[dim], 1), [], 0
+    for piece in sorted(pieces, key=lambda piece: int(piece["dest"][0])):
+        (source_offset, source_strides), (dest_offset, dest_strides) = piece["source"], piece["dest"]
+        start, rest = divmod(int(source_offset), inner)
+        size = int(piece["shape"][dim])
+        if rest or tuple(source_strides) != strides or tuple(dest_strides) != shard_strides:
+            raise CannotSplit("its shards are recorded in a form that is no cut along one dimension")
+        if int(dest_offset) != position * inner:
+            raise CannotSplit("its shards are recorded with holes")
+        found.append((start, start + size))
+        position += size
+    return tuple(found)
