@@ -16,7 +16,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.pickled import PickledFile, Trees, open_pickled
-from elastic_ckpt.load.exchange import all_gather_items, file_opener, joiner, opener_of, split
+from elastic_ckpt.load.metadata import all_gather_items, file_opener, join, split
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,23 @@ ITEM = Item("0", ("a", "b"), (Part(1, {"x": 1}), Part(2)), Part(3, {"y": 2}))
 
 def share(items: dict[int, Any]) -> dict[int, Any]:
     """What this rank reads of some items."""
-    return {at: item for at, item in items.items() if opener_of(at) == distributed.rank()}
+    return {at: item for at, item in items.items() if at % distributed.world_size() == distributed.rank()}
 
 
 def test_an_item_is_split_and_joined() -> None:
     common, own = split(ITEM)
     assert own == ["0", {"x": 1}, None, {"y": 2}]
     assert common == Item(..., ("a", "b"), (Part(1, ...), Part(2, ...)), Part(3, ...))  # type: ignore[arg-type]
-    assert joiner(common)(own) == ITEM
-    assert joiner(common)(own).names is ITEM.names
+    assert join(common, own) == ITEM
+    assert join(common, own).names is ITEM.names
 
 
 def test_what_is_empty_in_each_part_stays_in_common_so_that_files_share_these_parts() -> None:
     items = [Item(path, ("a",), (Part(1, {}), Part(2, {}))) for path in "xy"]
     (common, own), (other, others) = map(split, items)
     assert (common, own, others) == (other, ["x"], ["y"])
-    join = joiner(common)
-    assert [join(own), join(others)] == items
-    assert join(own).parts is join(others).parts is common.parts
+    assert [join(common, own), join(common, others)] == items
+    assert join(common, own).parts is join(common, others).parts is common.parts
 
 
 @dataclass(frozen=True)
