@@ -49,16 +49,16 @@ def test_an_item_is_split_and_joined() -> None:
     common, own = split(ITEM)
     assert own == ["0", {"x": 1}, None, {"y": 2}]
     assert common == Item(..., ("a", "b"), (Part(1, ...), Part(2, ...)), Part(3, ...))  # type: ignore[arg-type]
-    assert join(common, own) == ITEM
-    assert join(common, own).names is ITEM.names
+    assert join(common, own, set()) == ITEM
+    assert join(common, own, set()).names is ITEM.names
 
 
 def test_what_is_empty_in_each_part_stays_in_common_so_that_files_share_these_parts() -> None:
     items = [Item(path, ("a",), (Part(1, {}), Part(2, {}))) for path in "xy"]
     (common, own), (other, others) = map(split, items)
     assert (common, own, others) == (other, ["x"], ["y"])
-    assert [join(common, own), join(common, others)] == items
-    assert join(common, own).parts is join(common, others).parts is common.parts
+    assert [join(common, own, set()), join(common, others, set())] == items
+    assert join(common, own, set()).parts is join(common, others, set()).parts is common.parts
 
 
 @dataclass(frozen=True)
