@@ -81,7 +81,7 @@ def collectives_of(ranks: int, model: ScaleModel) -> Collectives:
     gathered = [sent for number, sent in enumerate(job.rounds) if number not in job.broadcasts]
     sent_nbytes = max(sum(map(len, messages)) for messages in zip(*gathered, strict=True))
     most_nbytes = max(len(message) for sent in gathered for message in sent)
-    return Collectives(ranks, saved.dp, rounds + _AGREEMENTS, sent_nbytes, received_nbytes, most_nbytes)
+    return Collectives(ranks, saved.partition_degree, rounds + _AGREEMENTS, sent_nbytes, received_nbytes, most_nbytes)
 
 
 def of_zero3(ranks: int) -> Collectives:

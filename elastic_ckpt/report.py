@@ -20,8 +20,8 @@ from elastic_ckpt.errors import shortened
 _NAMES_SHOWN = 12
 #: Columns where the output is no terminal: as a rule, and if a word is wider.
 _WIDTH, _WIDEST = 110, 100_000
-#: Facts of the source that only planning uses.
-_ONLY_PLANNED = ("frozen_recorded", "buffers_recorded", "merged_from", "by_rank", "foreign")
+#: Facts of the source that its text shows, or that only planning uses.
+_NOT_SHOWN = ("frozen_recorded", "buffers_recorded", "merged_from", "by_rank", "foreign", "files")
 #: Display names of roles.
 _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen parameters"}
 
@@ -150,8 +150,8 @@ class LoadReport:
 
 
 def source_dict(source: SourceFacts) -> dict[str, Any]:
-    """A checkpoint's source as plain containers, without what only planning uses."""
-    return {key: value for key, value in asdict(source).items() if key not in _ONLY_PLANNED}
+    """A checkpoint's source as plain containers, without :data:`_NOT_SHOWN`."""
+    return {key: value for key, value in asdict(source).items() if key not in _NOT_SHOWN}
 
 
 def title(role: str) -> str:
@@ -169,8 +169,8 @@ def topology_text(zero_stage: int, dp: int, tp: int, pp: int, sequence: Sequence
 def saved_topology(source: SourceFacts) -> str:
     """The topology of the run that saved a checkpoint, in words; whole tensors in files show none."""
     if source.foreign:
-        return f"{source.dp} files of {source.foreign}"
-    return topology_text(source.zero_stage, source.dp, source.tp, source.pp, source.sequence, source.ep)
+        return f"{source.files} files of {source.foreign}"
+    return topology_text(source.zero_stage, source.partition_degree, source.tp, source.pp, source.sequence, source.ep)
 
 
 def size(nbytes: float) -> str:

@@ -68,7 +68,7 @@ def test_bloom_lies_where_bloom_lies(bloom: CheckpointMetadata) -> None:
     assert len([name for name in names if re.fullmatch(r"layer_\d\d-model_0[0-3]-model_states\.pt", name)]) == 72 * 4
     assert {"bf16_zero_pp_rank_7_mp_rank_47_optim_states.pt", "layer_74-model_03-model_states.pt"} < set(names)
     assert not any(name.startswith(("layer_02", "layer_73", "layer_75")) for name in names)
-    assert (bloom.source.tp, bloom.source.pp, bloom.source.dp, bloom.source.zero_stage) == (4, 12, 8, 1)
+    assert (bloom.source.tp, bloom.source.pp, bloom.source.partition_degree, bloom.source.zero_stage) == (4, 12, 8, 1)
     blocks = [
         {int(n.partition(".")[0]) for n, s in bloom.stages.items() if s == (stage,) and n[0].isdigit()}
         for stage in range(12)
@@ -298,7 +298,12 @@ def described(metadata: CheckpointMetadata, run: Iterable[str] = ()) -> dict[str
         "stages": dict(metadata.stages),
         "declared": metadata.declared,
         "run": {key: metadata.run.get(key) for key in run},
-        "source": (metadata.source.zero_stage, metadata.source.dp, metadata.source.tp, metadata.source.pp),
+        "source": (
+            metadata.source.zero_stage,
+            metadata.source.partition_degree,
+            metadata.source.tp,
+            metadata.source.pp,
+        ),
         "ep": metadata.source.ep,
     }
 

@@ -176,7 +176,7 @@ def test_json_has_everything_and_can_be_read_back() -> None:
         "folder": "/ckpt/step[4]",
         "tag": "step[4]",
         "zero_stage": 3,
-        "dp": 2,
+        "partition_degree": 2,
         "ds_version": "0.19.8",
         "tp": 1,
         "pp": 1,

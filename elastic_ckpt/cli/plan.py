@@ -96,7 +96,7 @@ def plan(
             error.remedy = f"--weights-only plans the weights alone: {error.remedy}"
             raise
     saved = metadata.source
-    dp = dp or saved.dp
+    dp = dp or saved.partition_degree
     ep = ep or (math.gcd(saved.ep, dp) if any(map(expert_name, metadata.parameters)) else 1)
     stage = saved.zero_stage if zero is None else zero
     alignment = max(options.align_partitions, 1)

@@ -173,23 +173,23 @@ class SourceFacts:
     Attributes:
         format, folder: its name in ``READERS`` of :mod:`elastic_ckpt.formats`; absolute path of the tag's folder.
         zero_stage: stage of the save; 0 if optimizer states were not partitioned.
-        dp: ranks that ZeRO partitioned over at the save; the number of files if ``foreign``.
+        partition_degree: ranks that ZeRO partitioned over at the save, data- times sequence-parallel ones.
         tp, pp: degrees of the files; a universal checkpoint holds whole tensors.
-        ep: expert-parallel degree, among the ``dp`` ranks; with layers of several degrees, the largest.
-        sequence: how sequence parallelism divided the ``dp`` ranks.
+        ep: expert-parallel degree, among these ranks; with layers of several degrees, the largest.
+        sequence: how sequence parallelism divided them.
         frozen_recorded: whether frozen parameters are listed; if not, they may have been excluded on purpose
             (``exclude_frozen_parameters=True``).
         buffers_recorded: whether the checkpoint holds the module's buffers.
         merged_from: tensor-parallel degree whose shards DeepSpeed's converter merged.
         by_rank: whether each file is what one rank has saved.
-        foreign: whose files of whole tensors these are, if not DeepSpeed's; no topology shows in them.
+        foreign, files: whose files of whole tensors these are, if not DeepSpeed's, and how many: they show no topology.
     """
 
     format: str
     folder: str
     tag: str
     zero_stage: int
-    dp: int
+    partition_degree: int
     ds_version: str
     tp: int = 1
     pp: int = 1
@@ -200,6 +200,7 @@ class SourceFacts:
     ep: int = 1
     by_rank: bool = True
     foreign: str = ""
+    files: int = 0
 
     @property
     def is_universal(self) -> bool:

@@ -6,7 +6,7 @@ A flat partition of ``N`` elements may have, besides scalars (``step``):
 - *per-block* states: elementwise 8-bit codes, and one scale for each quantization block, counted from the start;
 - *touched* states: whole parameters, concatenated, that have an element in the partition (DeepSpeed's Muon in
   ZeRO-1 and 2);
-- *whole* states: tensors of any shape that belong to one whole parameter and cannot be cut (Adafactor's factors);
+- *per-parameter* states: tensors of any shape, one for each whole parameter, that cannot be cut (Adafactor's factors);
 - *replicated* states: the same tensor for every partition (codebooks), never sharded.
 """
 
@@ -21,7 +21,7 @@ from math import isfinite
 
 ELEMENTWISE = "elementwise"
 TOUCHED = "touched"
-WHOLE = "whole"
+PER_PARAMETER = "per-parameter"
 REPLICATED = "replicated"
 SCRATCH = "scratch"
 
@@ -91,7 +91,7 @@ class LiveState:
     Attributes:
         dtype: of the codes, if quantized.
         layout: :data:`ELEMENTWISE` ...; :data:`SCRATCH` need not be restored.
-        rows, shape: leading dimension of an elementwise state; shape of a whole, replicated or scratch one.
+        rows, shape: leading dimension of an elementwise state; shape of a per-parameter, replicated or scratch one.
         blocks: how it is quantized; ``None`` if it is not.
         initial: value of elements that no step has updated.
     """

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_ckpt.core.read_plan import Slot
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, TOUCHED, WHOLE, LiveState
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, TOUCHED, LiveState
 from elastic_ckpt.core.values import TensorValue
 
 Group = Mapping[str, Any]
@@ -176,7 +176,7 @@ def _adafactor(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
     if len(shape) < 2:
         return (LiveState("variance", _MASTER_DTYPE),)
     factors = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
-    return tuple(LiveState(key, _MASTER_DTYPE, WHOLE, shape=factor) for key, factor in factors.items())
+    return tuple(LiveState(key, _MASTER_DTYPE, PER_PARAMETER, shape=factor) for key, factor in factors.items())
 
 
 def _deepspeed_muon(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:

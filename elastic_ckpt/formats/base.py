@@ -49,10 +49,10 @@ class CheckpointInfo:
         """Whose files of whole tensors these are, if not DeepSpeed's."""
         return {"dcp": "torch.distributed.checkpoint", "safetensors": "safetensors"}.get(self.format, "")
 
-    def source(self, zero_stage: int, dp: int, ds_version: str = "", **more: Any) -> SourceFacts:
+    def source(self, zero_stage: int, partition_degree: int, ds_version: str = "", **more: Any) -> SourceFacts:
         """Where metadata comes from that is read of this checkpoint."""
         facts = {"by_rank": self.by_rank, "foreign": self.foreign, **more}
-        return SourceFacts(self.format, self.folder, self.tag, zero_stage, dp, ds_version, **facts)
+        return SourceFacts(self.format, self.folder, self.tag, zero_stage, partition_degree, ds_version, **facts)
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)

@@ -128,7 +128,7 @@ class _Builder:
             shape, scalars = self._contents.tensors[entries.weights[name]][1], self._scalars.get(name, {})
             builder.parameters[name] = SavedParameter(shape, group, tuple(sorted(scalars.items())))
         builder.notes += self._notes({tensor.dtype for (_, key), tensor in tensors.items() if key == MASTER})
-        facts = found.source(0, len(self._files))
+        facts = found.source(0, 1, files=len(self._files))
         metadata = builder.metadata(
             facts, groups, self._warnings(), aliases=ties, replicas=copies, run=self._common.run
         )

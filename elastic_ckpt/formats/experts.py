@@ -19,7 +19,7 @@ from elastic_ckpt.core.chunks import listed as listed_chunks
 from elastic_ckpt.core.experts import expert_name, numbers_of_experts, slice_rules, slices, stacked_name
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, CheckpointMetadata, SourceFile, TensorMetadata
-from elastic_ckpt.core.state_kinds import TOUCHED, WHOLE, StateOptions
+from elastic_ckpt.core.state_kinds import PER_PARAMETER, TOUCHED, StateOptions
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.classify import SavedKind
@@ -101,7 +101,7 @@ class Division:
         if not self.stacked:
             return self.shapes, rules
         for key, kind in kinds.items():
-            if kind.kind in (TOUCHED, WHOLE):
+            if kind.kind in (TOUCHED, PER_PARAMETER):
                 raise cannot_slice(key, next(iter(self.stacked)))
         shapes: list[tuple[str, tuple[int, ...]]] = []
         found: list[PartitionRule] = []

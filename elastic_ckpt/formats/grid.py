@@ -22,11 +22,11 @@ from elastic_ckpt.formats.model_states import ModelShard
 class Grid:
     """Model-parallel ranks by pipeline stage, each stage in tensor-parallel order.
 
-    ZeRO partitioned each over ``dp`` ranks, which sequence parallelism divided as in ``sequence``.
+    ZeRO partitioned each over ``partition_degree`` ranks, which sequence parallelism divided as in ``sequence``.
     """
 
     stages: tuple[tuple[int, ...], ...]
-    dp: int = 1
+    partition_degree: int = 1
     sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
 
     @property
@@ -43,8 +43,8 @@ class Grid:
         Rank-local state (random states, data positions) then keeps its rank. Ranks of one sequence-parallel group share
         their samples, so their number does not matter.
         """
-        saved = (self.tp, self.pp, self.sequence.data_degree(self.dp))
-        is_known = self.dp == coordinates.dp or not coordinates.sequence.strided
+        saved = (self.tp, self.pp, self.sequence.data_degree(self.partition_degree))
+        is_known = self.partition_degree == coordinates.dp or not coordinates.sequence.strided
         return saved == (coordinates.tp, coordinates.pp, coordinates.data_degree) and is_known
 
     def own_file(self, coordinates: RankCoordinates) -> int | None:
@@ -55,7 +55,7 @@ class Grid:
         if not self.has_ranks_of(coordinates):
             return None
         saved = self.sequence.ranks_per_sample
-        if self.dp == coordinates.dp and saved == coordinates.sequence.ranks_per_sample:
+        if self.partition_degree == coordinates.dp and saved == coordinates.sequence.ranks_per_sample:
             return coordinates.dp_rank
         return coordinates.data_rank * saved + (coordinates.sp_rank if saved == coordinates.sequence.degree else 0)
 
@@ -95,7 +95,7 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
         return grid
     # an unstated degree is the live one only if ranks and counted samples both agree: counters alone may stem from
     # earlier runs with other batches
-    same_ranks = (grid.tp, grid.pp, grid.dp) == (coordinates.tp, coordinates.pp, coordinates.dp)
+    same_ranks = (grid.tp, grid.pp, grid.partition_degree) == (coordinates.tp, coordinates.pp, coordinates.dp)
     agrees = coordinates.sequence.partitioned and coordinates.sequence.degree in stated.possible
     return replace(grid, sequence=coordinates.sequence) if same_ranks and agrees else grid
 

@@ -24,7 +24,7 @@ from elastic_ckpt.core.metadata import (
     StateFacts,
     TensorMetadata,
 )
-from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, TOUCHED, WHOLE, StateOptions
+from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, PER_PARAMETER, REPLICATED, TOUCHED, StateOptions
 from elastic_ckpt.core.tensor_table import FlatState, TensorTable
 from elastic_ckpt.core.values import merged
 from elastic_ckpt.errors import DamagedError, UnsupportedError
@@ -106,7 +106,7 @@ class MetadataBuilder:
         self._kinds |= kinds
         for key, kind in kinds.items():
             if kind.kind == OPAQUE and any_shape and key not in COMPANIONS:
-                kinds[key] = replace(kind, kind=WHOLE)
+                kinds[key] = replace(kind, kind=PER_PARAMETER)
             elif kind.kind == OPAQUE:
                 self.opaque[key] = kind.why
             elif kind.kind == DAMAGED:
@@ -161,7 +161,7 @@ class MetadataBuilder:
                 found[key] = self._partitioned(partitioned, key, refs, kind, files)
             elif kind.kind == TOUCHED:
                 self._add_touched(partitioned, key, refs, files)
-            elif kind.kind == WHOLE:
+            elif kind.kind == PER_PARAMETER:
                 name = shapes[0][0]
                 self.tensors.add({(name, key): dense_tensor(name, key, refs[0], files[0], has_own_shape=True)})
         self.tensors.add_flat(shapes, rules, {key: state for key, state in found.items() if state is not None})

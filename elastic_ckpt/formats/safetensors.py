@@ -227,7 +227,7 @@ def _metadata(
     every = [file.metadata.items() for file in files]
     ties = {alias: name for items in every for alias, name in items if (False, name) in owner and alias != "format"}
     return CheckpointMetadata(
-        source=found.source(0, len(files)),
+        source=found.source(0, 1, files=len(files)),
         files=tuple(SourceFile(file.path, file.nbytes) for file in files),
         parameters=parameters,
         tensors=tensors,

@@ -194,7 +194,7 @@ class StatedDegrees:
 
     Attributes:
         dimensions: TP and PP degree (``checkpoint_parallel_dimensions``, since DeepSpeed 0.17).
-        mp, dp: ``mp_world_size``, the TP degree, and ``dp_world_size``, the number of ranks that ZeRO partitions over.
+        mp, partition_degree: ``mp_world_size``, the TP degree, and ``dp_world_size``.
         sequence: sequence-parallel degree of the saved config or arguments.
         possible: sequence-parallel degrees that fit the batch size, or the samples counted so far.
         mesh: whether the config makes a device mesh, over whose sequence ranks ZeRO-1/2 does not partition.
@@ -202,7 +202,7 @@ class StatedDegrees:
 
     dimensions: tuple[int, int] | None = None
     mp: int | None = None
-    dp: int | None = None
+    partition_degree: int | None = None
     sequence: int | None = None
     possible: frozenset[int] = frozenset()
     mesh: bool = False
@@ -218,7 +218,7 @@ class StatedDegrees:
             return Degrees(None, None, sequence)
         tp, pp = self.dimensions
         is_sequence = tp * pp != model_parallel_ranks and self.mp is not None and self.mp * pp == model_parallel_ranks
-        if is_sequence and tp > 1 and (self.dp or 0) % tp == 0:
+        if is_sequence and tp > 1 and (self.partition_degree or 0) % tp == 0:
             return Degrees(self.mp, pp, SequenceParallel(tp))
         return Degrees(tp, pp, sequence)
 
@@ -249,7 +249,7 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
     return StatedDegrees(
         dimensions=None if tp is None or pp is None else (tp, pp),
         mp=positive_int(tree, "mp_world_size"),
-        dp=ranks,
+        partition_degree=ranks,
         sequence=sequence
         or positive_int(run, "ds_sequence_parallel_size")
         or _sharing(ranks, batch or 0, micro * (steps or 0)),

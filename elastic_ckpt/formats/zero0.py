@@ -19,7 +19,7 @@ from elastic_ckpt.core.experts import slices
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, WHOLE
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES, RankStates
@@ -95,9 +95,9 @@ def _add_flat(
     saved = RankStates(model.path, flat.partition_numel, -1, flattened, states.digests)
     kinds = builder.classify([saved], [states], names[-1], any_shape=state.kind != FUSED)
     for key, ref in {MASTER: flat.master, **states.tensors}.items():
-        if key == MASTER or (key in kinds and kinds[key].kind in (ELEMENTWISE, WHOLE)):
+        if key == MASTER or (key in kinds and kinds[key].kind in (ELEMENTWISE, PER_PARAMETER)):
             refuse_view(names[0], f"{key} of this parameter", ref, model.path)
-    whole = next((key for key, kind in kinds.items() if kind.kind == WHOLE), None)
+    whole = next((key for key, kind in kinds.items() if kind.kind == PER_PARAMETER), None)
     if whole is not None and names[0] in model.stacked:
         raise cannot_slice(whole, names[0])
     numels = [math.prod(shape) for _, shape in shapes]

@@ -22,7 +22,7 @@ from elastic_ckpt.core.metadata import (
     is_floating,
 )
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem, Slot, in_file_order
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
 from elastic_ckpt.planning.matching import Matching, weights_key
@@ -130,7 +130,7 @@ class PlanBuilder:
             assert link.replicated is not None
             self._add_replicated(flat, live, link.replicated)
             return
-        if live.layout == WHOLE:
+        if live.layout == PER_PARAMETER:
             numel, shape = math.prod(live.shape), live.shape
             restored = [replace(each, shape=shape, range=FlatRange(0, numel), flat_offset=0) for each in restored]
         elif live.layout == TOUCHED:
@@ -141,7 +141,7 @@ class PlanBuilder:
             name, own = part.fragment.name, part.fragment.shape
             if not self._is_resharded(name):
                 self._check_shape(part.tensor, own if live.rows == 1 else (live.rows, *own))
-            elif live.layout in (WHOLE, TOUCHED):
+            elif live.layout in (PER_PARAMETER, TOUCHED):
                 problem = f"{live.key} is of a whole parameter, and cannot be cut for another tensor-parallel degree"
                 both = "a state with one value for each element", f"{live.key}, of a shape of its own"
                 remedy = "load at the tensor-parallel degree it was saved with, or with load_optimizer_states=False"

@@ -94,7 +94,7 @@ def _refuse(
         UnsupportedError,
         f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions are others now",
         keys,
-        f"the ranks and partitions of the save (DP={source.dp}, TP={source.tp}, ZeRO-{source.zero_stage})",
+        f"the save's {source.partition_degree} partitions (ZeRO-{source.zero_stage}, TP={source.tp})",
         str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200],
         remedy=f'"elastic_checkpoint": {{"states": {json.dumps(dict.fromkeys(keys, "fresh"))}}} leaves them {how}; or '
         "load at the topology it was saved with",

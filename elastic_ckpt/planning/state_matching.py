@@ -11,7 +11,7 @@ from typing import Any
 from elastic_ckpt.core.local_state import FlatPartition, LocalState
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata, ReplicatedState
 from elastic_ckpt.core.read_plan import Outcome
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, SCRATCH, WHOLE, LiveState
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, PER_PARAMETER, REPLICATED, SCRATCH, LiveState
 from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.planning.matching import Matching
@@ -224,7 +224,7 @@ class _Matcher:
             if tensor.is_quantized or (tensor.has_own_shape and (local_state.zero_stage > 0 or len(flat.members) > 1)):
                 raise self._other_states(flat, members, saved)
             rows = 1 if tensor.has_own_shape or tensor.shape == shape else tensor.shape[0]
-            layout = WHOLE if tensor.has_own_shape else ELEMENTWISE
+            layout = PER_PARAMETER if tensor.has_own_shape else ELEMENTWISE
             links.append(StateLink(LiveState(key, tensor.dtype, layout, rows, None, tensor.shape), key))
         for state in metadata.parameters[members[0]].replicated:
             live = LiveState(state.key, state.dtype, REPLICATED, shape=state.shape)
@@ -318,7 +318,7 @@ class _Matcher:
         now = local_state.zero_stage, local_state.model.coordinates.dp
         if (
             not kinds.keys().isdisjoint((UPDATE_NORM, "variance"))
-            and (metadata.source.zero_stage, metadata.source.dp) != now
+            and (metadata.source.zero_stage, metadata.source.partition_degree) != now
         ):
             yield (
                 f"{local_state.optimizer} scales updates by the norm of each flat partition, and these are others now: "

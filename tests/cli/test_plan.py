@@ -72,7 +72,9 @@ def test_the_topology_of_the_save_is_the_default() -> None:
 def test_a_big_job() -> None:
     found = told("104b", "--dp", "8", "--tp", "4", "--pp", "2", "--zero", "3")
     assert found["source"]["files"] == 512 + 128 + 34 * 4
-    assert " ".join(found["source"]) == "format folder tag zero_stage dp ds_version tp pp sequence ep files"
+    assert (
+        " ".join(found["source"]) == "format folder tag zero_stage partition_degree ds_version tp pp sequence ep files"
+    )
     assert found["ranks_planned"] == 64 and "ranks" not in found
     # 32 layers, positions, two norms; tied embeddings on two stages; and copies of what is not cut, on four ranks
     numel = 32 * (12 * H * H + 13 * H) + 2 * (50688 + 2048) * H + 2 * H + 3 * (2 * 2048 * H + 2 * H + 32 * 6 * H)
@@ -117,7 +119,7 @@ def test_a_model_of_256_experts_in_each_of_58_layers_is_planned_in_seconds() -> 
 
 def test_a_zero3_checkpoint_of_512_ranks_is_read_by_1024() -> None:
     found = told("70b", "--dp", "1024")
-    assert (found["source"]["zero_stage"], found["source"]["dp"], found["ranks_planned"]) == (3, 512, 64)
+    assert (found["source"]["zero_stage"], found["source"]["partition_degree"], found["ranks_planned"]) == (3, 512, 64)
     owned = 12 * 68_976_648_192 // 1024  # all parameters divide
     assert found["nbytes_read"]["least"] == found["nbytes_read"]["most"] == owned
     (one,) = told("70b", "--dp", "1024", "--rank", "1000")["ranks"]

@@ -114,7 +114,11 @@ def where(case: dict[str, Any]) -> str:
 def client_differences(found: dict[str, Any], report: Any) -> dict[str, str]:
     """ZeRO-3 saves a file for each rank, which finds its own where there are as many; else it takes the first rank's."""
     source = report.source if report else None
-    has_own = source and (source.format, source.zero_stage, source.dp) == ("native", 3, dist.get_world_size())
+    has_own = source and (source.format, source.zero_stage, source.partition_degree) == (
+        "native",
+        3,
+        dist.get_world_size(),
+    )
     expected = client_state_of(dist.get_rank() if has_own else 0)
     return {key: repr(found.get(key)) for key, value in expected.items() if repr(found.get(key)) != repr(value)}
 

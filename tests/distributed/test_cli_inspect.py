@@ -79,7 +79,7 @@ def test_the_run_that_saved_it(native: Path, name: str) -> None:
     assert (source["format"], source["tag"], source["folder"]) == ("native", "step4", str(native / name / "step4"))
     assert (run["global_steps"], run["global_samples"], run["skipped_steps"]) == (STEPS, STEPS * GLOBAL_BATCH, 0)
     assert source["ds_version"] == deepspeed.__version__
-    assert (source["zero_stage"], source["dp"], source["tp"], source["pp"]) == (stage, int(dp), 1, 1)
+    assert (source["zero_stage"], source["partition_degree"], source["tp"], source["pp"]) == (stage, int(dp), 1, 1)
     assert run["optimizer"] == "torch.optim.AdamW"
     batch = (run["global_batch"], run["micro_batch"], run["accumulation_steps"])
     assert batch == (GLOBAL_BATCH, GLOBAL_BATCH // int(dp), 1)

@@ -102,7 +102,7 @@ def in_folder(folder: Path, source: dict[str, Any]) -> dict[str, Any]:
 
 def topology_of(load: Any) -> tuple[int, int, int]:
     """As the report names that of the checkpoint."""
-    return load.report.source.tp, load.report.source.pp, load.report.source.dp
+    return load.report.source.tp, load.report.source.pp, load.report.source.partition_degree
 
 
 def of(folder: str, topology: tuple[int, int, int], **more: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
 from elastic_ckpt.core.read_plan import Slot
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, block_numel_of, is_bitsandbytes
 from elastic_ckpt.engines.optimizers import KNOWN, OptimizerParam, StateSchema
@@ -306,7 +306,7 @@ def test_plain_states_take_the_strides_of_their_parameter() -> None:
 
 
 def test_adafactor_keeps_whole_factors_of_a_matrix_and_one_variance_of_a_flat_tensor() -> None:
-    for shape, layouts in (((3, 4), {WHOLE}), ((12,), {ELEMENTWISE})):
+    for shape, layouts in (((3, 4), {PER_PARAMETER}), ((12,), {ELEMENTWISE})):
         optimizer = optim.Adafactor([parameter(shape)])
         stepped = stepped_of(optimizer.param_groups[0]["params"][0])
         assert {state.layout for state in schema_of(optimizer).states(stepped) or ()} == layouts
@@ -703,7 +703,7 @@ def test_an_unknown_optimizer_takes_what_the_checkpoint_has() -> None:
     slots = [
         Slot("m", 0, "", 12, "bfloat16"),
         Slot("two", 0, "", 24, "float32", rows=2),
-        Slot("factor", 0, "", 3, "float64", layout=WHOLE, shape=(3, 1)),
+        Slot("factor", 0, "", 3, "float64", layout=PER_PARAMETER, shape=(3, 1)),
         Slot("table", 0, "", 5, "uint8", layout=REPLICATED, shape=(5,)),
     ]
     optimizer.state[param]["stale"] = torch.ones(2)

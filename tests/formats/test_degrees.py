@@ -39,7 +39,7 @@ def test_parallel_state_sp_states_its_own_degree_as_the_tensor_parallel_one(sp: 
 
 @given(tp=st.integers(2, 8), files=DEGREE)
 def test_lost_tensor_parallel_files_do_not_make_sequence_parallelism(tp: int, files: int) -> None:
-    stated = StatedDegrees((tp, 1), mp=tp, dp=tp * 8)
+    stated = StatedDegrees((tp, 1), mp=tp, partition_degree=tp * 8)
     assert stated.borne_out(files) == Degrees(tp, 1, SequenceParallel())
 
 

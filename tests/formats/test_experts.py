@@ -16,7 +16,7 @@ from elastic_ckpt.core.chunks import StorageChunk, group_rules, listed
 from elastic_ckpt.core.experts import EXPERTS, with_stacks
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, TensorMetadata
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, TOUCHED, WHOLE, StateOptions
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, TOUCHED, StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.assembling import _refuse_different_experts
 from elastic_ckpt.formats.base import MetadataOptions
@@ -197,7 +197,7 @@ def test_slices_of_stacked_experts_take_their_place_in_the_flat_tensor() -> None
     assert Division(division.shapes, range(2)).unstacked(rules, {}) == (division.shapes, rules)
 
 
-@pytest.mark.parametrize("kind", [TOUCHED, WHOLE])
+@pytest.mark.parametrize("kind", [TOUCHED, PER_PARAMETER])
 def test_states_of_stacked_experts_as_a_whole_are_refused(kind: str) -> None:
     with pytest.raises(UnsupportedError, match=r"(?s)'row' is kept for stacked experts as a whole.*w1"):
         Division([("w1", (2, 3))], range(2), {"w1": (0, 1)}).unstacked([], {"row": SavedKind(kind)})

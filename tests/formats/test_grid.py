@@ -104,7 +104,7 @@ def test_a_sequence_parallel_degree_that_stands_in_the_tensor_parallel_ones_plac
     grid = grid_of(
         {0: replace(model(["a"]), stated=StatedDegrees((2, 1), 1, 4), counters={"dp_world_size": 4})}, "/ckpt"
     )
-    assert (grid.tp, grid.pp, grid.dp, grid.sequence) == (1, 1, 4, SequenceParallel(2))
+    assert (grid.tp, grid.pp, grid.partition_degree, grid.sequence) == (1, 1, 4, SequenceParallel(2))
 
 
 @pytest.mark.parametrize(

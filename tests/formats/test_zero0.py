@@ -43,7 +43,7 @@ def test_named_parameters_are_found_by_their_names_whatever_the_live_groups(tmp_
         check_states(metadata, model, optimizer)
         assert not [note for note in metadata.notes if "without names" in note]
     assert metadata.source.zero_stage == 0
-    assert metadata.source.dp == 2
+    assert metadata.source.partition_degree == 2
     assert metadata.groups[0]["lr"] == 0.1
     assert not {"params", "param_names"} & set(metadata.groups[0])
     assert contents(metadata, "mask", BUFFER).tolist() == [1, 0]

@@ -445,7 +445,9 @@ def test_a_slot_that_is_written_beyond_its_end() -> None:
 
 def test_buffers_that_each_rank_reads_for_itself() -> None:
     metadata = saved({"a": (4,)}, wholes={("steps", BUFFER): ((5,), "int64")})
-    metadata = dataclasses.replace(metadata, source=dataclasses.replace(metadata.source, zero_stage=3, dp=2))
+    metadata = dataclasses.replace(
+        metadata, source=dataclasses.replace(metadata.source, zero_stage=3, partition_degree=2)
+    )
     job = VirtualJob(metadata, Topology(dp=2, zero_stage=3), LoadOptions())
     ranks = ranks_of(job)
     assert prove(job.metadata, ranks).holds

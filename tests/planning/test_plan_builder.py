@@ -27,7 +27,7 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
 )
 from elastic_ckpt.core.read_plan import BroadcastRange, LoadPlan, ReadItem, ReadPlan, RequantizeItem, Slot
-from elastic_ckpt.core.state_kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, BlockFormat, LiveState
+from elastic_ckpt.core.state_kinds import PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, BlockFormat, LiveState
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
@@ -369,12 +369,14 @@ def test_a_whole_state_keeps_a_shape_of_its_own(tmp_path: Path) -> None:
     rows, columns = disk.raw(numbers(2)), disk.raw(numbers(3), "bfloat16")
     states = {("a", "row"): whole_state(rows, "a", "row", (2, 1))}
     states["a", "col"] = whole_state(columns, "a", "col", (1, 3))
-    live = [LiveState("row", "float32", WHOLE, shape=(2, 1)), LiveState("col", "", WHOLE, shape=(1, 3))]
+    live = [LiveState("row", "float32", PER_PARAMETER, shape=(2, 1)), LiveState("col", "", PER_PARAMETER, shape=(1, 3))]
     engine = one_flat_each(shapes, live, dp=1, rank=0, replicated=False)
     plan = plan_load(catalog_of(disk, shapes, states), engine, LoadOptions())
     row, col = slot_of(plan, "row"), slot_of(plan, "col")
-    assert (row.layout, row.shape, row.numel, row.dtype, row.gaps) == (WHOLE, (2, 1), 2, "float32", ())
-    assert (col.layout, col.shape, col.numel, col.dtype) == (WHOLE, (1, 3), 3, "bfloat16"), "no dtype of its own"
+    assert (row.layout, row.shape, row.numel, row.dtype, row.gaps) == (PER_PARAMETER, (2, 1), 2, "float32", ())
+    assert (col.layout, col.shape, col.numel, col.dtype) == (PER_PARAMETER, (1, 3), 3, "bfloat16"), (
+        "no dtype of its own"
+    )
     tensors = memory_of(plan.reads)
     carry_out(plan.reads, disk, tmp_path, tensors)
     assert tensors[1].tolist() == rows.values.tolist()
@@ -387,8 +389,8 @@ def test_a_whole_state_of_another_shape_or_precision_does_not_fit() -> None:
     states = {("a", "row"): whole_state(disk.raw(numbers(2)), "a", "row", (2, 1))}
     metadata = catalog_of(disk, shapes, states)
     for live, problem in (
-        (LiveState("row", "float32", WHOLE, shape=(1, 2)), "shape of row differs"),
-        (LiveState("row", "bfloat16", WHOLE, shape=(2, 1)), "row of this parameter would lose precision"),
+        (LiveState("row", "float32", PER_PARAMETER, shape=(1, 2)), "shape of row differs"),
+        (LiveState("row", "bfloat16", PER_PARAMETER, shape=(2, 1)), "row of this parameter would lose precision"),
     ):
         engine = one_flat_each(shapes, [live], dp=1, rank=0, replicated=False)
         with pytest.raises(MismatchError, match=problem) as caught:
@@ -402,7 +404,7 @@ def test_whole_states_that_all_ranks_hold_are_read_by_one(tmp_path: Path) -> Non
     parts = {name: disk.raw(numbers(2)) for name in shapes}
     states = {(name, "row"): whole_state(part, name, "row", (2,)) for name, part in parts.items()}
     metadata = catalog_of(disk, shapes, states)
-    live = LiveState("row", "float32", WHOLE, shape=(2,))
+    live = LiveState("row", "float32", PER_PARAMETER, shape=(2,))
     plans = [
         plan_load(metadata, one_flat_each(shapes, [live], dp=2, rank=rank, replicated=True), LoadOptions())
         for rank in range(2)

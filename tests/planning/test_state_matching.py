@@ -15,7 +15,7 @@ from elastic_ckpt.core.chunks import BlockCode, listed
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState, StateFacts
 from elastic_ckpt.core.read_plan import Outcome
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOLE, BlockFormat, LiveState
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, BlockFormat, LiveState
 from elastic_ckpt.engines.optimizers import OptimizerParam
 from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
@@ -491,8 +491,8 @@ def whole_states(shapes: Mapping[str, tuple[int, ...]] = TWO) -> CheckpointMetad
 def test_an_unknown_optimizer_adopts_whole_states_only_beside_whole_parameters() -> None:
     matching = matched(whole_states(), unknown(zero_stage=0, apart=True))
     for links in matching.links.values():
-        assert [link.live for link in links] == [LiveState("factor", "float32", WHOLE, shape=(2, 1))]
-    assert "factor (whole)" in matching.notes[0]
+        assert [link.live for link in links] == [LiveState("factor", "float32", PER_PARAMETER, shape=(2, 1))]
+    assert "factor (per-parameter)" in matching.notes[0]
     for stage, apart in ((0, False), (1, True), (3, True), (2, False)):
         with pytest.raises(MismatchError, match="keeps other states"):
             matched(whole_states(), unknown(zero_stage=stage, apart=apart))
@@ -579,7 +579,7 @@ def lamb(**more: Any) -> LocalState:
 
 def lamb_saved(dp: int = 1, stage: int = 1) -> CheckpointMetadata:
     metadata = everywhere(bnb_saved(), table("unorm_vec", shape=(1,), differs=True))
-    return replace(metadata, source=replace(metadata.source, dp=dp, zero_stage=stage))
+    return replace(metadata, source=replace(metadata.source, partition_degree=dp, zero_stage=stage))
 
 
 def test_the_norm_of_an_update_starts_fresh_however_it_was_saved() -> None:

@@ -19,7 +19,7 @@ from elastic_ckpt.core.chunks import listed
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.shard_specs import ShardSpec
-from elastic_ckpt.core.state_kinds import REPLICATED, WHOLE, BlockFormat, Codebook
+from elastic_ckpt.core.state_kinds import PER_PARAMETER, REPLICATED, BlockFormat, Codebook
 from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.planning.planner import LoadOptions, match, plan_load
@@ -150,7 +150,7 @@ def test_buffers_are_whole_and_stage_3_cuts_frozen_weights() -> None:
 @pytest.mark.parametrize(("zero_stage", "dp", "own"), [(3, 2, True), (3, 3, False), (2, 2, False)])
 def test_ranks_of_an_unchanged_zero_3_job_read_their_own_buffers(zero_stage: int, dp: int, own: bool) -> None:
     metadata = saved({"a": (4,)}, wholes={("steps", BUFFER): ((5,), "int64")})
-    source = dataclasses.replace(metadata.source, zero_stage=zero_stage, dp=2)
+    source = dataclasses.replace(metadata.source, zero_stage=zero_stage, partition_degree=2)
     job = job_of(dataclasses.replace(metadata, source=source), dp=dp, zero_stage=3)
     for rank in range(dp):
         slot = next(slot for slot in job.planned(rank)[1].reads.slots if slot.key == BUFFER)
@@ -333,7 +333,7 @@ def test_states_of_a_shape_of_their_own_belong_to_one_whole_parameter() -> None:
     whole = dataclasses.replace(metadata.tensors["a", "row_var"], shape=(3, 1), has_own_shape=True)
     metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "row_var"): whole})
     (state,) = job_of(metadata, zero_stage=0).states_of(["a"]) or ()
-    assert (state.layout, state.shape) == (WHOLE, (3, 1))
+    assert (state.layout, state.shape) == (PER_PARAMETER, (3, 1))
     assert job_of(metadata, zero_stage=1).states_of(["a"]) is None
     assert job_of(metadata, zero_stage=0).states_of(["a", "b"]) is None
 

@@ -33,7 +33,14 @@ from elastic_ckpt.core.local_state import (
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan
-from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICATED, WHOLE, BlockFormat, LiveState
+from elastic_ckpt.core.state_kinds import (
+    BLOCK_NUMELS,
+    NON_SHARD_KEYS,
+    PER_PARAMETER,
+    REPLICATED,
+    BlockFormat,
+    LiveState,
+)
 from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.planning.planner import LoadOptions, Matched, match, plan_load
 from elastic_ckpt.report import topology_text
@@ -91,7 +98,7 @@ class VirtualJob:
     def __init__(self, metadata: CheckpointMetadata, topology: Topology, options: LoadOptions) -> None:
         metadata = rename_saved(metadata, options.config.rename)
         saved = metadata.source
-        unchanged = (topology.dp, topology.tp, topology.pp) == (saved.dp, saved.tp, saved.pp)
+        unchanged = (topology.dp, topology.tp, topology.pp) == (saved.partition_degree, saved.tp, saved.pp)
         if unchanged and saved.by_rank and saved.zero_stage == 3:
             # each rank would read buffers from its own file; here all read the first one, which has the same size
             metadata = replace(metadata, buffers_of_this_rank=True)
@@ -262,7 +269,7 @@ class VirtualJob:
                 if tensor.has_own_shape:
                     if self.topology.zero_stage or len(members) > 1:
                         return None
-                    live = LiveState(key, tensor.dtype, WHOLE, shape=tensor.shape)
+                    live = LiveState(key, tensor.dtype, PER_PARAMETER, shape=tensor.shape)
                 else:
                     rows = 1 if len(tensor.shape) == len(saved.shape) else tensor.shape[0]
                     code = tensor.blocks
