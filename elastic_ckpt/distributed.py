@@ -342,12 +342,12 @@ def can_broadcast(device_type: str, group: Any) -> bool:
     return (device_type, backend) in _BACKENDS or f"{device_type}:" in backend
 
 
-def in_buckets(items: Iterable[T], nbytes: Iterable[int]) -> Iterator[list[T]]:
-    """Group consecutive items, of the given sizes: at most 16 MiB together, or one larger item."""
+def in_buckets(items: Iterable[T], nbytes: Iterable[int], most_nbytes: int = _BUCKET_NBYTES) -> Iterator[list[T]]:
+    """Group consecutive items, of the given sizes: at most so many bytes together, or one larger item."""
     bucket: list[T] = []
     total = 0
     for item, more in zip(items, nbytes, strict=True):
-        if bucket and total + more > _BUCKET_NBYTES:
+        if bucket and total + more > most_nbytes:
             yield bucket
             bucket, total = [], 0
         bucket.append(item)

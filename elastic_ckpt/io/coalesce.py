@@ -13,7 +13,6 @@ import numpy as np
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem
-from elastic_ckpt.io.checksums import Unwanted
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +21,7 @@ _MIB = 1 << 20
 #: Most buffers per call (limits.h, IOV_MAX).
 MAX_BUFFERS = 1024
 #: Smallest staging buffer: one element of any dtype.
-LEAST_STAGED_NBYTES = ITEMSIZE["complex128"]
+_LEAST_STAGED_NBYTES = ITEMSIZE["complex128"]
 #: Largest task of a thread: one future per small read would cost more than the read.
 _TASK_NBYTES = 4 * _MIB
 _TASK_READS = 64
@@ -32,6 +31,10 @@ _TASKS_OF_THREAD = 4
 _NBYTES_PER_ELEMENT = 48
 #: Bytes between two reads of a file that cost less than another call does (docs/architecture.md has the rule).
 _GAP_NBYTES = {"local": 0, "network": 64 << 10}
+
+
+class Unwanted(bytearray):
+    """Memory for the bytes between two merged reads; threads overwrite each other's, so it is never summed."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class ReadOptions:
     @property
     def staged_nbytes(self) -> int:
         """Largest read into a staging buffer; every thread has two."""
-        return min(max(self.requantize_nbytes // 2, LEAST_STAGED_NBYTES), self.chunk_nbytes)
+        return max(min(self.requantize_nbytes // 2, self.chunk_nbytes), _LEAST_STAGED_NBYTES)
 
 
 def read_options(config: ElasticConfig) -> ReadOptions:
@@ -110,9 +113,9 @@ def read_sizes(plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Co
     for item in plan.items:
         slot, itemsize = plan.slots[item.slot], ITEMSIZE[item.dtype]
         if on_accelerator or item.dtype != slot.dtype:
-            step_nbytes = (staged_nbytes // itemsize or 1) * itemsize
-            whole, rest = divmod(item.numel * itemsize, step_nbytes)
-            sizes[step_nbytes] += whole * item.rows
+            step_nbytes = staged_nbytes // itemsize * itemsize
+            full, rest = divmod(item.numel * itemsize, step_nbytes)
+            sizes[step_nbytes] += full * item.rows
             sizes[rest] += item.rows
         else:  # of the slot's size, but a single byte of memory
             direct.append(_rows(item, np.broadcast_to(np.uint8(0), slot.numel * itemsize).data))
@@ -189,7 +192,7 @@ def _staged(item: ReadItem, step_nbytes: int) -> Iterator[ReadItem]:
             rows = min(at_once, item.rows - first)
             yield replace(item.row(first), rows=rows, file_stride=item.file_stride, slot_stride=item.slot_stride)
         return
-    step = max(step_nbytes // itemsize, 1)
+    step = step_nbytes // itemsize
     for row in map(item.row, range(item.rows)):
         yield from (row.clip(start, start + step) for start in range(row.slot_offset, row.slot_stop, step))
 

@@ -6,13 +6,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 
 from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, in_file_order
+from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
@@ -48,12 +50,8 @@ class Drift:
     def __or__(self, other: Drift) -> Drift:
         """Both ranges, or shards, of one tensor."""
         one, two = self.check, other.check
-        check = replace(
-            one,
-            taken=MEAN if MEAN in (one.taken, two.taken) else FIRST,
-            is_guess=one.is_guess or two.is_guess,
-            names=tuple(dict.fromkeys(one.names + two.names)),
-        )
+        taken, names = MEAN if MEAN in (one.taken, two.taken) else FIRST, tuple(dict.fromkeys(one.names + two.names))
+        check = replace(one, taken=taken, is_guess=one.is_guess or two.is_guess, names=names)
         furthest = max(self, other, key=lambda each: each.largest)
         return replace(furthest, check=check, copies=max(self.copies, other.copies))
 
@@ -72,87 +70,55 @@ def find_drift(files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], op
 
     Raises :class:`DamagedError` if a file cannot be read.
     """
-    arena = torch.empty(0, dtype=torch.uint8)
     found = []
     most_nbytes = max(options.staging_nbytes // 2, _LEAST_NBYTES)  # the other half is for decoding
     options = replace(options, chunk_nbytes=min(options.chunk_nbytes, max(most_nbytes // options.threads, 1)))
-    for parts in _rounds(checks, most_nbytes):
-        needed = sum(map(_nbytes, parts))
-        if needed > arena.numel():
-            arena = torch.empty(needed, dtype=torch.uint8)
-        for part, copies in zip(parts, _read(files, parts, arena, options), strict=True):
-            apart = _apart(copies)
-            if apart is not None:
+    parts: list[ReplicaCheck] = []
+    for check in checks:
+        step = max(most_nbytes // max(len(check.replicas), 1) // ITEMSIZE[_dtype_of(check)], 1)
+        parts += [check.part(start, min(start + step, check.numel)) for start in range(0, check.numel, step)]
+    sizes = [len(part.replicas) * part.numel * ITEMSIZE[_dtype_of(part)] for part in parts]
+    for at_once in in_buckets(parts, sizes, most_nbytes):
+        for part, copies in zip(at_once, _read(files, at_once, options), strict=True):
+            if (apart := _apart(copies)) is not None:
                 largest, furthest = apart
                 paths = (files[item.file].path for at in (0, furthest) for item in part.replicas[at][:1])
                 names = tuple(dict.fromkeys(map(os.path.basename, paths)))
                 zero = [not copy.any() for copy in copies]
-                check = replace(part, replicas=())
-                found.append(Drift(check, len(copies), largest, names, zero[0], all(zero[1:])))
+                found.append(Drift(replace(part, replicas=()), len(copies), largest, names, zero[0], all(zero[1:])))
     return found
-
-
-def _rounds(checks: Iterable[ReplicaCheck], most_nbytes: int) -> Iterator[list[ReplicaCheck]]:
-    """What is read at once: many small checks, or a range of a large one."""
-    parts: list[ReplicaCheck] = []
-    nbytes = 0
-    for check in checks:
-        room = most_nbytes // max(len(check.replicas), 1) // _WORD_NBYTES * _WORD_NBYTES
-        step = max(room // ITEMSIZE[_dtype_of(check)], 1)
-        for start in range(0, check.numel, step):
-            part = check.part(start, min(start + step, check.numel))
-            if parts and nbytes + _nbytes(part) > most_nbytes:
-                yield parts
-                parts, nbytes = [], 0
-            parts.append(part)
-            nbytes += _nbytes(part)
-    if parts:
-        yield parts
 
 
 def _dtype_of(check: ReplicaCheck) -> str:
     """The files' dtype, if replicas can be compared bytewise; else one that holds the values of all."""
-    items = [item for replica in check.replicas for item in replica]
+    items = list(chain.from_iterable(check.replicas))
     dtypes = {item.dtype for item in items}
     is_quantized = any(item.code is not None for item in items)
     return dtypes.pop() if len(dtypes) == 1 and not is_quantized else _WIDEST
 
 
-def _words(check: ReplicaCheck) -> int:
-    """Of one replica in memory."""
-    return -(-check.numel * ITEMSIZE[_dtype_of(check)] // _WORD_NBYTES)
-
-
-def _nbytes(check: ReplicaCheck) -> int:
-    return len(check.replicas) * _words(check) * _WORD_NBYTES
-
-
 def _read(
-    files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], arena: torch.Tensor, options: ReadOptions
+    files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], options: ReadOptions
 ) -> list[list[torch.Tensor]]:
     """The values of each replica of each check; decoded where :func:`_dtype_of` says so."""
     slots: list[Slot] = []
     found: list[list[torch.Tensor]] = []
     items: list[ReadItem] = []
     requantize: list[RequantizeItem] = []
-    position = 0
     for check in checks:
         numel, dtype = check.numel, _dtype_of(check)
         found.append([])
         for replica in check.replicas:
-            number, buffer = len(slots), arena[position : position + _words(check) * _WORD_NBYTES]
-            position += len(buffer)
-            if sum(item.numel for item in replica) < numel:
-                buffer.zero_()
-            sources = tuple(replace(item, slot=number) for item in replica)
+            sources = tuple(replace(item, slot=len(slots)) for item in replica)
             if dtype == _WIDEST:
-                requantize.append(RequantizeItem(number, 0, numel, None, -1, 0, sources))
+                requantize.append(RequantizeItem(len(slots), 0, numel, None, -1, 0, sources))
             else:
                 items += sources
             slots.append(Slot("", 0, "", numel, dtype))
-            found[-1].append(buffer.view(getattr(torch, dtype))[:numel])
+            is_full = sum(item.numel for item in replica) >= numel
+            found[-1].append((torch.empty if is_full else torch.zeros)(numel, dtype=getattr(torch, dtype)))
     plan = ReadPlan(files, tuple(slots), in_file_order(items), tuple(requantize))
-    execute(plan, [values for copies in found for values in copies], options, show_progress=False)
+    execute(plan, list(chain.from_iterable(found)), options, show_progress=False)
     return found
 
 
@@ -203,11 +169,9 @@ def united(found: Iterable[Drift]) -> list[Drift]:
 def without_untrained(found: Sequence[Drift], known: frozenset[str]) -> tuple[list[Drift], frozenset[str]]:
     """All but differences of copies that nothing trains, and the names of these.
 
-    They are parameters of tied pipeline modules, on stages after the first.
-
     A ``TiedLayerSpec`` synchronizes its ``tied_weight_attr`` alone. Whatever else its module has (position embeddings,
-    a norm) gets no gradient on the later stages: it is among those ``known``, or all states of the copy are zero, which
-    weight decay on gradients prevents.
+    a norm) gets no gradient on pipeline stages after the first: it is among those ``known``, or all states of the copy
+    are zero, which weight decay on gradients prevents.
     """
     of_stages = [each for each in found if each.check.is_of_stages]
     states = [each for each in of_stages if each.check.key not in WEIGHTS]
@@ -230,8 +194,16 @@ def judge_drift(found: Sequence[Drift], may_differ: frozenset[str], policy: str)
     drifts = united(kept)
     asked = [drift for drift in drifts if drift.check.name not in may_differ]
     guessed = [drift for drift in asked if drift.check.is_guess]
-    if guessed:
-        raise _no_copies(guessed)
+    if guessed:  # of equal shape, but with other values on every rank: most likely each rank's own shard
+        pattern = json.dumps(re.escape(guessed[0].check.name))
+        raise MismatchError(
+            "tensors that by their shapes alone would be copies are not the same on the tensor-parallel ranks",
+            parameter=listed({drift.check.name for drift in guessed}),
+            expected="equal copies, or a rule that says how it is sharded",
+            found="; ".join(map(str, guessed[:_SHOWN])),
+            remedy=f'"elastic_checkpoint": {{"tp_rules": [{{"pattern": {pattern}, "kind": "vocabulary"}}]}} (or '
+            'column, row; replicated only for copies that drifted apart, together with "replicated_params")',
+        )
     if asked and policy not in (FIRST, MEAN):
         raise _different(asked, idle)
     notes = [f"only the first pipeline stage trains its copy, which was taken: {listed(sorted(of_one_stage))}"]
@@ -259,16 +231,3 @@ def _different(drifts: Sequence[Drift], idle: Collection[str]) -> MismatchError:
     names = dict.fromkeys(name for drift in drifts for name in drift.check.names or (drift.check.name,))
     found = "; ".join(map(str, drifts[:_SHOWN])) + more
     return MismatchError(problem, parameter=listed(names), expected=expected, found=found, remedy=remedy)
-
-
-def _no_copies(guessed: Sequence[Drift]) -> MismatchError:
-    """Tensors of equal shape but other values on every rank: most likely each rank's own shard."""
-    pattern = json.dumps(re.escape(guessed[0].check.name))
-    return MismatchError(
-        "tensors that by their shapes alone would be copies are not the same on the tensor-parallel ranks",
-        parameter=listed({drift.check.name for drift in guessed}),
-        expected="equal copies, or a rule that says how it is sharded",
-        found="; ".join(map(str, guessed[:_SHOWN])),
-        remedy=f'"elastic_checkpoint": {{"tp_rules": [{{"pattern": {pattern}, "kind": "vocabulary"}}]}} (or column, '
-        'row; replicated only for copies that drifted apart, together with "replicated_params")',
-    )

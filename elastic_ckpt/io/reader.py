@@ -19,19 +19,73 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from isal import isal_zlib
 
-from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.core.checksums import PartialSum
+from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
 from elastic_ckpt.core.read_plan import BroadcastRange, ReadItem, ReadPlan, RequantizeItem
 from elastic_ckpt.distributed import in_buckets, wait
 from elastic_ckpt.errors import DamagedError, SavedOverError, refuse_used_up
-from elastic_ckpt.io.checksums import SUMMED_AT_ONCE_NBYTES, ReadSums, first_bytes
-from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, parts_of, sort_reads, tasks
-from elastic_ckpt.io.prefault import Prefault
+from elastic_ckpt.io.coalesce import DirectRead, ReadOptions, Unwanted, parts_of, sort_reads, tasks
 from elastic_ckpt.io.requantize import ReadStats, requantize
-from elastic_ckpt.io.staging import StagingBuffers, Transfer, staging_buffers
+from elastic_ckpt.io.staging import Prefault, StagingBuffers
 from elastic_ckpt.report import progress_bar
-from elastic_ckpt.storage.local import open_descriptor, open_stream
-from elastic_ckpt.storage.pins import adopt, current
+from elastic_ckpt.storage.local import adopt, current, open_descriptor, open_stream
+
+#: Bytes that are read before they are summed: few enough to be in the processor's cache still, enough for few calls.
+SUMMED_AT_ONCE_NBYTES = 1 << 20
+
+
+class ReadSums:
+    """Sums of what was read of each record. Thread-safe.
+
+    Attributes:
+        sums: by (index of the file, number of its record).
+        nbytes: bytes read, whether they are of a record or not.
+    """
+
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        self.sums: dict[tuple[int, int], PartialSum] = {}
+        self.nbytes = 0
+        self._files = files
+        self._lock = threading.Lock()
+
+    def add(self, file: int, byte_offset: int, buffers: Sequence[memoryview]) -> None:
+        """Add bytes that were just read from an offset on."""
+        start, stop, crc32 = byte_offset, byte_offset, 0
+        for buffer in buffers:
+            if isinstance(buffer.obj, Unwanted):
+                self._add_range(file, start, stop, crc32)
+                stop += len(buffer)
+                start, crc32 = stop, 0
+            else:
+                crc32 = isal_zlib.crc32(buffer, crc32)
+                stop += len(buffer)
+        self._add_range(file, start, stop, crc32)
+
+    def _add_range(self, file: int, start: int, stop: int, crc32: int) -> None:
+        if start == stop:
+            return
+        records = self._files[file].records
+        number = records.index(start)
+        with self._lock:
+            self.nbytes += stop - start
+            if number is not None:
+                begin = records.offsets[number]
+                part = PartialSum.of(start - begin, stop - begin, crc32, records.nbytes[number])
+                key = file, number
+                self.sums[key] = self.sums[key] | part if key in self.sums else part
+
+
+def first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The buffers up to a number of bytes; the last may be cut short."""
+    found = []
+    for buffer in buffers:
+        if nbytes <= 0:
+            break
+        found.append(buffer[:nbytes])
+        nbytes -= len(buffer)
+    return found
 
 
 def execute(
@@ -39,12 +93,11 @@ def execute(
     tensors: Sequence[torch.Tensor],
     options: ReadOptions,
     show_progress: bool,
-    make_transfer: Callable[[torch.device], Transfer] = Transfer,
     sums: ReadSums | None = None,
 ) -> ReadStats:
     """Execute every item of a plan, whose slots are these tensors. Local; call it on every rank.
 
-    ``make_transfer`` makes what copies staging buffers into tensors of a device; ``sums`` sums up what is read.
+    ``sums`` sums up what is read.
 
     Raises :class:`DamagedError` for a file that ended early or could not be read; slots are then partly overwritten.
     """
@@ -55,9 +108,8 @@ def execute(
     total, show = copied_nbytes + sum(part.nbytes for part in parts), options.progress if show_progress else False
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar("elastic_ckpt", total, show, leave=False))
-        targets = [tensors[slot] for slot in {item.slot for item in staged}]
-        buffer_nbytes = max(options.staged_nbytes, LEAST_STAGED_NBYTES)
-        staging = staging_buffers(options.threads, buffer_nbytes, targets, make_transfer) if staged else []
+        devices = {tensors[slot].device for slot in {item.slot for item in staged}}
+        staging = [StagingBuffers(options.staged_nbytes, devices) for _ in range(options.threads if staged else 0)]
         for buffers in staging:
             stack.callback(buffers.finish)  # after a failure too: no transfer may outlive its slot
         reader = _Reader(plan, tensors, sums, staging)
@@ -88,9 +140,7 @@ class _Reader:
         sums: ReadSums | None,
         staging: Sequence[StagingBuffers],
     ) -> None:
-        self._plan = plan
-        self._tensors = tensors
-        self._sums = sums
+        self._plan, self._tensors, self._sums = plan, tensors, sums
         self._prefault = Prefault()
         self._staging: SimpleQueue[StagingBuffers] = SimpleQueue()
         for buffers in staging:
@@ -206,14 +256,14 @@ def exchange_shares(plan: ReadPlan, tensors: Mapping[int, torch.Tensor], group: 
     for bucket in _buckets(plan, tensors):
         owner = bucket[0].owner
         parts = [tensors[s.slot].detach().view(-1)[s.range.start : s.range.stop] for s in bucket]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         # as bytes: not every backend knows every dtype
-        wait(dist.broadcast(whole.view(torch.uint8), src=members[owner], group=group, async_op=True))
+        wait(dist.broadcast(joined.view(torch.uint8), src=members[owner], group=group, async_op=True))
         if owner == me:
             continue
-        received_nbytes += whole.numel() * whole.element_size()
+        received_nbytes += joined.nbytes
         if len(parts) > 1:
-            for part, values in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+            for part, values in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
                 part.copy_(values)
     return received_nbytes
 

@@ -1,15 +1,73 @@
-"""Staging buffers, for slots that ``preadv`` cannot write into.
+"""The memory that is read into: pages of fresh tensors, mapped beforehand, and staging buffers for all others.
 
-A read takes two free host buffers: while one is read into, the other is copied into its slot. For an accelerator the
-copy is asynchronous, from pinned memory on a stream of its own, so that disk and bus overlap. Memory is bounded,
-whatever the size of the plan.
+A read into a staging buffer takes one of two: while it is read into, the other is copied into its slot. For an
+accelerator the copy is asynchronous, from pinned memory on a stream of its own, so that disk and bus overlap. Memory is
+bounded, whatever the size of the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import ctypes
+import mmap
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable
+from functools import cache
+from typing import Any
 
 import torch
+
+_HUGE_NBYTES = 2 << 20
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+#: Smaller buffers are not worth a system call.
+_LEAST_NBYTES = 1 << 18
+#: CPU time to map a huge page: 0.2 ms if one is ready, 1 ms for as many small pages, 4 ms and more otherwise.
+_SLOW_SECONDS = 0.8e-3
+
+
+class Prefault:
+    """Has the kernel map buffers that are about to be written. One object per load; thread-safe.
+
+    A read into untouched memory faults page by page. Huge pages are several times faster if free ones are ready, and
+    much slower if the kernel must compact memory or a virtual machine must get them from its host. This cannot be known
+    beforehand, so each huge page is timed, and the first slow one is the last. All of this is advice: if the kernel
+    rejects it, the read faults the pages in.
+    """
+
+    def __init__(self) -> None:
+        self._huge = True
+
+    def __call__(self, buffers: Iterable[memoryview]) -> None:
+        """Map large buffers that are not mapped yet; their contents stay."""
+        libc = _libc()
+        for buffer in buffers if libc is not None else ():
+            if len(buffer) < _LEAST_NBYTES:
+                continue
+            start, mapped = ctypes.addressof(ctypes.c_char.from_buffer(buffer)), ctypes.c_ubyte(0)
+            stop, middle = start + len(buffer), (start + len(buffer) // 2) // mmap.PAGESIZE * mmap.PAGESIZE
+            if libc.mincore(middle, mmap.PAGESIZE, ctypes.byref(mapped)) == 0 and mapped.value & 1:
+                continue
+            for page in range(start // _HUGE_NBYTES * _HUGE_NBYTES, stop, _HUGE_NBYTES):
+                first = max(start // mmap.PAGESIZE * mmap.PAGESIZE, page)
+                nbytes, before = min(stop, page + _HUGE_NBYTES) - first, time.thread_time()
+                is_huge = self._huge and nbytes == _HUGE_NBYTES
+                if is_huge:
+                    libc.madvise(first, nbytes, _MADV_HUGEPAGE)
+                libc.madvise(first, nbytes, _MADV_POPULATE_WRITE)
+                if is_huge and time.thread_time() - before > _SLOW_SECONDS:
+                    self._huge = False
+
+
+@cache
+def _libc() -> Any:
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+    for function in (libc.madvise, libc.mincore):
+        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return libc
 
 
 class Transfer:
@@ -17,7 +75,7 @@ class Transfer:
 
     Into an accelerator, on a stream beside the computation's: bytes travel in the file's dtype and are converted there,
     which halves the traffic if 16-bit values become 32-bit ones. Into host memory, synchronously. Create it on the
-    thread whose stream prepared the slots.
+    thread that prepared the slots: its stream is waited for, and to its device pinned memory belongs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,14 +85,14 @@ class Transfer:
             # slots were allocated, and their gaps filled, on the stream of the computation
             self._stream.wait_stream(torch.get_device_module(device).current_stream(device))
 
-    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
+    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None] | None:
         """Start to write 1-D ``values`` into ``target`` from element ``offset``.
 
-        Returns a function that waits until the buffer of ``values`` may be reused.
+        Returns a function that waits until the buffer of ``values`` may be reused; ``None``: at once.
         """
         if self._stream is None:
             write_flat(target, offset, values)
-            return _nothing
+            return None
         with self._stream:
             write_flat(target, offset, values.to(self._device, non_blocking=True))
             return self._stream.record_event().synchronize
@@ -46,18 +104,19 @@ class Transfer:
 
 
 class StagingBuffers:
-    """Two host buffers in turn, page-locked if ``pinned``, for one thread at a time; ``transfers`` are by device."""
+    """Two host buffers in turn, for one thread at a time and slots on some devices; created as :class:`Transfer`."""
 
-    def __init__(self, buffer_nbytes: int, transfers: dict[torch.device, Transfer], pinned: bool) -> None:
+    def __init__(self, buffer_nbytes: int, devices: Collection[torch.device]) -> None:
+        pinned = any(device.type != "cpu" for device in devices)
         self._buffers = [torch.empty(buffer_nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self._free: list[Callable[[], None]] = [_nothing, _nothing]
-        self._transfers = transfers
+        self._free: list[Callable[[], None] | None] = [None, None]
+        self._transfers = {device: Transfer(device) for device in devices}
         self._turn = 0
 
     def buffer(self, nbytes: int) -> memoryview:
         """The next buffer, once its previous content is copied."""
-        self._free[self._turn]()
-        self._free[self._turn] = _nothing
+        if (wait := self._free[self._turn]) is not None:
+            wait()
         return self._buffers[self._turn][:nbytes].numpy().data
 
     def deliver(self, nbytes: int, dtype: str, target: torch.Tensor, offset: int) -> None:
@@ -70,22 +129,6 @@ class StagingBuffers:
         """Wait until everything delivered is in its slots."""
         for transfer in self._transfers.values():
             transfer.finish()
-
-
-def staging_buffers(
-    count: int, nbytes: int, tensors: Iterable[torch.Tensor], make: Callable[[torch.device], Transfer] = Transfer
-) -> list[StagingBuffers]:
-    """Staging buffers of so many bytes for each of ``count`` threads, for slots of these tensors.
-
-    Call it on the thread that prepared the slots, to whose device pinned memory belongs.
-    """
-    devices = {tensor.device for tensor in tensors}
-    pinned = any(device.type != "cpu" for device in devices)
-    return [StagingBuffers(nbytes, {device: make(device) for device in devices}, pinned) for _ in range(count)]
-
-
-def _nothing() -> None:
-    pass
 
 
 def write_flat(target: torch.Tensor, offset: int, values: torch.Tensor) -> None:

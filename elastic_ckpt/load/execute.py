@@ -19,14 +19,13 @@ from elastic_ckpt.engines.compat import record_counts
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, PartialLoadError, SavedOverError
 from elastic_ckpt.formats import CheckpointInfo
-from elastic_ckpt.io.checksums import ReadSums
 from elastic_ckpt.io.coalesce import read_options
-from elastic_ckpt.io.reader import exchange_shares, execute
+from elastic_ckpt.io.reader import ReadSums, exchange_shares, execute
 from elastic_ckpt.io.requantize import ReadStats
 from elastic_ckpt.load.prepare import Clock, Prepared
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.report import LoadReport, RankWork, Verified, united
-from elastic_ckpt.storage.pins import look_again, moved
+from elastic_ckpt.storage.local import look_again, moved
 
 logger = logging.getLogger(__name__)
 

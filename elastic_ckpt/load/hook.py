@@ -44,7 +44,7 @@ from elastic_ckpt.load.prepare import Clock, Prepared, prepare
 from elastic_ckpt.patches import argument, unwrap, wrap
 from elastic_ckpt.patches.aligned_partitions import align_engine, unwatch_alignment, watch_alignment
 from elastic_ckpt.patches.pipeline_stages import unwatch_pipe, watch_pipe
-from elastic_ckpt.storage.pins import look_again, pinned
+from elastic_ckpt.storage.local import look_again, pinned
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import check_files
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
-from elastic_ckpt.storage.pins import look_again
+from elastic_ckpt.storage.local import look_again
 
 
 class Clock:

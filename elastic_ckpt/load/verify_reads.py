@@ -1,6 +1,6 @@
 """Compares what all ranks read with the checksums in the checkpoint's files.
 
-Each rank sums up the bytes that it reads (:mod:`elastic_ckpt.io.checksums`); the sums of all ranks travel with the
+Each rank sums up the bytes that it reads (:mod:`elastic_ckpt.io.reader`); the sums of all ranks travel with the
 message that ends every load. Of records that were not read once as a whole, ranks tell each other which bytes they
 read: one of them reads again, within limits, what nobody read, such as padding, and what two ranks read, such as
 replicated parameters under tensor parallelism, which the XOR of all sums has lost.
@@ -20,8 +20,8 @@ from elastic_ckpt.core.checksums import PartialSum
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
 from elastic_ckpt.errors import DamagedError, listed
-from elastic_ckpt.io.checksums import SUMMED_AT_ONCE_NBYTES, ReadSums
 from elastic_ckpt.io.coalesce import ReadOptions, parts_of, scales_of
+from elastic_ckpt.io.reader import SUMMED_AT_ONCE_NBYTES, ReadSums
 from elastic_ckpt.report import Verified
 from elastic_ckpt.storage.local import open_stream
 

@@ -18,7 +18,7 @@ from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, find_checkpoint, list_tags, look_at, read_latest
 from elastic_ckpt.formats.safetensors import find_safetensors
 from elastic_ckpt.load.metadata import read_checkpoint
-from elastic_ckpt.storage.pins import steady
+from elastic_ckpt.storage.local import steady
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL
-from elastic_ckpt.storage.pins import see, steady
+from elastic_ckpt.storage.local import see, steady
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
-from elastic_ckpt.io.checksums import ReadSums, Unwanted, first_bytes
 from elastic_ckpt.io.coalesce import ReadOptions
-from elastic_ckpt.io.reader import execute
+from elastic_ckpt.io.reader import ReadSums, Unwanted, execute, first_bytes
 
 RECORD, BEGIN = 5_000_000, 640
 

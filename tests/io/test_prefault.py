@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic_ckpt.io import prefault as module
-from elastic_ckpt.io.prefault import Prefault
+from elastic_ckpt.io import staging as module
+from elastic_ckpt.io.staging import Prefault
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="madvise and mincore as Linux has them")
 MIB = 1 << 20

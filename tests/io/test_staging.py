@@ -14,10 +14,11 @@ import torch
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
 from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.io import staging
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.io.requantize import ReadStats
-from elastic_ckpt.io.staging import Transfer, staging_buffers, write_flat
+from elastic_ckpt.io.staging import StagingBuffers, Transfer, write_flat
 
 needs_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="needs an accelerator, and torch sees none here"
@@ -77,7 +78,7 @@ def halves(tmp_path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_buffer_is_written_again_only_when_what_was_in_it_has_left(
-    halves: tuple[Path, torch.Tensor], threads: int
+    halves: tuple[Path, torch.Tensor], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, values = halves
     targets = [torch.full((2000,), -7.0) for _ in range(2)]
@@ -87,9 +88,10 @@ def test_a_buffer_is_written_again_only_when_what_was_in_it_has_left(
         made.append(LateTransfer(0.002))
         return made[-1]
 
+    monkeypatch.setattr(staging, "Transfer", make)
     options = ReadOptions(threads=threads, staging_nbytes=400 * threads)
     plan = plan_into(targets, path, "bfloat16", 2000)
-    stats = execute(plan, targets, options, show_progress=False, make_transfer=make)
+    stats = execute(plan, targets, options, show_progress=False)
     assert torch.equal(torch.cat(targets), values.float())
     assert stats == ReadStats(8000, 40, 8000)
     assert len(made) == threads
@@ -98,19 +100,20 @@ def test_a_buffer_is_written_again_only_when_what_was_in_it_has_left(
 
 
 def test_a_transfer_that_frees_its_buffer_too_early_is_noticed_by_these_tests(
-    halves: tuple[Path, torch.Tensor],
+    halves: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, values = halves
     targets = [torch.full((2000,), -7.0) for _ in range(2)]
     options = ReadOptions(threads=1, staging_nbytes=400)
     plan = plan_into(targets, path, "bfloat16", 2000)
-    execute(plan, targets, options, show_progress=False, make_transfer=lambda device: ForgetfulTransfer(0.002))
+    monkeypatch.setattr(staging, "Transfer", lambda device: ForgetfulTransfer(0.002))
+    execute(plan, targets, options, show_progress=False)
     assert not torch.equal(torch.cat(targets), values.float())
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_transfer_is_under_way_any_more_when_a_failed_read_is_raised(
-    halves: tuple[Path, torch.Tensor], threads: int
+    halves: tuple[Path, torch.Tensor], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = halves
     targets = [torch.full((2000,), -7.0) for _ in range(2)]
@@ -123,9 +126,10 @@ def test_no_transfer_is_under_way_any_more_when_a_failed_read_is_raised(
         transfers.append(LateTransfer(0.05))
         return transfers[-1]
 
+    monkeypatch.setattr(staging, "Transfer", make)
     with pytest.raises(DamagedError):
         options = ReadOptions(threads=threads, staging_nbytes=1600 * threads)
-        execute(plan, targets, options, show_progress=False, make_transfer=make)
+        execute(plan, targets, options, show_progress=False)
     raised = torch.cat(targets).clone()
     for transfer in transfers:
         transfer.finish()
@@ -133,8 +137,7 @@ def test_no_transfer_is_under_way_any_more_when_a_failed_read_is_raised(
 
 
 def test_staging_buffers_share_no_buffer() -> None:
-    staging = staging_buffers(3, 64, [torch.zeros(1)])
-    buffers = [one.buffer(64) for one in staging]
+    buffers = [StagingBuffers(64, {torch.device("cpu")}).buffer(64) for _ in range(3)]
     for number, buffer in enumerate(buffers):
         buffer[:] = bytes([number]) * 64
     assert [bytes(buffer) for buffer in buffers] == [bytes([number]) * 64 for number in range(3)]
@@ -143,7 +146,7 @@ def test_staging_buffers_share_no_buffer() -> None:
 def test_host_tensors_are_written_before_their_buffer_is_given_back() -> None:
     target = torch.zeros(4)
     values = torch.tensor([1.0, 2.0])
-    Transfer(torch.device("cpu")).start(values, target, 1)()
+    assert Transfer(torch.device("cpu")).start(values, target, 1) is None
     values.fill_(9.0)
     assert target.tolist() == [0, 1, 2, 0]
 

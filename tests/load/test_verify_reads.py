@@ -20,8 +20,8 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFacts, SourceFile, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io.checksums import ReadSums
 from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.reader import ReadSums
 from elastic_ckpt.load import verify_reads as verify_reads_module
 from elastic_ckpt.load.verify_reads import RankSums, ranges_read, read_evenly, verify_reads
 from elastic_ckpt.report import Verified

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ckpt.errors import DamagedError, SavedOverError, UnforeseenError
-from elastic_ckpt.storage.local import open_stream
-from elastic_ckpt.storage.pins import look_again, moved, pinned, steady
+from elastic_ckpt.storage.local import look_again, moved, open_stream, pinned, steady
 
 Change = Callable[[Path], None]
 

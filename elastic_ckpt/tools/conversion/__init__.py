@@ -32,7 +32,7 @@ from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
-from elastic_ckpt.storage.pins import adopt, current
+from elastic_ckpt.storage.local import adopt, current
 from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import Opened
