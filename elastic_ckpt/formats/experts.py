@@ -22,11 +22,11 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, CheckpointMetad
 from elastic_ckpt.core.state_kinds import PER_PARAMETER, TOUCHED, StateOptions
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.base import CheckpointInfo
-from elastic_ckpt.formats.classify import SavedKind
 from elastic_ckpt.formats.metadata_builder import Shapes, dense_tensor
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.saved_states import SavedKind
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 

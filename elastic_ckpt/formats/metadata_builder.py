@@ -29,11 +29,16 @@ from elastic_ckpt.core.tensor_table import FlatState, TensorTable
 from elastic_ckpt.core.values import merged
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
-from elastic_ckpt.formats.classify import DAMAGED, FRESH, OPAQUE, RankStates, SavedKind, classify
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.saved_states import (
+    DAMAGED,
+    FRESH,
+    OPAQUE,
+    RankStates,
+    SavedKind,
     StatesOfOne,
     block_format,
+    classify,
     kind_notes,
     normal_groups,
     resolve_codebooks,

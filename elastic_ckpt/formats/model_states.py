@@ -28,7 +28,6 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
-from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES
 from elastic_ckpt.formats.pickled import PickledFile, named_errors
 from elastic_ckpt.formats.saved_config import (
     StatedDegrees,
@@ -40,7 +39,7 @@ from elastic_ckpt.formats.saved_config import (
     saved_config,
     stated_degrees,
 )
-from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, sort_states, with_strangers
+from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, read_groups, sort_states, with_strangers
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import read_bytes
 

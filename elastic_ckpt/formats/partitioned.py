@@ -23,12 +23,11 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
-from elastic_ckpt.formats.classify import RankStates
 from elastic_ckpt.formats.experts import Division, divisions
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard, refuse_old
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.saved_states import merged_groups, sort_states, with_strangers
+from elastic_ckpt.formats.saved_states import RankStates, merged_groups, sort_states, with_strangers
 from elastic_ckpt.formats.shards import (
     FlatShard,
     OptimizerShard,

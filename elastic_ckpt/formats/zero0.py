@@ -22,11 +22,10 @@ from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
-from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES, RankStates
 from elastic_ckpt.formats.experts import cannot_slice
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, module_tensors, refuse_view
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState, saved_shape
-from elastic_ckpt.formats.saved_states import StatesOfOne
+from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, RankStates, StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 

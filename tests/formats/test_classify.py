@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, TOUCHED, StateOptions
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.formats.classify import (
+from elastic_ckpt.formats.saved_states import (
     DAMAGED,
     ELEMENTWISE_NAMES,
     FRESH,

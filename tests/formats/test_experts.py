@@ -20,7 +20,6 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, TOUCHED, S
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.assembling import _refuse_different_experts
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.formats.classify import SavedKind
 from elastic_ckpt.formats.experts import (
     Division,
     ExpertOptimizer,
@@ -34,6 +33,7 @@ from elastic_ckpt.formats.experts import (
 )
 from elastic_ckpt.formats.model_states import _stacked_experts
 from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.saved_states import SavedKind
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.zero0_experts import _degree, _named_on_rank, unpartitioned_experts
 

@@ -9,11 +9,10 @@ from elastic_ckpt.core.metadata import MASTER, SourceFile, TensorMetadata
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
-from elastic_ckpt.formats.classify import SavedKind
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, refuse_view
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.formats.saved_states import StatesOfOne
+from elastic_ckpt.formats.saved_states import SavedKind, StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from tests.formats.test_grid import model

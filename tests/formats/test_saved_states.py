@@ -15,11 +15,14 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, Codebook, Sta
 from elastic_ckpt.core.values import LeftInFile, TensorValue, left_in_file
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats import saved_states
-from elastic_ckpt.formats.classify import FRESH, OPAQUE, Digest, SavedKind
 from elastic_ckpt.formats.model_states import index_unpartitioned, saved_shape
 from elastic_ckpt.formats.partitioned import index_zero12
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_states import (
+    FRESH,
+    OPAQUE,
+    Digest,
+    SavedKind,
     StatesOfOne,
     kind_notes,
     normal_groups,
