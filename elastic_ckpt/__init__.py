@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from elastic_ckpt.report import LoadReport
     from elastic_ckpt.tools.export import export
     from elastic_ckpt.tools.latest import find_latest
-    from elastic_ckpt.tools.tensors import open
+    from elastic_ckpt.tools.logical import open
 
 __version__ = "0.1.0"
 
@@ -40,7 +40,7 @@ _MODULES = {
     "export": "elastic_ckpt.tools.export",
     "find_latest": "elastic_ckpt.tools.latest",
     "install": "elastic_ckpt.load.installation",
-    "open": "elastic_ckpt.tools.tensors",
+    "open": "elastic_ckpt.tools.logical",
     "uninstall": "elastic_ckpt.load.installation",
 }
 

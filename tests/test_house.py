@@ -40,9 +40,8 @@ def test_no_file_outgrows_its_room() -> None:
 OPENERS = {
     "load/execute.py": "writes the report",
     "load/fallback.py": "compares sizes and times of files that ranks see",
-    "tools/export/config_files.py": "a folder of Transformers, by rules of its own",
     "tools/opened.py": "a DeepSpeed config",
-    "tools/output_folder.py": "what a conversion or an export writes",
+    "tools/output_folder.py": "what a conversion or an export writes, and what it copies from a folder of Transformers",
 }
 
 

@@ -15,7 +15,6 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, Checkpo
 from elastic_ckpt.core.values import left_in_file
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
-from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import Opened
@@ -92,9 +91,9 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
 
 class _Side:
     def __init__(self, opened: Opened) -> None:
-        self.reader = LogicalReader(opened.metadata, LoadOptions.of(opened.config))
-        self.notes = (*self.reader.notes, *self.reader.compare_copies(_ONE_CHUNK))
-        self.tensors = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
+        self.reader = LogicalReader(opened.metadata, opened.config, _ONE_CHUNK)
+        self.notes = (*self.reader.notes, *self.reader.compare_copies())
+        self.tensors = dict(self.reader.tensors)
 
     def adopt(self, other: _Side) -> None:
         """Take the other side's word for what this one does not tell: buffers, parameters, ties."""
@@ -118,9 +117,9 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
     worst, at, differing = 0.0, 0, 0
     for start in range(0, left.numel, step):
         wanted = FlatRange(start, min(start + step, left.numel))
-        values = [torch.empty(wanted.numel, dtype=getattr(torch, whole.dtype)) for whole in (left, right)]
+        values = [torch.empty(wanted.numel, dtype=getattr(torch, each.dtype)) for each in (left, right)]
         for side, out in zip(sides, values, strict=True):
-            side.reader.read(side.tensors[key], wanted, out, _ONE_CHUNK)
+            side.reader.read(side.tensors[key], wanted, out)
         if left.dtype == right.dtype and torch.equal(*(value.view(torch.uint8) for value in values)):
             continue
         same, apart = differences(*values)

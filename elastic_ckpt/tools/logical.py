@@ -1,15 +1,19 @@
-"""Reads ranges of a checkpoint's logical tensors, whatever files and shards hold them."""
+"""A checkpoint's logical tensors, whatever files and shards hold them: their reader, and ``elastic_ckpt.open``."""
 
 from __future__ import annotations
 
+import difflib
+import logging
 import math
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, TensorMetadata
@@ -17,26 +21,28 @@ from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, Requan
 from elastic_ckpt.core.strided import Shape, ShardSources, copied
 from elastic_ckpt.core.values import TensorValue, common
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
-from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
-from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_order
 from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage
 from elastic_ckpt.planning.state_matching import refuse_partial, state_errors
 from elastic_ckpt.sharding.resolve import resolve
+from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.sharding.specs import virtual_layouts
+from elastic_ckpt.tools.opened import Opened, config_of, open_checkpoint, open_folder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A logical tensor.
+class LogicalTensor:
+    """A parameter, state or buffer, its tensor-parallel shards joined.
 
     Attributes:
         shape: logical shape, with rows as the leading dimension if there are several.
         dtype: in which it is read; of quantized states, that of dequantized values.
         rows: values of a state per element of its parameter.
-        is_coded, has_own_shape: whether it is quantized in the files; whether it is a state with a shape of its own.
     """
 
     name: str
@@ -44,8 +50,6 @@ class Whole:
     shape: Shape
     dtype: str
     rows: int = 1
-    is_coded: bool = False
-    has_own_shape: bool = False
 
     @property
     def numel(self) -> int:
@@ -75,13 +79,13 @@ def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:
     refuse_partial(metadata)
 
 
-def weights_by_name(wholes: Iterable[Whole]) -> dict[str, Whole]:
+def weights_by_name(tensors: Iterable[LogicalTensor]) -> dict[str, LogicalTensor]:
     """Parameters and buffers by name, without optimizer states. Raises :class:`MismatchError` if two share a name."""
-    found: dict[str, Whole] = {}
-    for whole in wholes:
-        if whole.key in WEIGHTS and found.setdefault(whole.name, whole) is not whole:
-            keys = f"{found[whole.name].key} and {whole.key}"
-            raise MismatchError("two tensors of the checkpoint share a name", parameter=whole.name, found=keys)
+    found: dict[str, LogicalTensor] = {}
+    for tensor in tensors:
+        if tensor.key in WEIGHTS and found.setdefault(tensor.name, tensor) is not tensor:
+            keys = f"{found[tensor.name].key} and {tensor.key}"
+            raise MismatchError("two tensors of the checkpoint share a name", parameter=tensor.name, found=keys)
     return found
 
 
@@ -101,98 +105,192 @@ def plain(value: Any) -> Any:
 
 
 class LogicalReader:
-    """Reads logical tensors: joins tensor-parallel shards as a load with these rules and replication policy would.
+    """Reads logical tensors: joins tensor-parallel shards as a load with this config would.
 
-    Raises :class:`MismatchError` if a layout is unknown or contradicts the shapes; if ``errors`` is given, they are
-    collected there by name instead, and these tensors cannot be read.
+    ``options``: how to read; by default, as the config says, without a progress bar. Raises :class:`MismatchError` if
+    a layout is unknown or contradicts the shapes; if ``errors`` is given, they are collected there by name instead,
+    and these tensors cannot be read.
     """
 
     def __init__(
-        self, metadata: CheckpointMetadata, options: LoadOptions, errors: dict[str, ElasticCkptError] | None = None
+        self,
+        metadata: CheckpointMetadata,
+        config: ElasticConfig,
+        options: ReadOptions | None = None,
+        errors: dict[str, ElasticCkptError] | None = None,
     ) -> None:
-        self.metadata = metadata
-        self._options = options
-        self._policy = options.config.replicated_params
+        self.metadata, self.rules, self._policy = metadata, ShardingRules.of(config), config.replicated_params
+        self.options = options or replace(read_options(config), progress=False)
+        self.errors: Mapping[str, ElasticCkptError] = {} if errors is None else errors
         weights = (name for name, key in metadata.tensors if key in WEIGHTS)
-        self._layouts = virtual_layouts(metadata, dict.fromkeys(weights), 1, options.rules, errors)
+        self._layouts = virtual_layouts(metadata, dict.fromkeys(weights), 1, self.rules, errors)
         is_sharded = metadata.source.tp > 1 or metadata.source.merged_from > 1
         self._model = ModelLayout(layouts=self._layouts if is_sharded else {})
-        self.resharding = resolve(metadata, self._model, self._layouts, options.rules, self._policy, errors)
-        self.notes: tuple[str, ...] = self.resharding.notes
-        self._names = self._layouts.keys() - (errors or {}).keys()
+        self.resharding = resolve(metadata, self._model, self._layouts, self.rules, self._policy, errors)
+        self.notes = self.resharding.notes
+        self._names = self._layouts.keys() - self.errors.keys()
 
-    def tensors(self) -> Iterator[Whole]:
-        """All tensors, in metadata order."""
-        return map(self._whole, self.metadata.tensors.values())
+    @cached_property
+    def tensors(self) -> dict[tuple[str, str], LogicalTensor]:
+        """(name, key) -> tensor, in metadata order. Raises :class:`DamagedError` if elements of one are in no file."""
+        return {at: self._logical(tensor) for at, tensor in self.metadata.tensors.items()}
 
-    def compare_copies(self, options: ReadOptions, only: Whole | None = None) -> tuple[str, ...]:
+    def compare_copies(self, only: LogicalTensor | None = None) -> tuple[str, ...]:
         """Compare the saved copies of replicated tensors, or of one; returns notes on how differences were resolved.
 
         Without live shards, a vector that is replicated only by its shape is a guess, as matrices are in a load.
         Raises :class:`MismatchError` if copies differ and the policy is ``strict``.
         """
-        guessed = self.resharding.guessed
         # states tell whether a tied pipeline module's copy is trained at all
-        checks = (
-            one
+        checks = tuple(
+            replace(one, is_guess=one.is_guess or one.name in self.resharding.guessed)
             for one in self.replica_checks
             if only is None or (one.name == only.name and (one.key == only.key or one.is_of_stages))
         )
-        judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in checks)
-        drift = find_drift(self.metadata.files, judged, options)
+        drift = find_drift(self.metadata.files, checks, self.options)
         return judge_drift(drift, self.of_first_stage.union(self.resharding.averaged), self._policy)
 
     @cached_property
     def of_first_stage(self) -> frozenset[str]:
         """Tied parameters of which only the first pipeline stage's copy is trained."""
-        return of_first_stage(self.metadata, self._options.rules, self._model)
+        return of_first_stage(self.metadata, self.rules, self._model)
 
     @cached_property
     def replica_checks(self) -> tuple[ReplicaCheck, ...]:
         """The saved copies of replicated tensors."""
         return compare_replicas(self.metadata, self._model, self.resharding, self._names, with_states=True)
 
-    def tensor(self, whole: Whole, options: ReadOptions) -> torch.Tensor:
+    def tensor(self, logical: LogicalTensor) -> torch.Tensor:
         """Read a tensor into memory of its own."""
-        tensor = torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
-        if whole.numel:
-            self.read(whole, FlatRange(0, whole.numel), tensor.view(-1), options)
+        tensor = torch.empty(logical.shape, dtype=getattr(torch, logical.dtype))
+        if logical.numel:
+            self.read(logical, FlatRange(0, logical.numel), tensor.view(-1))
         return tensor
 
-    def read(self, whole: Whole, wanted: FlatRange, out: torch.Tensor, options: ReadOptions) -> None:
+    def read(self, logical: LogicalTensor, wanted: FlatRange, out: torch.Tensor) -> None:
         """Read the elements ``wanted`` of a tensor, counted through all rows, into ``out``. Thread-safe.
 
-        ``out``: contiguous CPU tensor of ``wanted.numel`` elements and :attr:`Whole.dtype`. Raises
+        ``out``: contiguous CPU tensor of ``wanted.numel`` elements and :attr:`LogicalTensor.dtype`. Raises
         :class:`DamagedError` if a file cannot be read.
         """
-        tensor = self.metadata.tensors[whole.name, whole.key]
-        row_numel = whole.numel // whole.rows
-        sources = self._sources(tensor, row_numel)
+        tensor = self.metadata.tensors[logical.name, logical.key]
+        row_numel = logical.numel // logical.rows
+        sources = self._sources(tensor) or copied(0, row_numel)
         items: list[ReadItem] = []
         for row in range(wanted.start // max(row_numel, 1), -(-wanted.stop // max(row_numel, 1))):
             base = row * row_numel
             inside = FlatRange(max(wanted.start - base, 0), min(wanted.stop - base, row_numel))
-            items += read_items(tensor, sources, inside, to_slot=base - wanted.start, row=row, rows=whole.rows)
+            items += read_items(tensor, sources, inside, to_slot=base - wanted.start, row=row, rows=logical.rows)
         requantize: tuple[RequantizeItem, ...] = ()
-        if whole.is_coded or sources.scale is not None:
+        if tensor.is_quantized or sources.scale is not None:
             requantize = (RequantizeItem(0, 0, wanted.numel, None, -1, 0, rows_in_order(items), sources.scale),)
             items = []
-        slot = Slot(whole.key, 0, whole.name, wanted.numel, whole.dtype)
+        slot = Slot(logical.key, 0, logical.name, wanted.numel, logical.dtype)
         plan = ReadPlan(self.metadata.files, (slot,), in_file_order(items), requantize)
-        execute(plan, [out], options, show_progress=False)
+        execute(plan, [out], self.options, show_progress=False)
 
-    def _sources(self, tensor: TensorMetadata, numel: int) -> ShardSources:
+    def _sources(self, tensor: TensorMetadata) -> ShardSources | None:
         transfers, name = self.resharding.transfers, tensor.name
-        found = None if tensor.has_own_shape else transfers.get((name, tensor.key)) or transfers.get((name, ""))
-        return found or copied(0, numel)
+        return None if tensor.has_own_shape else transfers.get((name, tensor.key)) or transfers.get((name, ""))
 
-    def _whole(self, tensor: TensorMetadata) -> Whole:
+    def _logical(self, tensor: TensorMetadata) -> LogicalTensor:
         check_tiling(self.metadata, tensor)
-        is_coded = tensor.is_quantized
         layout = self._layouts.get(tensor.name)
         if tensor.has_own_shape or layout is None:
-            return Whole(tensor.name, tensor.key, tensor.shape, tensor.dtype, 1, is_coded, tensor.has_own_shape)
+            return LogicalTensor(tensor.name, tensor.key, tensor.shape, tensor.dtype)
         shape, first = layout.shapes[0], tensor.shard_shapes[0]
         rows = first[0] if len(first) == len(shape) + 1 else 1
-        dtype = "float32" if is_coded else tensor.dtype
-        return Whole(tensor.name, tensor.key, (rows, *shape) if rows > 1 else shape, dtype, rows, is_coded)
+        dtype = "float32" if tensor.is_quantized else tensor.dtype
+        return LogicalTensor(tensor.name, tensor.key, (rows, *shape) if rows > 1 else shape, dtype, rows)
+
+
+def open(  # shadows the built-in function here alone: it is elastic_ckpt.open
+    folder: str | os.PathLike[str], *, tag: str | None = None, config: ElasticConfig | None = None
+) -> CheckpointTensors:
+    """Open a checkpoint as a mapping of FQNs to tensors. No engine and no GPU is needed.
+
+    Reads the checkpoint's metadata; a tensor's bytes are read when it is asked for::
+
+        checkpoint = elastic_ckpt.open("checkpoints")
+        weight = checkpoint["model.layers.0.weight"]
+        moments = checkpoint.optimizer_state("model.layers.0.weight")["exp_avg"]
+
+    Args:
+        folder: folder with a ``latest`` file, or the folder of one tag.
+        tag: which checkpoint of the folder; ``None``: the latest.
+        config: options of the load; rules of tensor parallelism, for example.
+
+    Raises:
+        ElasticCkptError: there is no checkpoint, or its metadata cannot be read.
+    """
+    return CheckpointTensors(open_folder(os.fspath(folder), tag, config or config_of(None), with_states=False))
+
+
+class CheckpointTensors(Mapping[str, torch.Tensor]):
+    """A checkpoint's parameters and buffers by FQN, tied names included; :func:`elastic_ckpt.open` returns it.
+
+    Parameters are fp32 master weights where the checkpoint has them; frozen parameters and buffers are as the module
+    had them. Every access reads the tensor anew, and no other, into memory of its own on the CPU; tensor-parallel
+    shards are joined as in a load, and saved copies compared. Thread-safe. The files must not change meanwhile.
+
+    Raises :class:`KeyError` for an unknown name, and :class:`ElasticCkptError` if a tensor cannot be read exactly.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self._reader = LogicalReader(opened.metadata, opened.config, errors={})
+        refuse_without_masters(opened.metadata)
+        self._weights = weights_by_name(self._reader.tensors.values())
+        self._weights |= {
+            alias: self._weights[name] for alias, name in opened.metadata.aliases.items() if name in self._weights
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read(self._reader, self._logical(name))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def optimizer_state(self, name: str) -> dict[str, torch.Tensor | float]:
+        """Optimizer states of a parameter, in its shape: ``{"step": tensor(3.), "exp_avg": ..., "exp_avg_sq": ...}``.
+
+        8-bit states are dequantized to fp32. Scalar states are as they were saved, numbers or tensors. What belongs
+        to whole partitions and no parameter is left out. Empty for a parameter that no step has updated.
+
+        Raises :class:`KeyError` if no optimizer owned such a parameter, and :class:`ElasticCkptError` if states are
+        damaged or of unknown layout, or the optimizer's parameters could not be named.
+        """
+        reader, name = self._states, self._logical(name).name
+        metadata = reader.metadata
+        if name not in metadata.parameters:
+            raise KeyError(f"no optimizer owned {name!r} when {metadata.source.folder} was saved")
+        tensors = {key: tensor for key in metadata.state_keys if (tensor := reader.tensors.get((name, key)))}
+        return scalars_of(metadata, name) | {key: self._read(reader, tensor) for key, tensor in tensors.items()}
+
+    @cached_property
+    def _states(self) -> LogicalReader:
+        """The reader of optimizer states, without which weights can be read."""
+        opened = open_checkpoint(self._opened.found, self._opened.config)
+        refuse_unreadable_states(opened.metadata)
+        return LogicalReader(opened.metadata, opened.config, errors={})
+
+    def _logical(self, name: str) -> LogicalTensor:
+        if name not in self._weights:
+            nearest = ", ".join(difflib.get_close_matches(str(name), self._weights, n=3))
+            folder = self._opened.metadata.source.folder
+            raise KeyError(f"{folder} has no tensor {name!r}" + (f"; there are {nearest}" if nearest else ""))
+        return self._weights[name]
+
+    @staticmethod
+    def _read(reader: LogicalReader, logical: LogicalTensor) -> torch.Tensor:
+        if logical.name in reader.errors:
+            raise reader.errors[logical.name]
+        for note in reader.compare_copies(logical):
+            logger.warning("elastic_ckpt: %s", note)
+        return reader.tensor(logical)

@@ -24,10 +24,7 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.values import LeftInFile
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
-from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.tools.comparison import _not_understood
 from elastic_ckpt.tools.logical import LogicalReader
 
@@ -79,10 +76,10 @@ def test_a_vector_that_is_whole_by_its_shape_alone_is_no_drifted_copy(tmp_path: 
         source, (SourceFile(str(path), 16),), {"b": SavedParameter((2,), 0, ())}, tensors, ({},)
     )
     with pytest.raises(MismatchError, match="by their shapes alone"):
-        LogicalReader(metadata, LoadOptions(ElasticConfig(replicated_params="first"))).compare_copies(ReadOptions())
-    book = ShardingRules((ShardSpec(pattern="b", kind="replicated"),))
-    reader = LogicalReader(metadata, LoadOptions(ElasticConfig(replicated_params="first"), book))
-    assert "the first was taken" in reader.compare_copies(ReadOptions())[0]
+        LogicalReader(metadata, ElasticConfig(replicated_params="first")).compare_copies()
+    rules = [ShardSpec(pattern="b", kind="replicated")]
+    reader = LogicalReader(metadata, ElasticConfig(replicated_params="first", tp_rules=rules))
+    assert "the first was taken" in reader.compare_copies()[0]
 
 
 def test_json_stays_json_and_text_stays_text(capsys: pytest.CaptureFixture[str]) -> None:

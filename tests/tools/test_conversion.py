@@ -28,9 +28,8 @@ from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.sharding.specs import known_specs
-from elastic_ckpt.tools.conversion import _checked, notes_on, refuse_unconvertible, tp_entries
-from elastic_ckpt.tools.conversion.pickling import save
-from elastic_ckpt.tools.logical import Whole
+from elastic_ckpt.tools.conversion import _checked, notes_on, refuse_unconvertible, save, tp_entries
+from elastic_ckpt.tools.logical import LogicalTensor
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_parts_whose_widths_the_run_says_are_noted_in_numbers() -> None:
     book = ShardingRules((ShardSpec(pattern=".*query_key_value.*", kind="column", sub_parameters="qkv"),))
     run = {"num_attention_heads": 8, "num_query_groups": 4}
     described = metadata(tensors=tensors, parameters={name: SavedParameter((32, 8), 0, ())}, run=run)
-    noted = tp_entries(known_specs(described, [name], book)[name], Whole(name, "fp32", (64, 8), "float32"))
+    noted = tp_entries(known_specs(described, [name], book)[name], LogicalTensor(name, "fp32", (64, 8), "float32"))
     assert noted.keys() == {"sub_param_shape"}
     assert (noted["sub_param_shape"].shape, noted["sub_param_shape"].partition_dim) == (((32, 16, 16), 8), 0)
     with pytest.raises(MismatchError, match="how many attention heads"):

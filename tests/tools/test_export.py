@@ -23,7 +23,7 @@ from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError, No
 from elastic_ckpt.tools import export as exporting
 from elastic_ckpt.tools.export import converted
 from elastic_ckpt.tools.export.selection import of_adapter, optimizer_facts
-from elastic_ckpt.tools.logical import Whole
+from elastic_ckpt.tools.logical import LogicalTensor
 from tests.formats.test_dcp import save
 from tests.unpartitioned import Model, indexed, trained
 
@@ -42,14 +42,14 @@ def test_values_are_rounded_but_never_become_infinite() -> None:
 
 
 def test_the_dtype_is_that_of_parameters() -> None:
-    wholes = [
-        Whole("w", MASTER, (2,), "float32"),
-        Whole("base", FROZEN, (2,), "bfloat16"),
-        Whole("packed", FROZEN, (2,), "uint8"),
-        Whole("mean", BUFFER, (2,), "float32"),
+    tensors = [
+        LogicalTensor("w", MASTER, (2,), "float32"),
+        LogicalTensor("base", FROZEN, (2,), "bfloat16"),
+        LogicalTensor("packed", FROZEN, (2,), "uint8"),
+        LogicalTensor("mean", BUFFER, (2,), "float32"),
     ]
-    assert [exporting._exported(one, None, {BUFFER})[1] for one in wholes] == [one.dtype for one in wholes]
-    halves = [exporting._exported(one, "fp16", {BUFFER})[1] for one in wholes]
+    assert [exporting._dtype_of(one, None, {BUFFER}) for one in tensors] == [one.dtype for one in tensors]
+    halves = [exporting._dtype_of(one, "fp16", {BUFFER}) for one in tensors]
     assert halves == ["float16", "float16", "uint8", "float32"]
 
 
@@ -315,7 +315,7 @@ def test_trained_parameters_that_the_adapter_lacks_are_refused(tmp_path: Path) -
 
 def test_names_of_the_base_model_are_no_adapters(tmp_path: Path) -> None:
     names = ("layers.0.weight", "encoder.default.weight", "a.modules_to_save.default.weight", "b.ia3_l.default")
-    weights = {name: Whole(name, FROZEN, (1,), "float32") for name in names}
+    weights = {name: LogicalTensor(name, FROZEN, (1,), "float32") for name in names}
     assert list(of_adapter(weights, "default", "here")) == ["a.weight", "b.ia3_l"]
     with pytest.raises(ConfigError, match="no tensors of this PEFT adapter"):
         of_adapter(weights, "0", "here")

@@ -22,9 +22,8 @@ from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, Sourc
 from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.errors import DamagedError, MismatchError, NotFoundError
 from elastic_ckpt.tools.comparison import compare
-from elastic_ckpt.tools.logical import refuse_unreadable_states
+from elastic_ckpt.tools.logical import CheckpointTensors, refuse_unreadable_states
 from elastic_ckpt.tools.opened import Opened, open_folder
-from elastic_ckpt.tools.tensors import CheckpointTensors
 from tests.unpartitioned import STATES, Model, indexed, trained
 
 

@@ -8,7 +8,9 @@ and copies of the model-states files. Unlike there, parameters keep their shapes
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
 import re
 import shutil
 import time
@@ -16,7 +18,10 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import torch
 
 from elastic_ckpt.core.experts import expert_name, with_stacks
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
@@ -26,19 +31,16 @@ from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.torch_archive.calls import NEW, Call, Global
+from elastic_ckpt.formats.torch_archive.calls import MEMBER, NEW, Call, Global
 from elastic_ckpt.formats.universal_files import common_optimizer_state
 from elastic_ckpt.io.coalesce import read_options
-from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
 from elastic_ckpt.storage.local import adopt, current
-from elastic_ckpt.tools.conversion.pickling import save
-from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of
+from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import Opened
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
-_UNSAFE = re.compile(r"[/\\\x00]|^\.{0,2}$|^\.")
 #: DeepSpeed's note of parts of unequal widths. Its other notes are entries of ``deepspeed/checkpoint/constants.py``.
 _SUBPARAM_SHAPE = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 #: The only states that DeepSpeed's stage 3 loads.
@@ -66,40 +68,39 @@ def convert(opened: Opened, target: Path, threads: int = 4, progress: bool | Non
         why = "its model-states files do not list the parameters of the optimizer"
         raise _unconvertible(why, "universal", str(models[0]))
     metadata = with_stacks(metadata)
-    load = LoadOptions.of(opened.config)
-    reader, rules = LogicalReader(metadata, load), known_specs(metadata, metadata.parameters, load.rules)
-    read = replace(read_options(opened.config), threads=1, progress=False)
-    wholes = [whole for whole in reader.tensors() if whole.name in metadata.parameters]
-    wholes.sort(key=lambda whole: -whole.nbytes)  # so that no thread is left with a large one at the end
-    nbytes = sum(whole.nbytes for whole in wholes)
+    reader = LogicalReader(metadata, opened.config, replace(read_options(opened.config), threads=1, progress=False))
+    rules = known_specs(metadata, metadata.parameters, reader.rules)
+    tensors = [tensor for tensor in reader.tensors.values() if tensor.name in metadata.parameters]
+    tensors.sort(key=lambda tensor: -tensor.nbytes)  # so that no thread is left with a large one at the end
+    nbytes = sum(tensor.nbytes for tensor in tensors)
     with (
         output_folder(target, Path(found.folder), metadata.files, LATEST_UNIVERSAL) as place,
         progress_bar("converting", nbytes, progress) as bar,
         ThreadPoolExecutor(threads, "elastic_ckpt", adopt, (current(),)) as pool,
     ):
-        notes = (*metadata.notes, *reader.notes, *reader.compare_copies(read), *notes_on(metadata, rules))
+        notes = (*metadata.notes, *reader.notes, *reader.compare_copies(), *notes_on(metadata, rules))
         zero = place / UNIVERSAL_FOLDER
         for name in metadata.parameters:
             (zero / _checked(name, found.folder)).mkdir(parents=True)
             for key, scalar in scalars_of(metadata, name).items():
                 save(scalar, zero / name / f"{_checked(key, found.folder)}.pt")
 
-        def write(whole: Whole) -> int:
-            entries = tp_entries(rules.get(whole.name), whole)
-            if whole.name in metadata.stacked:
-                entries |= {"is_expert_param": True, "ep_num_experts": metadata.stacked[whole.name]}
-            path = zero / whole.name / f"{_checked(whole.key, found.folder)}.pt"
-            save({**entries, "param": reader.tensor(whole, read)}, path)
-            return whole.nbytes
+        def write(tensor: LogicalTensor) -> int:
+            entries = tp_entries(rules.get(tensor.name), tensor)
+            if tensor.name in metadata.stacked:
+                entries |= {"is_expert_param": True, "ep_num_experts": metadata.stacked[tensor.name]}
+            path = zero / tensor.name / f"{_checked(tensor.key, found.folder)}.pt"
+            save({**entries, "param": reader.tensor(tensor)}, path)
+            return tensor.nbytes
 
         for path in models:
             shutil.copyfile(path, place / plain_name(path.name))
         first = found.path(found.files.optimizer[min(found.files.optimizer)])
         save(common_optimizer_state(open_pickled(first, opened.config.trust_pickle)), zero / UNIVERSAL_OPTIMIZER)
-        for done in pool.map(write, wholes):  # an error cancels the others
+        for done in pool.map(write, tensors):  # an error cancels the others
             bar.update(done)
     files = sum(len(names) for _, _, names in os.walk(target))
-    return WriteReport(str(target), len(wholes), files, nbytes, time.monotonic() - started, notes)
+    return WriteReport(str(target), len(tensors), files, nbytes, time.monotonic() - started, notes)
 
 
 def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") -> None:
@@ -145,7 +146,8 @@ def _unconvertible(why: str, to: str, file: str) -> UnsupportedError:
 
 def _checked(name: str, folder: str) -> str:
     """A name, if it is safe as that of a folder or file; :class:`UnsupportedError` otherwise."""
-    if _UNSAFE.search(name) or not name.isprintable() or len(name.encode()) > 255:
+    is_path = name.startswith(".") or not {"/", "\\"}.isdisjoint(name)
+    if not name or is_path or not name.isprintable() or len(name.encode()) > 255:
         raise UnsupportedError(
             "a name in the checkpoint cannot be the name of a folder",
             parameter=repr(name)[:300],
@@ -155,7 +157,51 @@ def _checked(name: str, folder: str) -> str:
     return name
 
 
-def tp_entries(rule: ShardSpec | None, whole: Whole) -> dict[str, Any]:
+_PythonsPickler: Any = pickle._Pickler
+
+
+class _Pickler(_PythonsPickler):  # type: ignore[misc]
+    """Python's own pickler; a stand-in is written as the object that it stands for, whose class is not imported."""
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if type(obj) is not Call or id(obj) in self.memo:
+            super().save(obj, save_persistent_id)
+            return
+        module, _, of_class = obj.name.rpartition(".")
+        named = f"c{module}\n{of_class}\n".encode()
+        if obj.how == MEMBER:
+            self.save(getattr)
+            self.write(pickle.MARK + named)
+            for argument in obj.args:
+                self.save(argument)
+            self.write(pickle.TUPLE + pickle.REDUCE)
+        else:
+            self.write(named)
+            self.save(obj.args)
+            self.write(pickle.NEWOBJ if obj.how == NEW else pickle.REDUCE)
+        self.memoize(obj)
+        if vars(obj):
+            self.save(vars(obj))
+            self.write(pickle.BUILD)
+
+
+_PICKLE: Any = ModuleType(__name__)
+_PICKLE.Pickler = _Pickler
+
+
+def save(tree: Any, path: Path) -> None:
+    """:func:`torch.save` for a tree with stand-ins, where DeepSpeed is not imported.
+
+    Raises :class:`OSError` if the file cannot be written, of which torch's own writer tells no more than a position.
+    """
+    try:
+        torch.save(tree, path, pickle_module=_PICKLE, pickle_protocol=2)
+    except RuntimeError as error:
+        text = f"{str(error).partition(chr(10))[0]} (is the disk full?)"
+        raise OSError(errno.EIO, text, str(path)) from error
+
+
+def tp_entries(rule: ShardSpec | None, tensor: LogicalTensor) -> dict[str, Any]:
     """The entries from which DeepSpeed shards a tensor for another tensor-parallel degree."""
     if rule is None:
         return {"cat_dim": 0}
@@ -168,11 +214,10 @@ def tp_entries(rule: ShardSpec | None, whole: Whole) -> dict[str, Any]:
         return {"cat_dim": dim}
     if parts == [1, 1] and dim == 0:
         return {"cat_dim": 0, "param_n_sub_params": 2}
-    shape = whole.shape[1:] if whole.rows > 1 else whole.shape
+    shape = tensor.shape[1:] if tensor.rows > 1 else tensor.shape
     sizes = tuple(shape[dim] // sum(parts) * part for part in parts)
-    noted = Call(Global(_SUBPARAM_SHAPE), (), NEW)
-    widths = (*shape[:dim], sizes, *shape[dim + 1 :])
-    vars(noted).update(patterns=[re.escape(whole.name)], shape=widths, partition_dim=dim)
+    widths, noted = (*shape[:dim], sizes, *shape[dim + 1 :]), Call(Global(_SUBPARAM_SHAPE), (), NEW)
+    vars(noted).update(patterns=[re.escape(tensor.name)], shape=widths, partition_dim=dim)
     return {"sub_param_shape": noted}
 
 

@@ -10,7 +10,6 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,9 @@ from elastic_ckpt.core.values import common, differing, refuse_left_in_file
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.formats.pickled import open_file
 from elastic_ckpt.formats.saved_config import config_section
-from elastic_ckpt.io.coalesce import ReadOptions, read_options
-from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.conversion import refuse_unconvertible
-from elastic_ckpt.tools.logical import LogicalReader, Whole, plain, refuse_without_masters, scalars_of
+from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, plain, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import Opened
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
@@ -52,40 +49,39 @@ def convert_to_dcp(opened: Opened, target: Path, progress: bool | None = None) -
     for number, group in enumerate(metadata.groups):
         names = (name for name, saved in metadata.parameters.items() if saved.group == number)
         refuse_left_in_file(group, names, opened.found.folder, _WITHOUT_HYPERPARAMETERS)
-    reader, decoupled = LogicalReader(metadata, LoadOptions.of(opened.config)), _is_decoupled(opened)
-    read = replace(read_options(opened.config), progress=False)
-    wholes = {path: whole for whole in reader.tensors() for path in _paths_of(whole, metadata)}
-    nbytes = sum(whole.nbytes for whole in wholes.values())
+    reader, decoupled = LogicalReader(metadata, opened.config), _is_decoupled(opened)
+    tensors = {path: tensor for tensor in reader.tensors.values() for path in _paths_of(tensor, metadata)}
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with (
         output_folder(target, Path(opened.found.folder), metadata.files) as place,
         progress_bar("converting", nbytes, progress) as bar,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of a save without a process group
-        notes = (*metadata.notes, *reader.notes, *reader.compare_copies(read), *_notes_on(metadata, decoupled))
-        planner = _Planner(wholes, reader, read, bar.update)
+        notes = (*metadata.notes, *reader.notes, *reader.compare_copies(), *_notes_on(metadata, decoupled))
+        planner = _Planner(tensors, reader, bar.update)
         # without copying ahead, DCP writes each tensor before it asks for the next; other threads would lose errors
         writer = dcp.FileSystemWriter(place, thread_count=1, sync_files=False, per_thread_copy_ahead=0)
         try:
-            state_dict = _state_dict(wholes, metadata, decoupled)
+            state_dict = _state_dict(tensors, metadata, decoupled)
             written = dcp.save(state_dict, storage_writer=writer, planner=planner, **_ALONE)
         except CheckpointException as error:  # which is no Exception
             raise next(iter(error.failures.values()))[0] from error
         planner.refuse_unwritten({item: info.length for item, info in written.storage_data.items()}, place)
-    return WriteReport(str(target), len(wholes), 1, nbytes, time.monotonic() - started, notes)
+    return WriteReport(str(target), len(tensors), 1, nbytes, time.monotonic() - started, notes)
 
 
-def _paths_of(whole: Whole, metadata: CheckpointMetadata) -> Iterator[tuple[str, ...]]:
+def _paths_of(tensor: LogicalTensor, metadata: CheckpointMetadata) -> Iterator[tuple[str, ...]]:
     """Where a tensor is in the state dict; tied weights are there under each name."""
-    if whole.key in WEIGHTS:
-        yield "model", whole.name
-        yield from (("model", alias) for alias, name in metadata.aliases.items() if name == whole.name)
+    if tensor.key in WEIGHTS:
+        yield "model", tensor.name
+        yield from (("model", alias) for alias, name in metadata.aliases.items() if name == tensor.name)
     else:
-        yield "optim", "state", whole.name, whole.key
+        yield "optim", "state", tensor.name, tensor.key
 
 
 def _state_dict(
-    wholes: Mapping[tuple[str, ...], Whole], metadata: CheckpointMetadata, decoupled: bool | None
+    tensors: Mapping[tuple[str, ...], LogicalTensor], metadata: CheckpointMetadata, decoupled: bool | None
 ) -> dict[str, Any]:
     """The state dict, its large tensors without memory."""
     names: list[list[str]] = [[] for _ in metadata.groups]
@@ -100,12 +96,11 @@ def _state_dict(
         for values, members in zip(metadata.groups, names, strict=True)
     ]
     tree: dict[str, Any] = {"model": {}, "optim": {"state": states, "param_groups": groups}}
-    for path, whole in wholes.items():
-        *above, last = path
+    for (*above, last), tensor in tensors.items():
         inside = tree
         for key in above:
             inside = inside.setdefault(key, {})
-        inside[last] = torch.empty(whole.shape, dtype=getattr(torch, whole.dtype), device="meta")
+        inside[last] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
     return tree
 
 
@@ -162,34 +157,35 @@ class _Planner(dcp.DefaultSavePlanner):
 
     def __init__(
         self,
-        wholes: Mapping[tuple[str, ...], Whole],
+        tensors: Mapping[tuple[str, ...], LogicalTensor],
         reader: LogicalReader,
-        options: ReadOptions,
         advance: Callable[[int], object],
     ) -> None:
         super().__init__()
-        self._wholes, self._reader, self._options, self._advance = wholes, reader, options, advance
+        self._tensors, self._reader, self._advance = tensors, reader, advance
         self._last = torch.empty(0)
 
-    def _whole(self, item: WriteItem) -> Whole | None:
+    def _logical(self, item: WriteItem) -> LogicalTensor | None:
         path = tuple(map(str, self.mappings[item.index.fqn]))
-        return None if item.tensor_data is None else self._wholes.get(path)
+        return None if item.tensor_data is None else self._tensors.get(path)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The data of an item. DCP keeps references to tensors that it has written: their memory is freed here."""
-        whole = self._whole(write_item)
-        if whole is None:
+        logical = self._logical(write_item)
+        if logical is None:
             return super().resolve_data(write_item)
         self._last.untyped_storage().resize_(0)
-        values = self._reader.tensor(whole, self._options)
+        values = self._reader.tensor(logical)
         self._last = torch.empty_like(values).copy_(values)  # a storage that numpy has seen cannot be freed
-        self._advance(whole.nbytes)
+        self._advance(logical.nbytes)
         return self._last
 
     def refuse_unwritten(self, written: Mapping[MetadataIndex, int], folder: Path) -> None:
         """Raise :class:`ElasticCkptError` if DCP left out an item, or wrote one without its bytes."""
-        items = [(item, self._whole(item)) for item in self.plan.items]
-        lost = [item for item, whole in items if written.get(item.index, -1) < (0 if whole is None else whole.nbytes)]
+        items = [(item.index, self._logical(item)) for item in self.plan.items]
+        lost = [
+            index for index, logical in items if written.get(index, -1) < (0 if logical is None else logical.nbytes)
+        ]
         if lost:
-            names = listed(item.index.fqn for item in lost)
+            names = listed(index.fqn for index in lost)
             raise ElasticCkptError("DCP's writer did not write these items", file=str(folder), found=names)

@@ -29,19 +29,16 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.errors import ConfigError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.safetensors import DTYPES, METADATA, SUFFIX
-from elastic_ckpt.io.coalesce import ReadOptions, read_options
-from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import progress_bar
-from elastic_ckpt.tools.export.config_files import copy_configs
 from elastic_ckpt.tools.export.selection import of_adapter, optimizer_facts, selected, states_of
-from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, weights_by_name
+from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, weights_by_name
 from elastic_ckpt.tools.opened import config_of, open_folder
-from elastic_ckpt.tools.output_folder import WriteReport, output_folder
+from elastic_ckpt.tools.output_folder import WriteReport, copy_configs, output_folder
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 _TORCH_NAMES: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 #: By name in the files, a tensor and the dtype to write it in.
-_Tensors = dict[str, tuple[Whole, str]]
+_Tensors = dict[str, tuple[LogicalTensor, str]]
 
 
 def export(
@@ -96,26 +93,26 @@ def export(
     refuse_without_masters(metadata)
     if not optimizer:
         metadata = _weights_of(metadata)
-    reader = LogicalReader(metadata, LoadOptions.of(options))
-    wholes = list(reader.tensors())
-    weights = selected(metadata, weights_by_name(wholes), include, exclude)
+    reader = LogicalReader(metadata, options)
+    weights = selected(metadata, weights_by_name(reader.tensors.values()), include, exclude)
     # dcp and safetensors do not tell buffers from frozen parameters, or from any if there are no masters
     kept = {BUFFER, FROZEN} if opened.found.foreign and metadata.parameters else {BUFFER}
     of_set = weights if adapter is None else of_adapter(weights, adapter, source)
-    tensors = {name: _exported(whole, dtype, kept) for name, whole in of_set.items()}
+    tensors = {name: (tensor, _dtype_of(tensor, dtype, kept)) for name, tensor in of_set.items()}
     sets = {"model" if adapter is None else "adapter_model": tensors}
     notes = (*metadata.notes, *metadata.warnings, *reader.notes, *_notes(metadata, tensors, kept))
     facts: dict[str, str] = {}
     if optimizer:
-        names = {whole.name for whole in of_set.values()}
-        sets["optimizer"] = {name: (whole, whole.dtype) for name, whole in states_of(metadata, wholes, names).items()}
+        names = {tensor.name for tensor in of_set.values()}
+        states = states_of(metadata, reader.tensors.values(), names)
+        sets["optimizer"] = {name: (tensor, tensor.dtype) for name, tensor in states.items()}
         facts = optimizer_facts(metadata, names)
     limit = max_shard_size if adapter is None else sys.maxsize
     nbytes, files = sum(_nbytes(tensor) for tensors in sets.values() for tensor in tensors.values()), 0
     target = Path(out).absolute()
     with output_folder(target, Path(source), metadata.files) as place, progress_bar("export", nbytes, progress) as bar:
-        writer = _Writer(place, reader, replace(read_options(options), progress=False), bar.update)
-        notes += reader.compare_copies(writer.options)
+        writer = _Writer(place, reader, bar.update)
+        notes += reader.compare_copies()
         if with_config is not None:
             notes += (f"copied beside the weights: {', '.join(copy_configs(Path(with_config), place))}",)
         for stem, tensors in sets.items():
@@ -133,14 +130,14 @@ def _weights_of(metadata: CheckpointMetadata) -> CheckpointMetadata:
     )
 
 
-def _exported(whole: Whole, dtype: str | None, kept: Collection[str]) -> tuple[Whole, str]:
-    converts = dtype is not None and whole.key not in kept and is_floating(whole.dtype)
-    return whole, _TORCH_NAMES[dtype] if converts and dtype else whole.dtype
+def _dtype_of(tensor: LogicalTensor, dtype: str | None, kept: Collection[str]) -> str:
+    is_converted = tensor.key not in kept and is_floating(tensor.dtype)
+    return _TORCH_NAMES[dtype] if dtype is not None and is_converted else tensor.dtype
 
 
-def _nbytes(tensor: tuple[Whole, str]) -> int:
-    whole, dtype = tensor
-    return whole.numel * ITEMSIZE[dtype]
+def _nbytes(tensor: tuple[LogicalTensor, str]) -> int:
+    logical, dtype = tensor
+    return logical.numel * ITEMSIZE[dtype]
 
 
 class _Writer(NamedTuple):
@@ -148,7 +145,6 @@ class _Writer(NamedTuple):
 
     place: Path
     reader: LogicalReader
-    options: ReadOptions
     advance: Callable[[int], object]
 
     def write(self, stem: str, tensors: _Tensors, limit: int | str, facts: dict[str, str]) -> int:
@@ -156,13 +152,13 @@ class _Writer(NamedTuple):
 
         ``facts`` are metadata of the first.
         """
-        for name, (whole, dtype) in tensors.items():
+        for name, (tensor, dtype) in tensors.items():
             if dtype not in DTYPES or name == METADATA:
                 raise UnsupportedError(
                     "safetensors files cannot hold this tensor",
                     parameter=name,
                     expected=f"a dtype of {listed(DTYPES)}, and a name other than {METADATA}",
-                    found=f"{dtype} of shape {whole.shape}",
+                    found=f"{dtype} of shape {tensor.shape}",
                     remedy="leave it out with --exclude",
                 )
         try:
@@ -184,7 +180,7 @@ class _Writer(NamedTuple):
     def _save(self, path: Path, tensors: _Tensors, metadata: dict[str, str]) -> None:
         read = self.reader.tensor
         try:
-            values = {n: converted(read(whole, self.options), dtype, n) for n, (whole, dtype) in tensors.items()}
+            values = {name: converted(read(tensor), dtype, name) for name, (tensor, dtype) in tensors.items()}
             save_file(values, path, metadata)
             path.chmod(self.place.stat().st_mode & 0o666)  # the library makes files for their owner alone
         except UnicodeEncodeError as error:
@@ -216,19 +212,19 @@ def converted(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
 def _notes(metadata: CheckpointMetadata, tensors: _Tensors, kept: Collection[str]) -> Iterator[str]:
     source = metadata.source
     if not metadata.parameters:
-        dtypes = listed({whole.dtype for whole, _ in tensors.values() if whole.key != BUFFER})
+        dtypes = listed({tensor.dtype for tensor, _ in tensors.values() if tensor.key != BUFFER})
         yield f"no master weights could be named: parameters are the module's own weights, saved in {dtypes}"
     elif not source.frozen_recorded and not metadata.names(FROZEN) and source.zero_stage >= 2:
         yield "frozen parameters, if the model has any, were left out of the save (exclude_frozen_parameters=True)"
     if not source.buffers_recorded:
         yield "the checkpoint holds no buffers"
-    if source.foreign and any(whole.dtype != dtype for whole, dtype in tensors.values()):
+    if source.foreign and any(tensor.dtype != dtype for tensor, dtype in tensors.values()):
         how = "keep their dtype" if FROZEN in kept else "are rounded too"
-        names = listed(name for name, (whole, _) in tensors.items() if whole.key in (BUFFER, FROZEN))
+        names = listed(name for name, (tensor, _) in tensors.items() if tensor.key in (BUFFER, FROZEN))
         yield f"the checkpoint does not tell buffers from frozen parameters, which {how}: {names}"
-    pairs = {(whole.dtype, dtype) for whole, dtype in tensors.values()}
+    pairs = {(tensor.dtype, dtype) for tensor, dtype in tensors.values()}
     yield from (f"{saved} is rounded to {new}" for saved, new in sorted(pairs) if not converts_exactly(saved, new))
-    exported = {whole.name for whole, _ in tensors.values()}
+    exported = {tensor.name for tensor, _ in tensors.values()}
     tied = [f"{alias} = {name}" for alias, name in metadata.aliases.items() if name in exported]
     if tied:
         yield f"tied parameters are written once: {listed(tied)}"

@@ -12,7 +12,7 @@ import torch
 from elastic_ckpt.core.metadata import MASTER, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.core.values import common
 from elastic_ckpt.errors import ConfigError, NotFoundError, listed
-from elastic_ckpt.tools.logical import Whole, plain, refuse_unreadable_states, scalars_of
+from elastic_ckpt.tools.logical import LogicalTensor, plain, refuse_unreadable_states, scalars_of
 
 #: How names of parameters that PEFT adds begin: ``BaseTuner.prefix`` of its methods, version 0.21.
 _METHODS = (
@@ -24,13 +24,13 @@ _METHODS = (
 _PLACE = rf"(?:\.modules_to_save|((?:^|\.)(?:{_METHODS})_\w+))"
 
 
-def of_adapter(weights: Mapping[str, Whole], adapter: str, folder: str) -> dict[str, Whole]:
+def of_adapter(weights: Mapping[str, LogicalTensor], adapter: str, folder: str) -> dict[str, LogicalTensor]:
     """The tensors of a PEFT adapter, as PEFT names them in its files: without the adapter's name; and trained biases.
 
     Raises :class:`ConfigError` if there are none, or if other parameters without an adapter's name were trained.
     """
     own, any_adapter = re.compile(rf"{_PLACE}\.{re.escape(adapter)}(?=\.|$)"), re.compile(_PLACE)
-    of_peft = {own.sub(r"\1", name): whole for name, whole in weights.items() if own.search(name)}
+    of_peft = {own.sub(r"\1", name): tensor for name, tensor in weights.items() if own.search(name)}
     if not of_peft:
         raise ConfigError(
             "the checkpoint has no tensors of this PEFT adapter",
@@ -38,7 +38,7 @@ def of_adapter(weights: Mapping[str, Whole], adapter: str, folder: str) -> dict[
             expected=f"names such as ....lora_A.{adapter}.weight",
             remedy='name the adapter as PEFT does: "default", unless get_peft_model was told otherwise',
         )
-    trained = {name for name, whole in weights.items() if whole.key == MASTER and not any_adapter.search(name)}
+    trained = {name for name, tensor in weights.items() if tensor.key == MASTER and not any_adapter.search(name)}
     biases = {name for name in trained if name.endswith(".bias")}  # as PEFT saves them with bias="all" or "lora_only"
     if others := trained - biases:
         raise ConfigError(
@@ -51,7 +51,9 @@ def of_adapter(weights: Mapping[str, Whole], adapter: str, folder: str) -> dict[
     return of_peft | {name: weights[name] for name in weights if name in biases}
 
 
-def states_of(metadata: CheckpointMetadata, wholes: Iterable[Whole], names: Collection[str]) -> dict[str, Whole]:
+def states_of(
+    metadata: CheckpointMetadata, tensors: Iterable[LogicalTensor], names: Collection[str]
+) -> dict[str, LogicalTensor]:
     """Optimizer states of the named parameters; state ``exp_avg`` of ``w`` is ``exp_avg.w``.
 
     Raises :class:`NotFoundError` if the checkpoint holds no optimizer state, and an error that names the state if one
@@ -64,8 +66,8 @@ def states_of(metadata: CheckpointMetadata, wholes: Iterable[Whole], names: Coll
             file=metadata.source.folder,
             remedy="leave out --optimizer; it was saved before the first step, or without them",
         )
-    states = (whole for whole in wholes if whole.key not in WEIGHTS and whole.name in names)
-    return {f"{whole.key}.{whole.name}": whole for whole in states}
+    states = (tensor for tensor in tensors if tensor.key not in WEIGHTS and tensor.name in names)
+    return {f"{tensor.key}.{tensor.name}": tensor for tensor in states}
 
 
 def optimizer_facts(metadata: CheckpointMetadata, names: Collection[str]) -> dict[str, str]:
@@ -77,25 +79,25 @@ def optimizer_facts(metadata: CheckpointMetadata, names: Collection[str]) -> dic
     owned = {name: saved.group for name, saved in metadata.parameters.items() if name in names}
     scalars = {name: found for name in owned if (found := scalars_of(metadata, name))}
     groups = [
-        {**_with_text_keys(plain(common(group))), "params": [name for name, of in owned.items() if of == number]}
+        {**_as_json(plain(common(group))), "params": [name for name, of in owned.items() if of == number]}
         for number, group in enumerate(metadata.groups)
     ]
-    return {"scalars": json.dumps(scalars, default=_plain), "param_groups": json.dumps(groups, default=_plain)}
+    return {"scalars": json.dumps(_as_json(scalars)), "param_groups": json.dumps(groups)}
 
 
-def _with_text_keys(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _with_text_keys(each) for key, each in value.items()}
-    return list(map(_with_text_keys, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else str(value)
+        return {str(key): _as_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(_as_json, value))
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value if value is None or isinstance(value, (int, float, str)) else str(value)
 
 
 def selected(
-    metadata: CheckpointMetadata, weights: Mapping[str, Whole], include: Sequence[str], exclude: Sequence[str]
-) -> dict[str, Whole]:
+    metadata: CheckpointMetadata, weights: Mapping[str, LogicalTensor], include: Sequence[str], exclude: Sequence[str]
+) -> dict[str, LogicalTensor]:
     """Weights of which a name, or a tied one, matches a pattern of ``include``, if any, and none matches ``exclude``.
 
     Patterns are regular expressions, searched for anywhere in the name. Raises :class:`ConfigError` for one that is
@@ -123,4 +125,4 @@ def selected(
     if not keep:
         found = f"{len(names)} tensors, none of which is selected"
         raise ConfigError("there is nothing to export", file=metadata.source.folder, found=found)
-    return {name: whole for name, whole in weights.items() if name in keep}
+    return {name: tensor for name, tensor in weights.items() if name in keep}

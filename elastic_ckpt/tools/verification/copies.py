@@ -10,7 +10,6 @@ from elastic_ckpt.core.metadata import WEIGHTS, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, united, without_untrained
-from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.rules import Preset
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
 from elastic_ckpt.tools.logical import LogicalReader
@@ -23,7 +22,7 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     one get a note. Raises :class:`MismatchError` if ``"rename"`` gives two tensors one name.
     """
     errors: dict[str, ElasticCkptError] = {}
-    reader = LogicalReader(rename_saved(metadata, config.rename), LoadOptions.of(config), errors)
+    reader = LogicalReader(rename_saved(metadata, config.rename), config, errors=errors)
     metadata, unknown = reader.metadata, set(errors)
     drifts = find_drift(metadata.files, reader.replica_checks, ReadOptions(threads=threads, progress=False))
     of_stages = {each.check.name for each in drifts if each.check.is_of_stages}
