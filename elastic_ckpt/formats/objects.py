@@ -28,6 +28,7 @@ from elastic_ckpt.formats.torch_archive.calls import (
     PAIRS,
     STATE,
     SUBCLASS,
+    TENSOR,
     Call,
     Global,
     Size,
@@ -36,6 +37,7 @@ from elastic_ckpt.formats.torch_archive.calls import (
 )
 from elastic_ckpt.formats.torch_archive.globals import PLAIN_CLASSES
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import CHANGED, PARAMETER, QUANTIZED, SPARSE, StorageRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.storage.local import open_stream
 
@@ -48,8 +50,9 @@ _NOT_MADE = (UnsafePickleError, UnsupportedError)
 _MOST_ELEMENTS = 1 << 62
 #: What one of Python's own classes may be made of.
 _PARTS = (str, int, float, bytes, type, datetime.timedelta, datetime.tzinfo, type(None))
-#: Attributes that objects may get for each byte of the file, and in addition: many can be given the same ones.
-_MOST_ATTRIBUTES, _MOST_MORE_ATTRIBUTES = 1, 1 << 16
+#: Attributes, and elements of tensors that are not dense, for each byte of the file, and in addition: many objects can
+#: be given the same ones.
+_MOST_GIVEN, _MOST_MORE_GIVEN = 1, 1 << 16
 _MODULES: Mapping[str, Any] = {
     each.__name__: each for each in (builtins, collections, datetime, decimal, fractions, types)
 }
@@ -103,7 +106,8 @@ class _Maker:
     def __init__(self, file: PickledFile) -> None:
         self._file = file
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._attributes_left = _MOST_ATTRIBUTES * file.nbytes + _MOST_MORE_ATTRIBUTES
+        self._typed: dict[StorageRef, torch.TypedStorage] = {}
+        self._left = _MOST_GIVEN * file.nbytes + _MOST_MORE_GIVEN
 
     def made(self, leaf: Any) -> Any:
         """What a leaf stands for."""
@@ -119,10 +123,14 @@ class _Maker:
     def _made(self, leaf: Any) -> Any:
         if type(leaf) is TensorRef:
             return self._tensor(leaf)
+        if type(leaf) is StorageRef:
+            return self._typed_storage(leaf)
         if type(leaf) is Size:
             import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
 
             return torch.Size(leaf)
+        if type(leaf) is Call and leaf.name in (SPARSE, QUANTIZED):  # torch looks at each element of their parts
+            self._charge(None, sum(part.numel() for part in leaf.args if hasattr(part, "is_leaf")))
         return _named(leaf) if type(leaf) is Global else _called(leaf) if type(leaf) is Call else leaf
 
     def give(self, call: Call, made: Any, attributes: dict[str, Any], steps: list[tuple[str, list[Any]]]) -> None:
@@ -150,11 +158,12 @@ class _Maker:
         except Exception as error:
             raise self.failed(call, error) from error
 
-    def _charge(self, state: Any) -> None:
+    def _charge(self, state: Any, elements: int = 0) -> None:
+        self._left -= elements
         for each in (*state, state) if isinstance(state, tuple) else (state,):
-            self._attributes_left -= len(each) if isinstance(each, (dict, tuple)) else 0
-        if self._attributes_left < 0:
-            raise ValueError("objects that are given the same many attributes again and again")
+            self._left -= len(each) if isinstance(each, (dict, tuple)) else 0
+        if self._left < 0:
+            raise ValueError("objects that are given the same many attributes or elements again and again")
 
     def failed(self, leaf: Any, error: Exception) -> ElasticCkptError:
         """The error of what raised another one, or is not made."""
@@ -182,6 +191,15 @@ class _Maker:
         if self._storages[start].nbytes() != nbytes:
             raise unreadable(self._file.path, f"a storage of {nbytes} bytes, and of others, at byte {start}")
         return self._storages[start]
+
+    def _typed_storage(self, ref: StorageRef) -> torch.TypedStorage:
+        """A storage of its own, which torch.load makes a typed one of, too."""
+        import torch  # noqa: PLC0415
+
+        if ref not in self._typed:
+            storage, dtype = self._storage(ref.byte_offset, ref.nbytes), getattr(torch, ref.dtype)
+            self._typed[ref] = torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        return self._typed[ref]
 
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
         import torch  # noqa: PLC0415
@@ -241,9 +259,32 @@ def _called(call: Call) -> Any:
         if call.how in (MEMBER, SUBCLASS):
             return users[args[0]] if call.how == MEMBER else args[0].as_subclass(users)
         return users.__new__(users, *args) if call.how == NEW else users(*args)
+    if call.how == TENSOR:
+        return _not_dense(function.name, args)
     if function.name in (checks.DTYPE, checks.ARRAY, checks.BUFFER):
         return _of_numpy(function.name, args)
     return _of_python(function.name, args) if function.name in PLAIN_CLASSES else _of_class(call)
+
+
+def _not_dense(name: str, args: tuple[Any, ...]) -> torch.Tensor:
+    """A tensor that is no reference, of parts that were checked."""
+    import torch  # noqa: PLC0415
+
+    if name == PARAMETER:
+        return torch.nn.Parameter(*args)
+    if name == SPARSE:  # torch.load does not check the indices, which are addresses
+        layout, *parts = args
+        if layout is not torch.sparse_coo:
+            return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=True)
+        return torch.sparse_coo_tensor(*parts[:3], is_coalesced=dict(enumerate(parts)).get(3), check_invariants=True)
+    if name == QUANTIZED:
+        storage, offset, size, stride, grad, *params = args
+        hooks: Any = collections.OrderedDict()
+        return torch._utils._rebuild_qtensor(storage, offset, size, stride, tuple(params), grad, hooks)
+    if name == CHANGED:
+        torch._utils.set_tensor_metadata(args[0], dict.fromkeys(args[1], True))
+        return args[0]
+    return torch._utils._rebuild_meta_tensor_no_storage(*args)
 
 
 def _of_numpy(name: str, args: tuple[Any, ...]) -> Any:
@@ -286,14 +327,11 @@ def _set_state(call: Call, made: Any, state: Any) -> None:
 
 
 def _of_class(call: Call) -> Any:
-    """A member of an enum, a device or layout, or an object before its attributes."""
+    """A member of an enum, a device, or an object before its attributes."""
     module, _, name = call.name.rpartition(".")
     cls = getattr(sys.modules.get(module), name, None)  # never imported from here: that would run code at a file's wish
     if not isinstance(cls, type):
         return call
-    if name == "layout":
-        found = getattr(sys.modules[module], str(call.args[0]).removeprefix("torch."), None)
-        return found if isinstance(found, cls) else call
     if issubclass(cls, Enum) and call.how == MEMBER:
         return cls[call.args[0]]
     return object.__new__(cls) if call.how == NEW else cls(*call.args)

@@ -159,14 +159,6 @@ TRICKS: dict[str, bytes] = {
     + call(name("types", "SimpleNamespace")) + b"}" + text("__class__") + name("builtins", "dict") + b"sb.",
     "a number of a list": b"\x80\x02" + call(name("decimal", "Decimal"), b"]") + b".",
     "a number of a million digits": b"\x80\x02" + call(name("decimal", "Decimal"), text("9" * 1_000_000)) + b".",
-    "a sparse tensor whose index is outside": b"\x80\x02"
-    + call(name("torch._utils", "_rebuild_sparse_tensor"), call(name("torch.serialization", "_get_layout"), text("torch.sparse_coo")),
-           tuple_of(tensor(storage("0", 2, "LongStorage"), 0, [1, 1], [1, 1]), tensor(storage("0", 2, "LongStorage"), 1, [1], [1]), tuple_of(number(-1)), b"\x88")) + b".",
-    "a tensor of meta with half a stride": b"\x80\x02"
-    + call(name("torch._utils", "_rebuild_meta_tensor_no_storage"), name("torch", "float32"), tuple_of(number(2)), b")", b"\x89") + b".",
-    "a quantized tensor beyond its storage": b"\x80\x02"
-    + call(name("torch._utils", "_rebuild_qtensor"), storage("0", 4, "QInt8Storage"), number(0), tuple_of(number(1 << 40)), tuple_of(number(0)),
-           tuple_of(name("torch", "per_tensor_affine"), number(1), number(0)), b"\x89", ORDERED) + b".",
     "a member of an enum of two arguments": b"\x80\x02"
     + call(name("deepspeed.runtime.zero.config", "ZeroStageEnum"), text("Evil"), text("os system"))
     + b".",
@@ -198,6 +190,83 @@ TRICKS |= {
     ),
     "an array of another class than numpy's own": _client(call(name("numpy.core.multiarray", "_reconstruct"), name("numpy", "matrix"), tuple_of(number(0)), text("b"))),
     "a mesh of devices, which waits for other ranks": _client(call(name("torch.distributed.device_mesh", "DeviceMesh"), text("cpu"), b"](K\x00K\x01e")),
+}  # fmt: skip
+
+
+def _sizes(*sizes: int) -> bytes:
+    return tuple_of(*map(number, sizes))
+
+
+def _longs(first: int, size: list[int], stride: list[int]) -> bytes:
+    """Of the two numbers that there are, which are zero."""
+    return tensor(storage("0", 2, "LongStorage"), first, size, stride)
+
+
+def _sparse(layout: str, *parts: bytes) -> bytes:
+    named = call(name("torch.serialization", "_get_layout"), text(f"torch.{layout}"))
+    return call(name("torch._utils", "_rebuild_sparse_tensor"), named, tuple_of(*parts))
+
+
+def _quantized(kind: str, size: bytes, stride: bytes, *params: bytes) -> bytes:
+    rebuild = name("torch._utils", "_rebuild_qtensor")
+    return call(rebuild, storage("0", 4, kind), number(0), size, stride, tuple_of(*params), b"\x89", ORDERED)
+
+
+def _meta(dtype: bytes, size: bytes, stride: bytes) -> bytes:
+    return call(name("torch._utils", "_rebuild_meta_tensor_no_storage"), dtype, size, stride, b"\x89")
+
+
+_HALF, _PER_TENSOR, _PER_CHANNEL = (
+    b"G" + struct.pack(">d", 0.5),
+    name("torch", "per_tensor_affine"),
+    name("torch", "per_channel_affine"),
+)
+_FLOATS, _FLOAT32 = tensor(storage("0", 4), 0, [2], [1]), name("torch", "float32")
+#: Tensors that are not dense, of parts that do not belong together, beyond what torch itself finds out.
+_NOT_TENSORS = {
+    "a sparse tensor of 2 ** 60 entries in one": _sparse("sparse_coo", _longs(0, [1, 1 << 60], [1, 0]), _longs(0, [1 << 60], [0]), _sizes(3)),
+    "sparse rows of 2 ** 60 entries in one": _sparse("sparse_csr", _longs(0, [2], [1]), _longs(0, [1 << 60], [0]), _longs(0, [1 << 60], [0]), _sizes(1, 1)),
+    "a sparse tensor of 2 ** 80 elements": _sparse("sparse_coo", _longs(0, [2, 1], [1, 1]), _longs(0, [1], [1]), _sizes(1 << 40, 1 << 40)),
+    "a sparse tensor of a range": _sparse("sparse_coo", call(name("builtins", "range"), number(1 << 40)), _longs(0, [1], [1]), _sizes(3)),
+    "a sparse tensor of a list": _sparse("sparse_coo", b"](" + b"]" * 1000 + b"e", _longs(0, [1], [1]), _sizes(3)),
+    "a sparse tensor without a size": _sparse("sparse_coo", _longs(0, [1, 1], [1, 1]), _longs(0, [1], [1])),
+    "a sparse tensor with a function for a flag": _sparse("sparse_coo", _longs(0, [1, 1], [1, 1]), _longs(0, [1], [1]), _sizes(3), GETATTR),
+    "a sparse tensor with five parts": _sparse("sparse_csr", *[_longs(0, [1], [1])] * 3, _sizes(1, 1), b"\x88"),
+    "a sparse tensor of a module for a layout": _sparse("os", _longs(0, [1, 1], [1, 1]), _longs(0, [1], [1]), _sizes(3)),
+    "a sparse tensor that is dense": _sparse("strided", _longs(0, [1, 1], [1, 1]), _longs(0, [1], [1]), _sizes(3)),
+    "a quantized tensor beyond its storage": _quantized("QInt8Storage", _sizes(1 << 40), _sizes(1), _PER_TENSOR, _HALF, number(0)),
+    "a quantized tensor of 2 ** 40 elements in one": _quantized("QInt8Storage", _sizes(1 << 40), _sizes(0), _PER_TENSOR, _HALF, number(0)),
+    "a quantized tensor of real numbers": _quantized("FloatStorage", _sizes(4), _sizes(1), _PER_TENSOR, _HALF, number(0)),
+    "a quantized tensor of another scheme": _quantized("QInt8Storage", _sizes(4), _sizes(1), name("torch", "per_tensor_symmetric"), _HALF, number(0)),
+    "a quantized tensor of a function": _quantized("QInt8Storage", _sizes(4), _sizes(1), GETATTR, _HALF, number(0)),
+    "a quantized tensor with a text for a scale": _quantized("QInt8Storage", _sizes(4), _sizes(1), _PER_TENSOR, text("os.system"), number(0)),
+    "a quantized tensor without parameters": _quantized("QInt8Storage", _sizes(4), _sizes(1)),
+    "channels along no dimension": _quantized("QInt8Storage", _sizes(2), _sizes(1), _PER_CHANNEL, _FLOATS, _FLOATS, number(-1)),
+    "more channels than there are scales": _quantized("QInt8Storage", _sizes(4), _sizes(1), _PER_CHANNEL, _FLOATS, _FLOATS, number(0)),
+    "channels with 2 ** 60 scales in one": _quantized("QInt8Storage", _sizes(1 << 60), _sizes(0), _PER_CHANNEL, *[tensor(storage("0", 4), 0, [1 << 60], [0])] * 2, number(0)),
+    "a tensor on meta with half a stride": _meta(_FLOAT32, _sizes(2), b")"),
+    "a tensor on meta of a text": _meta(text("float32"), _sizes(2), _sizes(1)),
+    "whole numbers that are conjugated": call(V2, storage("0", 2, "LongStorage"), number(0), _sizes(2), _sizes(1), b"\x89", ORDERED, b"}" + text("conj") + b"\x88s"),
+}  # fmt: skip
+TRICKS |= {what: _client(entry) for what, entry in _NOT_TENSORS.items()}
+TRICKS |= {
+    "a sparse tensor whose index is outside": _client(_sparse("sparse_coo", _longs(0, [1, 1], [1, 1]), _longs(1, [1], [1]), _sizes(0), b"\x88")),
+    "a sparse tensor of a negative size": _client(_sparse("sparse_coo", _longs(0, [1, 1], [1, 1]), _longs(1, [1], [1]), _sizes(-1), b"\x88")),
+    "a sparse tensor with fewer values than indices": _client(_sparse("sparse_coo", _longs(0, [1, 2], [2, 1]), _longs(1, [1], [1]), _sizes(3))),
+    "a sparse tensor whose indices are real numbers": _client(_sparse("sparse_csr", _FLOATS, _FLOATS, _FLOATS, _sizes(1, 1))),
+    "sparse rows that do not count their entries": _client(_sparse("sparse_csr", *[_longs(0, [2], [1])] * 3, _sizes(1, 1))),
+    "sparse blocks without blocks": _client(_sparse("sparse_bsr", *[_longs(0, [2], [1])] * 3, _sizes(1, 1))),
+    "a sparse tensor of 1,000 dimensions": _client(_sparse("sparse_coo", _longs(0, [1, 1], [1, 1]), _longs(1, [1], [1]), _sizes(*[1] * 1000))),
+    "a quantized tensor with a zero point of 8,000 bits": _client(_quantized("QInt8Storage", _sizes(4), _sizes(1), _PER_TENSOR, _HALF, number(1 << 8000))),
+    "a tensor on meta of 1,000 dimensions": _client(_meta(_FLOAT32, _sizes(*[1] * 1000), _sizes(*[1] * 1000))),
+    "a tensor on meta of 2 ** 80 elements": _client(_meta(_FLOAT32, _sizes(1 << 40, 1 << 40), _sizes(1, 1))),
+    "a tensor on meta of a function": _client(_meta(GETATTR, _sizes(2), _sizes(1))),
+    "a storage larger than its record, without a tensor": _client(storage("0", 1 << 40)),
+    "an attribute of a sparse tensor that hides a method": _client(
+        call(FROM_TYPE, name("torch._utils", "_rebuild_sparse_tensor"), name("torch", "Tensor"),
+             tuple_of(call(name("torch.serialization", "_get_layout"), text("torch.sparse_coo")), tuple_of(_longs(0, [1, 1], [1, 1]), _longs(0, [1], [1]), _sizes(3))),
+             b"}" + text("numpy") + b"Ns")
+    ),
 }  # fmt: skip
 
 _EXTENSIONS = {"EXT1": b"\x82\x01", "EXT2": b"\x83\x01\x00", "EXT4": b"\x84\x01\x00\x00\x00"}
@@ -274,6 +343,8 @@ _MADE = {
     "an array of 20,000 dimensions of 2,400 digits": b"(" + number(1 << 8000) + put(3) + ARRAY + tuple_of(number(1), tuple_of(*[get(3)] * 20_000), DTYPE, b"\x89", b"C\x08" + bytes(8)) + b"bt",
     "a date whose unit grows": b"(" + _UNITS + put(3) + _DATE + (get(3) + b"b") * 20_000 + b"t",
     "a deque of a range": call(DEQUE, RANGE),
+    "sparse tensors of the same entries": _longs(0, [1, 8000], [1, 0]) + put(0) + _longs(0, [8000], [0]) + put(1)
+    + b"](" + _sparse("sparse_coo", get(0), get(1), _sizes(3)) * 20_000 + b"e\x87",
 }  # fmt: skip
 
 #: Small pickles that would take hours, or more memory than there is, of a reader that does what they ask for.
@@ -339,6 +410,7 @@ SCREENED: dict[str, bytes] = {
     **{what: _client(_MADE[what]) for what in ("a fraction of a thousand million digits", "a deque of a range")},
     "a default dictionary with a deep key": _client(_MADE["a default dictionary with a key that is deep"]),
     "a key that hashes what is deep": _client(_MADE["a key whose real object hashes what is deep"]),
+    **{what: _client(entry) for what, entry in _NOT_TENSORS.items()},
     "a list of a range as a tensor": _client(call(FROM_TYPE, name("builtins", "list"), name("builtins", "list"), tuple_of(RANGE), b"N")),
     "an array with elements before its state": _client(call(name("numpy.core.multiarray", "_reconstruct"), name("numpy", "ndarray"), tuple_of(number(1 << 29)), text("O"))),
     "a dtype of another size": _client(call(name("numpy", "dtype"), text("S8"), b"\x89", b"\x88") + tuple_of(number(3), text("|"), b"NNN", number(1 << 30), number(0), number(0)) + b"b"),

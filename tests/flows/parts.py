@@ -162,11 +162,7 @@ CLIENTS: dict[str, Callable[[], dict[Any, Any]]] = {
     "partial": lambda: {"partial": functools.partial(int, base=2)},
 }
 #: What weights-only readers refuse, too.
-UNSAFE = frozenset(
-    {"collections", "numbers", "times", "numpy", "numpy state", "partial", "endless", "deep", "quantized"}
-)
-#: What our own reader does not make of bytes.
-NOT_DENSE = frozenset({"sparse", "meta", "quantized"})
+UNSAFE = frozenset({"collections", "numbers", "times", "numpy", "numpy state", "partial", "endless", "deep"})
 
 ZERO: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "plain": ((0, 1, 2, 3), {}),
@@ -259,9 +255,6 @@ def is_possible(flow: Flow) -> bool:
 def may_refuse(flow: Flow, text: str) -> bool:
     """Whether an error is one of those that docs/limitations.md and SECURITY.md promise."""
     if getattr(flow, "client", "") in UNSAFE and "trust_pickle" in text:
-        return True
-    # which come back by DeepSpeed's own loader alone, where it is proven that this restores the optimizer
-    if getattr(flow, "client", "") in NOT_DENSE and "on_unreadable_entry" in text:
         return True
     is_class = "not on the list of safe globals" in text and "pytorch_optimizer" in text
     if is_class and isinstance(flow, EngineFlow) and flow.optimizer in PYTORCH_OPTIMIZERS:  # of the optimizer's own

@@ -15,6 +15,7 @@ import functools
 import pathlib
 import random
 import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,15 @@ ALLOWED += [np.dtype, random.Random]
 SHARED = torch.arange(24.0).reshape(4, 6)
 
 
+def quantized(per_channel: bool) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if per_channel:
+            scales, zeros = torch.tensor([0.5, 0.25]), torch.tensor([1, 2])
+            return torch.quantize_per_channel(torch.rand(2, 3), scales, zeros, 0, torch.qint8)
+        return torch.quantize_per_tensor(torch.rand(2, 3), 0.1, 3, torch.quint8)
+
+
 def with_attributes(tensor: torch.Tensor, **attributes: Any) -> torch.Tensor:
     vars(tensor).update(attributes)
     return tensor
@@ -92,6 +102,18 @@ TENSORS: dict[str, Any] = {
     "integer parameter": lambda: nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False),
     "attributes": lambda: with_attributes(torch.ones(2), tag="a", links=[SHARED[0], {1: torch.ones(1)}]),
     "parameter with attributes": lambda: with_attributes(nn.Parameter(torch.ones(2)), sharded=True),
+    "conjugated": lambda: torch.tensor([1 + 2j, 3j]).conj(),
+    "negated": lambda: torch.tensor([1 + 2j, 3j]).conj().imag,
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse, not coalesced": lambda: torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.ones(2), (3,)),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "sparse columns": lambda: torch.eye(3).to_sparse_csc(),
+    "sparse blocks": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "sparse parameter": lambda: nn.Parameter(torch.eye(2).to_sparse()),
+    "meta": lambda: torch.ones(2, 3, device="meta", requires_grad=True).t(),
+    "quantized": lambda: quantized(per_channel=False),
+    "quantized by channel": lambda: quantized(per_channel=True),
+    "storage": lambda: torch.arange(3.0).to(torch.float16)._typed_storage(),
 }
 OBJECTS: dict[str, Any] = {
     "none": lambda: None,
@@ -210,6 +232,8 @@ class Comparison:
     def _shallow(self, one: Any, other: Any) -> str | None:
         if isinstance(one, torch.Tensor):
             return self._of_tensors(one, other)
+        if isinstance(one, (torch.UntypedStorage, torch.TypedStorage)):
+            return None if list(one) == list(other) and one.nbytes() == other.nbytes() else "another storage"
         if isinstance(one, np.ndarray):
             facts = [(a.dtype, a.shape, a.size and a.strides, a.flags.writeable) for a in (one, other)]
             same = facts[0] == facts[1] and (one.dtype.hasobject or one.tobytes() == other.tobytes())
@@ -223,6 +247,8 @@ class Comparison:
         facts = [_facts(each) for each in (one, other)]
         if facts[0] != facts[1]:
             return f"{facts[1]} instead of {facts[0]}"
+        if one.layout is not torch.strided or one.device.type == "meta":
+            return None
         storages = [each.untyped_storage() for each in (one, other)]
         if storages[0].nbytes():
             pair = self._storages.setdefault(storages[0]._cdata, storages[1]._cdata)
@@ -236,7 +262,13 @@ class Comparison:
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     facts: tuple[Any, ...] = tensor.dtype, tensor.layout, tuple(tensor.shape), tensor.device, tensor.requires_grad
     facts = (*facts, tensor.is_conj(), tensor.is_neg(), tensor.is_leaf, tensor.is_quantized)
-    return (*facts, tensor.stride(), tensor.storage_offset())
+    if tensor.is_quantized:
+        per_tensor = tensor.qscheme() is torch.per_tensor_affine
+        scales = (tensor.q_scale(), tensor.q_zero_point()) if per_tensor else tensor.q_per_channel_scales().tolist()
+        facts = (*facts, tensor.qscheme(), scales)
+    if tensor.layout is torch.strided:
+        return (*facts, tensor.stride(), tensor.storage_offset())
+    return (*facts, tensor.layout is torch.sparse_coo and tensor.is_coalesced())
 
 
 def _is_plain(value: Any) -> bool:
@@ -260,7 +292,15 @@ def _is_plain(value: Any) -> bool:
 
 def _parts(node: Any) -> list[Any]:
     parts: list[Any] = []
-    if isinstance(node, np.ndarray) and node.dtype.hasobject:
+    if isinstance(node, torch.Tensor):
+        if node.layout is torch.sparse_coo:
+            parts = [node._indices(), node._values()]
+        elif node.layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts = [node.crow_indices(), node.col_indices(), node.values()]
+        elif node.layout in (torch.sparse_csc, torch.sparse_bsc):
+            parts = [node.ccol_indices(), node.row_indices(), node.values()]
+        parts = [each.detach() for each in parts]
+    elif isinstance(node, np.ndarray) and node.dtype.hasobject:
         parts = list(node.flat)
     elif isinstance(node, dict):
         parts = [*node.keys(), *node.values(), getattr(node, "default_factory", None)]
@@ -275,6 +315,6 @@ def _parts(node: Any) -> list[Any]:
     elif isinstance(node, Stateful):
         parts = [node.value]
     attributes = getattr(node, "__dict__", None)
-    if isinstance(attributes, dict) and not isinstance(node, (type, types.FunctionType)):
+    if isinstance(attributes, dict) and not isinstance(node, (type, types.FunctionType, torch.TypedStorage)):
         parts = [*parts, *attributes.keys(), *attributes.values()]
     return parts

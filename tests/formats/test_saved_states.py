@@ -385,7 +385,13 @@ def test_groups_are_read_without_their_members(tmp_path: Path) -> None:
 
 def test_dtypes_and_numbers_in_groups_are_those_of_the_optimizer_and_devices_no_ones(tmp_path: Path) -> None:
     """AnyPrecisionAdamW has dtypes among its hyperparameters, and Adam takes betas that are tensors."""
-    mine = {"momentum_dtype": torch.bfloat16, "size": torch.Size([2]), "kind": "a", "numpy": np.dtype("<f4")}
+    mine = {
+        "momentum_dtype": torch.bfloat16,
+        "layout": torch.strided,
+        "size": torch.Size([2]),
+        "kind": "a",
+        "numpy": np.dtype("<f4"),
+    }
     more = {"betas": (torch.tensor(0.5), torch.tensor(0.25)), "of": {"a": [torch.float32, np.float32(1.5)]}}
     file = written(tmp_path, {"param_groups": [{**mine, **more, "device": torch.device("cuda", 1), "params": [0]}]})
     (group,) = read_groups(file, file.tree["param_groups"])
@@ -406,7 +412,6 @@ def test_groups_of_trusted_pickles_are_read_in_the_same_way(tmp_path: Path) -> N
     [
         torch.ones(17),
         (0.1, np.arange(2.0)),
-        torch.strided,
         [torch.device("cpu"), 0.5],
         torch.tensor(0.5).to(torch.float8_e4m3fn),
         {"a": torch.ones(2).untyped_storage()},

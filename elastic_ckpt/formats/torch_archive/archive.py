@@ -196,7 +196,11 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle)
         dtype, size = storages[key]
         stream.seek(at)
         raw = stream.read(8)
-        if len(raw) < 8 or int.from_bytes(raw, "little") * ITEMSIZE[dtype] != size or at + 8 + size > nbytes:
+        if (
+            len(raw) < 8
+            or int.from_bytes(raw, "little") * ITEMSIZE[dtype.removeprefix("q")] != size
+            or at + 8 + size > nbytes
+        ):
             raise ArchiveError(f"{nbytes} bytes, but the {size} bytes of storage {key} are not at byte {at}")
         offsets[key] = at + 8
         at += 8 + size

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError
 
 #: How a :class:`Call` is made: NEWOBJ makes an object that is not initialized; a member of an enum by its name; a
-#: tensor of a class of the user's.
-CALL, NEW, MEMBER, SUBCLASS = "call", "new", "member", "subclass"
+#: tensor that is not dense; one of a class of the user's.
+CALL, NEW, MEMBER, TENSOR, SUBCLASS = "call", "new", "member", "tensor", "subclass"
 #: What is done with its result.
 STATE, ITEMS, PAIRS, MEMBERS = "state", "items", "pairs", "members"
 #: ``deepspeed.runtime.zero.config.ZeroStageEnum``, as Python 3.11.0 to 3.11.3 pickle it by name.
@@ -47,7 +47,7 @@ class Call:
 
     Attributes:
         function: the :class:`Global` that is called, or another call, whose result is.
-        args, how: its arguments; CALL, NEW, MEMBER or SUBCLASS.
+        args, how: its arguments; CALL, NEW, MEMBER, TENSOR or SUBCLASS.
         steps: of a kind each (STATE, ITEMS, PAIRS or MEMBERS), and with a value: states are lists of one.
 
     The attributes of an object of a listed class are its own.

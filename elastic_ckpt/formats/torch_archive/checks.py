@@ -40,6 +40,7 @@ OF_TUPLES = dict.fromkeys(
 )
 #: What Python's own classes are made of: long texts take long to become numbers, "1e999999999" an endless fraction.
 _PARTS, _LONGEST_TEXT = frozenset({int, float, bool, bytes, type(None), Global}), 1 << 10
+_LAYOUT = re.compile(r"torch\.(?:strided|jagged|_mkldnn|sparse_[a-z]{3})")
 _FRACTION = re.compile(r"-?\d+(?:/\d+)?")
 #: Numbers, strings of one length, dates and durations, and the units of these.
 _PLAIN_DTYPE, _UNIT, _MOST_UNITS = (
@@ -181,6 +182,13 @@ def of_python(name: str, *args: Any) -> Call:
 def later(name: str, *args: Any, how: str = CALL) -> Call:
     """An object of a name on the list."""
     return Call(Global(name), args, how)
+
+
+def layout(name: Any) -> Global:
+    """``torch.serialization._get_layout``, with which torch pickles the layout of a tensor."""
+    if type(name) is not str or not _LAYOUT.fullmatch(name):
+        raise pickle.UnpicklingError(f"a layout that is none: {described(name)}")
+    return Global(name)
 
 
 def typed(make: Callable[..., Any], *kinds: type | tuple[type, ...], is_repeated: bool = False) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive import checks
 from elastic_ckpt.formats.torch_archive.calls import NEW, Global, Size, unsafe_error
 from elastic_ckpt.formats.torch_archive.keys import checked_keys
-from elastic_ckpt.formats.torch_archive.tensors import NOT_DENSE, REBUILD, kind_error, subclass_error
+from elastic_ckpt.formats.torch_archive.tensors import REBUILD, UNREADABLE, kind_error, subclass_error
 
 #: Classes of Python that are made of plain parts, where their result is wanted (:mod:`elastic_ckpt.formats.objects`).
 PLAIN_CLASSES = frozenset(
@@ -61,8 +61,8 @@ _CLASSES = (
     *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
     *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
 )
-#: Dtypes, also those whose tensors cannot be read.
-_DTYPE = re.compile(r"torch\.(?:bool|(?:q?u?int|bits|b?float|complex)\d\w{,30})")
+#: Dtypes, also those whose tensors cannot be read, and schemes of quantized tensors.
+_OF_TORCH = re.compile(r"torch\.(?:bool|(?:q?u?int|bits|b?float|complex)\d\w{,30}|per_(?:tensor|channel)_\w{,30})")
 
 
 def find_global(module: str, name: str) -> Global:
@@ -73,11 +73,11 @@ def find_global(module: str, name: str) -> Global:
         return Global(path, checks.any_dtype)
     if entry is not None:
         return entry
-    if (path.startswith("torch.") and path.endswith("Storage")) or _DTYPE.fullmatch(path):
+    if (path.startswith("torch.") and path.endswith("Storage")) or _OF_TORCH.fullmatch(path):
         return Global(path)
     if module not in _BLOCKED and path not in _COLLECTIVE and path in (users := _users_globals()):
         return Global(path, users=users[path])
-    if path in NOT_DENSE:
+    if path in UNREADABLE:
         return Global(path, error=kind_error(path))
     is_torchao = module.partition(".")[0] == "torchao"
     return Global(path, error=subclass_error(path) if is_torchao else unsafe_error(path))
@@ -127,7 +127,7 @@ def _closed_list() -> dict[str, Global]:
         "torch.Tensor": None,
         "torch.nn.parameter.Parameter": None,
         "torch.device": checks.typed(partial(checks.later, "torch.device"), str, (int, type(None))),
-        "torch.serialization._get_layout": checks.typed(partial(checks.later, "torch.layout"), str),
+        "torch.serialization._get_layout": checks.layout,
         checks.DTYPE: checks.numpy_dtype,
         checks.ARRAY: None,
         **REBUILD,

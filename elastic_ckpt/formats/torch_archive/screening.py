@@ -19,17 +19,15 @@ from elastic_ckpt.formats.torch_archive.archive import is_legacy, most_pickle_nb
 from elastic_ckpt.formats.torch_archive.calls import Global, unsafe_error
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory
 from elastic_ckpt.formats.torch_archive.globals import find_global
-from elastic_ckpt.formats.torch_archive.tensors import NOT_DENSE, StorageRef, kind_error, storage_id
+from elastic_ckpt.formats.torch_archive.tensors import UNREADABLE, StorageRef, kind_error, storage_id
 from elastic_ckpt.formats.torch_archive.unpickler import Machine
 
 #: Records that ``torch.save`` writes, below the archive's root. ``constants.pkl`` would make it TorchScript.
 _RECORD = re.compile(
     r"data\.pkl|byteorder|version|data/\w+|\.format_version|\.storage_alignment|\.data/serialization_id"
 )
-#: Names that are not called: of torchao's optimizer states, which are tensors with attributes, and of quantizers.
-_NAMES = re.compile(
-    r"torchao\.(?:prototype\.low_bit_optim|optim)\.subclass_\w+\.OptimState\w+|torch\.per_(?:tensor|channel)_\w+"
-)
+#: Names that are not called: of torchao's optimizer states, which are tensors with attributes.
+_NAMES = re.compile(r"torchao\.(?:prototype\.low_bit_optim|optim)\.subclass_\w+\.OptimState\w+")
 
 
 def screen(stream: BinaryIO) -> None:
@@ -73,7 +71,7 @@ def _run(data: bytes, at: int, load: Callable[[Any], Any], file_nbytes: int) -> 
 
 def _find(module: str, name: str) -> Global:
     path = f"{module}.{name}"
-    if path in NOT_DENSE:
+    if path in UNREADABLE:
         return Global(path, partial(_refuse_functions, path))
     entry = Global(path) if _NAMES.fullmatch(path) else find_global(module, name)
     if entry.error is not None:

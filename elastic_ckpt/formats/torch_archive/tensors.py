@@ -1,10 +1,11 @@
-"""The functions with which ``torch.save`` has tensors rebuilt, here as references to their bytes.
+"""The functions with which ``torch.save`` has tensors rebuilt, here as references to their bytes, or calls.
 
 Source: ``torch/_utils.py`` and ``torch/_tensor.py``, torch 1.6 to 2.15.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import STATE, SUBCLASS, Call, Global, described
+from elastic_ckpt.formats.torch_archive.calls import STATE, SUBCLASS, TENSOR, Call, Global, Unmade, described
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 #: dtype of each of torch's typed storages.
@@ -24,10 +25,16 @@ _STORAGES = {
     **{"ByteStorage": "uint8", "BoolStorage": "bool", "ComplexDoubleStorage": "complex128"},
     "ComplexFloatStorage": "complex64",
     # integers that stand for the numbers of a quantized tensor
-    **{"QInt8Storage": "int8", "QUInt8Storage": "uint8", "QInt32Storage": "int32"},
+    **{"QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32"},
 }
 #: Keys of storages are small numbers.
 _MOST_ELEMENTS, _MOST_KEY_LENGTH = 1 << 62, 256
+#: Bytes of a part of a tensor that may be more than its storage has: strides of 0 repeat elements without end.
+_MOST_REPEATED_NBYTES = 1 << 16
+#: What makes tensors that are not dense, by the name of the call (:mod:`elastic_ckpt.formats.objects`).
+SPARSE, QUANTIZED = "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor"
+META, CHANGED = "torch._utils._rebuild_meta_tensor_no_storage", "torch._utils.set_tensor_metadata"
+PARAMETER = "torch.nn.Parameter"
 
 
 @dataclass(slots=True, unsafe_hash=True)  # as TensorRef
@@ -54,35 +61,30 @@ def storage_id(persistent_id: Any) -> tuple[str, str, int, Any]:
     if name not in _STORAGES:
         raise kind_error(f"a {kind.name}")
     dtype = _STORAGES[name]
-    return dtype, key, numel * ITEMSIZE[dtype], persistent_id[5] if len(persistent_id) == 6 else None
+    return dtype, key, numel * ITEMSIZE[dtype.removeprefix("q")], persistent_id[5] if len(persistent_id) == 6 else None
 
 
 def _rebuild(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = None, _hooks: Any = None, metadata: Any = None
-) -> TensorRef:
-    return _tensor(storage, None, offset, size, stride, grad, metadata)
+) -> TensorRef | Call:
+    return _changed(_tensor(storage, None, offset, size, stride, grad), metadata)
 
 
 def _rebuild_v3(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
-) -> TensorRef:
+) -> TensorRef | Call:
     if type(dtype) is not Global:
         raise pickle.UnpicklingError("a tensor without a dtype")
-    return _tensor(storage, dtype.name.removeprefix("torch."), offset, size, stride, grad, metadata)
+    return _changed(_tensor(storage, dtype.name.removeprefix("torch."), offset, size, stride, grad), metadata)
 
 
-def _tensor(
-    storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any, grad: Any, metadata: Any
-) -> TensorRef:
+def _tensor(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any, grad: Any) -> TensorRef:
     if type(storage) is not StorageRef or not isinstance(size, tuple) or not isinstance(stride, tuple):
         raise pickle.UnpicklingError("a tensor without storage, size or strides")
     dtype = dtype or storage.dtype
     itemsize = ITEMSIZE.get(dtype)
     if itemsize is None:
         raise kind_error(f"a tensor of torch.{dtype}")
-    if metadata:  # its elements are the conjugates, or the negatives, of its bytes
-        kinds = sorted(map(str, metadata)) if type(metadata) is dict else described(metadata)
-        raise kind_error(f"a tensor with {kinds}")
     if len(size) != len(stride) or type(offset) is not int:
         raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
     size, stride = checked_shape(size), checked_shape(stride)
@@ -93,26 +95,94 @@ def _tensor(
         what = f"a tensor of {size} ends at byte {end}"
         raise pickle.UnpicklingError(f"a storage has {storage.nbytes} bytes, but {what}")
     start = offset * itemsize
-    return TensorRef(
-        dtype, size, stride, storage.byte_offset + start, False, None, grad is True, None, start, storage.nbytes
-    )
+    at = storage.byte_offset + start
+    return TensorRef(dtype, size, stride, at, False, None, grad is True, None, start, storage.nbytes)
 
 
-def _rebuild_parameter(data: Any, requires_grad: Any, _hooks: Any, state: Any = None) -> TensorRef:
-    return replace(_with_state(data, state), is_parameter=True, requires_grad=requires_grad is True)
+def _changed(ref: TensorRef, metadata: Any) -> TensorRef | Call:
+    """A tensor whose elements may be the conjugates, or the negatives, of its bytes."""
+    if not metadata:
+        return ref
+    if type(metadata) is not dict or not {"conj", "neg"}.issuperset(metadata) or {True} != set(metadata.values()):
+        kinds = sorted(map(str, metadata)) if type(metadata) is dict else described(metadata)
+        raise kind_error(f"a tensor with {kinds}")
+    if not ref.dtype.startswith("complex" if "conj" in metadata else ("complex", "float", "bfloat")):
+        raise pickle.UnpicklingError(f"a tensor of torch.{ref.dtype} that is conjugated or negated")
+    return Call(Global(CHANGED), (ref, tuple(sorted(metadata))), TENSOR)
+
+
+def _quantized(storage: Any, offset: Any, size: Any, stride: Any, params: Any, grad: Any, _hooks: Any = None) -> Call:
+    """Integers with a scale and a zero point for all, or for each index of a dimension."""
+    if type(storage) is not StorageRef or not storage.dtype.startswith("q") or type(params) is not tuple or not params:
+        raise pickle.UnpicklingError("a quantized tensor without storage or parameters")
+    ref = _tensor(storage, storage.dtype[1:], offset, size, stride, None)
+    _check_parts(ref)
+    scheme, *numbers = params
+    if type(scheme) is Global and scheme.name in ("torch.per_channel_affine", "torch.per_channel_affine_float_qparams"):
+        scales, zero_points, axis = numbers
+        _check_parts(scales, zero_points)
+        is_known = type(axis) is int and 0 <= axis < len(size) and scales.shape == zero_points.shape == (size[axis],)
+    else:
+        is_known = type(scheme) is Global and scheme.name == "torch.per_tensor_affine"
+        is_known = is_known and tuple(map(type, numbers)) == (float, int)
+    if not is_known:
+        raise pickle.UnpicklingError(f"a quantized tensor by {described(scheme)} with parameters of another kind")
+    return Call(Global(QUANTIZED), (storage, offset, ref.shape, ref.stride, grad is True, *params), TENSOR)
+
+
+def _sparse(layout: Any, parts: Any) -> Call:
+    """Indices and values, a size, and of COO whether the indices are unique and sorted."""
+    if type(layout) is not Global or not layout.name.startswith("torch.sparse_") or type(parts) is not tuple:
+        raise pickle.UnpicklingError("a sparse tensor without layout or parts")
+    count = 2 if layout.name == "torch.sparse_coo" else 3
+    *tensors, size = parts[: count + 1]
+    _check_parts(*tensors)
+    more = parts[count + 1 :]
+    is_known = len(tensors) == count and isinstance(size, tuple) and math.prod(checked_shape(size)) < _MOST_ELEMENTS
+    if not is_known or (more and (count, *map(type, more)) != (2, bool)):
+        raise pickle.UnpicklingError("a sparse tensor of other parts")
+    return Call(Global(SPARSE), (layout, *parts), TENSOR)
+
+
+def _check_parts(*parts: Any) -> None:
+    """Refuse what is no tensor, or has more elements than its storage: torch looks at each of them."""
+    for part in parts:
+        if type(part) is Unmade:
+            raise part.error
+        nbytes = part.numel * ITEMSIZE[part.dtype] if type(part) is TensorRef else -1
+        if not 0 <= nbytes <= max(part.storage_nbytes, _MOST_REPEATED_NBYTES):
+            raise pickle.UnpicklingError("a part of a tensor that is none, or is larger than its storage")
+
+
+def _meta(dtype: Any, size: Any, stride: Any, grad: Any) -> Call:
+    """A tensor that has no bytes at all."""
+    if type(dtype) is not Global or not isinstance(size, tuple) or not isinstance(stride, tuple):
+        raise pickle.UnpicklingError("a tensor on meta without dtype, size or strides")
+    if len(size) != len(stride):
+        raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
+    return Call(Global(META), (dtype, checked_shape(size), checked_shape(stride), grad is True), TENSOR)
+
+
+def _rebuild_parameter(data: Any, requires_grad: Any, _hooks: Any, state: Any = None) -> TensorRef | Call:
+    if type(data) is Call and data.how == TENSOR:
+        return _with_state(Call(Global(PARAMETER), (data, requires_grad is True), TENSOR), state)
+    ref: TensorRef = _with_state(data, state)
+    return replace(ref, is_parameter=True, requires_grad=requires_grad is True)
 
 
 def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> TensorRef | Call:
     """A tensor of a class, or with attributes."""
     if type(cls) is not Global or type(function) is not Global or type(args) is not tuple:
         raise pickle.UnpicklingError("a tensor without class or arguments")
-    if function.name not in (*REBUILD, *NOT_DENSE) or function.call is _rebuild_from_type:
+    if function.name not in (*REBUILD, *UNREADABLE) or function.call is _rebuild_from_type:
         raise pickle.UnpicklingError("a tensor that is rebuilt by an unknown function")
     if function.call is None:
         raise function.error or kind_error(function.name)
     data = function.call(*args)
-    if cls.name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-        return replace(_with_state(data, state), is_parameter=cls.name != "torch.Tensor")
+    if cls.name == "torch.nn.parameter.Parameter":
+        return _rebuild_parameter(data, type(data) is TensorRef and data.requires_grad, None, state)
+    if cls.name == "torch.Tensor":
+        return _with_state(data, state)
     if cls.users is None:
         raise cls.error or subclass_error(cls.name)
     made = Call(cls, (data,), SUBCLASS)
@@ -120,15 +190,19 @@ def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Tensor
     return made
 
 
-def _with_state(data: Any, state: Any) -> TensorRef:
+def _with_state(data: Any, state: Any) -> Any:
     """The tensor with attributes; DeepSpeed's optimizer swapper names a tensor's file by its ``ds_id``."""
-    if type(data) is not TensorRef:
+    is_call = type(data) is Call and data.how == TENSOR
+    if type(data) is not TensorRef and not is_call:
         raise pickle.UnpicklingError("a parameter that is no tensor")
     attributes = state[0] if type(state) is tuple and state else state  # with the values of slots
     if not attributes:
         return data
     if type(attributes) is not dict:
         raise pickle.UnpicklingError("attributes of a tensor that are no dictionary")
+    if is_call:
+        data.steps.append((STATE, [attributes]))
+        return data
     swap_id = attributes.get("ds_id")
     return replace(data, swap_id=swap_id if isinstance(swap_id, str) else data.swap_id, attributes=attributes)
 
@@ -164,12 +238,13 @@ REBUILD: dict[str, Callable[..., Any]] = {
     "torch._tensor._rebuild_from_type": _rebuild_from_type,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch.tensor._rebuild_from_type": _rebuild_from_type,
+    **{SPARSE: _sparse, QUANTIZED: _quantized, META: _meta},
 }
-#: Those of other tensors, which check their parts.
-NOT_DENSE = frozenset(
+#: Those of tensors that are not made here, which check their parts.
+UNREADABLE = frozenset(
     f"torch._utils._rebuild_{kind}"
     for kind in (
-        *("sparse_tensor", "sparse_csr_tensor", "qtensor", "meta_tensor_no_storage", "wrapper_subclass", "xla_tensor"),
-        *("mkldnn_tensor", "nested_tensor", "device_tensor_from_numpy", "device_tensor_from_cpu_tensor"),
+        *("sparse_csr_tensor", "wrapper_subclass", "xla_tensor", "mkldnn_tensor", "nested_tensor"),
+        *("device_tensor_from_numpy", "device_tensor_from_cpu_tensor"),
     )
 )

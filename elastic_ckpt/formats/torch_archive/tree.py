@@ -9,7 +9,7 @@ from dataclasses import replace as replaced
 from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, SUBCLASS, Call, Global, Unmade
+from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, SUBCLASS, TENSOR, Call, Global, Unmade
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, kind_error
 
@@ -50,8 +50,8 @@ def check_tree(tree: Any) -> None:
     if met > 1000 + _MOST_REPEATED * sum(1 + len(each) for each in kept):
         raise _too_entangled(f"{met} objects, most of them again and again")
     for node in odd:
-        if type(node) is Call and node.how == SUBCLASS:
-            raise kind_error(f"{node}, a tensor of a class of its own")
+        if type(node) is Call and node.how in (TENSOR, SUBCLASS):
+            raise kind_error(f"{node}, a tensor of a class of its own" if node.how == SUBCLASS else str(node))
         if type(node) is not Call and node.error is not None:
             raise node.error
 

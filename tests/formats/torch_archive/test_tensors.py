@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import Global, Size
+from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import REBUILD, StorageRef, storage_id
 
@@ -54,8 +54,12 @@ def test_an_empty_tensor_needs_no_bytes() -> None:
 
 @pytest.mark.parametrize("metadata", [{"conj": True}, {"neg": True}])
 def test_lazily_changed_tensors_are_no_references(metadata: dict[str, bool]) -> None:
+    made = V2(StorageRef("complex64", 40, 1000), 0, (1,), (1,), False, None, metadata)
+    assert type(made) is Call and made.args == (TensorRef("complex64", (1,), (1,), 1000), (*metadata,))
     with pytest.raises(UnsupportedError, match="cannot be read by its bytes"):
-        V2(STORAGE, 0, (1,), (1,), False, None, metadata)
+        V2(STORAGE, 0, (1,), (1,), False, None, {"fake": True})
+    with pytest.raises(pickle.UnpicklingError, match="conjugated or negated"):
+        V2(StorageRef("int32", 40, 1000), 0, (1,), (1,), False, None, metadata)
 
 
 def test_attributes_name_the_swap_file_and_a_class_of_its_own_is_refused() -> None:
