@@ -48,47 +48,9 @@ class StorageChunk:
     code: BlockCode | None = None
 
 
-class ChunkSource:
-    """Where the elements of a tensor, or of one tensor-parallel shard of it, are: chunks, sorted by ``range.start``."""
-
-    __slots__ = ()
-
-    @property
-    def blocks(self) -> BlockFormat | None:
-        """How the elements are quantized; ``None`` for plain values, and without chunks."""
-        return None
-
-    @property
-    def files(self) -> Collection[int]:
-        """The files with chunks."""
-        return {chunk.file for chunk in self}
-
-    def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
-        """The chunks in some files."""
-        return (chunk for chunk in self if chunk.file in files)
-
-    def __iter__(self) -> Iterator[StorageChunk]:
-        raise NotImplementedError
-
-    def __bool__(self) -> bool:
-        raise NotImplementedError
-
-    def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
-        """The chunks that have some of the elements ``[start, stop)``, of which there is at least one."""
-        raise NotImplementedError
-
-    def moved(self, files: int) -> ChunkSource:
-        """The same chunks where ``files`` more files come before theirs."""
-        raise NotImplementedError
-
-    def tile(self, numel: int) -> bool:
-        """Whether each of ``numel`` elements is known to be in exactly one chunk."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True, slots=True)
-class ListedChunks(ChunkSource):
-    """Chunks one by one."""
+class ListedChunks:
+    """Chunks one by one, sorted by ``range.start``."""
 
     chunks: tuple[StorageChunk, ...] = ()
 
@@ -100,17 +62,30 @@ class ListedChunks(ChunkSource):
 
     @property
     def blocks(self) -> BlockFormat | None:
+        """How the elements are quantized; ``None`` for plain values, and without chunks."""
         return next((chunk.code.format for chunk in self.chunks if chunk.code is not None), None)
 
+    @property
+    def files(self) -> Collection[int]:
+        """The files with chunks."""
+        return {chunk.file for chunk in self.chunks}
+
+    def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
+        """The chunks in some files."""
+        return (chunk for chunk in self.chunks if chunk.file in files)
+
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
+        """The chunks that have some of the elements ``[start, stop)``, of which there is at least one."""
         chunks = self.chunks
         first = max(bisect_right(chunks, start, key=lambda chunk: chunk.range.start) - 1, 0) if len(chunks) > 1 else 0
         return [chunk for chunk in chunks[first:] if chunk.range.start < stop and chunk.range.stop > start]
 
     def moved(self, files: int) -> ListedChunks:
+        """The same chunks where ``files`` more files come before theirs."""
         return ListedChunks(tuple(replace(chunk, file=chunk.file + files) for chunk in self.chunks))
 
     def tile(self, numel: int) -> bool:
+        """Whether each of ``numel`` elements is known to be in exactly one chunk."""
         return _tile(((chunk.range.start, chunk.range.numel) for chunk in self.chunks), numel)
 
 
@@ -178,12 +153,14 @@ class FlatTensors:
         files: index of each rank's file.
         byte_offsets, scales_offsets: where each rank's tensor, and its scales, begin; a single one where all are equal.
         numel: elements of a row, padding included.
+        dtype, itemsize: torch dtype in the files, and the bytes of an element.
         blocks: how the elements are quantized, each row from a block of its own on; ``None`` for plain values.
     """
 
     files: range
     byte_offsets: array[int] = field(hash=False)
     numel: int
+    dtype: str
     itemsize: int
     rows: int = 1
     blocks: BlockFormat | None = None
@@ -202,7 +179,7 @@ def by_rank(offsets: Iterable[int]) -> array[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionedChunks(ChunkSource):
+class PartitionedChunks:
     """The chunks of one parameter, or of one tensor-parallel shard of it, in the flat tensors of all ranks.
 
     ``files_before`` is added to indices of files. A state with rows has the chunks of one row after another.
@@ -267,7 +244,7 @@ class PartitionedChunks(ChunkSource):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor, whole in one file in row-major order (DCP's ChunkStorageMetadata)."""
+    """A rectangular part of a tensor, in one file in row-major order (DCP's ChunkStorageMetadata)."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -276,7 +253,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class BoxChunks(ChunkSource):
+class BoxChunks:
     """The chunks of a tensor that was saved in boxes, as DTensors are: each box has many contiguous runs of elements.
 
     Attributes:
@@ -294,6 +271,10 @@ class BoxChunks(ChunkSource):
     def __bool__(self) -> bool:
         return bool(self.boxes)
 
+    @property
+    def blocks(self) -> None:
+        return None
+
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
         found = chain.from_iterable(self._runs(box, start, stop) for box in self.boxes)
         return sorted(found, key=lambda chunk: chunk.range.start)
@@ -301,6 +282,9 @@ class BoxChunks(ChunkSource):
     @property
     def files(self) -> Collection[int]:
         return {box.file for box in self.boxes}
+
+    def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
+        return (chunk for chunk in self if chunk.file in files)
 
     def moved(self, files: int) -> BoxChunks:
         return replace(self, boxes=tuple(replace(box, file=box.file + files) for box in self.boxes))
@@ -335,6 +319,10 @@ class BoxChunks(ChunkSource):
             if stop is not None and at >= stop:
                 return
             yield StorageChunk(FlatRange(at, at + numel), box.file, box.byte_offset + run * numel * self.itemsize)
+
+
+#: Where the elements of a tensor, or of one tensor-parallel shard of it, are; methods as of :class:`ListedChunks`.
+ChunkSource = ListedChunks | PartitionedChunks | BoxChunks
 
 
 def boxed(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -> ChunkSource:

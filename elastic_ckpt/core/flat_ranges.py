@@ -1,4 +1,4 @@
-"""Ranges of flat tensors: pure arithmetic.
+"""Ranges of flat tensors, and the shapes that files claim: pure arithmetic.
 
 A *flat range* counts elements of one logical parameter in row-major order and is half-open. Every ZeRO stage
 partitions parameters along flat ranges only.
@@ -6,8 +6,9 @@ partitions parameters along flat ranges only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True, order=True, unsafe_hash=True)  # not frozen: that takes three times as long to make
@@ -56,3 +57,21 @@ def per_parameter_numel(numel: int, world_size: int, multiple: int = 1) -> int:
     """
     least = -(-numel // world_size)
     return -(-least // multiple) * multiple
+
+
+#: torch has as many dimensions at most, and sizes of 63 bits.
+_MOST_DIMENSIONS, _LARGEST_SIZE = 64, 1 << 62
+
+
+def checked_shape(sizes: Collection[Any], of: str = "a tensor") -> tuple[int, ...]:
+    """Sizes, strides or offsets, checked to be such; :class:`ValueError`, which names what they are ``of``.
+
+    Every shape that a file claims passes through here before its sizes are multiplied, which takes minutes for
+    thousands of dimensions, or for a few of thousands of digits.
+    """
+    if len(sizes) > _MOST_DIMENSIONS:
+        raise ValueError(f"{of[:200]} has {len(sizes)} dimensions, where {_MOST_DIMENSIONS} are the most")
+    for size in sizes:
+        if type(size) is not int or not 0 <= size < _LARGEST_SIZE:
+            raise ValueError(f"{of[:200]} has a size, stride or offset that is none")
+    return tuple(sizes)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic_ckpt.core.local_state import ModelLayout, WholeTensor
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.tensor_table import DerivedTensors
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, DerivedTensors, TensorMetadata
 from elastic_ckpt.errors import MismatchError, listed
 
 RenameRules = Sequence[tuple[str, str]]

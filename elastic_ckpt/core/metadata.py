@@ -6,7 +6,7 @@ row-major order).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from elastic_ckpt.core.checksums import Records
-from elastic_ckpt.core.chunks import ChunkSource, StorageChunk
+from elastic_ckpt.core.chunks import ChunkSource, FlatTensors, PartitionedChunks, PartitionRule, StorageChunk
+from elastic_ckpt.core.chunks import listed as chunks_of
 from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.shard_specs import DeclaredSpecs
 from elastic_ckpt.core.state_kinds import BlockFormat
@@ -125,6 +126,97 @@ class TensorMetadata:
     def is_quantized(self) -> bool:
         """Whether its elements are quantized."""
         return self.blocks is not None
+
+
+#: Name and key of a tensor.
+Place = tuple[str, str]
+#: Shape of a parameter, how ZeRO partitions it, and by key the flat tensors of its masters and states.
+_Partitioned = tuple[tuple[int, ...], PartitionRule, Mapping[str, FlatTensors]]
+_NOT_PARTITIONED: _Partitioned = (), PartitionRule(0, 0), {}
+
+
+class TensorTable(Mapping[Place, TensorMetadata]):
+    """Tensors by name and key; those of flat tensors are made when they are first asked for.
+
+    A model of many experts has a hundred thousand tensors, of which a rank needs few.
+    """
+
+    def __init__(self) -> None:
+        self._listed: dict[Place, TensorMetadata] = {}
+        self._made: dict[Place, TensorMetadata] = {}
+        self._partitioned: dict[str, _Partitioned] = {}
+
+    def add(self, tensors: Mapping[Place, TensorMetadata]) -> None:
+        """Add tensors one by one. They take the place of those that are in a flat tensor too."""
+        self._listed |= tensors
+
+    def add_flat(
+        self,
+        shapes: Sequence[tuple[str, tuple[int, ...]]],
+        rules: Sequence[PartitionRule],
+        states: Mapping[str, FlatTensors],
+    ) -> None:
+        """Add the parameters in a flat tensor, and by key the masters and states that are laid out like them."""
+        for (name, shape), rule in zip(shapes, rules, strict=True):
+            self._partitioned[name] = shape, rule, states
+
+    def __getitem__(self, place: Place) -> TensorMetadata:
+        found: TensorMetadata | None = self.get(place)
+        if found is None:
+            raise KeyError(place)
+        return found
+
+    def get(self, place: Place, default: Any = None) -> Any:
+        """As of every mapping, but without an exception for each one that is not there."""
+        if (found := self._listed.get(place) or self._made.get(place)) is not None:
+            return found
+        name, key = place
+        shape, rule, states = self._partitioned.get(name, _NOT_PARTITIONED)
+        if (flat := states.get(key)) is None:
+            return default
+        sources = (PartitionedChunks(rule, flat),) if rule.numel else chunks_of()
+        made = TensorMetadata(name, key, (flat.rows, *shape) if flat.rows > 1 else shape, flat.dtype, sources)
+        self._made[place] = made
+        return made
+
+    def __contains__(self, place: object) -> bool:
+        if place in self._listed or not isinstance(place, tuple):
+            return place in self._listed
+        return place[1] in self._partitioned.get(place[0], _NOT_PARTITIONED)[2]
+
+    def __iter__(self) -> Iterator[Place]:
+        partitioned = ((name, key) for name, (_, _, states) in self._partitioned.items() for key in states)
+        return chain((place for place in partitioned if place not in self._listed), self._listed)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class DerivedTensors(Mapping[Place, TensorMetadata]):
+    """Tensors that are made of other places' when they are first asked for.
+
+    Args:
+        sources: place -> the place that it is made of.
+        make: makes the tensor of a place, given both.
+    """
+
+    def __init__(self, sources: Mapping[Place, Place], make: Callable[[Place, Place], TensorMetadata]) -> None:
+        self._sources, self._make = sources, make
+        self._made: dict[Place, TensorMetadata] = {}
+
+    def __getitem__(self, place: Place) -> TensorMetadata:
+        if place not in self._made:
+            self._made[place] = self._make(place, self._sources[place])
+        return self._made[place]
+
+    def __contains__(self, place: object) -> bool:
+        return place in self._sources
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, BinaryIO
 
+from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.formats.json_text import MOST_JSON_NBYTES, parse_json
 from elastic_ckpt.formats.torch_archive.archive import ArchiveTree, most_pickle_nbytes, unpickled
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError

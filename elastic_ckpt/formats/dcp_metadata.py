@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ckpt.core.checksums import Records
+from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
-from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.metadata_builder import refuse_view
 from elastic_ckpt.formats.naming import DCP_METADATA

@@ -13,9 +13,16 @@ from operator import or_
 from typing import Any, ClassVar
 
 from elastic_ckpt.core.chunks import ChunkSource, listed
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SavedParameter, SourceFile, TensorMetadata
+from elastic_ckpt.core.metadata import (
+    BUFFER,
+    FROZEN,
+    CheckpointMetadata,
+    DerivedTensors,
+    SavedParameter,
+    SourceFile,
+    TensorMetadata,
+)
 from elastic_ckpt.core.shard_specs import CannotSplit, DeclaredSpecs
-from elastic_ckpt.core.tensor_table import DerivedTensors
 from elastic_ckpt.core.values import PerRank, merged, moved
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.metadata_builder import dense_tensor

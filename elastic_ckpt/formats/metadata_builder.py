@@ -23,9 +23,9 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     StateFacts,
     TensorMetadata,
+    TensorTable,
 )
 from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, PER_PARAMETER, REPLICATED, TOUCHED, StateOptions
-from elastic_ckpt.core.tensor_table import FlatState, TensorTable
 from elastic_ckpt.core.values import merged
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
@@ -173,7 +173,7 @@ class MetadataBuilder:
 
     def _partitioned(
         self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], kind: SavedKind, files: range
-    ) -> FlatState | None:
+    ) -> FlatTensors | None:
         """A state laid out as the partition, in each of its rows; ``refs`` by rank. ``None`` if it is opaque."""
         distinct = {id(ref): ref for ref in refs}.values()  # files share what they have in common
         view = next((ref for ref in distinct if not ref.is_contiguous), None)
@@ -185,8 +185,7 @@ class MetadataBuilder:
         if blocks is not None:
             scales = by_rank(flat.states.tensors[blocks.scales].byte_offset for flat in partitioned.flats)
         offsets = by_rank(ref.byte_offset for ref in refs)
-        flat = FlatTensors(files, offsets, partitioned.numel, ITEMSIZE[dtype], kind.rows, blocks, scales)
-        return FlatState(dtype, flat)
+        return FlatTensors(files, offsets, partitioned.numel, dtype, ITEMSIZE[dtype], kind.rows, blocks, scales)
 
     def _add_touched(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], files: range) -> None:
         """Add whole parameters, one after the other; if several ranks saved one, the first rank's copy counts."""
@@ -312,6 +311,6 @@ def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_fi
             expected, found = f"{mine} elements of {first.dtype}", f"{ref.numel} of {ref.dtype}"
             raise DamagedError(problem, models[rank].path, expected, found, parameter=name)
     files, offsets = range(first_file, first_file + len(refs)), by_rank(ref.byte_offset for ref in refs)
-    flat = FlatTensors(files, offsets, rule.step, ITEMSIZE[first.dtype])
+    flat = FlatTensors(files, offsets, rule.step, first.dtype, ITEMSIZE[first.dtype])
     sources = (PartitionedChunks(rule, flat),) if numel else listed()
     return TensorMetadata(name, FROZEN, shape, first.dtype, sources)

@@ -21,8 +21,8 @@ from itertools import chain
 from numbers import Integral
 from typing import Any, ClassVar
 
+from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import SourceFile
-from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import Features

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from elastic_ckpt.core.chunks import StorageChunk, listed
-from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.flat_ranges import FlatRange, checked_shape
 from elastic_ckpt.core.metadata import (
     FROZEN,
     ITEMSIZE,
@@ -26,7 +26,6 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
-from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.errors import listed as shown

@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn) -> list[tuple[int, ChunkSource, list[StorageChunk]]]:
     blocks = BlockFormat(draw(st.integers(1, 5)), "absmax1", CODEBOOK) if draw(st.booleans()) else None
     moved = draw(st.integers(0, 2))
     flat = FlatTensors(
-        files, by_rank(offsets), len(flats[0]), itemsize, rows, blocks, by_rank(scales if blocks else [0])
+        files, by_rank(offsets), len(flats[0]), "float32", itemsize, rows, blocks, by_rank(scales if blocks else [0])
     )
     found = []
     for number, (numel, rule) in enumerate(zip(numels, rules, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ckpt.core.shapes import checked_shape
+from elastic_ckpt.core.flat_ranges import checked_shape
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), [3, 4], (1,) * 64, ((1 << 62) - 1,)])

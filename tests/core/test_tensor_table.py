@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, listed, parameter_rules
-from elastic_ckpt.core.metadata import BUFFER, MASTER, TensorMetadata
-from elastic_ckpt.core.tensor_table import DerivedTensors, FlatState, Place, TensorTable
+from elastic_ckpt.core.metadata import BUFFER, MASTER, DerivedTensors, Place, TensorMetadata, TensorTable
 
 
-def flat(offset: int, numel: int, rows: int = 1) -> FlatState:
-    return FlatState("float32", FlatTensors(range(2), array("q", [offset]), numel, 4, rows))
+def flat(offset: int, numel: int, rows: int = 1) -> FlatTensors:
+    return FlatTensors(range(2), array("q", [offset]), numel, "float32", 4, rows)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=3), st.booleans())
@@ -27,7 +26,7 @@ def test_a_table_has_what_a_dict_of_all_tensors_has(groups: list[list[int]], wit
         table.add_flat(shapes, rules, states)
         for (name, shape), rule in zip(shapes, rules, strict=True):
             for key, state in states.items():
-                sources = (PartitionedChunks(rule, state.flat),) if rule.numel else listed()
+                sources = (PartitionedChunks(rule, state),) if rule.numel else listed()
                 whole = (2, *shape) if key == "wide" else shape
                 expected[name, key] = TensorMetadata(name, key, whole, "float32", sources)
     if with_listed:

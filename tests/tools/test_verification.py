@@ -212,7 +212,7 @@ def test_a_parameter_without_a_master_and_a_tensor_that_ends_behind_its_file() -
 
 @pytest.mark.parametrize(("numel", "expected"), [(140, []), (150, ["1030 bytes or more"])])
 def test_a_partition_may_end_behind_its_file_where_it_is_padding(numel: int, expected: list[str]) -> None:
-    flat = FlatTensors(files=range(2), byte_offsets=by_rank([64, 750]), numel=80, itemsize=4)
+    flat = FlatTensors(files=range(2), byte_offsets=by_rank([64, 750]), numel=80, dtype="float32", itemsize=4)
     sources = (PartitionedChunks(PartitionRule(numel, step=80), flat),)
     weights = TensorMetadata("w", MASTER, (numel,), "float32", sources)
     found, _ = checked_metadata(metadata_of([weights], {"w": parameter((numel,))}))

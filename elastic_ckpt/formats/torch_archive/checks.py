@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.core.shapes import checked_shape
+from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.formats.torch_archive.calls import (
     CALL,
     MEMBER,

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import STATE, SUBCLASS, TENSOR, Call, Global, Unmade, described
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
