@@ -1,15 +1,16 @@
-"""Findings of ``inspect`` and ``verify``."""
+"""Findings of ``inspect`` and ``verify``, and those that metadata alone shows."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
 from elastic_ckpt.core.chunks import ChunkSource, PartitionedChunks
-from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFile
+from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SourceFile
 from elastic_ckpt.errors import (
     DamagedError,
     ElasticCkptError,
@@ -18,11 +19,15 @@ from elastic_ckpt.errors import (
     UnsupportedError,
     listed,
 )
+from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.planning.read_items import check_tiling
+from elastic_ckpt.planning.state_matching import state_errors
 
 Level = Literal["error", "note"]
 ERROR: Level = "error"
 NOTE: Level = "note"
+#: Releases of DeepSpeed whose universal checkpoints (BLOOM's) have no file of the optimizer.
+_WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,51 @@ def kind_of(error: ElasticCkptError) -> str:
     return "mismatch" if isinstance(error, MismatchError) else "damaged"
 
 
-def of_tensors(metadata: CheckpointMetadata) -> Iterator[Finding]:
+def one_line(text: str) -> str:
+    """Text from files on one line, with control characters escaped."""
+    joined = " ".join(text.split())
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in joined)
+
+
+def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
+    """Findings on coverage and states, from metadata alone."""
+    yield from _of_tensors(metadata)
+    is_universal, folder = metadata.source.is_universal, metadata.source.folder
+    for name in metadata.parameters:
+        if (name, MASTER) not in metadata.tensors:
+            file = os.path.join(folder, UNIVERSAL_FOLDER) if is_universal else folder
+            text = f"no fp32 master of this parameter: no {name}/{MASTER}.pt"
+            yield Finding(ERROR, "incomplete", text, name, file)
+    if is_universal and not _WITHOUT_OPTIMIZER_FILE.match(metadata.source.ds_version):
+        file = os.path.join(folder, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER)
+        if not os.path.lexists(file):
+            text = "no such file, which has the param groups' hyperparameters: restore it, or convert again"
+            yield Finding(ERROR, "missing", text, file=file)
+    yield from _state_findings(metadata)
+    for error in state_errors(metadata):
+        yield of_error(error, kind_of(error), ERROR if isinstance(error, DamagedError) else NOTE)
+    for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
+        yield Finding(NOTE, "reader", note)
+
+
+def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
+    """Members of a param group have the same states; without ZeRO, those without gradients have none."""
+    keys = metadata.keys_by_name
+    may_lack_all = metadata.source.zero_stage == 0 and metadata.source.by_rank
+    for group in range(len(metadata.groups)):
+        states = {
+            name: {*keys.get(name, ()), *dict(saved.scalars)}
+            for name, saved in metadata.parameters.items()
+            if saved.group == group and (name, MASTER) in metadata.tensors  # the others are reported above
+        }
+        every = set().union(*states.values())
+        for name, present in states.items():
+            if (lost := every - present) and (present or not may_lack_all):
+                text = f"no {', '.join(sorted(lost))} of this parameter, but of others in its param group"
+                yield Finding(ERROR, "state-missing", text, name, metadata.source.folder)
+
+
+def _of_tensors(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Tensors with elements in no file or in two, or beyond the end of a file."""
     files = metadata.files
     known: dict[tuple[int, int], bool] = {}
@@ -108,9 +157,3 @@ def _ends_inside(source: ChunkSource, files: Sequence[SourceFile], known: dict[t
             flat.end_on(rank) <= files[source.files_before + file].nbytes for rank, file in enumerate(flat.files)
         )
     return known[key]
-
-
-def one_line(text: str) -> str:
-    """Text from files on one line, with control characters escaped."""
-    joined = " ".join(text.split())
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in joined)

@@ -18,9 +18,8 @@ from elastic_ckpt.planning.optimizer_kinds import saved_optimizer
 from elastic_ckpt.report import saved_topology, source_dict
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts
-from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, check_metadata, of_error
 from elastic_ckpt.tools.opened import locate, open_checkpoint
-from elastic_ckpt.tools.verification import check_metadata
 
 #: Roles of a parameter; buffers and frozen weights have their key. ``WEIGHT``: it is unknown whether it was trained.
 TRAINED, WEIGHT = "trained", "weight"

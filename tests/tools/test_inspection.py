@@ -42,9 +42,9 @@ from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingStat
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.sharding.rules import ShardingRules
-from elastic_ckpt.tools.files import expected_files, file_sizes
 from elastic_ckpt.tools.findings import Finding
 from elastic_ckpt.tools.inspection import inspected as inspect_metadata
+from elastic_ckpt.tools.verification.files import OTHER, expected_files, files_by_kind
 
 FOLDER = "/ckpt/step7"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -251,7 +251,8 @@ def test_files_behind_links_are_listed_once(tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "circle").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "step7").mkdir()
     (tmp_path / "step7" / "zero").symlink_to(tmp_path / "elsewhere")
-    assert file_sizes(replace(found_of(), folder=str(tmp_path / "step7"))) == {"zero/a/fp32.pt": 3}
+    files = files_by_kind(replace(found_of(), folder=str(tmp_path / "step7")))
+    assert files[OTHER] == {str(tmp_path / "step7" / "zero" / "a" / "fp32.pt"): 3}, "of no universal checkpoint"
 
 
 # --- tensor-parallel shards -------------------------------------------------------------------------------------------

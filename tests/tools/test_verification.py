@@ -37,9 +37,9 @@ from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
-from elastic_ckpt.tools.verification import check_metadata, scan
-from elastic_ckpt.tools.verification.copies import check_copies
+from elastic_ckpt.tools.comparison import check_copies
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, check_metadata, kind_of, of_error
+from elastic_ckpt.tools.verification import scan
 from elastic_ckpt.tools.verification.scan import Record, Span, scan_file, spans_of
 
 

@@ -6,29 +6,32 @@ Its steps: folder, metadata, records and their checksums, values, replicas. File
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SourceFile
+from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
 from elastic_ckpt.formats import CheckpointInfo
-from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
+from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.pickled import PickledFile, open_file
-from elastic_ckpt.planning.state_matching import state_errors
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
-from elastic_ckpt.tools.files import size_of
-from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, check_metadata, kind_of, of_error
 from elastic_ckpt.tools.opened import locate_despite_latest
-from elastic_ckpt.tools.verification.files import OTHER, OWN, SWAPPED, files_by_kind, of_unreadable, read_metadata
+from elastic_ckpt.tools.verification.files import (
+    OTHER,
+    OWN,
+    SWAPPED,
+    files_by_kind,
+    of_unreadable,
+    read_metadata,
+    size_of,
+)
 from elastic_ckpt.tools.verification.scan import Record, scan_file, spans_of
 
-#: Releases of DeepSpeed whose universal checkpoints (BLOOM's) have no file of the optimizer.
-_WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 #: Scripts that DeepSpeed copies into checkpoints.
 _SCRIPT = ".py"
 
@@ -144,47 +147,9 @@ def _check_bytes(
             is_read &= all(finding.kind != "read-error" for finding in findings)
             yield from findings
     if metadata is not None and is_read and (metadata.source.tp > 1 or metadata.replicas):
-        from elastic_ckpt.tools.verification.copies import check_copies  # noqa: PLC0415  it takes torch to import
+        from elastic_ckpt.tools.comparison import check_copies  # noqa: PLC0415  it takes torch to import
 
         try:
             yield from check_copies(metadata, config, threads)
         except (DamagedError, MismatchError) as error:
             yield of_error(error, kind_of(error))
-
-
-def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
-    """Findings on coverage and states, from metadata alone."""
-    yield from of_tensors(metadata)
-    is_universal, folder = metadata.source.is_universal, metadata.source.folder
-    for name in metadata.parameters:
-        if (name, MASTER) not in metadata.tensors:
-            file = os.path.join(folder, UNIVERSAL_FOLDER) if is_universal else folder
-            text = f"no fp32 master of this parameter: no {name}/{MASTER}.pt"
-            yield Finding(ERROR, "incomplete", text, name, file)
-    if is_universal and not _WITHOUT_OPTIMIZER_FILE.match(metadata.source.ds_version):
-        file = os.path.join(folder, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER)
-        if not os.path.lexists(file):
-            text = "no such file, which has the param groups' hyperparameters: restore it, or convert again"
-            yield Finding(ERROR, "missing", text, file=file)
-    yield from _state_findings(metadata)
-    for error in state_errors(metadata):
-        yield of_error(error, kind_of(error), ERROR if isinstance(error, DamagedError) else NOTE)
-    for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
-        yield Finding(NOTE, "reader", note)
-
-
-def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
-    """Members of a param group have the same states; without ZeRO, those without gradients have none."""
-    keys = metadata.keys_by_name
-    may_lack_all = metadata.source.zero_stage == 0 and metadata.source.by_rank
-    for group in range(len(metadata.groups)):
-        states = {
-            name: {*keys.get(name, ()), *dict(saved.scalars)}
-            for name, saved in metadata.parameters.items()
-            if saved.group == group and (name, MASTER) in metadata.tensors  # the others are reported above
-        }
-        every = set().union(*states.values())
-        for name, present in states.items():
-            if (lost := every - present) and (present or not may_lack_all):
-                text = f"no {', '.join(sorted(lost))} of this parameter, but of others in its param group"
-                yield Finding(ERROR, "state-missing", text, name, metadata.source.folder)
