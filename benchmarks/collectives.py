@@ -26,6 +26,7 @@ from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.load.metadata import read_my_share
 from elastic_ckpt.load.prepare import RankPlan
 from elastic_ckpt.load.verify_reads import RankSums
+from elastic_ckpt.planning.numbered import name_states
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import RankWork
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
@@ -51,7 +52,7 @@ class Collectives:
 def collectives_of(ranks: int, model: ScaleModel) -> Collectives:
     """Play a load of the model's checkpoint."""
     found, kinds, files = scale_files(model)
-    metadata = assemble(found, kinds, files, MetadataOptions()).metadata
+    metadata = assemble(found, kinds, files, MetadataOptions(), name_states).metadata
     saved = metadata.source
     virtual = VirtualJob(
         metadata, Topology(ranks // (saved.tp * saved.pp), saved.tp, saved.pp, saved.zero_stage), LoadOptions()

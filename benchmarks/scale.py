@@ -35,6 +35,7 @@ from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.load.metadata import read_checkpoint, read_my_share
+from elastic_ckpt.planning.numbered import name_states
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.tools.conversion import convert
 from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
@@ -110,7 +111,9 @@ def measure_model(name: str, live: Topology, job_ranks: int) -> ScalePoint:
     found, kinds, files = scale_files(model)
 
     def read() -> CheckpointMetadata:
-        return assemble(found, kinds, read_my_share(len(files), lambda at: files[at]), MetadataOptions()).metadata
+        return assemble(
+            found, kinds, read_my_share(len(files), lambda at: files[at]), MetadataOptions(), name_states
+        ).metadata
 
     config = ElasticConfig.model_validate({"tp_preset": model.preset} if model.preset else {})
     point = _measured(read, live, job_ranks, LoadOptions.of(config))

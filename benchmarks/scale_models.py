@@ -31,6 +31,7 @@ from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.planning.numbered import name_states
 from elastic_ckpt.tools.virtual import START_ALIGNMENT
 
 Shape = tuple[int, ...]
@@ -260,7 +261,7 @@ class ScaleModel(BaseModel, extra="forbid", frozen=True):
 
 def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
     """Metadata of a large model's checkpoint. Raises :class:`ElasticCkptError` if no such checkpoint can exist."""
-    return assemble(*scale_files(model), MetadataOptions()).metadata
+    return assemble(*scale_files(model), MetadataOptions(), name_states).metadata
 
 
 def scale_files(model: ScaleModel) -> tuple[CheckpointInfo, list[Kind], list[Indexed]]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from elastic_ckpt.core.local_state import LiveGroup
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata
+from elastic_ckpt.planning.numbered import name_states
 
 FILE = "mp_rank_00_model_states.pt"
 STATES = ("exp_avg", "exp_avg_sq")
@@ -74,8 +77,8 @@ def catalog_of(
     folder: Path, shard: ModelShard, live_groups: Sequence[Sequence[str]] = (), rename: Any = ()
 ) -> CheckpointMetadata:
     found = CheckpointInfo("native", str(folder), folder.name, sort_names([FILE], is_universal=False))
-    options = MetadataOptions(live_groups=tuple(map(tuple, live_groups)), rename=rename)
-    return unpartitioned_metadata(found, shard, options)
+    live = [LiveGroup(tuple(names), {}) for names in live_groups]
+    return unpartitioned_metadata(found, shard, MetadataOptions(), partial(name_states, live=live, rules=rename))
 
 
 def contents(metadata: CheckpointMetadata, name: str, key: str) -> torch.Tensor:

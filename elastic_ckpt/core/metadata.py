@@ -328,6 +328,7 @@ class CheckpointMetadata:
         stages: name of a parameter, or of another tensor in a stage's own files -> pipeline stages that saved it,
             ascending; empty for a single stage.
         saved_names: name -> name in the files, where changed.
+        crc32s: CRC32 of weights, per tensor-parallel rank, where a copy of tied ones was saved for each of their names.
         stacked: parameter in which AutoEP stacks experts, whose slices are listed instead -> number of experts.
         notes, warnings: what the reader noticed; warnings call for the user's attention.
     """
@@ -345,6 +346,7 @@ class CheckpointMetadata:
     replicas: Mapping[tuple[str, str], tuple[TensorMetadata, ...]] = field(default_factory=dict)
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     saved_names: Mapping[str, str] = field(default_factory=dict)
+    crc32s: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stacked: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -10,8 +10,9 @@ from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
+from elastic_ckpt.core.numbered import NameStates
 from elastic_ckpt.core.training_state import Features, LossScale
-from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.experts import (
@@ -24,7 +25,6 @@ from elastic_ckpt.formats.experts import (
     is_across,
     partitions_of,
     with_experts,
-    with_tied_copies,
 )
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers, with_more
@@ -92,7 +92,11 @@ class Assembled:
 
 
 def assemble(
-    found: CheckpointInfo, kinds: Sequence[Kind], indexed: Sequence[Any], options: MetadataOptions
+    found: CheckpointInfo,
+    kinds: Sequence[Kind],
+    indexed: Sequence[Any],
+    options: MetadataOptions,
+    name_states: NameStates,
 ) -> Assembled:
     """Combine the files of a checkpoint, given the kind and the contents of each."""
     layers = [item for item in indexed if isinstance(item, LayerShard)]
@@ -106,13 +110,11 @@ def assemble(
     if not all(model.param_shapes for model in firsts.values()):
         for tp_rank, members in enumerate(zip(*grid.stages, strict=True)):
             _list_missing_shapes(ranks, members, [layer for layer in layers if layer.tp_rank == tp_rank])
-    for rank in ranks.values():
-        rank.models = {at: with_tied_copies(model, options.live_ties) for at, model in rank.models.items()}
-    all_metadata = {mp: _fit_together(found, mp, rank, grid, options) for mp, rank in ranks.items()}
+    all_metadata = {mp: _fit_together(found, mp, rank, grid, options, name_states) for mp, rank in ranks.items()}
     metadata = merge_stages([merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
     if layers:
         buffers = frozenset(name for rank in ranks.values() for m in rank.models.values() for name in m.buffer_names)
-        metadata = with_layers(metadata, layers, buffers, grid.tp, options.live_names)
+        metadata = with_layers(metadata, layers, buffers, grid.tp)
     across = _experts_across(found, list(ranks.values()), grid.tp, options)
     if across is not None:
         metadata = with_more(metadata, across)
@@ -212,7 +214,7 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int],
 
 
 def _fit_together(
-    found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid, options: MetadataOptions
+    found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid, options: MetadataOptions, name_states: NameStates
 ) -> CheckpointMetadata:
     """The metadata of one model-parallel rank, without the experts that its tensor-parallel ranks do not slice."""
     models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
@@ -248,7 +250,7 @@ def _fit_together(
     elif found.files.layers and not options.with_states:
         metadata = weights_alone(found, models[0])
     else:
-        metadata = _unpartitioned(found, rank, options)
+        metadata = _unpartitioned(found, rank, options, name_states)
     metadata = with_progress_compared(metadata, models[0], options.check_shards, rank.loss_scalers)
     ep = max([1, len(rank.expert_optimizers), *(degree_of(optimizers, flat) for flat in numbers if optimizers)])
     metadata = replace(metadata, source=replace(metadata.source, sequence=grid.sequence, ep=ep))
@@ -256,11 +258,10 @@ def _fit_together(
     return with_experts(metadata, rank.experts, models[0]) if is_whole else metadata
 
 
-def _unpartitioned(found: CheckpointInfo, rank: RankFiles, options: MetadataOptions) -> CheckpointMetadata:
-    """The metadata without ZeRO; without a live engine, that of the weights alone if names of states are unknown.
-
-    Raises :class:`MismatchError` if they are and there are live groups, or states are asked for.
-    """
+def _unpartitioned(
+    found: CheckpointInfo, rank: RankFiles, options: MetadataOptions, name_states: NameStates
+) -> CheckpointMetadata:
+    """The metadata without ZeRO."""
     if found.files.layers:  # states are numbered in the order of the module, which pipelines do not save
         raise UnsupportedError(
             "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter",
@@ -269,15 +270,10 @@ def _unpartitioned(found: CheckpointInfo, rank: RankFiles, options: MetadataOpti
             "optimizer states that are numbered, not named",
             remedy="load it at the topology it was saved with, or its weights alone: load_module_only=True",
         )
-    try:
-        if rank.expert_optimizers:
-            shards_of_experts = list(rank.expert_optimizers.values())
-            return unpartitioned_experts(found, rank.model, rank.experts, shards_of_experts, options)
-        return unpartitioned_metadata(found, rank.model, options)
-    except MismatchError:
-        if options.with_states or options.live_groups:
-            raise
-        return weights_alone(found, rank.model)
+    if rank.expert_optimizers:
+        shards_of_experts = list(rank.expert_optimizers.values())
+        return unpartitioned_experts(found, rank.model, rank.experts, shards_of_experts, options, name_states)
+    return unpartitioned_metadata(found, rank.model, options, name_states)
 
 
 def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> list[int]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from elastic_ckpt.core.fqn import RenameRules
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFacts, SourceFile
+from elastic_ckpt.core.numbered import NameStates
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
@@ -64,13 +64,9 @@ class MetadataOptions:
 
     Attributes:
         trust_pickle, check_shards: as the config says; the second with ``"verify": "load"``.
-        live_groups, live_hyperparameters: names in the live param groups, in the optimizer's order, and the groups'
-            hyperparameters: for checkpoints that number their parameters.
-        rename, states: the user's renames of saved names, and declarations about optimizer states.
+        states: the user's declarations about optimizer states.
         with_states: whether optimizer states are restored.
         coordinates: of this rank in the live topology.
-        live_names: all parameters and buffers of the job, on every pipeline stage.
-        live_ties: parameter -> its other names in the live module.
         with_client_state: whether the client's state is read, for which torch is needed.
         skip_unreadable: whether entries of it that cannot be read are left out.
         with_unmade: whether files may have such entries where the client's state is not read.
@@ -78,14 +74,9 @@ class MetadataOptions:
 
     trust_pickle: bool = False
     check_shards: bool = True
-    live_groups: tuple[tuple[str, ...], ...] = ()
-    live_hyperparameters: tuple[Mapping[str, Any], ...] = ()
-    rename: RenameRules = ()
     states: StateOptions = field(default_factory=StateOptions)
     with_states: bool = True
     coordinates: RankCoordinates = field(default_factory=RankCoordinates)
-    live_names: frozenset[str] = frozenset()
-    live_ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     with_client_state: bool = True
     skip_unreadable: bool = False
     with_unmade: bool = True
@@ -137,12 +128,13 @@ class FolderReading:
     Attributes:
         count: how many things there are to read.
         read: reduces what is at a position below ``count`` to something small.
-        fit: puts together what all ranks have read, in order; this rank has opened files, by path.
+        fit: puts together what all ranks have read, in order, given the files that this rank has opened, by path, and
+            what names numbered states.
     """
 
     count: int
     read: Callable[[int, OpenFile], Any]
-    fit: Callable[[Sequence[Any], Mapping[str, PickledFile]], Fitted]
+    fit: Callable[[Sequence[Any], Mapping[str, PickledFile], NameStates], Fitted]
 
 
 @dataclass(frozen=True)

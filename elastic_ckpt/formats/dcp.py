@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_ckpt.core.chunks import Box, boxed
-from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import (
     FROZEN,
     ITEMSIZE,
@@ -32,7 +31,6 @@ from elastic_ckpt.formats.dcp_megatron import Common, read_common, sort_megatron
 from elastic_ckpt.formats.dcp_metadata import DcpContents, DcpFile, read_dcp_file, read_dcp_metadata
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder
 from elastic_ckpt.formats.naming import DCP_METADATA
-from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import FRESH
 
 #: Key of the client state for what has no home in a DeepSpeed engine.
@@ -64,7 +62,7 @@ def dcp_reading(
         name = names[position]
         return read_dcp_file(found.path(name), name, contents, wanted, groups, options.trust_pickle)
 
-    def fit(files: Sequence[DcpFile], _: Mapping[str, PickledFile]) -> Fitted:
+    def fit(files: Sequence[DcpFile], *_: Any) -> Fitted:
         builder = _Builder(found, contents, entries, files, options, common or Common())
         return Fitted(builder.metadata(), found.path(DCP_METADATA), builder.training_state())
 
@@ -108,15 +106,10 @@ class _Builder:
         """The metadata; which of the untrained weights are buffers, the live model tells."""
         found, entries, builder = self._found, self._entries, self._builder
         members, groups = self._groups()
-        ties = self._ties(members)
         tensors: dict[tuple[str, str], TensorMetadata] = {}
         for name, entry in entries.weights.items():
-            key = MASTER if ties.get(name, name) in members else FROZEN
-            tensors[name, key] = self._tensor(name, key, entry)
-        copies: dict[tuple[str, str], tuple[TensorMetadata, ...]] = {}
-        for tied, name in ties.items():
             key = MASTER if name in members else FROZEN
-            copies[name, key] = (*copies.get((name, key), ()), tensors.pop((tied, key)))
+            tensors[name, key] = self._tensor(name, key, entry)
         builder.tensors.add(tensors)
         for (name, key), entry in entries.states.items():
             if name in members and not self._is_fresh(key):
@@ -127,11 +120,10 @@ class _Builder:
         for name, group in members.items():
             shape, scalars = self._contents.tensors[entries.weights[name]][1], self._scalars.get(name, {})
             builder.parameters[name] = SavedParameter(shape, group, tuple(sorted(scalars.items())))
-        builder.notes += self._notes({tensor.dtype for (_, key), tensor in tensors.items() if key == MASTER})
+        masters = MASTER if members else FROZEN  # of weights alone, which are trained is not known
+        builder.notes += self._notes({tensor.dtype for (_, key), tensor in tensors.items() if key == masters})
         facts = found.source(0, 1, files=len(self._files))
-        metadata = builder.metadata(
-            facts, groups, self._warnings(), aliases=ties, replicas=copies, run=self._common.run
-        )
+        metadata = builder.metadata(facts, groups, self._warnings(), run=self._common.run)
         fresh = frozenset(filter(self._is_fresh, self._options.states.schema))
         return replace(metadata, states=replace(metadata.states, fresh=fresh))
 
@@ -193,21 +185,8 @@ class _Builder:
             number = len(groups) - 1 if isinstance(key, int) else groups.index(values)
             members |= dict.fromkeys(names, number)
         stateful = [name for name, _ in self._entries.states if name not in members]
-        if not members and not stateful:  # weights alone
-            live = {name for names in self._options.live_groups for name in names}
-            stateful = [name for name in weights if rename(name, self._options.rename) in live]
-        alone = self._common.groups[0] if self._common.is_one_group else {}
-        return members | dict.fromkeys(stateful, len(groups)), groups + [alone] * bool(stateful)
-
-    def _ties(self, members: Mapping[str, int]) -> dict[str, str]:
-        """Second names of weights that are tied in the live model -> the kept name; their values are compared."""
-        saved = {rename(name, self._options.rename): name for name in self._entries.weights}
-        ties: dict[str, str] = {}
-        for name, others in self._options.live_ties.items():
-            names = [saved[each] for each in (name, *others) if each in saved]
-            kept = next((each for each in names if each in members), names[0] if names else "")
-            ties |= {each: kept for each in names if each != kept and each not in members}
-        return ties
+        alone = [self._common.groups[0]] if self._common.is_one_group else [{}] * bool(stateful)
+        return members | dict.fromkeys(stateful, len(groups)), groups + alone
 
     def _tensor(self, name: str, key: str, entry: str, has_own_shape: bool = False) -> TensorMetadata:
         dtype, shape = self._contents.tensors[entry]

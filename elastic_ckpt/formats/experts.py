@@ -176,23 +176,6 @@ def _experts_of_a_rank(param_shapes: tuple[Shapes, ...]) -> dict[str, int]:
     return {layer: max(found) + 1 for layer, found in numbers.items()}
 
 
-def with_tied_copies(model: ModelShard, ties: Mapping[str, Sequence[str]]) -> ModelShard:
-    """``model`` with its tied weights; with experts, DeepSpeed saves a copy for each name, and does not list them.
-
-    ``ties``: parameter -> its other names in the live model. What has the parameter's bytes is a copy.
-    """
-    if not model.features.experts:
-        return model
-    shared = dict(model.shared)
-    for name, other in ((name, other) for name, others in ties.items() for other in others):
-        refs = (model.weights[each] for each in (name, other) if each in model.weights)
-        records = (model.records.index(ref.byte_offset) for ref in refs)
-        crc32s = [model.records.crc32s[number] for number in records if number is not None]
-        if len(crc32s) == 2 and crc32s[0] == crc32s[1]:
-            shared[other] = name
-    return replace(model, shared=shared)
-
-
 def check_experts(
     found: CheckpointInfo,
     model: ModelShard,

@@ -54,7 +54,9 @@ def merge_shards(ranks: Ranks) -> CheckpointMetadata:
             known[ids] = tuple(merged(zip(files, (dict(each.scalars) for each in shards), strict=True)).items())
         parameters[name] = replace(_one_parameter(shards), scalars=known[ids])
     groups = merged_groups(zip(files, (rank.groups for rank in ranks), strict=True))
-    return replace(_united(ranks, tensors, parameters, tp=len(ranks)), groups=groups)
+    known_crc32s = [name for name in first.crc32s if all(name in rank.crc32s for rank in ranks)]
+    crc32s = {name: tuple(chain(*(rank.crc32s[name] for rank in ranks))) for name in known_crc32s}
+    return replace(_united(ranks, tensors, parameters, tp=len(ranks)), groups=groups, crc32s=crc32s)
 
 
 def merge_stages(stages: Ranks) -> CheckpointMetadata:
@@ -274,13 +276,12 @@ def with_layers(
     layers: Sequence[LayerShard],
     buffers: frozenset[str],
     tp: int,
-    live_names: frozenset[str] = frozenset(),
 ) -> CheckpointMetadata:
     """``metadata`` extended by the layers' files: buffers, and parameters that no optimizer owned.
 
-    ``layers`` are of all ``tp`` tensor-parallel ranks; ``live_names`` tell tied modules that no optimizer owned.
+    ``layers`` are of all ``tp`` tensor-parallel ranks.
     """
-    known = frozenset(metadata.parameters) | buffers | live_names
+    known = frozenset(metadata.parameters) | buffers
     shards: dict[str, list[tuple[int, int, TensorRef]]] = {}
     for number, layer in enumerate(layers):
         for name, ref in layer.named(known).items():

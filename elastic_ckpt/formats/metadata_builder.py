@@ -221,8 +221,9 @@ class MetadataBuilder:
         found, dp = self._found, int(model.counters.get("dp_world_size", 1))
         facts = found.source(zero_stage, dp, model.ds_version, **source)
         stacked = {name: sum(map(len, placed)) for name, placed in model.stacked.items()}
+        crc32s = weights_crc32s([model])
         return self.metadata(
-            facts, groups, aliases=model.shared, declared=model.declared, run=model.run, stacked=stacked
+            facts, groups, aliases=model.shared, declared=model.declared, run=model.run, stacked=stacked, crc32s=crc32s
         )
 
     def metadata(
@@ -251,6 +252,20 @@ def dense_tensor(
     """A tensor that is whole in one file, of the shape that it has there unless ``shape`` is given."""
     sources = listed(StorageChunk(FlatRange(0, ref.numel), file, ref.byte_offset)) if ref.numel else listed()
     return TensorMetadata(name, key, ref.shape if shape is None else shape, ref.dtype, sources, has_own_shape)
+
+
+def weights_crc32s(models: Sequence[ModelShard]) -> dict[str, tuple[int, ...]]:
+    """CRC32s of weights, by tensor-parallel rank; with experts alone, where DeepSpeed saves tied ones once per name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for model in models if models[0].features.experts else ():
+        for name, ref in model.weights.items():
+            number, nbytes = model.records.index(ref.byte_offset), ref.numel * ITEMSIZE[ref.dtype]
+            if number is not None and (model.records.offsets[number], model.records.nbytes[number]) == (
+                ref.byte_offset,
+                nbytes,
+            ):
+                found[name] = (*found.get(name, ()), model.records.crc32s[number])
+    return {name: crc32s for name, crc32s in found.items() if len(crc32s) == len(models)}
 
 
 def refuse_view(name: str, what: str, ref: TensorRef, path: str) -> None:

@@ -8,6 +8,7 @@ from itertools import chain
 
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import SourceFile
+from elastic_ckpt.core.numbered import NameStates
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError
@@ -42,8 +43,8 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, _: None) -> 
     def read(position: int, open_one: OpenFile) -> Indexed:
         return index_native(open_one(paths[position]), kinds[position], options.states, index_model)
 
-    def fit(indexed: Sequence[Indexed], opened: Mapping[str, PickledFile]) -> Fitted:
-        files = assemble(found, kinds, indexed, options)
+    def fit(indexed: Sequence[Indexed], opened: Mapping[str, PickledFile], name_states: NameStates) -> Fitted:
+        files = assemble(found, kinds, indexed, options, name_states)
         if options.check_shards:
             _spot_check(files, {at for at, path in enumerate(paths) if path in opened})
         position, for_all = _own_state(files, options.coordinates)

@@ -15,16 +15,17 @@ from typing import Any
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, TensorMetadata
+from elastic_ckpt.core.numbered import NameStates
 from elastic_ckpt.core.shard_specs import DeclaredSpecs
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
-from elastic_ckpt.formats.experts import with_slices, with_tied_copies
+from elastic_ckpt.formats.experts import with_slices
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
-from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors, weights_crc32s
 from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
@@ -66,7 +67,7 @@ def universal_reading(
             return index_optimizer(open_one(optimizer_path(found)))
         return index_model(open_one(paths[position]), ranks[position][1])
 
-    def fit(items: Sequence[Any], opened: Mapping[str, PickledFile]) -> Fitted:
+    def fit(items: Sequence[Any], opened: Mapping[str, PickledFile], _: NameStates) -> Fitted:
         states = [unpacked(found, name, packed) for name, packed in zip(names, items[files:], strict=True)]
         models: dict[tuple[int, int], ModelShard] = dict(zip(ranks, items, strict=False))
         optimizer: OptimizerFile | None = items[len(paths)] if has_optimizer else None
@@ -106,8 +107,7 @@ def _fit_together(
     if optimizer is not None and not optimizer.in_true_order:
         _refuse_wrong_data(first, optimizer)
     grid = grid_of(firsts, found.folder, options.coordinates)
-    tied = [with_tied_copies(model, options.live_ties) for model in models.values()]
-    metadata = with_slices(_build_metadata(found, tied, optimizer, states, grid), first)
+    metadata = with_slices(_build_metadata(found, list(models.values()), optimizer, states, grid), first)
     scalers = [None if optimizer is None else optimizer.loss_scaler]
     return with_progress_compared(metadata, first, options.check_shards, scalers), grid
 
@@ -188,7 +188,8 @@ def _build_metadata(
         merged_from=grid.tp,
         sequence=grid.sequence,
     )
-    return replace(metadata, declared=declared)
+    dp = len(models) // (grid.tp * grid.pp)
+    return replace(metadata, declared=declared, crc32s=weights_crc32s([models[rank * dp] for rank in grid.stages[0]]))
 
 
 def _local_shapes(models: Sequence[ModelShard], grid: Grid) -> dict[str, tuple[Shape, ...]]:

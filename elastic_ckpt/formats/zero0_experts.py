@@ -6,19 +6,20 @@ number. Weights are in the model-states file and in the files of experts. Source
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain
 
-from elastic_ckpt.core.experts import ExpertName, expert_name, stacked_name
+from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
+from elastic_ckpt.core.numbered import ExpertRank, NameStates
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, degree_in_name
-from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, module_tensors
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, module_tensors, weights_crc32s
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.saved_states import merged_groups, settings
-from elastic_ckpt.formats.zero0 import add_unpartitioned, member_names, shapes_of
+from elastic_ckpt.formats.zero0 import add_unpartitioned, member_names, shapes_of, weights_alone
 
 
 def unpartitioned_experts(
@@ -27,11 +28,9 @@ def unpartitioned_experts(
     experts: Sequence[ExpertShard],
     optimizers: Sequence[ExpertOptimizer],
     options: MetadataOptions,
+    name_states: NameStates,
 ) -> CheckpointMetadata:
-    """The metadata of a checkpoint without ZeRO, given the files of experts and their optimizers, in order.
-
-    Raises :class:`MismatchError` if names are unknown.
-    """
+    """As :func:`unpartitioned_metadata`, given the files of experts and their optimizers, in order."""
     refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.state.groups)})
     ep = _degree(found, optimizers)
     states = ((each.path, states) for each in optimizers for states in each.state.states.values())
@@ -44,8 +43,11 @@ def unpartitioned_experts(
     local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
     for each in optimizers:
         shard, files = _on_rank(model, experts, each, local, first_file=1 + ep)
-        live = tuple(_named_on_rank(names, each.ep_rank, local, shard.stacked) for names in options.live_groups)
-        names, notes = member_names(shard, each.state, replace(options, live_groups=live))
+        mine = ExpertRank(each.ep_rank, local, frozenset(shard.stacked), weights_crc32s([model]))
+        named = member_names(shard, each.state, options, name_states, mine)
+        if named is None:
+            return weights_alone(found, model)
+        names, notes = named
         if each.ep_rank:  # dense parameters are in each of these files
             of_experts = {name for name in shard.weights if name in shard.stacked or expert_name(name)}
             names = [[name if name in of_experts else None for name in group] for group in names]
@@ -96,19 +98,3 @@ def _on_rank(
         part = weights[f"{name}.{mine[0]}"]
         weights[name] = replace(part, shape=(len(mine), *part.shape), stride=(part.numel, *part.stride))
     return replace(model, weights=weights, optimizer=of.state, stacked=stacked), files
-
-
-def _named_on_rank(
-    names: Sequence[str], ep_rank: int, local: Mapping[str, int], stacked: Collection[str]
-) -> tuple[str, ...]:
-    """The names of a param group on another expert-parallel rank, with so many experts of each layer."""
-    found: list[str] = []
-    for layer, run in groupby(names, key=lambda name: getattr(expert_name(name), "layer", None)):
-        if layer is None or layer not in local:
-            found += dict.fromkeys(stacked_name(name) if stacked_name(name) in stacked else name for name in run)
-            continue
-        parts = [part for part in map(expert_name, run) if part is not None]
-        rests = [part.rest for part in parts if part.number == parts[0].number]
-        first = ep_rank * local[layer]
-        found += [str(ExpertName(layer, n, rest)) for n in range(first, first + local[layer]) for rest in rests]
-    return tuple(found)

@@ -10,23 +10,32 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import is_
 from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.fqn import RenameRules
+from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.formats import READERS, Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.base import OWN_FIELDS, Fitted, Format, OpenFile, refuse_swapped, refuse_unsupported_folder
 from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade
 from elastic_ckpt.formats.torch_archive.archive import Trees
+from elastic_ckpt.planning.numbered import name_states
 
 T = TypeVar("T")
 _DOING = "read the checkpoint's metadata"
 _DIGEST_NBYTES = 16
 
 
-def read_checkpoint(found: CheckpointInfo, options: MetadataOptions) -> Checkpoint:
-    """Read a checkpoint's metadata. Collective: all ranks raise the same :class:`ElasticCkptError`."""
+def read_checkpoint(
+    found: CheckpointInfo, options: MetadataOptions, live: LocalState | None = None, rename: RenameRules = ()
+) -> Checkpoint:
+    """Read a checkpoint's metadata. Collective: all ranks raise the same :class:`ElasticCkptError`.
+
+    ``live``, under names as the user renames them, settles those of numbered optimizer states.
+    """
     reader, looking = READERS[found.format], "look at the checkpoint's files"
     if not isinstance(reader, Format):
         return reader(found, options)
@@ -39,7 +48,9 @@ def read_checkpoint(found: CheckpointInfo, options: MetadataOptions) -> Checkpoi
     opened: dict[str, PickledFile] = {}
     open_one = file_opener(options, opened)
     records = read_my_share(reading.count, lambda position: reading.read(position, open_one))
-    fitted, state = fit_together(lambda: reading.fit(records, opened))
+    groups, ties = ((), {}) if live is None else (live.groups, live.model.ties)
+    name = partial(name_states, live=groups, ties=ties, rules=rename, needed=options.with_states)
+    fitted, state = fit_together(lambda: reading.fit(records, opened, name))
     mine = sum(_opens(position) for position in range(reading.count))
     return Checkpoint(fitted.metadata, state, fitted.model_path, len(opened) or mine)
 

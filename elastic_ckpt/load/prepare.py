@@ -96,7 +96,9 @@ def prepare(
     with clock("plan"):
         adapter, local_state = _describe(engine, arguments)
     with clock("metadata"):
-        checkpoint = read_checkpoint(found, _metadata_options(local_state, arguments, config))
+        checkpoint = read_checkpoint(
+            found, _metadata_options(local_state, arguments, config), local_state, config.rename
+        )
     with clock("plan"):
         planned: list[tuple[LoadPlan, TrainingStateCommit, tuple[str, ...]]] = []
 
@@ -149,14 +151,9 @@ def _metadata_options(local_state: LocalState, arguments: LoadArguments, config:
     return MetadataOptions(
         trust_pickle=config.trust_pickle,
         check_shards=config.verify == "load",
-        live_groups=tuple(group.names for group in local_state.groups),
-        live_hyperparameters=tuple(group.hyperparameters for group in local_state.groups),
-        rename=config.rename,
         states=state_options(config),
         with_states=restores_states(arguments),
         coordinates=local_state.model.coordinates,
-        live_names=local_state.model.names,
-        live_ties=local_state.model.ties,
         skip_unreadable=config.on_unreadable_entry == "skip",
     )
 

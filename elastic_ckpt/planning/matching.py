@@ -51,8 +51,6 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     live = {name for flat in local_state.flats for name in flat.members}
     wholes = {(whole.name, whole.key) for whole in local_state.wholes}
     trained, frozen, buffers = metadata.parameters, set(metadata.names(FROZEN)), set(metadata.names(BUFFER))
-    second_names = frozen.intersection(chain.from_iterable(local_state.model.ties.values()))
-    frozen -= {name for name in second_names if 0 in metadata.tensors[name, FROZEN].shape}  # no bytes show such a tie
 
     def is_saved(name: str, key: str) -> bool:
         return name in buffers if key == BUFFER else name in trained or name in frozen
@@ -146,7 +144,9 @@ def match_groups(
     hyperparameters: list[Mapping[str, Any]] = []
     for number, group in enumerate(local_state.groups):
         found = sorted({metadata.parameters[name].group for name in group.names if name in metadata.parameters})
-        if not group.names and len(metadata.groups) == len(local_state.groups):
+        if not metadata.parameters and len(metadata.groups) == 1:  # of weights alone, which has no members
+            found = [0]
+        elif not group.names and len(metadata.groups) == len(local_state.groups):
             has_members = any(saved.group == number for saved in metadata.parameters.values())
             found = [] if has_members else [number]  # all its members are frozen, saved and live
         if with_states:

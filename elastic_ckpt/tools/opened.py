@@ -82,7 +82,6 @@ def open_checkpoint(
     options = MetadataOptions(
         trust_pickle=config.trust_pickle,
         check_shards=config.verify == "load",
-        rename=config.rename,
         states=state_options(config),
         with_states=with_states,
         with_client_state=False,

@@ -1,9 +1,8 @@
-"""Renames of the user's, and tied names: what becomes of every saved name, and of what hangs on it."""
+"""The user's renames: what becomes of every saved name, and of what hangs on it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.fqn import RenameRules, adopt_live_names, rename, rename_saved
-from elastic_ckpt.core.local_state import ModelLayout
+from elastic_ckpt.core.fqn import RenameRules, rename, rename_saved
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
@@ -154,55 +152,3 @@ def saved_as(metadata: CheckpointMetadata, prefix: str) -> CheckpointMetadata:
             for (name, key), tensor in metadata.tensors.items()
         },
     )
-
-
-# --- tied names -------------------------------------------------------------------------------------------------
-
-
-def test_a_tied_parameter_is_found_under_another_of_its_live_names() -> None:
-    engine = replace(live({"head": (2, 5)}), model=ModelLayout(ties={"head": ("embedding",)}))
-    plan = plan_load(saved({"embedding": (2, 5)}), engine, LoadOptions())
-    assert sum(copy.numel for copy in plan.reads.items) == 30
-    assert {slot.key for slot in plan.reads.slots} >= {MASTER}
-    assert any("embedding" in note and "head" in note for note in plan.notes)
-
-
-def test_a_tied_parameter_is_not_taken_from_a_name_of_its_own() -> None:
-    """Untied at save time: two parameters, of which a tied live model can take only its own."""
-    engine = replace(live({"head": (2, 5)}), model=ModelLayout(ties={"head": ("embedding",)}))
-    with pytest.raises(MismatchError) as caught:
-        plan_load(saved({"embedding": (2, 5), "head": (2, 5)}), engine, LoadOptions())
-    assert "embedding" in str(caught.value.found)
-
-
-def test_a_tied_parameter_is_not_taken_from_two_others() -> None:
-    engine = replace(live({"head": (2, 5)}), model=ModelLayout(ties={"head": ("embedding", "decoder")}))
-    metadata = saved({"embedding": (2, 5), "decoder": (2, 5)})
-    assert adopt_live_names(metadata, engine.model) is metadata
-    with pytest.raises(MismatchError):
-        plan_load(metadata, engine, LoadOptions())
-
-
-@pytest.mark.parametrize("ties", [{}, {"head": ("decoder",)}, {"embedding": ("head",)}])
-def test_ties_that_the_checkpoint_does_not_need_change_nothing(ties: dict[str, Sequence[str]]) -> None:
-    metadata = saved({"embedding": (2, 5)})
-    engine = replace(
-        live({"embedding": (2, 5)}), model=ModelLayout(ties={name: tuple(others) for name, others in ties.items()})
-    )
-    assert adopt_live_names(metadata, engine.model) is metadata
-
-
-def test_a_frozen_tied_parameter_and_a_tied_buffer_are_found_too() -> None:
-    metadata = replace(saved(TWO, wholes=WHOLES), aliases={"tied": "old.bias"}, notes=("before",))
-    engine = replace(live(TWO), model=ModelLayout(ties={"new.bias": ("old.bias",), "cover": ("mask",)}))
-    adopted = adopt_live_names(metadata, engine.model)
-    assert names_in(adopted) == {*TWO, "new.bias", "cover", "tied"}
-    assert adopted.aliases == {"tied": "new.bias"}
-    assert adopted.notes[0] == "before"
-    assert [("old.bias" in note, "mask" in note) for note in adopted.notes[1:]] == [(True, False), (False, True)]
-
-
-def test_ties_are_looked_for_behind_the_renames() -> None:
-    engine = replace(live({"head": (2, 5)}), model=ModelLayout(ties={"head": ("body.embedding",)}))
-    plan = plan_load(saved({"net.embedding": (2, 5)}), engine, LoadOptions(ElasticConfig(rename=[("^net", "body")])))
-    assert names_of(plan, MASTER, "restored") == ("head",)

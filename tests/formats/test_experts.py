@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,9 @@ from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.chunks import StorageChunk, group_rules, listed
 from elastic_ckpt.core.experts import EXPERTS, with_stacks
 from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import LiveGroup
 from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, TensorMetadata
+from elastic_ckpt.core.numbered import ExpertRank, NumberedStates
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, TOUCHED, StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.assembling import _refuse_different_experts
@@ -29,13 +30,14 @@ from elastic_ckpt.formats.experts import (
     index_expert_optimizer,
     is_across,
     with_slices,
-    with_tied_copies,
 )
+from elastic_ckpt.formats.metadata_builder import weights_crc32s
 from elastic_ckpt.formats.model_states import _stacked_experts
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.saved_states import SavedKind
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.zero0_experts import _degree, _named_on_rank, unpartitioned_experts
+from elastic_ckpt.formats.zero0_experts import _degree, unpartitioned_experts
+from elastic_ckpt.planning.numbered import name_states
 
 LAYER = f"layers.0.{EXPERTS}"
 
@@ -133,7 +135,12 @@ def test_an_optimizer_file_without_states_is_no_optimizers(tmp_path: Path) -> No
 
 def test_members_of_a_group_are_named_as_on_the_rank_that_saved_them() -> None:
     live = ["gate", f"{LAYER}4.a", f"{LAYER}4.b", f"{LAYER}5.a", f"{LAYER}5.b"]
-    assert _named_on_rank(live, 1, {"layers.0.": 1}, ()) == ("gate", f"{LAYER}1.a", f"{LAYER}1.b")
+    mine = ["gate", f"{LAYER}1.a", f"{LAYER}1.b"]
+    weights = {name: (number,) for number, name in enumerate(reversed(mine))}
+    experts = ExpertRank(1, {"layers.0.": 1}, frozenset())
+    numbered = NumberedStates("", ({},), [[weights[name] for name in mine]], False, weights, experts=experts)
+    named = name_states(numbered, [LiveGroup(tuple(live), {})])
+    assert named is not None and named[0] == [mine]
 
 
 def optimizers(*ep_ranks: int, name: str = "ep_size_2") -> list[Any]:
@@ -232,34 +239,15 @@ def test_a_universal_checkpoints_stacked_parameters_are_sliced() -> None:
         with_slices(universal(has_own_shape=True), model)
 
 
-@dataclass(frozen=True)
-class Model:
-    """What of a model-states file tells copies of tied weights."""
-
-    records: Records
-    experts: tuple[int, ...] = (4,)
-    shared: Any = field(default_factory=dict)
-
-    @property
-    def features(self) -> Any:
-        return SimpleNamespace(experts=self.experts)
-
-    @property
-    def weights(self) -> dict[str, TensorRef]:
-        return {name: TensorRef("float32", (2,), (1,), at) for at, name in ((0, "gate"), (64, "alias"), (128, "other"))}
-
-
-def test_copies_of_tied_weights_are_one_parameter_only_with_the_same_bytes() -> None:
-    model: Any = Model(Records.of([(0, 8, 11), (64, 8, 11), (128, 8, 12)]))
-    assert with_tied_copies(model, {"gate": ("alias", "other", "absent")}).shared == {"alias": "gate"}
-    unknown = replace(model, records=Records.of([(0, 8, 0), (64, 8, 0)]))
-    # equal, but two parameters in the live model; of unknown bytes; without experts, DeepSpeed lists them
-    for each, ties in (
-        (model, {}),
-        (unknown, {"gate": ("alias",)}),
-        (replace(model, experts=()), {"gate": ("alias",)}),
-    ):
-        assert with_tied_copies(each, ties).shared == {}
+def test_checksums_of_weights_are_stated_beside_experts_where_records_are_whole_tensors() -> None:
+    """DeepSpeed then saves a copy for each name of tied weights, and lists no ties."""
+    weights = {name: TensorRef("float32", (2,), (1,), at) for at, name in ((0, "gate"), (64, "alias"), (96, "view"))}
+    records = Records.of([(0, 8, 11), (64, 8, 11), (92, 16, 11), (128, 8, 0)])
+    model: Any = SimpleNamespace(features=SimpleNamespace(experts=(4,)), records=records, weights=weights)
+    assert weights_crc32s([model]) == {"gate": (11,), "alias": (11,)}
+    other: Any = SimpleNamespace(**{**vars(model), "weights": {"gate": weights["gate"]}})
+    assert weights_crc32s([model, other]) == {"gate": (11, 11)}
+    assert weights_crc32s([SimpleNamespace(**{**vars(model), "features": SimpleNamespace(experts=())})]) == {}  # type: ignore[list-item]
 
 
 def test_experts_that_the_expert_parallel_ranks_do_not_divide_are_refused() -> None:
@@ -270,4 +258,4 @@ def test_experts_that_the_expert_parallel_ranks_do_not_divide_are_refused() -> N
     files: Any = [SimpleNamespace(**vars(expert(0, number)), nbytes=9, records=Records()) for number in range(3)]
     found: Any = SimpleNamespace(path=str, notes=())
     with pytest.raises(LayoutError, match=r"(?s)so many expert-parallel ranks.*3 experts"):
-        unpartitioned_experts(found, model, files, every, MetadataOptions())  # type: ignore[arg-type]
+        unpartitioned_experts(found, model, files, every, MetadataOptions(), name_states)  # type: ignore[arg-type]

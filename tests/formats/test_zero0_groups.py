@@ -9,11 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt.core.numbered import NumberedStates
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.formats.model_states import PLAIN, UnpartitionedState
-from elastic_ckpt.formats.saved_states import StatesOfOne
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.zero0 import _dealt
+from elastic_ckpt.planning.numbered import name_states
 from tests.unpartitioned import catalog_of, check_states, indexed, trained
 
 Shape = tuple[int, ...]
@@ -90,16 +88,10 @@ def test_what_is_dealt_out_is_the_only_way(dealt: list[tuple[Shape, int]], data:
     names, shapes = [f"p{at}" for at in range(len(dealt))], {f"p{at}": shape for at, (shape, _) in enumerate(dealt)}
     members = [[at for at, (_, group) in enumerate(dealt) if group == number] for number in range(3)]
     known = {at: data.draw(st.booleans(), label=f"state of {at}") for at in range(len(dealt))}
-    states = {
-        at: StatesOfOne({"exp_avg": TensorRef("float32", shape, (1,), 0)})
-        for at, (shape, _) in enumerate(dealt)
-        if known[at]
-    }
-    state = UnpartitionedState(PLAIN, ({}, {}, {}), tuple(map(tuple, members)), None, (), states, {})
-    found = _dealt(state, names, shapes)
-    ways = ways_of([[shapes[f"p{at}"] if known[at] else None for at in group] for group in members], names, shapes)
+    saved = [[shapes[f"p{at}"] if known[at] else None for at in group] for group in members]
+    found = name_states(NumberedStates("", ({}, {}, {}), saved, False, shapes), needed=False)
     if found is not None:
-        assert ways == [found] == [[[f"p{at}" for at in group] for group in members]]
+        assert ways_of(saved, names, shapes) == [found[0]] == [[[f"p{at}" for at in group] for group in members]]
 
 
 def ways_of(left: list[list[Shape | None]], names: list[str], shapes: dict[str, Shape]) -> list[list[list[str]]]:

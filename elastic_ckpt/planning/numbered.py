@@ -1,0 +1,202 @@
+"""Names of the optimizer states that a checkpoint without ZeRO numbers. Pure.
+
+They come from the live param groups or the order of the model; shapes must agree. Where parameters were frozen,
+unfrozen, added or removed since the save, so that a live group has more or fewer than the saved one, shapes must leave
+exactly one way to match them. Where there are masters beside the weights, their values are compared too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, groupby
+from types import MappingProxyType
+
+from elastic_ckpt.core.experts import ExpertName, expert_name, stacked_name
+from elastic_ckpt.core.fqn import RenameRules, rename
+from elastic_ckpt.core.local_state import LiveGroup
+from elastic_ckpt.core.numbered import ExpertRank, Members, NamedStates, NumberedStates, Shape
+from elastic_ckpt.errors import MismatchError, listed
+
+Names = Sequence[Sequence[str]]
+
+
+def name_states(
+    numbered: NumberedStates,
+    live: Sequence[LiveGroup] = (),
+    ties: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    rules: RenameRules = (),
+    needed: bool = True,
+) -> NamedStates | None:
+    """Saved names of every saved group's members, and notes on how they were inferred.
+
+    ``live`` are the live param groups, empty without a live model, whose names are as renamed by ``rules``; ``ties``:
+    parameter -> its other names in the live model. Raises :class:`MismatchError` if which parameter is which is
+    unknown; ``None`` if neither ``needed`` nor asked by a load.
+    """
+    if (experts := numbered.experts) is not None:
+        live = [replace(group, names=_named_on_rank(group.names, experts)) for group in live]
+        pairs = ((name, other) for name, others in ties.items() for other in others)
+        equal = {other: name for name, other in pairs if experts.crc32s.get(name, ()) == experts.crc32s.get(other)}
+        numbered = replace(numbered, aliases={**numbered.aliases, **equal})
+    shapes = numbered.weights
+    origins = {rename(name, rules): numbered.aliases.get(name, name) for name in shapes}
+    names = [[origins[name] for name in group.names if name in origins] for group in live]
+    unnumbered = {*numbered.buffers, *numbered.aliases}
+    in_order = [name for name in shapes if name not in unnumbered]
+    of_model = [in_order] if live or len(numbered.shapes) == 1 else _dealt(numbered, in_order)
+    candidates: dict[str, Members] = {}
+    for origin, each in (("the live param groups", _in_saved_order(numbered, names, live)), ("the model", of_model)):
+        fitted = None if each is None else _fit(numbered, each)
+        if fitted is not None and each is not None and not _loses(numbered, fitted, each):
+            candidates[origin] = fitted
+    distinct = {tuple(map(tuple, members)) for members in candidates.values()}
+    if candidates and (len(distinct) == 1 or numbered.compared):
+        origin, chosen = next(iter(candidates.items()))
+        return chosen, _notes(numbered, chosen, origin)
+    if needed or live:
+        raise _unnamed(numbered, live, list(candidates))
+    return None
+
+
+def _named_on_rank(names: Sequence[str], experts: ExpertRank) -> tuple[str, ...]:
+    """The names of a param group on another expert-parallel rank, with so many experts of each layer."""
+    found: list[str] = []
+    for layer, run in groupby(names, key=lambda name: getattr(expert_name(name), "layer", None)):
+        if layer is None or layer not in experts.local:
+            stacks = ((name, stacked_name(name)) for name in run)
+            found += dict.fromkeys(stack if stack in experts.stacked else name for name, stack in stacks)
+            continue
+        parts = [part for part in map(expert_name, run) if part is not None]
+        rests = [part.rest for part in parts if part.number == parts[0].number]
+        first, local = experts.rank * experts.local[layer], experts.local[layer]
+        found += [str(ExpertName(layer, n, rest)) for n in range(first, first + local) for rest in rests]
+    return tuple(found)
+
+
+def _dealt(numbered: NumberedStates, names: Sequence[str]) -> Names | None:
+    """Names in the order of the model, dealt out to several saved groups; ``None`` unless shapes leave a single way.
+
+    As of the Trainer, whose second group has biases and norms. What did not train is passed over if no member is of its
+    shape.
+    """
+    if numbered.is_flat:
+        return None
+    left, shapes = [deque(group) for group in numbered.shapes], numbered.weights
+    saved = Counter(chain.from_iterable(left))
+    named = Counter(shapes[name] for name in names if shapes[name] in saved)
+    if saved.total() != len(names) and saved != named:
+        return None
+    dealt: list[list[str]] = [[] for _ in left]
+    for name in names:
+        fitting = [group for group, rest in enumerate(left) if rest and rest[0] in (None, shapes[name])]
+        if len(fitting) > 1 or (not fitting and shapes[name] in saved):
+            return None
+        for group in fitting:
+            left[group].popleft()
+            dealt[group].append(name)
+    return None if any(left) else dealt
+
+
+def _in_saved_order(numbered: NumberedStates, names: Names, live: Sequence[LiveGroup]) -> Names | None:
+    """The live groups in saved order, by ``name`` if all have one; ``None``: in another order, without names."""
+    saved_labels = [group.get("name") for group in numbered.groups]
+    live_labels = [group.hyperparameters.get("name") for group in live]
+    if None not in saved_labels and set(saved_labels) == set(live_labels) and len(set(live_labels)) == len(names):
+        return [names[live_labels.index(label)] for label in saved_labels]
+    return None if _are_in_another_order(numbered, live) else names
+
+
+def _are_in_another_order(numbered: NumberedStates, live: Sequence[LiveGroup]) -> bool:
+    constant = ("initial_lr", "weight_decay", "eps", "betas")  # while a group trains
+    saved, now = (
+        [repr([group.get(key) for key in constant]) for group in groups]
+        for groups in (numbered.groups, [group.hyperparameters for group in live])
+    )
+    return saved != now and sorted(saved) == sorted(now)
+
+
+def _fit(numbered: NumberedStates, names: Names) -> Members | None:
+    """``names`` as the members of the saved groups, or ``None`` if they do not fit."""
+    if len(names) != len(numbered.shapes):
+        return None
+    if numbered.is_flat:
+        numels = [sum(math.prod(numbered.weights[name]) for name in group) for group in names]
+        return names if numels == [math.prod(shape or ()) for (shape,) in numbered.shapes] else None
+    fitted = [align(saved, group, numbered.weights) for saved, group in zip(numbered.shapes, names, strict=True)]
+    return None if any(members is None for members in fitted) else [members or [] for members in fitted]
+
+
+def align(saved: Sequence[Shape | None], names: Sequence[str], shapes: Mapping[str, Shape]) -> list[str | None] | None:
+    """Match names to saved tensors by shape, both in their own order; a saved shape of ``None`` fits any.
+
+    In lists of one length each must fit its counterpart; else the shorter must fit the longer in exactly one way.
+    Returns the name of each saved tensor, ``None`` for those without; ``None`` if there is no or no single way.
+    """
+    named: list[Shape | None] = [shapes[name] for name in names]
+    short, long = sorted((list(saved), named), key=len)
+    first, last = _earliest(short, long), _earliest(short[::-1], long[::-1])  # from behind
+    if first is None or last is None or first != [len(long) - 1 - at for at in reversed(last)]:
+        return None
+    if len(saved) <= len(names):
+        return [names[at] for at in first]
+    name_of = dict(zip(first, names, strict=True))
+    return [name_of.get(at) for at in range(len(long))]
+
+
+def _earliest(short: Sequence[Shape | None], long: Sequence[Shape | None]) -> list[int] | None:
+    """The earliest positions in the longer list that the members of the shorter one can take, in their order."""
+    positions = iter(enumerate(long))
+    chosen = [next((at for at, shape in positions if None in (shape, one) or shape == one), -1) for one in short]
+    return None if -1 in chosen else chosen
+
+
+def _loses(numbered: NumberedStates, fitted: Members, names: Names) -> bool:
+    """Whether a skipped saved state may belong to a live parameter that is left without one."""
+    if numbered.is_flat:
+        return False
+    placed = set(chain.from_iterable(fitted))
+    without = {numbered.weights[name] for name in chain.from_iterable(names) if name not in placed}
+    pairs = zip(chain.from_iterable(numbered.shapes), chain.from_iterable(fitted), strict=True)
+    return any(name is None and shape is not None and shape in without for shape, name in pairs)
+
+
+def _notes(numbered: NumberedStates, chosen: Members, origin: str) -> tuple[str, ...]:
+    proof = "shapes and values agree" if numbered.compared else "shapes agree"
+    notes = [f"without ZeRO, DeepSpeed saves optimizer states without names: taken in the order of {origin}; {proof}"]
+    weights, placed = numbered.weights, {name for group in chosen for name in group if name is not None}
+    others = weights.keys() - placed - {*numbered.buffers, *numbered.aliases}
+    if not numbered.compared and {weights[name] for name in placed} & {weights[name] for name in others}:
+        notes.append("some parameters that do not train have the shape of some that do: they must be the same as then")
+    if dropped := sum(name is None for group in chosen for name in group):
+        notes.append(f"optimizer states of {dropped} saved parameters are skipped: they do not train in the live run")
+    return tuple(notes)
+
+
+def _unnamed(numbered: NumberedStates, live: Sequence[LiveGroup], fitting: Sequence[str]) -> MismatchError:
+    sizes = [len(members) for members in numbered.shapes]
+    if not live:
+        return MismatchError(
+            "without ZeRO, DeepSpeed saves optimizer states without names, and only a load, which knows the live param "
+            "groups, can tell which parameter is which",
+            numbered.path,
+            "one param group in the order of the model, or several of which shapes tell the members",
+            f"{sizes} tensors in the saved groups",
+            remedy="leave the optimizer states out; torch.optim with model.named_parameters() saves names",
+        )
+    found = f"{sizes} tensors in the saved groups, {[len(group.names) for group in live]} in the live ones"
+    if fitting:
+        found = f"the orders of {' and of '.join(fitting)} both fit, and differ"
+    elif _are_in_another_order(numbered, live):
+        found = "live param groups with the saved hyperparameters, in another order, and no name in each group"
+    return MismatchError(
+        "without ZeRO, DeepSpeed saves optimizer states without names, and which parameter is which is not known",
+        numbered.path,
+        "live param groups with the parameters of the saved ones, in their order",
+        found,
+        parameter=listed(name for group in live for name in group.names),
+        remedy="build the param groups as when the checkpoint was saved, frozen parameters included, or load with "
+        "load_optimizer_states=False",
+    )
