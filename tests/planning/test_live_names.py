@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
+from elastic_ckpt.core.local_state import LiveShards, ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, DerivedTensors
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
@@ -117,7 +117,7 @@ TIED = "tied_modules.embed.weight"
 def test_a_frozen_tied_module_is_found_under_the_number_of_its_layer(
     files: list[str], others: list[str], found: bool
 ) -> None:
-    model = ModelLayout(layouts=dict.fromkeys([TIED, *others], LiveLayout(())))
+    model = ModelLayout(layouts=dict.fromkeys([TIED, *others], LiveShards(())))
     metadata = saved({"0.weight": (2,)}, wholes={(name, FROZEN): ((4,), "float32") for name in files})
     adopted = adopt_live_names(metadata, model)
     assert ((TIED, FROZEN) in adopted.tensors) == found
