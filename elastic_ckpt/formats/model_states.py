@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain
-from numbers import Integral
 from typing import Any, ClassVar
 
 from elastic_ckpt.core.flat_ranges import checked_shape
@@ -30,11 +29,13 @@ from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, Unsu
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.pickled import PickledFile, named_errors
 from elastic_ckpt.formats.saved_config import (
+    COUNTERS,
     StatedDegrees,
     config_section,
     counts_ahead,
     features_in,
     positive_int,
+    read_counters,
     run_arguments,
     saved_config,
     stated_degrees,
@@ -42,9 +43,6 @@ from elastic_ckpt.formats.saved_config import (
 from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, read_groups, sort_states, with_strangers
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import read_bytes
-
-#: DeepSpeed's counters, and the degrees of the run.
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 #: Entry with the masters, which is also the live optimizer's attribute -> layout.
@@ -172,21 +170,6 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         run=run,
         ahead=counts_ahead(file),
     )
-
-
-def read_counters(file: PickledFile) -> dict[str, int]:
-    """The counters that are in a file; :class:`LayoutError` for one that does not count."""
-    counters = {key: file.tree[key] for key in COUNTERS if key in file.tree}
-    for key, value in counters.items():
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
-            problem, expected = (
-                "a counter of this file is no number of steps, samples or ranks",
-                f"{key}: an integer >= 0",
-            )
-            found = repr(value)[:100] if isinstance(value, (int, float, str)) else type(value).__name__
-            remedy = f"leave {key} out of the saved client state, where it replaces DeepSpeed's own; take another tag"
-            raise LayoutError(problem, file.path, expected, found, remedy=remedy)
-    return counters
 
 
 def module_entries(module: Any) -> dict[str, Any]:

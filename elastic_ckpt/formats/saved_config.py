@@ -1,4 +1,4 @@
-"""What a file states of the run that saved it: DeepSpeed config, features, parallel degrees, and arguments.
+"""What a file states of the run that saved it: DeepSpeed config, features, parallel degrees, counters, and arguments.
 
 Rules for tensor-parallel shards may depend on the arguments.
 
@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Integral
 from typing import Any
 
 import yaml
@@ -22,10 +23,12 @@ import yaml
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.training_state import AHEAD, ONE_BIT_OPTIMIZERS, Features
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.storage.local import file_names, open_stream
 
+#: DeepSpeed's counters, and the degrees of the run.
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 _ONE_BIT_STATES = {"worker_error", "server_error", "momentum_accumulator", "lamb_coeff_freeze", "scaling_coeff"}
 _PLAIN = (str, int, float, bool, type(None))
 _ENDINGS = (".yml", ".yaml", ".json")
@@ -83,6 +86,21 @@ def features_in(file: PickledFile) -> Features:
     )
 
 
+def read_counters(file: PickledFile) -> dict[str, int]:
+    """The counters that are in a file; :class:`LayoutError` for one that does not count."""
+    counters = {key: file.tree[key] for key in COUNTERS if key in file.tree}
+    for key, value in counters.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+            problem, expected = (
+                "a counter of this file is no number of steps, samples or ranks",
+                f"{key}: an integer >= 0",
+            )
+            found = repr(value)[:100] if isinstance(value, (int, float, str)) else type(value).__name__
+            remedy = f"leave {key} out of the saved client state, where it replaces DeepSpeed's own; take another tag"
+            raise LayoutError(problem, file.path, expected, found, remedy=remedy)
+    return counters
+
+
 def base_groups(file: PickledFile) -> list[Mapping[str, Any]]:
     """The base optimizer's param groups in a file; empty without an optimizer."""
     return [group for group in _base_state(file).get("param_groups") or () if isinstance(group, Mapping)]
@@ -122,7 +140,12 @@ def _neox_options(folder: str) -> dict[str, Any]:
 
     An option on which files disagree is unknown: configurations of several models may have been released together.
     """
-    read = [_read_options(path) for path in _config_files(folder)]
+    paths: list[str] = []
+    for parent in (folder, os.path.dirname(os.path.abspath(folder))):  # of the nearest folder that has any
+        configs = os.path.join(parent, "configs")
+        names = sorted(file_names(configs)) if not paths and os.path.isdir(configs) else []
+        paths += [os.path.join(configs, name) for name in names if name.endswith(_ENDINGS)]
+    read = [_read_options(path) for path in paths] if len(paths) <= _MOST_FILES else []  # more are not of one run
     options: dict[str, Any] = {} if not read or None in read else dict(_NEOX_DEFAULTS)
     known = [each for each in read if each is not None]
     for key in dict.fromkeys(chain.from_iterable(known)):  # in an order that is the same on all ranks
@@ -131,16 +154,6 @@ def _neox_options(folder: str) -> dict[str, Any]:
         if len(set(map(repr, values))) == 1:
             options[key] = values[0]
     return options
-
-
-def _config_files(folder: str) -> list[str]:
-    """Files of the nearest ``configs`` folder that has any; empty if there are too many to be one run's."""
-    for parent in (folder, os.path.dirname(os.path.abspath(folder))):
-        configs = os.path.join(parent, "configs")
-        names = sorted(file_names(configs)) if os.path.isdir(configs) else []
-        if paths := [os.path.join(configs, name) for name in names if name.endswith(_ENDINGS)]:
-            return paths if len(paths) <= _MOST_FILES else []
-    return []
 
 
 def _read_options(path: str) -> dict[str, Any] | None:
@@ -242,7 +255,7 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
     samples, counted = positive_int(tree, "global_samples"), positive_int(tree, "global_steps")
     possible: set[int] = set()
     if batch is None and samples and counted and samples % counted == 0:
-        possible = {_sharing(ranks, samples // counted, micro * (steps or 1)) or 0} - {0}
+        possible = {_ranks_per_sample(ranks, samples // counted, micro * (steps or 1)) or 0} - {0}
     elif batch and ranks and ranks <= _MOST_RANKS and micro and not steps:
         possible = {sp for sp in range(1, ranks + 1) if ranks % sp == 0 and batch % (micro * ranks // sp) == 0}
         possible = set() if 1 in possible else possible  # the batch alone does not speak for sequence parallelism
@@ -252,22 +265,21 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
         partition_degree=ranks,
         sequence=sequence
         or positive_int(run, "ds_sequence_parallel_size")
-        or _sharing(ranks, batch or 0, micro * (steps or 0)),
+        or _ranks_per_sample(ranks, batch or 0, micro * (steps or 0)),
         possible=frozenset(possible),
         mesh=sequence is not None and positive_int(config, "data_parallel_size") is not None,
     )
 
 
-def _sharing(ranks: int | None, batch: int, rows: int) -> int | None:
+def _ranks_per_sample(ranks: int | None, batch: int, samples: int) -> int | None:
     """How many ranks share their samples; ``None``: none, or unknown.
 
-    DeepSpeed requires ``batch`` to be the data-parallel degree times ``rows``, the samples of a step on each rank: if
-    fewer ranks suffice, the others share.
+    DeepSpeed requires ``batch`` to be the data-parallel degree times the ``samples`` of a step on each rank: if fewer
+    ranks suffice, the others share.
     """
-    data, rest = divmod(batch, rows or 1)
-    if not ranks or not rows or not data or rest or ranks % data or ranks == data:
-        return None
-    return ranks // data
+    dp, rest = divmod(batch, samples or 1)
+    known = ranks and samples and dp and not rest and ranks % dp == 0 and ranks != dp
+    return ranks // dp if ranks and known else None
 
 
 def positive_int(values: Mapping[str, Any], key: str) -> int | None:

@@ -9,10 +9,9 @@ from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.errors import LayoutError
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.formats.model_states import read_counters
 from elastic_ckpt.formats.objects import materialise_entries
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.saved_config import config_section, positive_int, saved_config
+from elastic_ckpt.formats.saved_config import config_section, positive_int, read_counters, saved_config
 
 #: A dynamic scaler's state as in ``FP16_Optimizer.state_dict``; ``DynamicLossScaler`` adds more (loss_scaler.py).
 _DYNAMIC = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
@@ -38,16 +37,16 @@ def read_training_state(
     """The training state in a model-states file; ``checkpoint`` is empty without client state."""
     entries = {key: value for key, value in file.tree.items() if key not in _NOT_READ}
     scheduler = {"lr_scheduler": file.tree.get("lr_scheduler")}
-    if not options.with_client_state:
-        entries = {}
-    read, refused = materialise_entries(
-        file, entries | scheduler, lambda key: options.skip_unreadable and key not in _DEEPSPEEDS
-    )
+    wanted = entries | scheduler if options.with_client_state else scheduler
+    read, refused = materialise_entries(file, wanted, lambda key: options.skip_unreadable and key not in _DEEPSPEEDS)
+    in_fp16 = loss_scale is not None and (loss_scale.dynamic or loss_scale.values["cur_scale"] != 1.0)
+    if saved_config(file) is not None:
+        in_fp16 = bool(config_section(file, "fp16").get("enabled"))
     return TrainingState(
         counters=read_counters(file),
         batch=_batch_sizes(file, sequence),
         lr_scheduler=read.pop("lr_scheduler"),
-        loss_scale=loss_scale if _trained_in_fp16(file, loss_scale) else None,
+        loss_scale=loss_scale if in_fp16 else None,
         overflow=overflow,
         checkpoint=read,
         same_ranks=same_ranks,
@@ -78,14 +77,6 @@ def loss_scale_of(saved: Any) -> LossScale | None:
     return LossScale(dynamic, found)
 
 
-def _trained_in_fp16(file: PickledFile, loss_scale: LossScale | None) -> bool:
-    if loss_scale is None:
-        return False
-    if saved_config(file) is not None:
-        return bool(config_section(file, "fp16").get("enabled"))
-    return loss_scale.dynamic or loss_scale.values["cur_scale"] != 1.0
-
-
 def _batch_sizes(file: PickledFile, sequence: SequenceParallel) -> BatchSizes:
     """Batch sizes of the saved config, completed as in ``DeepSpeedConfig._set_batch_related_parameters``.
 
@@ -93,17 +84,17 @@ def _batch_sizes(file: PickledFile, sequence: SequenceParallel) -> BatchSizes:
     """
     config = saved_config(file) or {}
     dp = sequence.data_degree(int(file.tree.get("dp_world_size") or 0))
-    whole = positive_int(config, "train_batch_size")
+    batch = positive_int(config, "train_batch_size")
     micro = positive_int(config, "train_micro_batch_size_per_gpu")
     steps = positive_int(config, "gradient_accumulation_steps")
-    if whole is not None and micro is None and steps is None:
+    if batch is not None and micro is None and steps is None:
         steps = 1
-    if whole is None and micro is not None and dp:
-        whole = micro * (steps or 1) * dp
-    if steps is None and whole and micro and dp:
-        steps = whole // (micro * dp)
-    if micro is None and whole and steps and dp:
-        micro = whole // (steps * dp)
+    if batch is None and micro is not None and dp:
+        batch = micro * (steps or 1) * dp
+    if steps is None and batch and micro and dp:
+        steps = batch // (micro * dp)
+    if micro is None and batch and steps and dp:
+        micro = batch // (steps * dp)
     if micro and steps and dp:
-        whole = micro * steps * dp
-    return BatchSizes(whole, micro, steps)
+        batch = micro * steps * dp
+    return BatchSizes(batch, micro, steps)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
-from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.naming import number_of_writers
 from elastic_ckpt.formats.pickled import PickledFile, open_file
-from elastic_ckpt.formats.saved_config import config_section
+from elastic_ckpt.formats.saved_config import COUNTERS, config_section
 from elastic_ckpt.storage.local import open_stream
 
 _SAVE_ELSE = 'take another tag; save without "writer", or with "type": "fast" and "data_parallel": "replica"'

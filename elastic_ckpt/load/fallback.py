@@ -35,11 +35,18 @@ from elastic_ckpt.engines.compat import (
 from elastic_ckpt.engines.select import same_features
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.formats import CheckpointInfo
-from elastic_ckpt.formats.model_states import COUNTERS, MASTER_ENTRIES, PLAIN, module_entries
+from elastic_ckpt.formats.model_states import MASTER_ENTRIES, PLAIN, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.same_save import Counts, explained_counts, scaled_steps
-from elastic_ckpt.formats.saved_config import base_groups, config_section, counts_ahead, features_in, saved_config
+from elastic_ckpt.formats.saved_config import (
+    COUNTERS,
+    base_groups,
+    config_section,
+    counts_ahead,
+    features_in,
+    saved_config,
+)
 from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
