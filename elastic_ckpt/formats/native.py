@@ -18,10 +18,9 @@ from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, index_exp
 from elastic_ckpt.formats.merging import LayerShard, index_layer
 from elastic_ckpt.formats.model_states import ModelIndexer, ModelShard, model_indexer
 from elastic_ckpt.formats.naming import plain_name
-from elastic_ckpt.formats.partitioned import index_zero3, index_zero12
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check
-from elastic_ckpt.formats.shards import OptimizerShard
+from elastic_ckpt.formats.shards import OptimizerShard, index_zero3, index_zero12
 from elastic_ckpt.formats.training_state import read_training_state
 from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
 

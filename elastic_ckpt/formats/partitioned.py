@@ -1,4 +1,4 @@
-"""Native checkpoints of ZeRO-1, 2 and 3: optimizer shards, and where each parameter is in the partitions of all ranks.
+"""Native checkpoints of ZeRO-1, 2 and 3: where each parameter is in the partitions of all ranks.
 
 ZeRO-1 and 2 (``DeepSpeedZeroOptimizer.state_dict``, stage_1_and_2.py): every param group is one flat buffer in equal
 partitions, in the order of ``param_shapes`` in the model-states file: the true one, even with
@@ -13,7 +13,7 @@ other. On NVMe, a sub-group's data is in files of its own (:mod:`elastic_ckpt.fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -21,22 +21,16 @@ from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules
 from elastic_ckpt.core.flat_ranges import group_offsets, per_parameter_numel
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import CheckpointInfo
-from elastic_ckpt.formats.experts import Division, divisions
+from elastic_ckpt.formats.experts import divisions
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors
-from elastic_ckpt.formats.model_states import ModelShard, refuse_old
-from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.saved_states import RankStates, merged_groups, sort_states, with_strangers
+from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.saved_states import RankStates, merged_groups
 from elastic_ckpt.formats.shards import (
-    FlatShard,
     OptimizerShard,
-    build_shard,
     check_swap_file,
-    flat_ref,
     other_save_than_model,
-    refuse_unnamed_swap_files,
-    swap_files,
 )
 
 #: Sequence-parallel degrees to try if the saved config states none (``mesh_param`` leaves no trace).
@@ -55,42 +49,30 @@ def partitioned_metadata(
 
     ``own`` is this rank's model-states file if each takes buffers from its own; ``numbers`` the flat tensors to add.
     """
-    first = optimizers[0]
-    files = [*models, *optimizers]
+    first, before = optimizers[0], len(models)
     states = ((shard.path, flat.states) for shard in optimizers for flat in shard.flats)
-    builder = MetadataBuilder(found, files, options, states)
-    for number in numbers:
+    builder = MetadataBuilder(found, [*models, *optimizers], options, states)
+    for number in numbers:  # a param group of ZeRO-1/2, or a sub-group of ZeRO-3
         for division in divisions(models[0], optimizers, number):
-            _add_flat(builder, models, optimizers, number, division)
+            ranks = division.ranks
+            shards = [optimizers[rank] for rank in ranks]
+            flats = [shard.flats[number] for shard in shards]
+            rules = (rules_zero3 if first.zero_stage == 3 else rules_zero12)(models[0], shards, number)
+            saved = [
+                RankStates(shard.path, flat.partition_numel, touched, flat.states.tensors, flat.states.digests)
+                for shard, flat, touched in zip(shards, flats, _touched_numels(rules, len(shards)), strict=True)
+            ]
+            kinds = builder.classify(saved, [flat.states for flat in flats])
+            group, files = shards[0].flat_groups[number], range(before + ranks.start, before + ranks.stop, ranks.step)
+            hyperparameters = shards[0].groups[group] if shards[0].groups else {}
+            builder.add_flat(*division.unstacked(rules, kinds), group, hyperparameters, flats, files, kinds)
     of_module, notes = module_tensors(models, own or 0, builder.parameters)
     builder.tensors.add(of_module)
     builder.notes += notes
     recorded = models[own or 0].frozen_recorded
-    groups = merged_groups((range(at, at + 1), each.groups) for at, each in enumerate(optimizers, start=len(models)))
+    groups = merged_groups((range(at, at + 1), each.groups) for at, each in enumerate(optimizers, start=before))
     metadata = builder.build(models[0], first.zero_stage, groups, frozen_recorded=recorded)
     return replace(metadata, buffers_of_this_rank=own is not None)
-
-
-def _add_flat(
-    builder: MetadataBuilder,
-    models: Sequence[ModelShard],
-    optimizers: Sequence[OptimizerShard],
-    number: int,
-    division: Division,
-) -> None:
-    """Add one flat tensor, a param group of ZeRO-1/2 or a sub-group of ZeRO-3, as some ranks divide it."""
-    ranks, before = division.ranks, len(models)
-    shards = [optimizers[rank] for rank in ranks]
-    first, flats = shards[0], [shard.flats[number] for shard in shards]
-    rules = (rules_zero3 if first.zero_stage == 3 else rules_zero12)(models[0], shards, number)
-    saved = [
-        RankStates(shard.path, flat.partition_numel, touched, flat.states.tensors, flat.states.digests)
-        for shard, flat, touched in zip(shards, flats, _touched_numels(rules, len(shards)), strict=True)
-    ]
-    kinds = builder.classify(saved, [flat.states for flat in flats])
-    group, files = first.flat_groups[number], range(before + ranks.start, before + ranks.stop, ranks.step)
-    shapes, rules = division.unstacked(rules, kinds)
-    builder.add_flat(shapes, rules, group, first.groups[group] if first.groups else {}, flats, files, kinds)
 
 
 def _touched_numels(rules: Sequence[PartitionRule], ranks: int) -> Iterator[int]:
@@ -101,34 +83,6 @@ def _touched_numels(rules: Sequence[PartitionRule], ranks: int) -> Iterator[int]
             changes[rule.ranks.start] += rule.numel
             changes[rule.ranks.stop] -= rule.numel
     return accumulate(changes[:ranks])
-
-
-def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
-    """Read one ZeRO-1/2 optimizer-states file.
-
-    Raises :class:`DamagedError` for missing entries, :class:`UnsupportedError` if they are of DeepSpeed before 0.6.2.
-    """
-    state = file.section("optimizer_state_dict")
-    signs = {"local_sub_partitions_of_fp32_groups": state, "param_shapes": file.tree}
-    refuse_old(file, [sign for sign, tree in signs.items() if sign in tree])
-    base = file.section("optimizer_state_dict", "base_optimizer_state")
-    if not isinstance(base, Mapping):  # removes the padding's numel from every tensor, and all hyperparameters
-        problem = "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint, which loses states"
-        expected = '"zero_optimization": {"elastic_checkpoint": false} at save time'
-        raise UnsupportedError(problem, file.path, expected, "a list of states")
-    masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
-    # BF16_Optimizer saves its partitions with the padding, and called the entry "groups_padding" until 0.7.0
-    in_masters = "zero_stage" not in state
-    paddings = [0] * len(masters) if in_masters else file.section("optimizer_state_dict", "group_paddings")
-    alignments = state.get("param_alignment_paddings") or [None] * len(masters)
-    every = {index: sort_states(file, base["state"].get(index, {}), options) for index in range(len(masters))}
-    flats = []
-    for (index, states), master in zip(with_strangers(every, base).items(), masters, strict=True):
-        ref = flat_ref(file, f"fp32 partition of param group {index}", master)
-        alignment = None if alignments[index] is None else tuple(alignments[index])
-        flats.append(FlatShard(ref, ref.numel + int(paddings[index]), states, alignment))
-    stage = int(state.get("zero_stage", 1))
-    return build_shard(file, dp_rank, stage, flats, base["param_groups"], list(range(len(masters))))
 
 
 def rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
@@ -155,30 +109,6 @@ def rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int)
     return group_rules(numels, offsets, partition_numel)
 
 
-def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
-    """Read one ZeRO-3 optimizer-states file.
-
-    Raises :class:`DamagedError` if entries are missing or of another kind.
-    """
-    masters = file.section("optimizer_state_dict", "fp32_flat_groups")
-    base = file.section("optimizer_state_dict", "optimizer_state_dict")
-    flat_groups = [-1] * len(masters)
-    for number, group in enumerate(base["param_groups"]):
-        for index in group["params"]:
-            flat_groups[index] = number
-    flats = []
-    for index, master in enumerate(masters):
-        ref = flat_ref(file, f"fp32 partition of sub-group {index}", master)
-        state = base["state"].get(index, {})
-        swapped = swap_files(file, dp_rank, ref, state)
-        kept = {key: value for key, value in state.items() if key not in swapped}
-        states = with_strangers({index: sort_states(file, kept, options)}, base)[index]
-        flats.append(FlatShard(ref, -1 if swapped else ref.numel, states, swapped=swapped))
-    if not any(flat.swapped for flat in flats):
-        refuse_unnamed_swap_files(file, dp_rank)
-    return build_shard(file, dp_rank, 3, flats, base["param_groups"], flat_groups)
-
-
 def rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
     """How a sub-group's parameters are partitioned; :class:`DamagedError` on other sizes.
 
@@ -186,34 +116,27 @@ def rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) 
     """
     numels, dp = [math.prod(shape) for _, shape in model.param_shapes[flat]], len(shards)
     first, part = shards[0], shards[0].flats[flat]
-    # a run may have "align_partitions" in its config without having installed elastic_ckpt
+    # the padding that a checkpoint declares, or none: a run may state an option without having installed elastic_ckpt
     candidates = [[per_parameter_numel(n, dp, multiple) for n in numels] for multiple in {model.alignment: 0, 1: 0}]
     steps = candidates[0] if part.swapped else next((c for c in candidates if sum(c) == part.partition_numel), None)
     for shard in shards:
         for source in shard.flats[flat].swapped.values():
             check_swap_file(source, sum(candidates[0]))
     if steps is None:
-        partitions = _partitions_of_mesh(model, part.partition_numel, numels, dp)
-        if partitions is not None:
-            raise DamagedError(
-                f"DeepSpeed saved {dp} of {partitions} ZeRO-3 partitions: with a device mesh, ranks of one sequence-"
-                "parallel group overwrite each other's files. The rest is lost, and DeepSpeed loads it silently",
-                first.path,
-                f"{partitions} optimizer-states files, one for each partition, by the sizes in {model.path}",
-                dp,
-                remedy="take a checkpoint of another run; with mpu=deepspeed.runtime.sequence_parallel."
-                "parallel_state_sp instead of a mesh, saves are complete",
-            )
+        # whether each sequence-parallel rank had its own partition, and only these files were written
+        degrees = [model.stated.sequence] if model.stated.sequence is not None else _OTHER_DEGREES
+        for count in (degree * dp for degree in degrees if degree > 1):
+            if sum(per_parameter_numel(numel, count, model.alignment) for numel in numels) == part.partition_numel:
+                raise DamagedError(
+                    f"DeepSpeed saved {dp} of {count} ZeRO-3 partitions: with a device mesh, ranks of one sequence-"
+                    "parallel group overwrite each other's files. The rest is lost, and DeepSpeed loads it silently",
+                    first.path,
+                    f"{count} optimizer-states files, one for each partition, by the sizes in {model.path}",
+                    dp,
+                    remedy="take a checkpoint of another run; with mpu=deepspeed.runtime.sequence_parallel."
+                    "parallel_state_sp instead of a mesh, saves are complete",
+                )
         problem = f"sub-group {flat} does not have the size that its parameters need"
         expected = f"{sum(candidates[0])} elements for {len(numels)} parameters over {dp} ranks, from {model.path}"
         raise other_save_than_model(first, problem, expected, part.partition_numel)
     return parameter_rules(numels, steps)
-
-
-def _partitions_of_mesh(model: ModelShard, partition_numel: int, numels: Sequence[int], dp: int) -> int | None:
-    """How many partitions there were, if each sequence-parallel rank had its own and ``dp`` files were written."""
-    stated = [model.stated.sequence] if model.stated.sequence is not None else list(_OTHER_DEGREES)
-    for count in (degree * dp for degree in stated if degree > 1):
-        if sum(per_parameter_numel(numel, count, model.alignment) for numel in numels) == partition_numel:
-            return count
-    return None

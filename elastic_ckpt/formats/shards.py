@@ -1,6 +1,6 @@
 """``*_optim_states.pt``: one rank's flat partitions in one form for every ZeRO stage.
 
-Stages 1 and 2 write one per param group, stage 3 one per sub-group, under other entry names (partitioned.py).
+Stages 1 and 2 write one per param group, stage 3 one per sub-group, under other entry names.
 
 On NVMe (stage 3), their data is in swap files beside the shards. ``DeepSpeedEngine.save_checkpoint`` copies the swap
 folder of rank R to ``<tag>/offloaded_tensors/rankR``. The master of a large sub-group is in ``<id>.tensor.swp``, a
@@ -18,13 +18,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from elastic_ckpt.core.metadata import MASTER, SourceFile
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
+from elastic_ckpt.formats.model_states import refuse_old
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
-from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, settings
+from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, settings, sort_states, with_strangers
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.storage.local import file_names, open_stream
 
@@ -124,7 +126,64 @@ def build_shard(
     )
 
 
-def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
+def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
+    """Read one ZeRO-1/2 optimizer-states file.
+
+    Raises :class:`DamagedError` for missing entries, :class:`UnsupportedError` if they are of DeepSpeed before 0.6.2.
+    """
+    state = file.section("optimizer_state_dict")
+    signs = {"local_sub_partitions_of_fp32_groups": state, "param_shapes": file.tree}
+    refuse_old(file, [sign for sign, tree in signs.items() if sign in tree])
+    base = file.section("optimizer_state_dict", "base_optimizer_state")
+    if not isinstance(base, Mapping):  # removes the padding's numel from every tensor, and all hyperparameters
+        problem = "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint, which loses states"
+        expected = '"zero_optimization": {"elastic_checkpoint": false} at save time'
+        raise UnsupportedError(problem, file.path, expected, "a list of states")
+    masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
+    # BF16_Optimizer saves its partitions with the padding, and called the entry "groups_padding" until 0.7.0
+    in_masters = "zero_stage" not in state
+    paddings = [0] * len(masters) if in_masters else file.section("optimizer_state_dict", "group_paddings")
+    alignments = state.get("param_alignment_paddings") or [None] * len(masters)
+    every = {index: sort_states(file, base["state"].get(index, {}), options) for index in range(len(masters))}
+    flats = []
+    for (index, states), master in zip(with_strangers(every, base).items(), masters, strict=True):
+        ref = _flat_ref(file, f"fp32 partition of param group {index}", master)
+        alignment = None if alignments[index] is None else tuple(alignments[index])
+        flats.append(FlatShard(ref, ref.numel + int(paddings[index]), states, alignment))
+    stage = int(state.get("zero_stage", 1))
+    return build_shard(file, dp_rank, stage, flats, base["param_groups"], list(range(len(masters))))
+
+
+def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
+    """Read one ZeRO-3 optimizer-states file.
+
+    Raises :class:`DamagedError` if entries are missing or of another kind.
+    """
+    masters = file.section("optimizer_state_dict", "fp32_flat_groups")
+    base = file.section("optimizer_state_dict", "optimizer_state_dict")
+    flat_groups = [-1] * len(masters)
+    for number, group in enumerate(base["param_groups"]):
+        for index in group["params"]:
+            flat_groups[index] = number
+    flats, folder = [], os.path.join(os.path.dirname(file.path), SWAPPED_FOLDER, f"rank{dp_rank:02d}")
+    for index, master in enumerate(masters):
+        ref = _flat_ref(file, f"fp32 partition of sub-group {index}", master)
+        state = base["state"].get(index, {})
+        swapped = _swap_files(file, folder, ref, state)
+        kept = {key: value for key, value in state.items() if key not in swapped}
+        states = with_strangers({index: sort_states(file, kept, options)}, base)[index]
+        flats.append(FlatShard(ref, -1 if swapped else ref.numel, states, swapped=swapped))
+    is_swapped = any(flat.swapped for flat in flats)
+    if not is_swapped and os.path.isdir(folder) and any(name.endswith(_SUFFIX) for name in file_names(folder)):
+        # of a rewritten shard, they may be stale
+        problem = "swap files are beside this shard, but none of its tensors says that it was swapped to NVMe"
+        expected, found = "tensors that name their swap files", f"unnamed files in {folder}"
+        remedy = "take the shard as DeepSpeed saved it; if nothing was swapped, remove the folder"
+        raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
+    return build_shard(file, dp_rank, 3, flats, base["param_groups"], flat_groups)
+
+
+def _flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
     """``ref``, which must be a dense 1-D tensor, else :class:`DamagedError`."""
     if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not ref.is_contiguous:
         expected = "a contiguous tensor of one dimension, as DeepSpeed's ZeRO writes it"
@@ -146,51 +205,59 @@ def with_own_padding(shards: Sequence[OptimizerShard]) -> list[OptimizerShard]:
     """
     flats = list(shards[-1].flats)
     for number, (first, last) in enumerate(zip(shards[0].flats, flats, strict=False)):
-        whole, padding = first.partition_numel, last.partition_numel - last.master.numel
-        if padding > whole > 0 and last.master.numel == max(0, 2 * whole - padding):
-            flats[number] = replace(last, partition_numel=whole)
+        equal, padding = first.partition_numel, last.partition_numel - last.master.numel
+        if padding > equal > 0 and last.master.numel == max(0, 2 * equal - padding):
+            flats[number] = replace(last, partition_numel=equal)
     return [*shards[:-1], replace(shards[-1], flats=tuple(flats))]
 
 
 def check_same_save(shards: Sequence[OptimizerShard]) -> None:
     """Raise :class:`DamagedError` for the first optimizer-states file of another save than rank 0's."""
-    refuse_other_saves(shards, _facts_of)
+
+    def facts_of(shard: OptimizerShard) -> dict[str, Any]:
+        # ranks of one save do differ in what an optimizer computes of its own partition, and some keep a number in
+        # place of a tensor for a partition of zeros
+        states, flats = [flat.states for flat in shard.flats], shard.flats
+        keys = [
+            sorted({*each.tensors, *each.opaque, *flat.swapped, *dict(each.scalars)})
+            for flat, each in zip(flats, states, strict=True)
+        ]
+        return {
+            "ZeRO stage differs": shard.zero_stage,
+            "partition count differs": shard.partition_count,
+            "DeepSpeed version differs": shard.ds_version,
+            "loss scale differs": shard.loss_scale,
+            "number of flat tensors differs": len(flats),
+            "size of the flat partitions differs": [flat.partition_numel for flat in flats],
+            "param_alignment_paddings differ": [flat.alignment_paddings for flat in flats],
+            "step of the optimizer differs": [dict(each.scalars).get("step") for each in states],
+            "set of optimizer states differs": keys,
+            "set of states on NVMe differs": [sorted(flat.swapped) for flat in flats],
+            "hyperparameters of the param groups differ": settings(shard.groups),
+        }
+
+    refuse_other_saves(shards, facts_of)
 
 
-def _facts_of(shard: OptimizerShard) -> dict[str, Any]:
-    """What ranks of one save cannot differ in; they do in what an optimizer computes of its own partition."""
-    states = [flat.states for flat in shard.flats]
-    # some keep a number in place of a tensor for a partition of zeros
-    keys = [
-        sorted({*flat.states.tensors, *flat.states.opaque, *flat.swapped, *dict(flat.states.scalars)})
-        for flat in shard.flats
-    ]
-    return {
-        "ZeRO stage differs": shard.zero_stage,
-        "partition count differs": shard.partition_count,
-        "DeepSpeed version differs": shard.ds_version,
-        "loss scale differs": shard.loss_scale,
-        "number of flat tensors differs": len(shard.flats),
-        "size of the flat partitions differs": [flat.partition_numel for flat in shard.flats],
-        "param_alignment_paddings differ": [flat.alignment_paddings for flat in shard.flats],
-        "step of the optimizer differs": [dict(each.scalars).get("step") for each in states],
-        "set of optimizer states differs": keys,
-        "set of states on NVMe differs": [sorted(flat.swapped) for flat in shard.flats],
-        "hyperparameters of the param groups differ": settings(shard.groups),
-    }
-
-
-def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mapping[str, Any]) -> dict[str, SourceFile]:
+def _swap_files(file: PickledFile, folder: str, master: TensorRef, state: Mapping[str, Any]) -> dict[str, SourceFile]:
     """The swap files of one sub-group: metadata key -> file; empty if the shard itself has its data.
 
     Raises :class:`DamagedError` for a missing file or an invalid name, :class:`UnsupportedError` if it is not known
     whether it was swapped.
     """
-    folder = _folder(file, dp_rank)
     states = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.swap_id is not None}
-    if not states and not _master_is_swapped(file, folder, master, state):
-        return {}
+    if not states:  # it may be on NVMe, and have no states yet
+        if master.swap_id is None or (state and master.numel):
+            return {}
+        if master.numel:
+            if not os.path.isfile(os.path.join(folder, master.swap_id + _SUFFIX)):
+                return {}
+            problem = "saved before the first step, with states on NVMe: which masters are up to date is not known"
+            expected = "a checkpoint saved after a step, or without pipeline_read and pipeline_write"
+            found, remedy = f"a swap file and {master.numel} elements in the shard", "start from the initial weights"
+            raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
     named = {MASTER: master.swap_id, **{key: ref.swap_id for key, ref in states.items()}}
+    files = {}
     for key, swap_id in named.items():
         is_named = swap_id is not None and (
             _ID.fullmatch(swap_id) if key == MASTER else _STATE.fullmatch(key) and swap_id == f"{key}-{named[MASTER]}"
@@ -199,38 +266,11 @@ def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mappin
             problem = f"{'the fp32 master' if key == MASTER else key} was swapped to NVMe, but names no swap file"
             expected = "<first>_<last> for a master, <state>-<first>_<last> for a state"
             raise DamagedError(problem, file.path, expected, repr(swap_id))
-    files = {}
     for key, swap_id in named.items():
         path = os.path.join(folder, f"{swap_id}{_SUFFIX}")
         with open_stream(path) as stream:
             files[key] = SourceFile(path, os.fstat(stream.fileno()).st_size)
     return files
-
-
-def _master_is_swapped(file: PickledFile, folder: str, master: TensorRef, state: Mapping[str, Any]) -> bool:
-    """Whether a sub-group without swapped states is on NVMe because it has no states yet."""
-    if master.numel == 0:
-        return master.swap_id is not None
-    if state or master.swap_id is None or not os.path.isfile(os.path.join(folder, master.swap_id + _SUFFIX)):
-        return False
-    problem = "saved before the first step, with states on NVMe: which masters are up to date is not known"
-    expected = "a checkpoint saved after a step, or without pipeline_read and pipeline_write"
-    found, remedy = f"a swap file and {master.numel} elements in the shard", "start from the initial weights"
-    raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
-
-
-def refuse_unnamed_swap_files(file: PickledFile, dp_rank: int) -> None:
-    """Raise :class:`UnsupportedError` for swap files that no tensor names: of a rewritten shard, they may be stale."""
-    folder = _folder(file, dp_rank)
-    if os.path.isdir(folder) and any(name.endswith(_SUFFIX) for name in file_names(folder)):
-        problem = "swap files are beside this shard, but none of its tensors says that it was swapped to NVMe"
-        expected, found = "tensors that name their swap files", f"unnamed files in {folder}"
-        remedy = "take the shard as DeepSpeed saved it; if nothing was swapped, remove the folder"
-        raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
-
-
-def _folder(file: PickledFile, dp_rank: int) -> str:
-    return os.path.join(os.path.dirname(file.path), SWAPPED_FOLDER, f"rank{dp_rank:02d}")
 
 
 def check_swap_file(source: SourceFile, numel: int) -> None:

@@ -16,7 +16,6 @@ from elastic_ckpt.core.values import LeftInFile, TensorValue, left_in_file
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats import saved_states
 from elastic_ckpt.formats.model_states import index_unpartitioned, saved_shape
-from elastic_ckpt.formats.partitioned import index_zero12
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_states import (
     FRESH,
@@ -32,6 +31,7 @@ from elastic_ckpt.formats.saved_states import (
     unmatched_names,
     with_group_step,
 )
+from elastic_ckpt.formats.shards import index_zero12
 from tests.quantization import own_maps
 
 DEFAULTS = StateOptions()
