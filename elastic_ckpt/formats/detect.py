@@ -54,9 +54,13 @@ def find_checkpoint(
         return found
     if not choices and (broken is not None or list_tags(load_dir)):
         raise broken or _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
-    if len(choices) == 2 and choices[0].folder != choices[1].folder:
-        return _further(choices[0], choices[1], trust_pickle)
-    return choices[0] if choices else None
+    if len(choices) < 2 or choices[0].folder == choices[1].folder:
+        return choices[0] if choices else None
+    steps = [global_steps(each, trust_pickle) for each in choices]
+    if choices[0].format == "universal" and None not in steps and steps[1] > steps[0]:  # type: ignore[operator]
+        choices, steps = choices[::-1], steps[::-1]
+    note = f"loaded {choices[0].tag} (step {steps[0]}); {choices[1].tag} (step {steps[1]}) is there too"
+    return replace(choices[0], notes=(note,))
 
 
 def _without_latest(load_dir: str) -> CheckpointInfo | None:
@@ -80,7 +84,11 @@ def look_at(load_dir: str, tag: str) -> CheckpointInfo | None:
     folder = os.path.abspath(os.path.join(load_dir, tag))
     if not os.path.isdir(folder):
         return None
-    is_universal = _holds_parameters(os.path.join(folder, UNIVERSAL_FOLDER))
+    parameters = os.path.join(folder, UNIVERSAL_FOLDER)
+    is_universal = os.path.isdir(parameters) and (
+        os.path.lexists(os.path.join(parameters, UNIVERSAL_OPTIMIZER))  # which BLOOM's lacks
+        or any(os.path.lexists(os.path.join(parameters, name, f"{MASTER}.pt")) for name in folder_names(parameters))
+    )
     files = sort_names(file_names(folder), is_universal)
     if is_universal or files.optimizer or files.model or files.model_zero3 or files.layers:
         return CheckpointInfo("universal" if is_universal else "native", folder, tag, files)
@@ -100,15 +108,6 @@ def _is_outside(relative: str) -> bool:
     return relative.split(os.sep, maxsplit=1)[0] == os.pardir
 
 
-def _holds_parameters(folder: str) -> bool:
-    """Whether this is a universal checkpoint's folder of parameters; BLOOM's has no optimizer file."""
-    if not os.path.isdir(folder):
-        return False
-    return os.path.lexists(os.path.join(folder, UNIVERSAL_OPTIMIZER)) or any(
-        os.path.lexists(os.path.join(folder, name, f"{MASTER}.pt")) for name in folder_names(folder)
-    )
-
-
 def list_checkpoints(load_dir: str) -> list[CheckpointInfo]:
     """All checkpoints directly below a folder, newest first by the time of their folders."""
     if not os.path.isdir(load_dir):
@@ -119,14 +118,14 @@ def list_checkpoints(load_dir: str) -> list[CheckpointInfo]:
 
 def newest_first(folder: str) -> list[str]:
     """The names of the folders in a folder, by their time."""
-    return sorted(folder_names(folder), key=lambda name: _mtime(os.path.join(folder, name)), reverse=True)
 
+    def mtime(name: str) -> float:
+        try:
+            return os.path.getmtime(os.path.join(folder, name))
+        except OSError:  # removed just now
+            return 0.0
 
-def _mtime(path: str) -> float:
-    try:
-        return os.path.getmtime(path)
-    except OSError:  # removed just now
-        return 0.0
+    return sorted(folder_names(folder), key=mtime, reverse=True)
 
 
 def look_beside(load_dir: str, name: str) -> CheckpointInfo | None:
@@ -180,15 +179,6 @@ def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
         found=f"checkpoints under the tags {', '.join(tags[:8])}" if tags else f"no checkpoint in {load_dir}",
         remedy=f"load_checkpoint({load_dir!r}, tag={tags[0]!r})" if tags else "check the path",
     )
-
-
-def _further(preferred: CheckpointInfo, other: CheckpointInfo, trust_pickle: bool) -> CheckpointInfo:
-    """The preferred checkpoint, unless it is universal and the other is known to have been trained further."""
-    steps, other_steps = global_steps(preferred, trust_pickle), global_steps(other, trust_pickle)
-    if preferred.format == "universal" and steps is not None and other_steps is not None and other_steps > steps:
-        preferred, other, steps, other_steps = other, preferred, other_steps, steps
-    note = f"loaded {preferred.tag} (step {steps}); {other.tag} (step {other_steps}) is there too"
-    return replace(preferred, notes=(note,))
 
 
 def global_steps(found: CheckpointInfo, trust_pickle: bool = False) -> int | None:

@@ -86,59 +86,44 @@ def number_of_writers(name: str) -> int:
 
 def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
     """Sort file names by kind; ignores others (scripts, RNG files)."""
+    by_plain: dict[str, list[str]] = {}
+    for name in sorted(names):
+        by_plain.setdefault(plain_name(name), []).append(name)
     found: dict[str, dict[Any, str]] = {kind: {} for kind in _PATTERNS}
-    clashes = []
-    chosen, copies = _first_writers(names)
-    for plain, name in chosen.items():
+    clashes: list[str] = []
+    copies: dict[str, str] = {}
+    for plain, files in by_plain.items():
+        # a name without a suffix comes first, then the files of the most writers: where only some ranks are writers,
+        # all others write one and the same "-0.1"
+        first, *others = sorted(
+            files, key=lambda name: (number_of_writers(name) > 0, -number_of_writers(name), len(name), name)
+        )
         for kind, match in ((kind, pattern.match(plain)) for kind, pattern in _PATTERNS.items()):
             if match is not None:
                 missing = -1 if kind == "experts" else 0
                 at = tuple(missing if each is None else int(each) for each in match.groups())
-                if found[kind].setdefault(at if len(at) > 1 else at[0], name) != name:
-                    clashes.append(name)
-    kept = {name for files in found.values() for name in files.values()}
-    copies = {copy: name for copy, name in copies.items() if name in kept}
+                if found[kind].setdefault(at if len(at) > 1 else at[0], first) == first:
+                    copies |= dict.fromkeys(others, first)
+                else:
+                    clashes.append(first)
     once, models = {*found["optimizer"].values(), *found["model_zero3"].values()}, found["model"].values()
-    clashes += [copy for copy, name in copies.items() if name in once or not _of_one_save(copy, name, models)]
+    for copy, name in copies.items():  # one save may have written both; of model-states files, their contents decide
+        of_one_save = number_of_writers(copy) == number_of_writers(name) or name in models
+        if name in once or not number_of_writers(name) or not of_one_save:
+            clashes.append(copy)
     return FolderFiles(
         clashes=tuple(clashes),
         is_universal=is_universal,
         copies={copy: name for copy, name in copies.items() if copy not in clashes},
-        by_fast_writer=any(map(number_of_writers, kept)),
+        by_fast_writer=any(number_of_writers(name) for files in found.values() for name in files.values()),
         **found,
     )
 
 
-def _first_writers(names: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Plain name -> the name to read, and copy -> that name.
-
-    A name without a suffix comes first, then the files of the most writers: where only some ranks are writers, all
-    others write one and the same ``-0.1``.
-    """
-    by_plain: dict[str, list[str]] = {}
-    for name in sorted(names):
-        by_plain.setdefault(plain_name(name), []).append(name)
-    chosen = {plain: min(files, key=_writer_order) for plain, files in by_plain.items()}
-    return chosen, {name: chosen[plain] for plain, files in by_plain.items() for name in files if name != chosen[plain]}
-
-
-def _of_one_save(copy: str, name: str, models: Iterable[str]) -> bool:
-    """Whether one save may have written both; of model-states files, their contents decide."""
-    same = number_of_writers(copy) == number_of_writers(name)
-    return number_of_writers(name) > 0 and (same or name in models)
-
-
-def _writer_order(name: str) -> tuple[bool, int, int]:
-    match = _WRITER.search(name)
-    return (True, -int(match[2]), int(match[1])) if match else (False, 0, 0)
-
-
 def is_another_file(root: str, stem: str) -> bool:
     """Whether names (without suffix) are of two files of one kind: two ranks', layers' or optimizer states'."""
-    (pattern, numbers), (other_pattern, other_numbers) = _numbered(root), _numbered(stem)
+    (pattern, numbers), (other_pattern, other_numbers) = (
+        (re.sub(r"\d+", "#", name), tuple(map(int, re.findall(r"\d+", name))))
+        for name in (re.sub("^(?:bf16_)?(?:fp16_)?", "", each) for each in (root, stem))
+    )
     return pattern == other_pattern and numbers != other_numbers
-
-
-def _numbered(stem: str) -> tuple[str, tuple[int, ...]]:
-    stem = stem.removeprefix("bf16_").removeprefix("fp16_")
-    return re.sub(r"\d+", "#", stem), tuple(map(int, re.findall(r"\d+", stem)))
