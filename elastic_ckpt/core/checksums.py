@@ -53,15 +53,10 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """Sum of some ranges of a record.
+    """Sum of some ranges of a record."""
 
-    Attributes:
-        crc32: XOR of the ranges' CRC32s, each moved to the record's end.
-        nbytes, first, second: sums of 1, x and x**2 over the positions x of all bytes in the record.
-    """
-
-    crc32: int = 0
-    nbytes: int = 0
+    crc32: int = 0  # XOR of the ranges' CRC32s, each moved to the record's end
+    nbytes: int = 0  # sums of 1, x and x**2 over the positions x of all bytes in the record
     first: int = 0
     second: int = 0
 

@@ -147,24 +147,16 @@ def placements(rules: Iterable[PartitionRule], rank: int) -> Iterator[Placement]
 
 @dataclass(frozen=True, slots=True)
 class FlatTensors:
-    """The flat tensors of one state, one in each rank's file; shared by the parameters in them.
+    """The flat tensors of one state, one in each rank's file; shared by the parameters in them."""
 
-    Attributes:
-        files: index of each rank's file.
-        byte_offsets, scales_offsets: where each rank's tensor, and its scales, begin; a single one where all are equal.
-        numel: elements of a row, padding included.
-        dtype, itemsize: torch dtype in the files, and the bytes of an element.
-        blocks: how the elements are quantized, each row from a block of its own on; ``None`` for plain values.
-    """
-
-    files: range
-    byte_offsets: array[int] = field(hash=False)
-    numel: int
-    dtype: str
+    files: range  # index of each rank's file
+    byte_offsets: array[int] = field(hash=False)  # where each rank's begins; a single one where all are equal
+    numel: int  # of a row, padding included
+    dtype: str  # torch dtype in the files
     itemsize: int
     rows: int = 1
-    blocks: BlockFormat | None = None
-    scales_offsets: array[int] = field(default_factory=lambda: array("q"), hash=False)
+    blocks: BlockFormat | None = None  # how the elements are quantized, each row from a block of its own on
+    scales_offsets: array[int] = field(default_factory=lambda: array("q"), hash=False)  # as ``byte_offsets``
 
     def end_on(self, rank: int) -> int:
         """The first byte behind a rank's tensor, padding included."""
@@ -254,16 +246,11 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class BoxChunks:
-    """The chunks of a tensor that was saved in boxes, as DTensors are: each box has many contiguous runs of elements.
-
-    Attributes:
-        shape, itemsize: of the tensor, and the bytes of an element.
-        boxes: those with elements.
-    """
+    """The chunks of a tensor saved in boxes, as DTensors are: each box has many contiguous runs of elements."""
 
     shape: tuple[int, ...]
     itemsize: int
-    boxes: tuple[Box, ...]
+    boxes: tuple[Box, ...]  # those with elements
 
     def __iter__(self) -> Iterator[StorageChunk]:
         return merge(*map(self._runs, self.boxes), key=lambda chunk: chunk.range.start)

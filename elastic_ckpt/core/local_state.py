@@ -16,17 +16,13 @@ from elastic_ckpt.core.strided import TPLayout
 
 @dataclass(frozen=True, slots=True)
 class SequenceParallel:
-    """How sequence parallelism divides the ranks that ZeRO calls data-parallel: ``degree`` of them share one sample.
+    """How sequence parallelism divides the ranks that ZeRO calls data-parallel."""
 
-    Attributes:
-        partitioned: whether ZeRO partitions over data times sequence ranks, as it does with an ``mpu``. With a device
-            mesh, ZeRO-1 and 2 partition over the data-parallel ranks alone.
-        strided: whether the ranks of a group are not adjacent, as with a custom ``mpu``. Ranks of different degrees
-            then cannot be matched.
-    """
-
-    degree: int = 1
+    degree: int = 1  # ranks that share one sample
+    #: Whether ZeRO partitions over data times sequence ranks, as with an ``mpu``, or over the data-parallel ranks
+    #: alone, as ZeRO-1 and 2 do with a device mesh.
     partitioned: bool = True
+    #: Whether the ranks of a group are not adjacent (a custom ``mpu``); those of other degrees cannot be matched then.
     strided: bool = False
 
     @property
@@ -46,24 +42,17 @@ SAVED_OPTIMIZER = "the optimizer that saved it"
 
 @dataclass(frozen=True, slots=True)
 class FlatPartition:
-    """One flat fp32 tensor of this rank: a param group (ZeRO-1/2), sub-group (ZeRO-3), or often a parameter.
-
-    Attributes:
-        numel, dtype: elements, padding included; torch dtype of the master weights.
-        members: all parameters of the group or sub-group, on this rank or not.
-        replicated: whether every data-parallel rank holds the same bytes.
-        states: tensor states of the optimizer; ``None`` for an unknown optimizer, which takes the checkpoint's as is.
-        scalars: sorted scalar states (``step``); ``None`` if unknown.
-    """
+    """One flat fp32 tensor of this rank: a param group (ZeRO-1/2), sub-group (ZeRO-3), or often a parameter."""
 
     index: int
     group: int
-    numel: int
-    dtype: str
-    members: tuple[str, ...]
-    replicated: bool = False
+    numel: int  # padding included
+    dtype: str  # torch dtype of the master weights
+    members: tuple[str, ...]  # all parameters of the group or sub-group, on this rank or not
+    replicated: bool = False  # every data-parallel rank holds the same bytes
+    #: Tensor states of the optimizer; ``None`` for an unknown optimizer, which takes the checkpoint's as is.
     states: tuple[LiveState, ...] | None = ()
-    scalars: tuple[str, ...] | None = ()
+    scalars: tuple[str, ...] | None = ()  # sorted scalar states (``step``); ``None`` if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,66 +68,44 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class WholeTensor:
-    """A tensor that no optimizer owns: a buffer, or a frozen parameter (with ZeRO-3, this rank's part of it).
-
-    ``replicated``: whether every data-parallel rank holds the same bytes; ``trains``: whether an optimizer would own
-    it, if the engine had one.
-    """
+    """A tensor that no optimizer owns: a buffer, or a frozen parameter (with ZeRO-3, this rank's part of it)."""
 
     name: str
     key: str
     shape: tuple[int, ...]
     range: FlatRange
     dtype: str
-    replicated: bool = False
-    trains: bool = False
+    replicated: bool = False  # every data-parallel rank holds the same bytes
+    trains: bool = False  # an optimizer would own it, if the engine had one
 
 
 @dataclass(frozen=True, slots=True)
 class LiveShards:
-    """How live tensor-parallel ranks hold a parameter, as far as known.
+    """How live tensor-parallel ranks hold a parameter, as far as known."""
 
-    Attributes:
-        shapes: its shape on each tensor-parallel rank.
-        dim, stride: sharded dimension that it records (-1: replicated, ``None``: not recorded), and consecutive
-            sub-parameters on each rank (Megatron's ``partition_stride``).
-        owner: top-level packages of its module (``"megatron.core"``).
-        layout: its full layout, where recorded (AutoTP).
-        values: checksum of a buffer's values on each tensor-parallel rank.
-        origin: source of these facts, if not a live parameter.
-        is_unsliced: whether each of the tensor-parallel ranks that hold it has it whole, as one of several experts.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    dim: int | None = None
-    stride: int = 1
-    owner: str = ""
-    layout: TPLayout | None = None
-    values: tuple[int, ...] = ()
-    origin: str = ""
-    is_unsliced: bool = False
+    shapes: tuple[tuple[int, ...], ...]  # on each tensor-parallel rank
+    dim: int | None = None  # sharded dimension that the parameter records; -1: replicated, ``None``: not recorded
+    stride: int = 1  # consecutive sub-parameters on each rank (Megatron's ``partition_stride``)
+    owner: str = ""  # top-level packages of its module (``"megatron.core"``)
+    layout: TPLayout | None = None  # in full, where recorded (AutoTP)
+    values: tuple[int, ...] = ()  # checksum of a buffer's values on each tensor-parallel rank
+    origin: str = ""  # of these facts, if not a live parameter
+    is_unsliced: bool = False  # each of the ranks that hold it has it whole, as one of several experts
 
 
 @dataclass(frozen=True, slots=True)
 class RankCoordinates:
-    """Degree and rank in each parallelism.
+    """Degree and rank in each parallelism."""
 
-    Attributes:
-        dp, dp_rank: ranks that ZeRO partitions over: data-parallel times sequence-parallel.
-        tp, tp_rank, pp, pp_rank: tensor- and pipeline-parallel.
-        ep, ep_rank: expert-parallel, among the ``dp`` ranks, or ``dp x tp`` if these do not slice experts; with layers
-            of several degrees, the largest.
-        sequence, sp_rank: how sequence parallelism divides the ``dp`` ranks; sequence-parallel rank.
-    """
-
-    dp: int = 1
+    dp: int = 1  # ranks that ZeRO partitions over: data-parallel times sequence-parallel
     dp_rank: int = 0
     tp: int = 1
     tp_rank: int = 0
     pp: int = 1
     pp_rank: int = 0
-    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL  # how it divides the ``dp`` ranks
     sp_rank: int = 0
+    #: Among the ``dp`` ranks, or ``dp x tp`` if these do not slice experts; of layers of several degrees, the largest.
     ep: int = 1
     ep_rank: int = 0
 
@@ -168,23 +135,16 @@ class LiveGroup:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The live model without its tensors: FQNs and tensor-parallel layouts.
+    """The live model without its tensors: FQNs and tensor-parallel layouts."""
 
-    Attributes:
-        coordinates: of this rank.
-        layouts: of each parameter and buffer of its pipeline stage; empty if nothing is known.
-        elsewhere: parameters and buffers that only other pipeline stages or expert-parallel ranks hold.
-        ties: parameter -> its other names in the live module.
-        run: plain arguments of the live run, as the code base that trains (Megatron-DeepSpeed) keeps them.
-        unsynchronized: parameter of a tied pipeline module, of which each stage has a copy of its own -> these stages.
-    """
-
-    coordinates: RankCoordinates = RankCoordinates()
+    coordinates: RankCoordinates = RankCoordinates()  # of this rank
+    #: Of each parameter and buffer of its pipeline stage; empty if nothing is known.
     layouts: Mapping[str, LiveShards] = field(default_factory=dict)
-    elsewhere: frozenset[str] = frozenset()
-    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()  # what only other pipeline stages or expert-parallel ranks hold
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # parameter -> its other names in the module
+    #: Parameter of a tied pipeline module, of which each stage has a copy of its own -> these stages.
     unsynchronized: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    run: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)  # plain arguments of the live run (Megatron-DeepSpeed's)
 
     @property
     def names(self) -> frozenset[str]:
@@ -194,24 +154,15 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class LocalState:
-    """What one rank's engine holds in memory.
-
-    Attributes:
-        optimizer: class name of the base optimizer.
-        flats, fragments: flat partitions, and the ranges of parameters inside them, in flat order.
-        wholes: buffers and frozen parameters.
-        family: optimizers that keep the same states under other names; ``None`` if there are none.
-        defaults: hyperparameters that this optimizer knows.
-        others: entries of the module's state dict that are neither parameters nor buffers: hooks make them.
-    """
+    """What one rank's engine holds in memory."""
 
     zero_stage: int
-    optimizer: str
+    optimizer: str  # class name of the base optimizer
     flats: tuple[FlatPartition, ...]
-    fragments: tuple[Fragment, ...]
+    fragments: tuple[Fragment, ...]  # in flat order
     wholes: tuple[WholeTensor, ...]
     groups: tuple[LiveGroup, ...]
     model: ModelLayout = field(default_factory=ModelLayout)
-    family: str | None = None
-    defaults: frozenset[str] = frozenset()
-    others: frozenset[str] = frozenset()
+    family: str | None = None  # optimizers that keep the same states under other names; ``None`` if there are none
+    defaults: frozenset[str] = frozenset()  # hyperparameters that this optimizer knows
+    others: frozenset[str] = frozenset()  # entries of the module's state dict that hooks make

@@ -75,25 +75,16 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """One parameter, state, buffer or frozen weight, and the chunks that tile it.
-
-    Attributes:
-        key: :data:`MASTER`, :data:`BUFFER`, :data:`FROZEN` or the name of an optimizer state.
-        shape: logical shape, ``(rows, *shape of the parameter)`` for a state with rows; with tensor-parallel shards,
-            the shape of the first.
-        dtype: torch dtype in the file (``"float32"``), of the codes if quantized.
-        sources: where the elements of each tensor-parallel shard are; at least one.
-        has_own_shape: whether it is a state of another shape than its parameter, with which it cannot be sharded.
-        shards: shape of each tensor-parallel shard; empty for a single one of ``shape``.
-    """
+    """One parameter, state, buffer or frozen weight, and the chunks that tile it."""
 
     name: str
-    key: str
+    key: str  # MASTER, BUFFER, FROZEN or the name of an optimizer state
+    #: Logical shape, ``(rows, *shape of the parameter)`` of a state with rows; with shards, that of the first.
     shape: tuple[int, ...]
-    dtype: str
-    sources: tuple[ChunkSource, ...]
-    has_own_shape: bool = False
-    shards: tuple[tuple[int, ...], ...] = ()
+    dtype: str  # torch dtype in the file (``"float32"``), of the codes if quantized
+    sources: tuple[ChunkSource, ...]  # where the elements of each tensor-parallel shard are; at least one
+    has_own_shape: bool = False  # a state of another shape than its parameter, with which it cannot be sharded
+    shards: tuple[tuple[int, ...], ...] = ()  # shape of each tensor-parallel shard; empty for a single one of ``shape``
 
     @property
     def shard_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -221,78 +212,50 @@ class DerivedTensors(Mapping[Place, TensorMetadata]):
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedState:
-    """A tensor state that is never sharded: one for a whole partition, whatever its size.
-
-    ``file`` (index into :attr:`CheckpointMetadata.files`) and ``byte_offset`` locate one copy, whose bytes have
-    ``crc32``; ``differs`` if ranks saved different values.
-    """
+    """A tensor state that is never sharded: one for a whole partition, whatever its size."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    file: int
+    file: int  # index into ``CheckpointMetadata.files``; with ``byte_offset``, it locates one copy
     byte_offset: int
-    crc32: int
-    differs: bool = False
+    crc32: int  # of its bytes
+    differs: bool = False  # ranks saved different values
 
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """A parameter that the optimizer owned.
+    """A parameter that the optimizer owned."""
 
-    Attributes:
-        shape, group: its logical shape and param group.
-        scalars: sorted scalar states (``step``), as (key, value): numbers, ``None``, and what is in
-            :mod:`elastic_ckpt.core.values`.
-        replicated: replicated states of its partition.
-        own_step: step count beside its own states, if the optimizer counts per group (DeepSpeed's FusedAdam without
-            ZeRO); ``None`` if ``scalars`` has it.
-        shards: its shape on each tensor-parallel rank; empty for a single one of ``shape``.
-    """
-
-    shape: tuple[int, ...]
-    group: int
+    shape: tuple[int, ...]  # logical
+    group: int  # number of its param group
+    #: Sorted scalar states (``step``): numbers, ``None``, and what is in :mod:`elastic_ckpt.core.values`.
     scalars: tuple[tuple[str, Any], ...]
-    replicated: tuple[ReplicatedState, ...] = ()
-    own_step: float | None = None
-    shards: tuple[tuple[int, ...], ...] = ()
+    replicated: tuple[ReplicatedState, ...] = ()  # of its partition
+    own_step: float | None = None  # if the optimizer counts per group (FusedAdam without ZeRO); else in ``scalars``
+    shards: tuple[tuple[int, ...], ...] = ()  # shape of each tensor-parallel shard; empty for a single one of ``shape``
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFacts:
-    """Where the checkpoint comes from.
+    """Where the checkpoint comes from."""
 
-    Attributes:
-        format, folder: its name in ``READERS`` of :mod:`elastic_ckpt.formats`; absolute path of the tag's folder.
-        zero_stage: stage of the save; 0 if optimizer states were not partitioned.
-        partition_degree: ranks that ZeRO partitioned over at the save, data- times sequence-parallel ones.
-        tp, pp: degrees of the files; a universal checkpoint holds whole tensors.
-        ep: expert-parallel degree, among these ranks; with layers of several degrees, the largest.
-        sequence: how sequence parallelism divided them.
-        frozen_recorded: whether frozen parameters are listed; if not, they may have been excluded on purpose
-            (``exclude_frozen_parameters=True``).
-        buffers_recorded: whether the checkpoint holds the module's buffers.
-        merged_from: tensor-parallel degree whose shards DeepSpeed's converter merged.
-        by_rank: whether each file is what one rank has saved.
-        foreign, files: whose files of whole tensors these are, if not DeepSpeed's, and how many: they show no topology.
-    """
-
-    format: str
-    folder: str
+    format: str  # its name in ``READERS`` of :mod:`elastic_ckpt.formats`
+    folder: str  # absolute path of the tag's folder
     tag: str
-    zero_stage: int
-    partition_degree: int
+    zero_stage: int  # of the save; 0 if optimizer states were not partitioned
+    partition_degree: int  # ranks that ZeRO partitioned over at the save, data- times sequence-parallel ones
     ds_version: str
-    tp: int = 1
+    tp: int = 1  # degrees of the files; a universal checkpoint holds whole tensors
     pp: int = 1
-    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
-    frozen_recorded: bool = True
-    buffers_recorded: bool = True
-    merged_from: int = 1
-    ep: int = 1
-    by_rank: bool = True
-    foreign: str = ""
-    files: int = 0
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL  # how sequence parallelism divided these ranks
+    frozen_recorded: bool = True  # if not, frozen parameters may be excluded (``exclude_frozen_parameters=True``)
+    buffers_recorded: bool = True  # whether the checkpoint holds the module's buffers
+    merged_from: int = 1  # tensor-parallel degree whose shards DeepSpeed's converter merged
+    ep: int = 1  # expert-parallel degree, among these ranks; with layers of several degrees, the largest
+    by_rank: bool = True  # whether each file is what one rank has saved
+    foreign: str = ""  # whose files of whole tensors these are, if not DeepSpeed's: they show no topology
+    files: int = 0  # and how many
 
     @property
     def is_universal(self) -> bool:
@@ -315,41 +278,29 @@ class StateFacts:
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """Everything a checkpoint holds.
-
-    Attributes:
-        parameters: optimizer-owned parameters by FQN.
-        tensors: logical tensors by ``(name, key)``.
-        groups: hyperparameters of each saved param group, in saved order, with values as of scalar states.
-        aliases: tied name without data of its own -> name that holds it.
-        buffers_of_this_rank: whether each rank reads buffers from its own file, so that they may differ.
-        run: arguments of the run that saved it (Megatron's ``args``).
-        replicas: tied replicas of other pipeline stages or names, as they are named in the files, by ``(name, key)``.
-        stages: name of a parameter, or of another tensor in a stage's own files -> pipeline stages that saved it,
-            ascending; empty for a single stage.
-        saved_names: name -> name in the files, where changed.
-        crc32s: CRC32 of weights, per tensor-parallel rank, where a copy of tied ones was saved for each of their names.
-        stacked: parameter in which AutoEP stacks experts, whose slices are listed instead -> number of experts.
-        notes, warnings: what the reader noticed; warnings call for the user's attention.
-    """
+    """Everything a checkpoint holds."""
 
     source: SourceFacts
     files: tuple[SourceFile, ...]
-    parameters: Mapping[str, SavedParameter]
-    tensors: Mapping[tuple[str, str], TensorMetadata]
-    groups: tuple[Mapping[str, Any], ...]
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, SavedParameter]  # owned by the optimizer, by FQN
+    tensors: Mapping[Place, TensorMetadata]
+    groups: tuple[Mapping[str, Any], ...]  # hyperparameters of each param group, in saved order; values as of scalars
+    aliases: Mapping[str, str] = field(default_factory=dict)  # tied name without data of its own -> name that holds it
     states: StateFacts = field(default_factory=StateFacts)
-    buffers_of_this_rank: bool = False
+    buffers_of_this_rank: bool = False  # each rank reads buffers from its own file, so that they may differ
     declared: DeclaredSpecs = field(default_factory=DeclaredSpecs)
-    run: Mapping[str, Any] = field(default_factory=dict)
-    replicas: Mapping[tuple[str, str], tuple[TensorMetadata, ...]] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)  # arguments of the run that saved it (Megatron's ``args``)
+    #: Tied replicas of other pipeline stages or names, as they are named in the files.
+    replicas: Mapping[Place, tuple[TensorMetadata, ...]] = field(default_factory=dict)
+    #: Name of what is in a stage's own files -> pipeline stages that saved it, ascending; empty for a single stage.
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    saved_names: Mapping[str, str] = field(default_factory=dict)
+    saved_names: Mapping[str, str] = field(default_factory=dict)  # name -> name in the files, where changed
+    #: CRC32 of weights, per tensor-parallel rank, where a copy of tied ones was saved for each of their names.
     crc32s: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    #: Parameter in which AutoEP stacks experts, whose slices are listed instead -> number of experts.
     stacked: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what the reader noticed
+    warnings: tuple[str, ...] = ()  # and what calls for the user's attention
 
     def error(
         self, kind: type[E], problem: str, names: str | Iterable[str], expected: Any, found: Any, remedy: str = ""

@@ -19,31 +19,19 @@ SCALE_DTYPE = "float32"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A live 1-D tensor that receives bytes.
+    """A live 1-D tensor that receives bytes."""
 
-    Attributes:
-        key: ``fp32``, a state key, ``buffer`` or ``frozen``.
-        flat, name: index of the flat partition, for masters and states (else ``-1``); name of the buffer or frozen
-            parameter (else empty).
-        numel, dtype: elements and torch dtype.
-        gaps: ranges that no item writes: padding, and parameters that start fresh.
-        replicated: whether data-parallel ranks fill it together: each reads and broadcasts a :class:`BroadcastRange`.
-        layout: of a state, its kind (:mod:`elastic_ckpt.core.state_kinds`).
-        rows, shape: leading dimension of an elementwise state; shape of a state of another layout.
-        fill: value of a state's gaps.
-    """
-
-    key: str
-    flat: int
-    name: str
+    key: str  # ``fp32``, a state key, ``buffer`` or ``frozen``
+    flat: int  # index of the flat partition, for masters and states; else -1
+    name: str  # of a buffer or frozen parameter; else empty
     numel: int
     dtype: str
-    gaps: tuple[FlatRange, ...] = ()
-    replicated: bool = False
-    layout: str = ELEMENTWISE
-    rows: int = 1
-    shape: tuple[int, ...] = ()
-    fill: float = 0.0
+    gaps: tuple[FlatRange, ...] = ()  # what no item writes: padding, and parameters that start fresh
+    replicated: bool = False  # data-parallel ranks fill it together: each reads and broadcasts a ``BroadcastRange``
+    layout: str = ELEMENTWISE  # of a state, its kind (:mod:`elastic_ckpt.core.state_kinds`)
+    rows: int = 1  # leading dimension of an elementwise state
+    shape: tuple[int, ...] = ()  # of a state of another layout
+    fill: float = 0.0  # value of a state's gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +45,18 @@ class BroadcastRange:
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: that takes five times as long to make, and there are millions
 class ReadItem:
-    """A strided copy from a file to a slot: ``rows`` times ``numel`` contiguous elements. Immutable.
+    """A strided copy from a file to a slot: ``rows`` times ``numel`` contiguous elements. Immutable."""
 
-    Attributes:
-        file, byte_offset: index into :attr:`ReadPlan.files`, and where the first element is.
-        slot, slot_offset: index into :attr:`ReadPlan.slots`, and where the first element goes, in elements.
-        numel, rows: elements of one row, and the number of rows.
-        dtype: torch dtype in the file; the slot's own unless a conversion is needed.
-        file_stride, slot_stride: elements from one row to the next; 0 for a single row.
-        code: how the elements are quantized, ``position`` being that of the first; ``None`` for plain values.
-    """
-
-    file: int
-    byte_offset: int
-    slot: int
-    slot_offset: int
+    file: int  # index into ``ReadPlan.files``
+    byte_offset: int  # of the first element
+    slot: int  # index into ``ReadPlan.slots``
+    slot_offset: int  # where the first element goes, in elements
     numel: int
-    dtype: str
+    dtype: str  # torch dtype in the file; the slot's own unless a conversion is needed
     rows: int = 1
-    file_stride: int = 0
+    file_stride: int = 0  # elements from one row to the next; 0 for a single row
     slot_stride: int = 0
-    code: BlockCode | None = None
+    code: BlockCode | None = None  # how the elements are quantized, ``position`` being that of the first
 
     @property
     def nbytes(self) -> int:
@@ -151,25 +130,16 @@ def in_file_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RequantizeItem:
-    """Elements of a slot that are decoded, quantized or summed on their way from the files.
-
-    Attributes:
-        slot, start, numel: index into :attr:`ReadPlan.slots`, the first element (the first of a block), and elements,
-            gaps included: whole blocks, or up to the end of a row.
-        target: how to quantize; ``None`` if the slot takes values.
-        scales_slot, scales_start: slot of the scales, and the first block's scale in it.
-        sources: single-row items, sorted by ``slot_offset``.
-        scale: each value is ``scale`` times the sum of its sources; ``None`` if each has at most one.
-    """
+    """Elements of a slot that are decoded, quantized or summed on their way from the files."""
 
     slot: int
-    start: int
-    numel: int
-    target: BlockFormat | None
+    start: int  # the first element, of the slot and of a block
+    numel: int  # elements, gaps included: whole blocks, or up to the end of a row
+    target: BlockFormat | None  # how to quantize; ``None`` if the slot takes values
     scales_slot: int
-    scales_start: int
-    sources: tuple[ReadItem, ...]
-    scale: float | None = None
+    scales_start: int  # the first block's scale in ``scales_slot``
+    sources: tuple[ReadItem, ...]  # single-row items, sorted by ``slot_offset``
+    scale: float | None = None  # each value is so many times the sum of its sources; ``None``: each has at most one
 
     @property
     def stop(self) -> int:
@@ -189,18 +159,13 @@ class RequantizeItem:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """The reads of one rank.
-
-    Attributes:
-        items: sorted by file and offset, neighbours joined.
-        shares: who reads which range of the replicated slots; the same on every rank.
-    """
+    """The reads of one rank."""
 
     files: tuple[SourceFile, ...]
     slots: tuple[Slot, ...]
-    items: tuple[ReadItem, ...]
+    items: tuple[ReadItem, ...]  # sorted by file and offset, neighbours joined
     requantize_items: tuple[RequantizeItem, ...] = ()
-    shares: tuple[BroadcastRange, ...] = ()
+    shares: tuple[BroadcastRange, ...] = ()  # who reads what of the replicated slots; the same on every rank
 
     @property
     def files_read(self) -> set[int]:
@@ -229,26 +194,17 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCheck:
-    """Replicas that should be equal: of a whole tensor, or of a range of it.
-
-    Attributes:
-        replicas: single-row items of each replica, sorted by ``slot_offset``, which counts from its first element.
-        taken: how differing replicas are resolved: ``first`` or ``mean``.
-        is_guess: whether only equal shapes suggest that these are replicas.
-        start: first element among those that all ranks compare together.
-        number: distinguishes the checks of one tensor: each shard of a tied parameter has its own.
-        names: of both replicas in the checkpoint, if they are not the same.
-    """
+    """Replicas that should be equal: of a whole tensor, or of a range of it."""
 
     name: str
     key: str
     numel: int
-    replicas: tuple[tuple[ReadItem, ...], ...]
-    taken: str = "first"
-    is_guess: bool = False
-    start: int = 0
-    number: int = 0
-    names: tuple[str, ...] = ()
+    replicas: tuple[tuple[ReadItem, ...], ...]  # each in single-row items, sorted by ``slot_offset``, from 0 on
+    taken: str = "first"  # how differing replicas are resolved: ``first`` or ``mean``
+    is_guess: bool = False  # only equal shapes suggest that these are replicas
+    start: int = 0  # first element among those that all ranks compare together
+    number: int = 0  # tells the checks of one tensor apart: each shard of a tied parameter has its own
+    names: tuple[str, ...] = ()  # of both replicas in the checkpoint, if they are not the same
 
     @property
     def is_of_stages(self) -> bool:
@@ -266,19 +222,14 @@ class ReplicaCheck:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happens to some items of the checkpoint or of the live engine.
+    """What happens to some items of the checkpoint or of the live engine."""
 
-    Attributes:
-        role: kind of item: a key, ``"optimizer states"``, ``"param groups"``, ``"lr scheduler"``, ``"loss scale"`` ...
-        what: ``"restored"``; ``"fresh"``: the live engine keeps or starts its own; ``"skipped"``: saved, but not
-            requested or not applicable; ``"ignored"``: the live model has no counterpart.
-        names, reason: the items, none if the role has only one; why, unless restored.
-    """
-
-    role: str
+    role: str  # a key, ``"optimizer states"``, ``"param groups"``, ``"lr scheduler"``, ``"loss scale"`` ...
+    #: ``"restored"``; ``"fresh"``: the live engine keeps or starts its own; ``"skipped"``: saved, but not requested or
+    #: not applicable; ``"ignored"``: the live model has no counterpart.
     what: str
-    names: tuple[str, ...] = ()
-    reason: str = ""
+    names: tuple[str, ...] = ()  # none if the role has only one item
+    reason: str = ""  # unless restored
 
 
 #: Roles whose names are not those of parameters or buffers.
@@ -293,27 +244,16 @@ def names_with(outcomes: Iterable[Outcome], what: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Everything that one rank reads, checks, commits and reports in a load.
-
-    Attributes:
-        replica_checks: replicas that this rank compares before anything is written.
-        may_differ: names whose replicas a rule or the checkpoint allows to differ.
-        blocks: number of 8-bit blocks that the plan fills.
-        restores_states: whether optimizer states and hyperparameters are restored.
-        scalars: per flat partition, its scalar states; ``None`` clears that partition's optimizer state.
-        hyperparameters: per live group, the values to set.
-        saved_groups: number of param groups in the checkpoint.
-        group_sources: per live group, the saved groups that its values come from; empty if the live values stay.
-    """
+    """Everything that one rank reads, checks, commits and reports in a load."""
 
     reads: ReadPlan
-    replica_checks: tuple[ReplicaCheck, ...] = ()
-    may_differ: frozenset[str] = frozenset()
-    blocks: int = 0
-    restores_states: bool = False
-    scalars: tuple[Mapping[str, Any] | None, ...] = ()
-    hyperparameters: tuple[Mapping[str, Any], ...] = ()
+    replica_checks: tuple[ReplicaCheck, ...] = ()  # what this rank compares before anything is written
+    may_differ: frozenset[str] = frozenset()  # names whose replicas a rule or the checkpoint allows to differ
+    blocks: int = 0  # number of 8-bit blocks that the plan fills
+    restores_states: bool = False  # optimizer states and hyperparameters
+    scalars: tuple[Mapping[str, Any] | None, ...] = ()  # per flat partition; ``None`` clears its optimizer state
+    hyperparameters: tuple[Mapping[str, Any], ...] = ()  # per live group, the values to set
     saved_groups: int = 0
-    group_sources: tuple[tuple[int, ...], ...] = ()
+    group_sources: tuple[tuple[int, ...], ...] = ()  # per live group, the saved ones; empty if the live values stay
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()

@@ -189,23 +189,16 @@ def _understanding() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DeclaredSpecs:
-    """What a checkpoint declares, over all pipeline stages; the first spec whose pattern matches a name applies.
-
-    Attributes:
-        affine, widths: by pattern, the recorded affine map; or (dimension, per sub-parameter each rank's size).
-        unsupported: pattern -> why its layout cannot be described.
-        vocabulary: rows of the vocabulary without padding.
-        unreadable: why the declaration cannot be used at all; empty if it can.
-        one_stage: patterns of tied parameters of which the first pipeline stage's copy is the parameter.
-    """
+    """What a checkpoint declares, over all pipeline stages; the first spec whose pattern matches a name applies."""
 
     specs: tuple[ShardSpec, ...] = ()
-    affine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    affine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by pattern, the recorded map
+    #: By pattern: (dimension, per sub-parameter each rank's size).
     widths: Mapping[str, tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
-    unsupported: Mapping[str, str] = field(default_factory=dict)
-    vocabulary: int | None = None
-    unreadable: str = ""
-    one_stage: tuple[str, ...] = ()
+    unsupported: Mapping[str, str] = field(default_factory=dict)  # pattern -> why its layout cannot be described
+    vocabulary: int | None = None  # rows of the vocabulary without padding
+    unreadable: str = ""  # why the declaration cannot be used at all; empty if it can
+    one_stage: tuple[str, ...] = ()  # of tied parameters of which the first pipeline stage's copy is the parameter
 
     def __or__(self, other: DeclaredSpecs) -> DeclaredSpecs:
         known = {spec.pattern for spec in self.specs}

@@ -86,23 +86,15 @@ class BlockFormat:
 
 @dataclass(frozen=True)
 class LiveState:
-    """A tensor state that the live optimizer keeps for one flat partition.
-
-    Attributes:
-        dtype: of the codes, if quantized.
-        layout: :data:`ELEMENTWISE` ...; :data:`SCRATCH` need not be restored.
-        rows, shape: leading dimension of an elementwise state; shape of a per-parameter, replicated or scratch one.
-        blocks: how it is quantized; ``None`` if it is not.
-        initial: value of elements that no step has updated.
-    """
+    """A tensor state that the live optimizer keeps for one flat partition."""
 
     key: str
-    dtype: str
-    layout: str = ELEMENTWISE
-    rows: int = 1
-    blocks: BlockFormat | None = None
-    shape: tuple[int, ...] = ()
-    initial: float = 0.0
+    dtype: str  # of the codes, if quantized
+    layout: str = ELEMENTWISE  # SCRATCH need not be restored
+    rows: int = 1  # leading dimension of an elementwise state
+    blocks: BlockFormat | None = None  # how it is quantized
+    shape: tuple[int, ...] = ()  # of a whole, replicated or scratch one
+    initial: float = 0.0  # value of elements that no step has updated
 
 
 def block_numel_of(numel: int, scales: int) -> int | None:
@@ -112,15 +104,10 @@ def block_numel_of(numel: int, scales: int) -> int | None:
 
 @dataclass(frozen=True)
 class StateOptions:
-    """User-defined layouts of optimizer states: ``"states"`` of :class:`elastic_ckpt.config.ElasticConfig`.
+    """User-defined layouts of optimizer states: ``"states"`` of :class:`elastic_ckpt.config.ElasticConfig`."""
 
-    Attributes:
-        schema: what the user wrote, by state: ``"elementwise"``, ``"replicated"`` or ``"fresh"``.
-        max_numel: unknown tensors of at most this many elements are replicated; 0 for none.
-    """
-
-    schema: Mapping[str, str] = field(default_factory=dict)
-    max_numel: int = 0
+    schema: Mapping[str, str] = field(default_factory=dict)  # by state: "elementwise", "replicated" or "fresh"
+    max_numel: int = 0  # unknown tensors of at most this many elements are replicated; 0 for none
 
     def layout(self, key: str) -> str | None:
         """The layout of a state, as the user or the default allowlist has it."""

@@ -36,44 +36,29 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a job resumes besides tensors: counters, batch sizes, scheduler, loss scale, client state.
+    """What a job resumes besides tensors: counters, batch sizes, scheduler, loss scale, client state."""
 
-    Attributes:
-        counters: ``global_steps``, ``global_samples``, ``skipped_steps``, ``dp_world_size``, ``mp_world_size``.
-        loss_scale: ``None`` if the run did not train in fp16.
-        checkpoint: all other top-level entries of the model-states file, the client state included.
-        left_out: by name, why entries of the client state are not among them.
-        same_ranks: whether the job has the ranks of the save, so that each gets its own state; if not, every rank has
-            rank 0's.
-        degrees: tensor- and pipeline-parallel degree of the save, if this is the state of the same model-parallel rank;
-            else zeros.
-    """
-
-    counters: Mapping[str, Any]
+    counters: Mapping[str, Any]  # global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size
     batch: BatchSizes
     lr_scheduler: Any
-    loss_scale: LossScale | None
+    loss_scale: LossScale | None  # ``None`` if the run did not train in fp16
     overflow: bool
-    checkpoint: Mapping[str, Any]
+    checkpoint: Mapping[str, Any]  # all other top-level entries of the model-states file, the client state included
+    #: Whether the job has the ranks of the save, so that each gets its own state; if not, every rank has rank 0's.
     same_ranks: bool = False
+    #: Tensor- and pipeline-parallel degree of the save, if this is the state of the same model-parallel rank; else 0.
     degrees: tuple[int, int] = (1, 1)
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by name, why an entry of the client state is missing
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of a run that decide who restores it.
+    """Features of a run that decide who restores it."""
 
-    Attributes:
-        experts: number of experts, by layer.
-        expert_groups: param groups of experts, which show the expert-parallel degree.
-        mics: ranks in a MiCS shard group; 0 without MiCS.
-    """
-
-    experts: tuple[int, ...] = ()
-    expert_groups: tuple[str, ...] = ()
+    experts: tuple[int, ...] = ()  # number of experts, by layer
+    expert_groups: tuple[str, ...] = ()  # param groups of experts, which show the expert-parallel degree
     one_bit: bool = False
-    mics: int = 0
+    mics: int = 0  # ranks in a MiCS shard group; 0 without MiCS
 
     def __or__(self, other: Features) -> Features:
         return Features(

@@ -39,20 +39,13 @@ class Unwanted(bytearray):
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How to read.
-
-    Attributes:
-        chunk_nbytes: largest single read.
-        staging_nbytes: host memory of all staging buffers together.
-        progress: whether to draw a progress bar; ``None``: if standard error is a terminal.
-        gap_nbytes: reads of a file at most this far apart are merged, with the bytes between them.
-    """
+    """How to read."""
 
     threads: int = 4
-    chunk_nbytes: int = 16 * _MIB
-    staging_nbytes: int = 64 * _MIB
-    progress: bool | None = None
-    gap_nbytes: int = 0
+    chunk_nbytes: int = 16 * _MIB  # largest single read
+    staging_nbytes: int = 64 * _MIB  # host memory of all staging buffers together
+    progress: bool | None = None  # whether to draw a progress bar; ``None``: if standard error is a terminal
+    gap_nbytes: int = 0  # reads of a file at most this far apart are merged, with the bytes between them
 
     @property
     def requantize_nbytes(self) -> int:

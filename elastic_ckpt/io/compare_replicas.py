@@ -31,21 +31,15 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Drift:
-    """Replicas that differ: of a tensor, or of the range of it that one rank has compared.
+    """Replicas that differ: of a tensor, or of the range of it that one rank has compared."""
 
-    Attributes:
-        check: what was compared, without the items that read it.
-        largest: difference from the first replica.
-        copies, files: number of replicas; names of the first one's file and of that furthest from it.
-        first_is_zero, others_are_zero: whether that replica, and all others, are zero.
-    """
-
-    check: ReplicaCheck
-    copies: int
-    largest: float
+    check: ReplicaCheck  # what was compared, without the items that read it
+    copies: int  # number of replicas
+    largest: float  # difference from the first replica
+    #: Names of the first replica's file and of that furthest from it.
     files: tuple[str, ...] = field(default=(), compare=False)
     first_is_zero: bool = False
-    others_are_zero: bool = False
+    others_are_zero: bool = False  # all of them
 
     def __or__(self, other: Drift) -> Drift:
         """Both ranges, or shards, of one tensor."""

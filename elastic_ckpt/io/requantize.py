@@ -28,19 +28,13 @@ _LEAST = 2.0**-149
 
 @dataclass(frozen=True)
 class ReadStats:
-    """What was read.
-
-    Attributes:
-        calls: reads; the sources of one part of a requantize item count as one.
-        staged_nbytes: bytes that went through staging buffers or other host memory.
-        blocks, worst_error: requantized 8-bit blocks, and the largest error as a fraction of the new block's scale.
-    """
+    """What was read."""
 
     nbytes: int = 0
-    calls: int = 0
-    staged_nbytes: int = 0
-    blocks: int = 0
-    worst_error: float = 0.0
+    calls: int = 0  # reads; the sources of one part of a requantize item count as one
+    staged_nbytes: int = 0  # bytes that went through staging buffers or other host memory
+    blocks: int = 0  # requantized 8-bit blocks
+    worst_error: float = 0.0  # of these, as a fraction of the new block's scale
 
     def __add__(self, other: ReadStats) -> ReadStats:
         nbytes, staged = self.nbytes + other.nbytes, self.staged_nbytes + other.staged_nbytes

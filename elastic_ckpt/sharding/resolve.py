@@ -27,22 +27,16 @@ _GUESSED = "only their shapes show how these are sharded"
 
 @dataclass
 class ReshardPlan:
-    """How one rank's shards are resharded.
+    """How one rank's shards are resharded."""
 
-    Attributes:
-        transfers: (name, state key) -> sources of this rank's shard; an empty key covers master and states.
-        replicas, averaged: names that every rank saved whole, so that copies should be equal; those that may differ.
-        overlaps: name -> elements of a sharded parameter that several ranks saved.
-        guessed: names whose layout follows from their shapes alone.
-        notes: sentences for the report.
-    """
-
+    #: (name, state key) -> sources of this rank's shard; an empty key covers master and states.
     transfers: dict[tuple[str, str], ShardSources] = field(default_factory=dict)
-    replicas: set[str] = field(default_factory=set)
-    averaged: set[str] = field(default_factory=set)
+    replicas: set[str] = field(default_factory=set)  # names that every rank saved whole: copies should be equal
+    averaged: set[str] = field(default_factory=set)  # those whose copies may differ
+    #: Name -> elements of a sharded parameter that several ranks saved.
     overlaps: dict[str, tuple[Overlap, ...]] = field(default_factory=dict)
-    guessed: set[str] = field(default_factory=set)
-    notes: tuple[str, ...] = ()
+    guessed: set[str] = field(default_factory=set)  # names whose layout follows from their shapes alone
+    notes: tuple[str, ...] = ()  # sentences for the report
 
 
 def resolve(
