@@ -15,7 +15,7 @@ from elastic_ckpt.config import CONFIG_KEY, read_config
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan, names_with
 from elastic_ckpt.load.execute import publish
-from elastic_ckpt.report import LoadReport, RankWork, title
+from elastic_ckpt.report import LoadReport, RankWork, title, united
 
 SOURCE = SourceFacts("native", "/ckpt/step[4]", "step[4]", 3, 2, "0.19.8")
 OUTCOMES = (
@@ -228,3 +228,9 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(
     publish(report_of(), ("mind the gap",), read_config({CONFIG_KEY: {"report": path}}))
     assert "mind the gap" in caplog.text
     assert path in caplog.text
+
+
+def test_outcomes_of_pipeline_stages_are_merged_in_their_order() -> None:
+    stages = [[Outcome("fp32", "restored", ("a", "b"))], [Outcome("fp32", "restored", ("c",))]]
+    assert united(stages) == (Outcome("fp32", "restored", ("a", "b", "c")),)
+    assert united([]) == ()

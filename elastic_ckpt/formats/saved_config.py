@@ -74,7 +74,7 @@ def counts_ahead(file: PickledFile) -> dict[str, frozenset[int]]:
 def features_in(file: PickledFile) -> Features:
     """The features of a model-states or optimizer-states file. Local."""
     tree = file.tree if isinstance(file.tree, Mapping) else {}
-    experts, states = tree.get("num_experts") or (), _base_state(file).get("state")
+    experts, states = tree.get("num_experts") or (), base_state(file).get("state")
     keys = [set(each) for each in states.values() if isinstance(each, Mapping)] if isinstance(states, Mapping) else []
     optimizer = str(config_section(file, "optimizer").get("type", "")).lower()
     mics = config_section(file, "zero_optimization").get("mics_shard_size", 0)
@@ -103,10 +103,10 @@ def read_counters(file: PickledFile) -> dict[str, int]:
 
 def base_groups(file: PickledFile) -> list[Mapping[str, Any]]:
     """The base optimizer's param groups in a file; empty without an optimizer."""
-    return [group for group in _base_state(file).get("param_groups") or () if isinstance(group, Mapping)]
+    return [group for group in base_state(file).get("param_groups") or () if isinstance(group, Mapping)]
 
 
-def _base_state(file: PickledFile) -> Mapping[str, Any]:
+def base_state(file: PickledFile) -> Mapping[str, Any]:
     """The base optimizer's ``state_dict``, wherever the ZeRO stage puts it."""
     tree = file.tree if isinstance(file.tree, Mapping) else {}
     state = tree.get("optimizer_state_dict", tree.get("optimizer"))

@@ -16,13 +16,12 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.read_plan import Outcome, ReadPlan
 from elastic_ckpt.engines.compat import record_counts
-from elastic_ckpt.engines.training_state import LoadArguments, restores_states
+from elastic_ckpt.engines.training_state import restores_states
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, PartialLoadError, SavedOverError
-from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.reader import ReadSums, exchange_shares, execute
 from elastic_ckpt.io.requantize import ReadStats
-from elastic_ckpt.load.prepare import Clock, Prepared
+from elastic_ckpt.load.prepare import Prepared
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.report import LoadReport, RankWork, Verified, united
 from elastic_ckpt.storage.local import look_again, moved
@@ -30,29 +29,28 @@ from elastic_ckpt.storage.local import look_again, moved
 logger = logging.getLogger(__name__)
 
 
-def execute_load(
-    engine: Any, found: CheckpointInfo, ready: Prepared, arguments: LoadArguments, config: ElasticConfig, clock: Clock
-) -> tuple[str, dict[str, Any]]:
+def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
     """Load the schedulers, undone on all ranks if any fails; read and broadcast; commit. Collective over the job.
 
     Returns what ``DeepSpeedEngine.load_checkpoint`` does: path of the model-states file, and client state. Raises the
     same :class:`ElasticCkptError` on every rank; the engine is as it was unless it is a :class:`PartialLoadError`.
     """
-    at = ready.local_state.model.coordinates
+    call, at, model_path = ready.call, ready.local_state.model.coordinates, ready.checkpoint.model_path
     _load_schedulers(ready)
     try:
-        everybody, verified = _overwrite(ready, arguments, config, clock)
+        everybody, verified = _overwrite(ready)
     except Exception as error:  # including a collective's, after which ranks cannot agree
         cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
         raise as_partial_load_error(cause) from cause
-    record_counts(engine)
+    record_counts(call.engine)
+    of_stages = [outcomes for _, _, outcomes, _ in sorted(everybody, key=itemgetter(1)) if outcomes]
     report = LoadReport(
         source=ready.checkpoint.metadata.source,
         zero_stage=ready.local_state.zero_stage,
         dp=at.dp,
         rank=distributed.rank(),
-        outcomes=_of_all_stages(everybody) or _outcomes(ready, arguments),
-        global_steps=engine.global_steps,
+        outcomes=united(of_stages) or _outcomes(ready),
+        global_steps=call.engine.global_steps,
         ranks=tuple(work for work, *_ in everybody),
         notes=ready.plan.notes + ready.warnings,
         tp=at.tp,
@@ -61,13 +59,12 @@ def execute_load(
         sequence=at.sequence,
         verified=verified,
     )
-    engine.elastic_report = report
+    call.engine.elastic_report = report
     if distributed.rank() == 0:
-        publish(report, ready.warnings, config)
+        publish(report, ready.warnings, call.config)
     # like DeepSpeed's own loader: below load_dir as the caller wrote it
-    return os.path.join(
-        arguments.load_dir, found.tag, os.path.basename(ready.checkpoint.model_path)
-    ), ready.host.client_state
+    path = os.path.join(call.arguments.load_dir, ready.found.tag, os.path.basename(model_path))
+    return path, ready.host.client_state
 
 
 def _load_schedulers(ready: Prepared) -> None:
@@ -88,11 +85,10 @@ def _load_schedulers(ready: Prepared) -> None:
 _Done = tuple[RankWork, int, tuple[Outcome, ...], RankSums | None]
 
 
-def _overwrite(
-    ready: Prepared, arguments: LoadArguments, config: ElasticConfig, clock: Clock
-) -> tuple[list[_Done], Verified | None]:
-    """Steps 2 and 3. Collective; returns all ranks' work, and what of the bytes was verified."""
-    adapter, plan, options = ready.adapter, ready.plan, read_options(config)
+def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
+    """Read, broadcast and commit. Collective; returns all ranks' work, and what of the bytes was verified."""
+    adapter, plan, clock, config = ready.adapter, ready.plan, ready.clock, ready.call.config
+    options, source, at = read_options(config), ready.checkpoint.metadata.source, ready.local_state.model.coordinates
     parts: list[ReadStats] = []
     sums = ReadSums(plan.reads.files) if config.verify != "off" else None
 
@@ -108,8 +104,7 @@ def _overwrite(
         received_nbytes = exchange_shares(plan.reads, tensors, adapter.dp_group)
     with clock("commit"), distributed.together("derive the weights from their masters"):
         # DeepSpeed rounds the masters of native checkpoints if states are left out, not those of universal ones
-        exact = restores_states(arguments) or not ready.checkpoint.metadata.source.by_rank
-        adapter.refresh_weights(plan, exact_masters=exact)
+        adapter.refresh_weights(plan, exact_masters=restores_states(ready.call.arguments) or not source.by_rank)
 
     def finish() -> _Done:
         with clock("commit"):
@@ -126,9 +121,7 @@ def _overwrite(
             worst_requantization_error=done.worst_error,
             files_read=len(plan.reads.files_read),
         )
-        at = ready.local_state.model.coordinates
-        is_first = at.pp > 1 and at.tp_rank == at.dp_rank == 0
-        outcomes = _outcomes(ready, arguments) if is_first else ()
+        outcomes = _outcomes(ready) if at.pp > 1 and at.tp_rank == at.dp_rank == 0 else ()
         return work, at.pp_rank, outcomes, None if sums is None else RankSums.of(sums)
 
     everybody = distributed.all_gather("set the counters", finish)
@@ -140,12 +133,8 @@ def _overwrite(
     return everybody, verified
 
 
-def _of_all_stages(everybody: Sequence[_Done]) -> tuple[Outcome, ...]:
-    return united([outcomes for _, _, outcomes, _ in sorted(everybody, key=itemgetter(1)) if outcomes])
-
-
-def _outcomes(ready: Prepared, arguments: LoadArguments) -> tuple[Outcome, ...]:
-    outcomes = ready.plan.outcomes + ready.host.outcomes
+def _outcomes(ready: Prepared) -> tuple[Outcome, ...]:
+    outcomes, arguments = ready.plan.outcomes + ready.host.outcomes, ready.call.arguments
     if restores_states(arguments):
         return outcomes
     if not arguments.has_optimizer:

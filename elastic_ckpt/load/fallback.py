@@ -1,4 +1,4 @@
-"""Decides whether DeepSpeed's own loader restores a folder correctly that elastic_ckpt does not.
+"""DeepSpeed's own loader: whether it restores a folder correctly that elastic_ckpt does not, and how it is called.
 
 It assigns files to ranks by position and checks next to nothing. It is correct for
 
@@ -7,17 +7,22 @@ It assigns files to ranks by position and checks next to nothing. It is correct 
 - weights alone below ZeRO-3, at any data-parallel degree, if one file holds them whole;
 
 and never for optimizer states on NVMe, of which DeepSpeed 0.19 restores only the masters of large sub-groups.
+
+It runs whatever code the pickles of its files name. So each file is screened: all that it may look for before anything
+is loaded, on all ranks together, and again the very file that it opens, which may have been exchanged since.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, BinaryIO
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -26,58 +31,78 @@ from elastic_ckpt.engines.compat import (
     base_optimizer,
     dp_group_of,
     flat_master_numels,
-    has_optimizer,
+    intercepted_loads,
     keeps_own_masters,
     numbered_params,
     swaps_states,
     zero_param_shapes,
 )
 from elastic_ckpt.engines.select import same_features
-from elastic_ckpt.engines.training_state import LoadArguments, restores_states
+from elastic_ckpt.engines.training_state import restores_states
 from elastic_ckpt.formats import CheckpointInfo
+from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES, PLAIN, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
-from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled
 from elastic_ckpt.formats.same_save import Counts, explained_counts, scaled_steps
 from elastic_ckpt.formats.saved_config import (
     COUNTERS,
     base_groups,
+    base_state,
     config_section,
     counts_ahead,
     features_in,
     saved_config,
 )
 from elastic_ckpt.formats.saved_states import read_groups, settings
+from elastic_ckpt.formats.torch_archive.screening import screen
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
-from elastic_ckpt.storage.local import file_names
+from elastic_ckpt.load.prepare import LoadCall
+from elastic_ckpt.storage.local import file_names, open_stream
 
+#: What DeepSpeed's loader opens in the folder of a tag, with what its ``fast`` writer appends.
+_OPENED = re.compile(r".*(?:model|optim)_states\.pt(?:-\d+\.\d+)?")
 #: Entries of a param group that do not depend on the kind of optimizer.
 _NOT_COMPARED = frozenset({"params", "param_names", "step"})
-_LAYOUTS = {0: "whole", 1: "zero12", 2: "zero12", 3: "zero3"}
+_LAYOUTS = {0: "unpartitioned", 1: "zero12", 2: "zero12", 3: "zero3"}
 
 
-def deepspeed_loads_it_right(
-    engine: Any, found: CheckpointInfo, arguments: LoadArguments, check_steps: bool, own_files: bool = False
-) -> bool:
-    """Whether DeepSpeed's own loader restores a folder correctly, all its files being of one save. Collective.
+def screen_folder(found: CheckpointInfo, own_files: bool) -> None:
+    """Screen the files of a folder; ``own_files``: whether each rank sees files of its own. Collective.
 
-    Args:
-        engine, found, arguments: the live engine, the checkpoint, and arguments of ``load_checkpoint``.
-        check_steps: whether states must have the step of the counters: if elastic_ckpt did not understand the files.
-        own_files: whether each rank looks at its own files only: if each node saves to its own disk.
+    Raises the same error on every rank, which names the file: :class:`UnsafePickleError` for code,
+    :class:`DamagedError` or :class:`UnsupportedError` for what cannot be screened.
     """
 
-    def save() -> tuple[Any, ...] | None:
-        try:
-            return _save_of(engine, found, arguments, check_steps, own_files)
-        except Exception:  # files that cannot be read are not known to load correctly
-            return None
+    def screen_mine() -> None:
+        names = sorted(filter(_OPENED.fullmatch, file_names(found.folder)))
+        for name in names if own_files else names[distributed.rank() :: distributed.world_size()]:
+            with open_screened(found.path(name)):
+                pass
 
-    doing = "compare the checkpoint with the live engine"
-    each_has_files = own_files or len(found.files.mp_ranks) > 1 or isinstance(engine, PipelineEngine)
-    saves = distributed.all_gather(doing, save) if each_has_files else [distributed.broadcast(doing, save)]
-    return saves[0] is not None and all(other == saves[0] for other in saves)
+    distributed.all_gather("screen the files for DeepSpeed's own loader", screen_mine)
+
+
+def screened_loads(call: LoadCall) -> AbstractContextManager[None]:
+    """Screens each file that DeepSpeed's loader opens meanwhile, unless the config trusts pickles or is off."""
+    trusts = call.config.trust_pickle or call.config.mode == "off"
+    return nullcontext() if trusts else intercepted_loads(call.engine, open_screened)
+
+
+@contextmanager
+def open_screened(path: str) -> Iterator[BinaryIO]:
+    """The open file at a path, of which nothing that its loader unpickles runs code."""
+    with open_stream(path) as stream:
+        with named_errors(path):
+            if is_datastates(stream):
+                read_datastates_tree(stream, trust_pickle=False)
+            else:
+                screen(stream)
+        stream.seek(0)
+        # torch trusts indices, which are addresses
+        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+            yield stream
 
 
 def on_own_disks(engine: Any, found: CheckpointInfo) -> bool:
@@ -96,32 +121,35 @@ def on_own_disks(engine: Any, found: CheckpointInfo) -> bool:
     return any(other != everybody[0] for other in everybody)
 
 
-def _save_of(
-    engine: Any, found: CheckpointInfo, arguments: LoadArguments, check_steps: bool, own_files: bool
-) -> tuple[Any, ...] | None:
+def deepspeed_loads_it_right(call: LoadCall, found: CheckpointInfo, check_steps: bool, own_files: bool = False) -> bool:
+    """Whether DeepSpeed's own loader restores a folder correctly, all its files being of one save. Collective.
+
+    Args:
+        call, found: the call of ``load_checkpoint``, and the checkpoint.
+        check_steps: whether states must have the step of the counters: if elastic_ckpt did not understand the files.
+        own_files: whether each rank looks at its own files only: if each node saves to its own disk.
+    """
+
+    def save() -> tuple[Any, ...] | None:
+        try:
+            return _save_of(call, found, check_steps, own_files)
+        except Exception:  # files that cannot be read are not known to load correctly
+            return None
+
+    doing = "compare the checkpoint with the live engine"
+    each_has_files = own_files or len(found.files.mp_ranks) > 1 or isinstance(call.engine, PipelineEngine)
+    saves = distributed.all_gather(doing, save) if each_has_files else [distributed.broadcast(doing, save)]
+    return saves[0] is not None and all(other == saves[0] for other in saves)
+
+
+def _save_of(call: LoadCall, found: CheckpointInfo, check_steps: bool, own_files: bool) -> tuple[Any, ...] | None:
     """The save that DeepSpeed's loader would read; ``None`` if it is not known to be restored correctly. Local."""
     if not found.by_rank or found.files.by_fast_writer:
         return None  # DeepSpeed looks for other names than the "fast" writer's
-    if own_files:
-        found = _own_part(engine, found)
-    comparison = _Comparison(engine, found, arguments, own_files)
+    comparison = _Comparison(call, found, own_files)
     if not comparison.fits():
         return None
-    if not own_files and comparison.whole_weights:
-        return ()
-    return comparison.one_save(1 if own_files else engine.seq_dp_world_size, check_steps)
-
-
-def _own_part(engine: Any, found: CheckpointInfo) -> CheckpointInfo:
-    """The folder as this rank sees it, without other data-parallel ranks' files."""
-    files = sort_names(file_names(found.folder), is_universal=False)
-    rank = dist.get_rank(group=dp_group_of(engine))
-    mine = replace(
-        files,
-        optimizer={at: name for at, name in files.optimizer.items() if at[0] == rank},
-        model_zero3={at: name for at, name in files.model_zero3.items() if at[0] == rank},
-    )
-    return replace(found, files=mine)
+    return comparison.one_save(check_steps) if own_files or not comparison.weights_alone else ()
 
 
 class _Comparison:
@@ -130,57 +158,60 @@ class _Comparison:
     DeepSpeed's loader trusts pickles in any case; this comparison needs no trust.
     """
 
-    def __init__(self, engine: Any, found: CheckpointInfo, arguments: LoadArguments, own_files: bool) -> None:
-        self.engine = engine
-        self.own_files = own_files
-        self.found = found
-        self.arguments = arguments
-        self.stage: int = engine.zero_optimization_stage()
-        self.with_states = restores_states(arguments)
-        mp, files = engine.checkpoint_mp_rank, found.files
-        self._models = [name for at, name in files.model.items() if at == mp]
-        self._models += [name for (_, at), name in sorted(files.model_zero3.items()) if at == mp]
-        self._optimizers = [name for (_, at), name in sorted(files.optimizer.items()) if at == mp]
-        self._opened: dict[str, PickledFile] = {}
+    def __init__(self, call: LoadCall, found: CheckpointInfo, own_files: bool) -> None:
+        self.engine, self.arguments, self.found, self.own_files = call.engine, call.arguments, found, own_files
+        self.stage: int = call.engine.zero_optimization_stage()
+        self.with_states = restores_states(call.arguments)
+        self.files = files = sort_names(file_names(found.folder), is_universal=False) if own_files else found.files
+        mp, dp = call.engine.checkpoint_mp_rank, dist.get_rank(group=dp_group_of(call.engine)) if own_files else None
+
+        def mine(names: Mapping[tuple[int, int], str]) -> list[str]:
+            return [name for at, name in sorted(names.items()) if at[1] == mp and dp in (None, at[0])]
+
+        self._models = [files.model[mp]] if mp in files.model else []
+        self._models, self._optimizers = self._models + mine(files.model_zero3), mine(files.optimizer)
+        self._open = cache(lambda name: open_pickled(found.path(name)))
 
     def fits(self) -> bool:
         """Whether topology, layout, names and optimizer are those of the live engine."""
-        engine = self.engine
-        without_zero = isinstance(engine, PipelineEngine) and not self.found.files.optimizer
-        if self.with_states and not self.arguments.load_module_strict and without_zero:
+        engine, arguments = self.engine, self.arguments
+        without_zero = isinstance(engine, PipelineEngine) and not self.files.optimizer
+        if self.with_states and not arguments.load_module_strict and without_zero:
             return False  # unknown which parameters the states belong to
         if swaps_states(engine) or os.path.isdir(self.found.path(SWAPPED_FOLDER)):
             return False
         # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one lacks
-        if self.stage == 3 and not self.arguments.has_optimizer:
+        if self.stage == 3 and not arguments.has_optimizer:
             return False
         # without ZeRO in fp16 or bf16, DeepSpeed keeps old masters, which undo the loaded weights at the next step
-        without_states = not (self.arguments.load_module_only or self.arguments.load_optimizer_states)
+        without_states = not (arguments.load_module_only or arguments.load_optimizer_states)
         if self.stage == 0 and without_states and keeps_own_masters(engine):
             return False
-        return self._pipeline_fits() if without_zero else self.whole_weights or self._native_fits()
+        return self._pipeline_fits() if without_zero else self.weights_alone or self._native_fits()
 
-    @cached_property
-    def whole_weights(self) -> bool:
-        files, engine = self.found.files, self.engine
-        whole_here = set(files.model) == {0} and not (files.layers or files.of_experts)
+    @property
+    def weights_alone(self) -> bool:
+        """Whether weights alone are asked for, of which one file holds all."""
+        files, engine = self.files, self.engine
+        in_one_file = set(files.model) == {0} and not (files.layers or files.of_experts)
         plain = engine.mp_world_size == 1 and not engine.has_moe_layers
-        return not self.with_states and whole_here and self.stage < 3 and plain
+        return not self.with_states and in_one_file and self.stage < 3 and plain
 
-    def one_save(self, partitions: int, check_steps: bool) -> tuple[Any, ...] | None:
+    def one_save(self, check_steps: bool) -> tuple[Any, ...] | None:
         """The counters and DeepSpeed version of all files; ``None`` if some are missing, or of another save or size.
 
-        Args:
-            partitions: number of data-parallel ranks that must have files.
-            check_steps: see :func:`deepspeed_loads_it_right`; without it, states must still be of one step.
+        ``check_steps``: see :func:`deepspeed_loads_it_right`; without it, states must still be of one step.
         """
-        with_optimizer = has_optimizer(self.engine)
+        with_optimizer = self.arguments.has_optimizer
+        partitions = 1 if self.own_files else self.engine.seq_dp_world_size
         needed = partitions if self.stage and with_optimizer else len(self._optimizers)
-        if self.found.files.clashes or len(self._optimizers) != needed or not self._models:
+        if self.files.clashes or len(self._optimizers) != needed or not self._models:
             return None
-        models, optimizers = ([self._open(name) for name in names] for names in (self._models, self._optimizers))
-        incomplete = self.found.files.model_zero3 and len(models) != len(optimizers)
-        if incomplete or any(map(_is_legacy, optimizers)):
+        models, optimizers = (list(map(self._open, names)) for names in (self._models, self._optimizers))
+        # legacy zero_optimization.elastic_checkpoint: states without names
+        states = (file.section("optimizer_state_dict") for file in optimizers)
+        is_legacy = any(isinstance(state.get("base_optimizer_state"), list) for state in states)
+        if is_legacy or (self.files.model_zero3 and len(models) != len(optimizers)):
             return None
         counters = {tuple(file.tree.get(key) for key in COUNTERS) for file in models}
         versions = {file.tree["ds_version"] for file in (*models, *optimizers) if "ds_version" in file.tree}
@@ -211,11 +242,6 @@ class _Comparison:
         )
         return self.with_states and counts.contradiction(exact=self.stage == 3) is not None
 
-    def _open(self, name: str) -> PickledFile:
-        if name not in self._opened:
-            self._opened[name] = open_pickled(self.found.path(name))
-        return self._opened[name]
-
     def _pipeline_fits(self) -> bool:
         """A pipeline without ZeRO: whether this rank's file holds states of exactly its stage's parameters.
 
@@ -223,13 +249,13 @@ class _Comparison:
         """
         if self.stage:
             return False
-        model = self._open(self.found.files.model[self.engine.checkpoint_mp_rank])
+        model = self._open(self.files.model[self.engine.checkpoint_mp_rank])
         groups, live = base_groups(model), base_optimizer(self.engine).param_groups
-        saved = [[_shape_of(model, number) for number in group["params"]] for group in groups]
-        here = [[tuple(param.shape) for param in group["params"]] for group in live]
-        same_shapes = len(saved) == len(here) and all(map(_same_shapes, saved, here))
+        here = len(groups) == len(live) and all(
+            _same_shapes(model, saved["params"], group["params"]) for saved, group in zip(groups, live, strict=True)
+        )
         plain = not any(key in model.tree["optimizer"] for key in MASTER_ENTRIES)
-        return same_shapes and _same_hyperparameters(groups, live) and plain and self._same_topology(model)
+        return here and _same_hyperparameters(groups, live) and plain and self._same_topology(model)
 
     def _native_fits(self) -> bool:
         engine, model = self.engine, self._open(self._models[0])
@@ -245,9 +271,9 @@ class _Comparison:
         return same and (not self.with_states or self._same_optimizer(model, optimizer))
 
     def _same_topology(self, model: PickledFile) -> bool:
-        engine, files = self.engine, self.found.files
+        engine, files = self.engine, self.files
         # file names show which stages' loader reads them: the saved config may be only a path
-        layout = "zero3" if files.model_zero3 else "zero12" if files.optimizer else "whole"
+        layout = "zero3" if files.model_zero3 else "zero12" if files.optimizer else "unpartitioned"
         return (
             model.tree.get("dp_world_size") == engine.seq_dp_world_size
             and model.tree.get("mp_world_size") == engine.mp_world_size
@@ -261,7 +287,7 @@ class _Comparison:
         DeepSpeed's own loader assigns states by position, between any two optimizers; the names of hyperparameters
         distinguish most kinds.
         """
-        engine, files = self.engine, self.found.files
+        engine, files = self.engine, self.files
         in_bf16 = any(name.startswith("bf16_") for name in files.optimizer.values())
         if files.optimizer and in_bf16 != engine.bfloat16_enabled():
             return False
@@ -292,14 +318,11 @@ def _same_hyperparameters(saved: Sequence[Mapping[str, Any]], live: Sequence[Map
     return [set(group) - _NOT_COMPARED for group in saved] == [set(group) - _NOT_COMPARED for group in live]
 
 
-def _shape_of(model: PickledFile, number: int) -> tuple[int, ...] | None:
-    """Shape of a parameter by its states; ``None`` if it has none."""
-    state = model.tree["optimizer"]["state"].get(number, {})
-    return next((ref.shape for ref in state.values() if isinstance(ref, TensorRef) and ref.shape), None)
-
-
-def _same_shapes(saved: Sequence[tuple[int, ...] | None], live: Sequence[tuple[int, ...]]) -> bool:
-    return len(saved) == len(live) and all(a in (None, b) for a, b in zip(saved, live, strict=True))
+def _same_shapes(file: PickledFile, numbers: Sequence[int], live: Sequence[torch.Tensor]) -> bool:
+    """Whether saved parameters, by their states if they have any, have the live ones' shapes."""
+    states = [base_state(file)["state"].get(number, {}).values() for number in numbers]
+    shapes = [next((ref.shape for ref in each if isinstance(ref, TensorRef) and ref.shape), None) for each in states]
+    return len(shapes) == len(live) and all(a in (None, tuple(b.shape)) for a, b in zip(shapes, live, strict=True))
 
 
 def _same_members(engine: Any, optimizer: PickledFile, saved: Mapping[str, Any], live: Sequence[Any]) -> bool:
@@ -313,33 +336,23 @@ def _same_members(engine: Any, optimizer: PickledFile, saved: Mapping[str, Any],
     positions = [order.get(name, -1) for name in names]
     if positions != sorted(positions):
         return False
-    if any(key in optimizer.tree["optimizer"] for key in MASTER_ENTRIES):
-        return True  # states of flat tensors
-    return _same_shapes([_shape_of(optimizer, number) for number in saved["params"]], [tuple(p.shape) for p in live])
+    # else states of flat tensors
+    is_plain = not any(key in optimizer.tree["optimizer"] for key in MASTER_ENTRIES)
+    return not is_plain or _same_shapes(optimizer, saved["params"], live)
 
 
 def _partition_numels(file: PickledFile, zero3: bool) -> Iterator[int]:
     """Elements of each partition, with the padding that ZeRO-1 and 2 cut off the masters."""
-    state = file.section("optimizer_state_dict")
+    state, states = file.section("optimizer_state_dict"), base_state(file).get("state", {})
     refs: Sequence[TensorRef] = state["fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"]
     paddings = [0] * len(refs) if zero3 else state["group_paddings"]
-    base = [
-        state[key] for key in ("base_optimizer_state", "optimizer_state_dict") if isinstance(state.get(key), Mapping)
-    ]
     for index, (ref, padding) in enumerate(zip(refs, paddings, strict=True)):
-        values = base[0]["state"].get(index, {}).values() if base else ()
         # a flat state keeps its padding
-        yield next((v.numel for v in values if isinstance(v, TensorRef) and v.shape), ref.numel + padding)
-
-
-def _is_legacy(file: PickledFile) -> bool:
-    """Whether the base optimizer's state has no names (legacy ``zero_optimization.elastic_checkpoint``)."""
-    return isinstance(file.section("optimizer_state_dict").get("base_optimizer_state"), list)
+        flat = (v.numel for v in states.get(index, {}).values() if isinstance(v, TensorRef) and v.shape)
+        yield next(flat, ref.numel + padding)
 
 
 def _steps(file: PickledFile) -> frozenset[int]:
-    state = file.section("optimizer_state_dict")
-    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
-    values = base["state"].values() if isinstance(base, Mapping) else ()
-    counted = (value for value in values if isinstance(value, Mapping) and "step" in value)
-    return frozenset(int(plain_numbers(file, {"step": value["step"]})["step"]) for value in counted)
+    counted = (value for value in base_state(file).get("state", {}).values() if isinstance(value, Mapping))
+    steps = (value["step"] for value in counted if "step" in value)
+    return frozenset(int(plain_numbers(file, {"step": step})["step"]) for step in steps)

@@ -19,7 +19,6 @@ from elastic_ckpt.engines.checks import commit_pending_save
 from elastic_ckpt.engines.compat import (
     ds_config,
     has_optimizer,
-    load_universal_flag,
     record_counts,
     separate_steps,
     universal_flag,
@@ -37,10 +36,9 @@ from elastic_ckpt.errors import (
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.execute import as_partial_load_error, execute_load, told_apart
-from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks
-from elastic_ckpt.load.handover import screen_folder, screened_loads
+from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks, screen_folder, screened_loads
 from elastic_ckpt.load.on_damage import RetryPolicy
-from elastic_ckpt.load.prepare import Clock, Prepared, prepare
+from elastic_ckpt.load.prepare import LoadCall, Prepared, prepare
 from elastic_ckpt.patches import argument, unwrap, wrap
 from elastic_ckpt.patches.aligned_partitions import align_engine, unwatch_alignment, watch_alignment
 from elastic_ckpt.patches.pipeline_stages import unwatch_pipe, watch_pipe
@@ -78,18 +76,19 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     given = inspect.signature(original).bind(engine, *args, **kwargs)
     arguments = LoadArguments.of(given, has_optimizer(engine))
     engine.elastic_report = None
-    config, own = _read_config(engine, arguments), functools.partial(_call, original, given)
-    if config.mode == "off":
-        return _delegate(engine, None, own, config)
+    call = LoadCall(engine, arguments, _read_config(engine, arguments))
+    own = functools.partial(_call, original, given)
+    if call.config.mode == "off":
+        return _delegate(call, None, own)
     commit_pending_save(engine)
-    prefer_universal = load_universal_flag(engine) or elastic_config.flag_given()
-    policy = RetryPolicy(arguments, config, prefer_universal, bool(engine.use_node_local_storage()))
+    prefer_universal = bool(engine.load_universal_checkpoint()) or elastic_config.flag_given()
+    policy = RetryPolicy(call, prefer_universal, own_folders=bool(engine.use_node_local_storage()))
     while True:
         found = None
         try:
             found = policy.find()
             with pinned():
-                return _load(engine, found, arguments, policy, config, own)
+                return _load(call, found, policy, own)
         except ElasticCkptError as error:
             if not policy.recover(error, found):
                 raise
@@ -103,31 +102,23 @@ def _call(original: Callable[..., Any], given: inspect.BoundArguments, tag: str 
     return original(*given.args, **given.kwargs)
 
 
-def _load(
-    engine: Any,
-    found: CheckpointInfo | None,
-    arguments: LoadArguments,
-    policy: RetryPolicy,
-    config: ElasticConfig,
-    own: Callable[..., Any],
-) -> Any:
+def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own: Callable[..., Any]) -> Any:
     """Load what was found; leave to DeepSpeed's own loader what only that restores. Collective."""
     if found is not None:
-        clock = Clock()
         with collector_off(), distributed.together("load the checkpoint"):
-            elastic_only = requires_elastic(config) or policy.partly_overwritten
-            ready = _prepare_unless_left(engine, found, arguments, config, clock, elastic_only)
+            elastic_only = requires_elastic(call.config) or policy.partly_overwritten
+            ready = _prepare_unless_left(call, found, elastic_only)
             if ready is not None:
                 policy.will_overwrite(ready)
-                return execute_load(engine, found, ready, arguments, config, clock)
-    elif config.mode == "require":
+                return execute_load(ready)
+    elif call.config.mode == "require":
         raise NotFoundError(
             "there is no DeepSpeed checkpoint to load",
-            file=arguments.load_dir,
+            file=call.arguments.load_dir,
             expected="a checkpoint, since the mode is 'require'",
             found="none",
         )
-    return _delegate(engine, found, own, config)
+    return _delegate(call, found, own)
 
 
 def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
@@ -171,11 +162,8 @@ def _meaning(arguments: LoadArguments, config: ElasticConfig) -> dict[str, Any]:
     }
 
 
-#: What two paths of one folder have in common.
-_Identity = tuple[str, tuple[int, ...] | None]
-
-
-def _identity(folder: Any) -> _Identity:
+def _identity(folder: Any) -> tuple[str, tuple[int, ...] | None]:
+    """What two paths of one folder have in common."""
     try:
         status = os.stat(folder)
         return os.path.realpath(folder), (status.st_dev, status.st_ino, status.st_mtime_ns)
@@ -183,7 +171,7 @@ def _identity(folder: Any) -> _Identity:
         return str(folder), None
 
 
-def _refuse_different_calls(calls: Sequence[tuple[Mapping[str, Any], _Identity]]) -> None:
+def _refuse_different_calls(calls: Sequence[tuple[Mapping[str, Any], tuple[str, Any]]]) -> None:
     first, (path, inode) = calls[0]
     for rank, (other, (other_path, other_inode)) in enumerate(calls):
         differ = {key for key, value in first.items() if other[key] != value}
@@ -200,61 +188,47 @@ def _refuse_different_calls(calls: Sequence[tuple[Mapping[str, Any], _Identity]]
             )
 
 
-def _prepare_unless_left(
-    engine: Any,
-    found: CheckpointInfo,
-    arguments: LoadArguments,
-    config: ElasticConfig,
-    clock: Clock,
-    elastic_only: bool,
-) -> Prepared | None:
+def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bool) -> Prepared | None:
     """Prepare the load; ``None`` if DeepSpeed's own loader restores what elastic_ckpt cannot. Collective.
 
     Raises the same :class:`ElasticCkptError` on every rank if DeepSpeed's is not known to restore it either.
     """
-    if (
-        not elastic_only
-        and on_own_disks(engine, found)
-        and deepspeed_loads_it_right(engine, found, arguments, check_steps=True, own_files=True)
-    ):
-        why, own_files = "each node has files of its own (use_node_local_storage), those of this topology", True
-    else:
+    own_files = not elastic_only and on_own_disks(call.engine, found)
+    own_files = own_files and deepspeed_loads_it_right(call, found, check_steps=True, own_files=True)
+    why = "each node has files of its own (use_node_local_storage), those of this topology"
+    if not own_files:
         try:
-            if arguments.others:
-                raise UnsupportedError(f"{', '.join(arguments.others)}: handled by DeepSpeed's own loader only")
-            return prepare(engine, found, arguments, config, clock)
+            if others := call.arguments.others:
+                raise UnsupportedError(f"{', '.join(others)}: handled by DeepSpeed's own loader only")
+            return prepare(call, found)
         except ElasticCkptError as first:
             error = told_apart(first)
-            if elastic_only or not _is_deepspeeds(engine, found, arguments, error):
+            may_leave = isinstance(error, (UnsupportedError, LayoutError, UnforeseenError)) and not elastic_only
+            understood = isinstance(error, UnsupportedError)
+            if not may_leave or not deepspeed_loads_it_right(call, found, check_steps=not understood):
                 raise error from error.__cause__
-            why, own_files = error.problem, False
-    if not config.trust_pickle:
+            why = error.problem
+    if not call.config.trust_pickle:
         screen_folder(found, own_files)
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
     return None
 
 
-def _is_deepspeeds(engine: Any, found: CheckpointInfo, arguments: LoadArguments, error: ElasticCkptError) -> bool:
-    """Whether DeepSpeed's own loader restores what elastic_ckpt refuses with this error. Collective."""
-    if not isinstance(error, (UnsupportedError, LayoutError, UnforeseenError)):
-        return False
-    return deepspeed_loads_it_right(engine, found, arguments, check_steps=not isinstance(error, UnsupportedError))
-
-
-def _delegate(engine: Any, found: CheckpointInfo | None, own: Callable[..., Any], config: ElasticConfig) -> Any:
+def _delegate(call: LoadCall, found: CheckpointInfo | None, own: Callable[..., Any]) -> Any:
+    """Let DeepSpeed's own loader load what was found."""
+    engine = call.engine
     if found is None:
-        with screened_loads(engine, config):
+        with screened_loads(call):
             return own()
-    is_universal = found.files.is_universal
     try:
-        with universal_flag(engine, is_universal), screened_loads(engine, config):
+        with universal_flag(engine, found.files.is_universal), screened_loads(call):
             result = own(found.tag)
         with distributed.agree("look at the checkpoint's files again"):
             look_again()
     except SavedOverError as error:
         raise as_partial_load_error(error) from error
-    if is_universal:
+    if found.files.is_universal:
         separate_steps(engine)
     record_counts(engine)
     return result

@@ -11,8 +11,6 @@ import time
 from dataclasses import replace
 
 from elastic_ckpt import distributed
-from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.errors import (
     DamagedError,
     ElasticCkptError,
@@ -34,7 +32,7 @@ from elastic_ckpt.formats.detect import (
     step_of_tag,
 )
 from elastic_ckpt.load.execute import as_partial_load_error
-from elastic_ckpt.load.prepare import Prepared
+from elastic_ckpt.load.prepare import LoadCall, Prepared
 
 logger = logging.getLogger(__name__)
 #: Seconds between two looks for files, at first and at most.
@@ -45,17 +43,15 @@ class RetryPolicy:
     """The checkpoints that one call of ``load_checkpoint`` tries, one after another.
 
     Args:
-        arguments, config: of the load.
+        call: of the load.
         prefer_universal: see :func:`elastic_ckpt.formats.detect.find_checkpoint`.
         own_folders: whether each rank has a ``load_dir`` of its own (``use_node_local_storage``).
     """
 
-    def __init__(
-        self, arguments: LoadArguments, config: ElasticConfig, prefer_universal: bool, own_folders: bool = False
-    ) -> None:
-        self._load_dir, self._own_folders = os.fspath(arguments.load_dir) or os.curdir, own_folders
-        self._arguments, self._config, self._prefer_universal = arguments, config, prefer_universal
-        self._deadline = time.monotonic() + config.wait_for_files
+    def __init__(self, call: LoadCall, prefer_universal: bool, own_folders: bool = False) -> None:
+        self._load_dir, self._own_folders = os.fspath(call.arguments.load_dir) or os.curdir, own_folders
+        self._tag, self._config, self._prefer_universal = call.arguments.tag, call.config, prefer_universal
+        self._deadline = time.monotonic() + call.config.wait_for_files
         self._pause = _FIRST_PAUSE
         self._older: CheckpointInfo | None = None
         self._skipped: tuple[str, ...] = ()
@@ -67,11 +63,11 @@ class RetryPolicy:
         """The checkpoint to try next. Collective."""
         if self._older is not None:
             return self._older
-        arguments, config = self._arguments, self._config
+        tag, config = self._tag, self._config
 
         def look() -> tuple[CheckpointInfo | None, list[str]]:
             try:
-                return find_checkpoint(self._load_dir, arguments.tag, self._prefer_universal, config.trust_pickle), []
+                return find_checkpoint(self._load_dir, tag, self._prefer_universal, config.trust_pickle), []
             except NotFoundError:
                 if not self._may_start_fresh():
                     raise
@@ -79,7 +75,7 @@ class RetryPolicy:
 
         while True:
             found, tags = distributed.broadcast("look for a checkpoint", look)
-            expected = bool(tags) or arguments.tag is not None or config.mode == "require"
+            expected = bool(tags) or tag is not None or config.mode == "require"
             if found is not None or not expected or not self._wait("there is no checkpoint yet"):
                 break
         if tags and distributed.rank() == 0:
@@ -94,7 +90,7 @@ class RetryPolicy:
         """Whether DeepSpeed's own loader returns without a checkpoint: scripts that start a run rely on it. Local."""
         asks = self._prefer_universal or self._config.mode == "require" or self._config.on_damage != "error"
         named = (os.path.lexists(os.path.join(self._load_dir, latest)) for latest in (LATEST, LATEST_UNIVERSAL))
-        return self._arguments.tag is None and not asks and not any(named)
+        return self._tag is None and not asks and not any(named)
 
     def will_overwrite(self, ready: Prepared) -> None:
         """Note what a load restores. Collective if a failed one has left its values in the engine.
@@ -128,7 +124,7 @@ class RetryPolicy:
             again = not partly or isinstance(cause, SavedOverError)  # which the new save replaces
             if again and self._older is None and self._wait(cause.problem):
                 return True
-            if self._config.on_damage != "error" and not (missing and self._arguments.tag is not None):
+            if self._config.on_damage != "error" and not (missing and self._tag is not None):
                 why_not = self._fall_back(cause, found)
                 if why_not is None:
                     return True
@@ -179,7 +175,7 @@ class RetryPolicy:
         if not steps:
             step = step_of_tag(os.path.basename(damaged)) if found is None else global_steps(found, trust)
             steps = () if step is None else (step,)
-        if not steps and (limit is not None or self._arguments.tag is not None):
+        if not steps and (limit is not None or self._tag is not None):
             return None, (), "which checkpoints are older is not known, since no file of this one tells its step"
         others = [(global_steps(each, trust), each) for each in list_checkpoints(load_dir) if each.folder != damaged]
         older = [(step, each.by_rank, each.tag, each) for step, each in others if step is not None]

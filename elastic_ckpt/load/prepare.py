@@ -48,6 +48,15 @@ class Clock:
 
 
 @dataclass(frozen=True)
+class LoadCall:
+    """A call of ``load_checkpoint``: the live engine, arguments and configuration."""
+
+    engine: Any
+    arguments: LoadArguments
+    config: ElasticConfig
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """What the other ranks need to know of a rank's plan.
 
@@ -72,39 +81,43 @@ class RankPlan:
 class Prepared:
     """Both sides, the plan, warnings, and the plans of all ranks: everything known before anything changes."""
 
+    call: LoadCall
+    found: CheckpointInfo
+    clock: Clock
     adapter: EngineAdapter
     local_state: LocalState
     checkpoint: Checkpoint
     plan: LoadPlan
     host: TrainingStateCommit
     warnings: tuple[str, ...]
-    everybody: Sequence[RankPlan]
-
-    @property
-    def runs_code(self) -> bool:
-        """Whether any rank loads the state of a scheduler; the others wait for it."""
-        return any(each.runs_code for each in self.everybody)
+    #: Whether any rank loads the state of a scheduler; the others wait for it.
+    runs_code: bool
 
 
-def prepare(
-    engine: Any, found: CheckpointInfo, arguments: LoadArguments, config: ElasticConfig, clock: Clock
-) -> Prepared:
+def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
     """Describe the engine, read metadata, plan, agree. Collective; changes nothing.
 
     Raises the same :class:`ElasticCkptError` on every rank.
     """
+    engine, arguments, config, clock = call.engine, call.arguments, call.config, Clock()
     with clock("plan"):
         adapter, local_state = _describe(engine, arguments)
+    at = local_state.model.coordinates
     with clock("metadata"):
-        checkpoint = read_checkpoint(
-            found, _metadata_options(local_state, arguments, config), local_state, config.rename
+        options = MetadataOptions(
+            trust_pickle=config.trust_pickle,
+            check_shards=config.verify == "load",
+            states=state_options(config),
+            with_states=restores_states(arguments),
+            coordinates=at,
+            skip_unreadable=config.on_unreadable_entry == "skip",
         )
+        checkpoint = read_checkpoint(found, options, local_state, config.rename)
     with clock("plan"):
         planned: list[tuple[LoadPlan, TrainingStateCommit, tuple[str, ...]]] = []
 
         def make_plan() -> RankPlan:
-            at = local_state.model.coordinates
-            warnings = _compare_runs(engine, at.data_degree, checkpoint, arguments, config)
+            warnings = _compare_runs(call, at.data_degree, checkpoint)
             host = TrainingStateCommit(engine, checkpoint.training_state, arguments, at)
             warnings += tuple(checkpoint.training_state.left_out.values())
             options = LoadOptions.of(
@@ -119,7 +132,8 @@ def prepare(
             with clock("metadata"):
                 differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
             look_again(reopen=False)
-            digest = _digest_of_shares(plan)
+            shared = [(s.key, s.name, s.flat, s.numel, s.dtype) for s in plan.reads.slots if s.replicated]
+            digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
             return RankPlan(at.mp_rank, digest, differences, plan.may_differ, plan.notes, host.runs_code)
 
         everybody = distributed.all_gather("plan the load", make_plan)
@@ -127,7 +141,8 @@ def prepare(
         plan, host, warnings = planned[0]
         with distributed.deterministic("judge copies of replicated parameters"):
             plan = replace(plan, notes=_notes(everybody, config))
-    return Prepared(adapter, local_state, checkpoint, plan, host, warnings, everybody)
+    runs_code = any(each.runs_code for each in everybody)
+    return Prepared(call, found, clock, adapter, local_state, checkpoint, plan, host, warnings, runs_code)
 
 
 def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, LocalState]:
@@ -147,31 +162,15 @@ def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, Loc
     return adapter, replace(local_state, model=model_of_all(local_state.model, everybody))
 
 
-def _metadata_options(local_state: LocalState, arguments: LoadArguments, config: ElasticConfig) -> MetadataOptions:
-    return MetadataOptions(
-        trust_pickle=config.trust_pickle,
-        check_shards=config.verify == "load",
-        states=state_options(config),
-        with_states=restores_states(arguments),
-        coordinates=local_state.model.coordinates,
-        skip_unreadable=config.on_unreadable_entry == "skip",
-    )
-
-
-def _compare_runs(
-    engine: Any, data_degree: int, checkpoint: Checkpoint, arguments: LoadArguments, config: ElasticConfig
-) -> tuple[str, ...]:
+def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> tuple[str, ...]:
     """Warnings about differences between the runs that no state shows; none if weights alone are loaded."""
-    if arguments.load_module_only or not arguments.has_optimizer:
+    engine, saved, metadata = call.engine, checkpoint.training_state, checkpoint.metadata
+    if call.arguments.load_module_only or not call.arguments.has_optimizer:
         return ()
-    refuse = config.on_change == "error"
-    warnings = compare_batches(engine, data_degree, checkpoint.training_state.batch, refuse)
-    if not restores_states(arguments):
+    warnings = compare_batches(engine, data_degree, saved.batch, refuse=call.config.on_change == "error")
+    if not restores_states(call.arguments):
         return warnings
-    warnings += checkpoint.metadata.warnings
-    return warnings + warn_of_unscaled_gradients(
-        engine, checkpoint.training_state, checkpoint.metadata.source.zero_stage
-    )
+    return warnings + metadata.warnings + warn_of_unscaled_gradients(engine, saved, metadata.source.zero_stage)
 
 
 def _notes(everybody: Sequence[RankPlan], config: ElasticConfig) -> tuple[str, ...]:
@@ -179,17 +178,10 @@ def _notes(everybody: Sequence[RankPlan], config: ElasticConfig) -> tuple[str, .
 
     Raises :class:`MismatchError` if replicas may not differ: on every rank, since all know the same.
     """
-    notes = tuple(dict.fromkeys(chain(*(each.notes for each in everybody))))
+    notes = tuple(dict.fromkeys(chain.from_iterable(each.notes for each in everybody)))
     differences = [difference for each in everybody for difference in each.differences]
-    if not differences:
-        return notes
-    may_differ = frozenset().union(*(each.may_differ for each in everybody))
-    return notes + judge_drift(differences, may_differ, config.replicated_params)
-
-
-def _digest_of_shares(plan: LoadPlan) -> str:
-    shared = [(slot.key, slot.name, slot.flat, slot.numel, slot.dtype) for slot in plan.reads.slots if slot.replicated]
-    return hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
+    may_differ = frozenset[str]().union(*(each.may_differ for each in everybody))
+    return notes + (judge_drift(differences, may_differ, config.replicated_params) if differences else ())
 
 
 def _refuse_different_shares(everybody: Sequence[RankPlan]) -> None:

@@ -21,7 +21,7 @@ from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.pickled import named_errors, open_pickled
 from elastic_ckpt.formats.torch_archive.directory import Directory
 from elastic_ckpt.formats.torch_archive.screening import screen
-from elastic_ckpt.load.handover import _screened
+from elastic_ckpt.load.fallback import open_screened
 from tests.attacks.assembly import LEGACY_START, Records, call, name, packed, records_of, text
 
 PLAIN = pickle.dumps({"who": "plain"}, 2)
@@ -220,5 +220,5 @@ def test_functions_hidden_in_the_parts_of_a_tensor_are_refused(tmp_path: Path) -
 def test_torch_checks_the_indices_of_sparse_tensors_that_it_loads(tmp_path: Path) -> None:
     tensor = torch.sparse_csr_tensor([0, 1], [1 << 40], [1.0], (1, 1), check_invariants=False)
     torch.save(tensor, tmp_path / "file.pt")
-    with _screened(str(tmp_path / "file.pt")) as stream, pytest.raises(RuntimeError, match="col_indices"):
+    with open_screened(str(tmp_path / "file.pt")) as stream, pytest.raises(RuntimeError, match="col_indices"):
         torch.load(stream, weights_only=False)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.load import fallback
+from elastic_ckpt.load.prepare import LoadCall
 
 
 class Pair(torch.nn.Module):
@@ -55,11 +57,12 @@ def test_each_model_parallel_ranks_files_must_be_of_the_same_save(
     monkeypatch: pytest.MonkeyPatch, other: Any, right: bool
 ) -> None:
     files = sort_names(["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"], is_universal=False)
-    found: Any = SimpleNamespace(files=files, format="native")
+    found: Any = SimpleNamespace(files=files)
+    call = LoadCall(None, LoadArguments("/x"), ElasticConfig())
 
     monkeypatch.setattr(fallback, "_save_of", lambda *_: (20, "0.19.8"))
     monkeypatch.setattr(fallback.distributed, "all_gather", lambda doing, work: [work(), other])
-    assert fallback.deepspeed_loads_it_right(None, found, LoadArguments("/x"), check_steps=False) == right
+    assert fallback.deepspeed_loads_it_right(call, found, check_steps=False) == right
 
 
 @pytest.mark.parametrize(

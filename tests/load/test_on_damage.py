@@ -26,6 +26,7 @@ from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.load import on_damage
 from elastic_ckpt.load.on_damage import RetryPolicy
+from elastic_ckpt.load.prepare import LoadCall
 
 FOUND = CheckpointInfo("native", "/x/step4", "step4", sort_names([], is_universal=False))
 MODEL = "mp_rank_00_model_states.pt"
@@ -33,7 +34,9 @@ alone = on_damage.distributed.broadcast
 
 
 def attempts(folder: Path, tag: str | None = None, **section: Any) -> RetryPolicy:
-    return RetryPolicy(LoadArguments(str(folder), tag), ElasticConfig(**section), prefer_universal=False)
+    return RetryPolicy(
+        LoadCall(None, LoadArguments(str(folder), tag), ElasticConfig(**section)), prefer_universal=False
+    )
 
 
 def save(folder: Path, tag: str, step: int | None) -> None:
@@ -85,7 +88,9 @@ def test_tags_that_no_latest_names_are_listed_and_a_script_starts_fresh(
 
 def test_each_rank_finds_the_tag_in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_damage.distributed, "broadcast", lambda doing, work: (FOUND, []))
-    own = RetryPolicy(LoadArguments(str(folder)), ElasticConfig(), prefer_universal=False, own_folders=True)
+    own = RetryPolicy(
+        LoadCall(None, LoadArguments(str(folder)), ElasticConfig()), prefer_universal=False, own_folders=True
+    )
     assert own.find() == replace(FOUND, folder=str(folder / "step4"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.compare_replicas import Drift
-from elastic_ckpt.load.prepare import Prepared, RankPlan, _notes, _refuse_different_shares
+from elastic_ckpt.load.prepare import RankPlan, _notes, _refuse_different_shares
 
 DRIFTED = Drift(ReplicaCheck("ema.weight", MASTER, 4, ()), copies=2, largest=0.5)
 #: The rank that compares a parameter's copies stands in another pipeline stage than those that know its rule.
@@ -46,13 +45,3 @@ def test_ranks_of_other_stages_may_deal_out_other_tensors_and_no_others() -> Non
     with pytest.raises(MismatchError, match="rank 2 differs from rank 1") as caught:
         _refuse_different_shares([other(), HERE, replace(HERE, digest="another")])
     assert caught.value.rank == 2
-
-
-def test_all_ranks_wait_for_a_scheduler_that_one_of_them_loads() -> None:
-    unused: Any = None
-
-    def waits(*ranks: RankPlan) -> bool:
-        return Prepared(unused, unused, unused, unused, unused, (), ranks).runs_code
-
-    assert not waits(HERE, HERE)
-    assert waits(HERE, replace(HERE, runs_code=True))
