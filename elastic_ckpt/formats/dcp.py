@@ -26,8 +26,14 @@ from elastic_ckpt.core.training_state import BatchSizes, TrainingState
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
-from elastic_ckpt.formats.dcp_entries import Entries, sort_entries
-from elastic_ckpt.formats.dcp_megatron import Common, read_common, sort_megatron_entries, unstacked
+from elastic_ckpt.formats.dcp_entries import (
+    Common,
+    Entries,
+    read_common,
+    sort_entries,
+    sort_megatron_entries,
+    unstacked,
+)
 from elastic_ckpt.formats.dcp_metadata import DcpContents, DcpFile, read_dcp_file, read_dcp_metadata
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder
 from elastic_ckpt.formats.naming import DCP_METADATA

@@ -27,14 +27,15 @@ from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
 from elastic_ckpt.planning.matching import Matching, weights_key
 from elastic_ckpt.planning.optimizer_kinds import OTHER_OPTIMIZER
-from elastic_ckpt.planning.quantized_items import requantized_blocks, split_row
 from elastic_ckpt.planning.read_items import (
     BroadcastRanges,
     FragmentSource,
     check_tiling,
     gaps_of,
     read_items,
+    requantized_blocks,
     rows_in_order,
+    split_row,
 )
 from elastic_ckpt.planning.state_matching import StateLink, StateMatching
 
