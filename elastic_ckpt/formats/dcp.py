@@ -29,6 +29,7 @@ from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, Met
 from elastic_ckpt.formats.dcp_entries import (
     Common,
     Entries,
+    GroupKey,
     read_common,
     sort_entries,
     sort_megatron_entries,
@@ -44,6 +45,10 @@ CLIENT_KEY = "dcp"
 _STEP = "step"
 #: Seconds by which clocks of nodes may differ.
 _MOST_SKEW = 60.0
+_NEWER = (
+    "files of {} are newer than its .metadata, which a save writes last: a save over it did not end, so that values of "
+    "two steps are mixed, or copying changed the times: {}"
+)
 #: In the names of extra states, those of Transformer Engine for example.
 _EXTRA_STATE = "._extra_state"
 
@@ -70,7 +75,7 @@ def dcp_reading(
 
     def fit(files: Sequence[DcpFile], *_: Any) -> Fitted:
         builder = _Builder(found, contents, entries, files, options, common or Common())
-        return Fitted(builder.metadata(), found.path(DCP_METADATA), builder.training_state())
+        return Fitted(builder.of_entries(), found.path(DCP_METADATA), builder.training_state())
 
     return FolderReading(len(names), read, fit)
 
@@ -80,7 +85,7 @@ def read_contents(found: CheckpointInfo, options: MetadataOptions) -> tuple[DcpC
     return (contents if common is None else unstacked(contents, found.path(DCP_METADATA))), common
 
 
-class _Builder:
+class _Builder(MetadataBuilder):
     """Builds metadata and training state from what ``.metadata`` lists and what is in the files."""
 
     def __init__(
@@ -92,55 +97,53 @@ class _Builder:
         options: MetadataOptions,
         common: Common,
     ) -> None:
-        self._found, self._contents, self._entries, self._options = found, contents, entries, options
-        self._files, self._common = files, common
-        self._builder = MetadataBuilder(found, files, options.states)
-        self._builder.opaque = {key: why for key, why in entries.opaque.items() if not self._is_fresh(key)}
+        super().__init__(found, files, options.states)
+        self._contents, self._entries, self._common = contents, entries, common
+        self._with_states, self._with_client_state = options.with_states, options.with_client_state
+        self._fresh = frozenset(key for key, word in options.states.schema.items() if word == FRESH)
+        self.opaque = {key: why for key, why in entries.opaque.items() if key not in self._fresh}
         self._values = {name: value for file in files for name, value in file.values.items()}
+        newer = [os.path.basename(each.path) for each in files if each.written_at > contents.written_at + _MOST_SKEW]
+        self._warnings = [_NEWER.format(found.folder, listed(newer))] if newer else []
         self._boxes: dict[str, list[Box]] = {}
         for number, (file, items) in enumerate(zip(files, contents.files.values(), strict=True)):
             for item, byte_offset in zip(items, file.byte_offsets, strict=True):
-                box = Box(item.offsets, item.sizes or (), number, byte_offset)
-                if item.sizes is not None and 0 not in box.sizes:
+                if item.sizes is not None and 0 not in item.sizes:
+                    box = Box(item.offsets, item.sizes, number, byte_offset)
                     self._boxes.setdefault(item.name, []).append(box)
         self._scalars: dict[str, dict[str, Any]] = {}
 
-    def _is_fresh(self, key: str) -> bool:
-        return self._options.states.schema.get(key) == FRESH
-
-    def metadata(self) -> CheckpointMetadata:
+    def of_entries(self) -> CheckpointMetadata:
         """The metadata; which of the untrained weights are buffers, the live model tells."""
-        found, entries, builder = self._found, self._entries, self._builder
+        weights, states = self._entries.weights, self._entries.states
         members, groups = self._groups()
-        tensors: dict[tuple[str, str], TensorMetadata] = {}
-        for name, entry in entries.weights.items():
+        for name, entry in weights.items():
             key = MASTER if name in members else FROZEN
-            tensors[name, key] = self._tensor(name, key, entry)
-        builder.tensors.add(tensors)
-        for (name, key), entry in entries.states.items():
-            if name in members and not self._is_fresh(key):
+            self.tensors.add({(name, key): self._tensor(name, key, entry)})
+        for (name, key), entry in states.items():
+            if name in members and key not in self._fresh:
                 self._add_state(name, key, entry)
         if self._common.step is not None:
             step = TensorValue("float32", (), (self._common.step,))
-            self._scalars = {name: {_STEP: step} for name, _ in entries.states}
+            self._scalars = {name: {_STEP: step} for name, _ in states}
         for name, group in members.items():
-            shape, scalars = self._contents.tensors[entries.weights[name]][1], self._scalars.get(name, {})
-            builder.parameters[name] = SavedParameter(shape, group, tuple(sorted(scalars.items())))
-        masters = MASTER if members else FROZEN  # of weights alone, which are trained is not known
-        builder.notes += self._notes({tensor.dtype for (_, key), tensor in tensors.items() if key == masters})
-        facts = found.source(0, 1, files=len(self._files))
-        metadata = builder.metadata(facts, groups, self._warnings(), run=self._common.run)
-        fresh = frozenset(filter(self._is_fresh, self._options.states.schema))
-        return replace(metadata, states=replace(metadata.states, fresh=fresh))
+            shape, scalars = self._contents.tensors[weights[name]][1], self._scalars.get(name, {})
+            self.parameters[name] = SavedParameter(shape, group, tuple(sorted(scalars.items())))
+        # of weights alone, which are trained is not known
+        dtypes = {self._contents.tensors[weights[name]][0] for name in members or weights}
+        self.notes += self._notes(set(filter(is_floating, dtypes)))
+        facts = self._found.source(0, 1, files=len(self._files))
+        metadata = self.metadata(facts, groups, self._warnings, run=self._common.run)
+        return replace(metadata, states=replace(metadata.states, fresh=self._fresh))
 
     def training_state(self) -> TrainingState:
-        """Counters by the optimizer's step, and objects without a home. After :meth:`metadata`."""
+        """Counters by the optimizer's step, and objects without a home. After :meth:`of_entries`."""
         steps = max((float(scalars.get(_STEP, 0)) for scalars in self._scalars.values()), default=0)
         common = self._common
         counters = {"global_steps": int(common.iteration or steps), "skipped_steps": 0}
         counters |= {"dp_world_size": 1, "mp_world_size": 1}
         counters |= {} if common.samples is None else {"global_samples": common.samples}
-        client: dict[str, Any] = {**common.others} if self._options.with_client_state else {}
+        client: dict[str, Any] = {**common.others} if self._with_client_state else {}
         for entry in self._entries.others:
             if entry in self._values and not isinstance(self._values[entry], ElasticCkptError):
                 *above, last = self._contents.paths[entry]
@@ -152,19 +155,18 @@ class _Builder:
         return TrainingState(counters, BatchSizes(None, None, None), None, None, False, checkpoint)
 
     def _groups(self) -> tuple[dict[str, int], list[Mapping[str, Any]]]:
-        """:meth:`_saved_groups`; without states, the names of states are enough."""
+        """:meth:`_groups_of`; without states, the names of states are enough."""
         try:
-            return self._saved_groups()
+            return self._groups_of(self._entries.groups)
         except ElasticCkptError:
-            if self._options.with_states:
+            if self._with_states:
                 raise
-        self._entries = replace(self._entries, groups={})
-        return self._saved_groups()
+        return self._groups_of({})
 
-    def _saved_groups(self) -> tuple[dict[str, int], list[Mapping[str, Any]]]:
+    def _groups_of(self, saved: Mapping[GroupKey, Mapping[str, str]]) -> tuple[dict[str, int], list[Mapping[str, Any]]]:
         """The param group of each trained parameter, and their hyperparameters; those saved by parameter are merged."""
         weights, members, groups = self._entries.weights, dict[str, int](), list[Mapping[str, Any]]()
-        for (_, key), entries in self._entries.groups.items():
+        for (_, key), entries in saved.items():
             for value in map(self._values.__getitem__, entries.values()):
                 if isinstance(value, ElasticCkptError):
                     raise value
@@ -205,26 +207,17 @@ class _Builder:
         own = self._contents.tensors[self._entries.weights[name]][1]
         if shape is None or (shape == () and (own or key == _STEP)):
             value = self._values[entry]
-            if self._options.with_states and isinstance(value, ElasticCkptError):
+            if self._with_states and isinstance(value, ElasticCkptError):
                 raise value
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 self._scalars.setdefault(name, {})[key] = TensorValue(dtype, (), (value,)) if dtype else value
             else:
-                self._builder.opaque[key] = f"an object of type {type(value).__name__}"
+                self.opaque[key] = f"an object of type {type(value).__name__}"
         elif key in WEIGHTS or not is_floating(dtype):
-            self._builder.opaque[key] = f"{dtype} of shape {shape}"
+            self.opaque[key] = f"{dtype} of shape {shape}"
         else:
             tensor = self._tensor(name, key, entry, has_own_shape=own not in (shape, shape[1:]))
-            self._builder.tensors.add({(name, key): tensor})
-
-    def _warnings(self) -> Iterator[str]:
-        written_at = self._contents.written_at + _MOST_SKEW
-        newer = [os.path.basename(file.path) for file in self._files if file.written_at > written_at]
-        if newer:
-            yield (
-                f"files of {self._found.folder} are newer than its .metadata, which a save writes last: a save over it "
-                f"did not end, so that values of two steps are mixed, or copying changed the times: {listed(newer)}"
-            )
+            self.tensors.add({(name, key): tensor})
 
     def _notes(self, dtypes: set[str]) -> Iterator[str]:
         others, values = self._entries.others, self._values

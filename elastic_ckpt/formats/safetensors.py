@@ -39,22 +39,10 @@ SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 METADATA = "__metadata__"
 _EXPECTED = "a complete safetensors file, or an index of some, as their library writes them"
 #: torch dtype -> its name in the format.
-DTYPES = MappingProxyType(
-    {
-        **{f"float{bits}": f"F{bits}" for bits in (64, 32, 16)},
-        **{
-            f"{sign}int{bits}": f"{letter}{bits}"
-            for sign, letter in (("", "I"), ("u", "U"))
-            for bits in (64, 32, 16, 8)
-        },
-        **{
-            "bfloat16": "BF16",
-            "float8_e4m3fn": "F8_E4M3",
-            "float8_e5m2": "F8_E5M2",
-            "complex64": "C64",
-            "bool": "BOOL",
-        },
-    }
+DTYPES: Mapping[str, str] = MappingProxyType(
+    {f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (64, 32, 16, 8)}
+    | {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL"}
+    | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 )
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 #: Files with optimizer states, as ``elastic-ckpt export --optimizer`` writes them, and with the weights.

@@ -3,8 +3,8 @@
 Of a tensor that every data-parallel rank holds whole, each byte is read once in the job: large tensors are divided into
 one range per rank, small ones go whole to the rank that has least to read so far.
 
-Of states that are quantized on either side, whole blocks in the same grid on both sides are plain copies. All others are
-requantized; a block whose source elements share one scale keeps its codes.
+Of a state that is quantized on either side, whole blocks in the same grid on both sides are plain copies. All others
+are requantized; a block whose source elements share one scale keeps its codes.
 """
 
 from __future__ import annotations
