@@ -30,8 +30,7 @@ from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import saved_topology, size, source_dict, title
 from elastic_ckpt.tools.opened import config_of, open_folder
-from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.forecast import RankForecast, forecast
+from elastic_ckpt.tools.virtual import RankForecast, Topology, VirtualJob, forecast
 
 _EXAMPLE = "Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2[/]"
 _MOST_RANKS = 1 << 20

@@ -14,8 +14,7 @@ from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.report import saved_topology, size
-from elastic_ckpt.tools.virtual import VirtualJob
-from elastic_ckpt.tools.virtual.forecast import bytes_by_file
+from elastic_ckpt.tools.virtual import VirtualJob, bytes_by_file
 
 #: Pixels.
 _WIDTH, _HEIGHT, _MARGIN, _GAP, _BAR, _CHARACTER = 960, 400, 16, 8, 26, 6.4

@@ -16,8 +16,7 @@ from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import size
-from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.forecast import bytes_by_file
+from elastic_ckpt.tools.virtual import Topology, VirtualJob, bytes_by_file
 from tests.test_benchmarks_scale import small_model
 
 _SVG = "{http://www.w3.org/2000/svg}"

@@ -17,8 +17,7 @@ from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.opened import config_of, open_folder
-from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.forecast import forecast
+from elastic_ckpt.tools.virtual import Topology, VirtualJob, forecast
 from tests.distributed import parallel_models
 from tests.distributed.model import build_engine, close
 

@@ -16,8 +16,7 @@ from elastic_ckpt.io import coalesce
 from elastic_ckpt.io.coalesce import ReadOptions, read_sizes, sort_reads
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.forecast import bytes_by_file, forecast
+from elastic_ckpt.tools.virtual import Topology, VirtualJob, bytes_by_file, forecast
 from tests.simulation import saved
 from tests.tools.test_virtual import RULES, sharded
 

@@ -1,4 +1,4 @@
-"""Virtual jobs: CheckpointMetadata and topology -> LocalState and LoadPlan of every rank. Pure.
+"""Virtual jobs: CheckpointMetadata and topology -> LocalState and LoadPlan of every rank, and what it reads. Pure.
 
 Partitions follow the arithmetic of the engine adapters (:mod:`elastic_ckpt.engines`); a test compares the two. Without
 a live engine, the optimizer is assumed to have the checkpoint's states and, without ZeRO, to step on each parameter
@@ -8,17 +8,14 @@ alone, as all but DeepSpeed's ``FP16_Optimizer`` do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache
+from itertools import chain, product
 
 from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules, placements
 from elastic_ckpt.core.experts import expert_name
-from elastic_ckpt.core.flat_ranges import (
-    FlatRange,
-    group_offsets,
-    per_parameter_numel,
-)
+from elastic_ckpt.core.flat_ranges import FlatRange, group_offsets, per_parameter_numel
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import (
     NO_SEQUENCE_PARALLEL,
@@ -31,8 +28,8 @@ from elastic_ckpt.core.local_state import (
     RankCoordinates,
     WholeTensor,
 )
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
-from elastic_ckpt.core.read_plan import LoadPlan
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata
+from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan
 from elastic_ckpt.core.state_kinds import (
     BLOCK_NUMELS,
     NON_SHARD_KEYS,
@@ -42,6 +39,7 @@ from elastic_ckpt.core.state_kinds import (
     LiveState,
 )
 from elastic_ckpt.errors import UnsupportedError, listed
+from elastic_ckpt.io.coalesce import ReadOptions, read_sizes
 from elastic_ckpt.planning.planner import LoadOptions, Matched, match, plan_load
 from elastic_ckpt.report import topology_text
 from elastic_ckpt.sharding.rules import tensor_of
@@ -84,14 +82,6 @@ class Topology:
         return topology_text(self.zero_stage, self.dp, self.tp, self.pp, NO_SEQUENCE_PARALLEL, self.ep)
 
 
-#: Pipeline, tensor- and expert-parallel rank: all data-parallel ranks of these have the same partitions.
-_Stage = tuple[int, int, int]
-
-
-def _without_dp(at: RankCoordinates) -> _Stage:
-    return at.pp_rank, at.tp_rank, at.ep_rank
-
-
 class VirtualJob:
     """A job that would resume a checkpoint, renamed by ``rename``; :class:`ElasticCkptError` if it cannot exist."""
 
@@ -105,9 +95,9 @@ class VirtualJob:
         self.metadata = metadata
         self.topology = topology
         self.options = replace(options, config=options.config.model_copy(update={"rename": []}))
-        self._matched: dict[_Stage, Matched] = {}
-        self._common: dict[_Stage, tuple[LocalState, list[Sequence[PartitionRule]]]] = {}
-        self._states: dict[tuple[str, ...], tuple[LiveState, ...] | None] = {}
+        self._matched: dict[RankCoordinates, Matched] = {}
+        self._of_stage = cache(self._common)
+        self._states_of = cache(self.states_of)
         self._keys = dict.fromkeys(metadata.parameters, MASTER)
         for name, key in metadata.tensors:
             if key in (BUFFER, FROZEN):
@@ -125,18 +115,15 @@ class VirtualJob:
     def planned(self, rank: int) -> tuple[LocalState, LoadPlan]:
         """LocalState of one rank, and its LoadPlan."""
         local_state = self.local_state(rank)
-        at = _without_dp(local_state.model.coordinates)
-        if at not in self._matched:
-            self._matched[at] = match(self.metadata, local_state, self.options)
-        return local_state, plan_load(self.metadata, local_state, self.options, self._matched[at])
+        first = self._first(rank)
+        if first not in self._matched:
+            self._matched[first] = match(self.metadata, local_state, self.options)
+        return local_state, plan_load(self.metadata, local_state, self.options, self._matched[first])
 
     def local_state(self, rank: int) -> LocalState:
         """LocalState of one rank."""
         at = self.topology.coordinates(rank)
-        key = _without_dp(at)
-        if key not in self._common:
-            self._common[key] = self._of_stage(at)
-        common, rules = self._common[key]
+        common, rules = self._of_stage(self._first(rank))
         return replace(
             common,
             fragments=tuple(self._fragments(common.flats, rules, at)),
@@ -144,7 +131,12 @@ class VirtualJob:
             model=replace(common.model, coordinates=at),
         )
 
-    def _of_stage(self, at: RankCoordinates) -> tuple[LocalState, list[Sequence[PartitionRule]]]:
+    def _first(self, rank: int) -> RankCoordinates:
+        """The first rank with the partitions of this one: it differs in its data-parallel rank alone."""
+        at = self.topology.coordinates(rank)
+        return replace(at, dp_rank=at.ep_rank)
+
+    def _common(self, at: RankCoordinates) -> tuple[LocalState, list[Sequence[PartitionRule]]]:
         """What all data-parallel ranks have in common, and where the members of each flat partition are."""
         mine = self._names.get((at.pp_rank, at.ep_rank), [])
         groups: list[list[str]] = [[] for _ in self.metadata.groups]
@@ -209,10 +201,8 @@ class VirtualJob:
             key, of_expert = tuple(names), names[0] in self._experts
             numels = [math.prod(self.layouts[name].shapes[at.tp_rank]) for name in names]
             numel, rules = self._rules(numels, at.dp // at.ep if of_expert else at.dp)
-            if key not in self._states:  # the same on all ranks of a stage
-                self._states[key] = self.states_of(key)
             in_all = is_everywhere and not of_expert
-            yield FlatPartition(index, number, numel, "float32", key, in_all, self._states[key], None), rules
+            yield FlatPartition(index, number, numel, "float32", key, in_all, self._states_of(key), None), rules
 
     def _fragments(
         self, flats: Sequence[FlatPartition], rules: Sequence[Sequence[PartitionRule]], at: RankCoordinates
@@ -256,7 +246,7 @@ class VirtualJob:
             numel = -(-numel // unit) * unit // dp
         return numel, group_rules(numels, group_offsets(numels), numel)
 
-    def states_of(self, members: Sequence[str]) -> tuple[LiveState, ...] | None:
+    def states_of(self, members: tuple[str, ...]) -> tuple[LiveState, ...] | None:
         """The tensor states of one flat partition, without the codebooks that bitsandbytes creates by itself.
 
         Returns ``None`` if no partition can have one of the saved states; planning then refuses it.
@@ -298,3 +288,68 @@ class VirtualJob:
                 part = next(iter(placements(parameter_rules([numel], [self._step(numel)]), at.dp_rank)), None)
                 whole = replace(whole, range=part.range if part else FlatRange(0, 0), replicated=False)
             yield whole
+
+
+@dataclass(frozen=True, slots=True)
+class RankForecast:
+    """What one rank reads, and the memory that it fills.
+
+    Attributes:
+        nbytes_read, reads: bytes of tensors from files, and system calls, as :mod:`elastic_ckpt.io.reader` makes them.
+        nbytes_compared, nbytes_received: of replicas that are compared before the load; from other ranks' broadcasts.
+        by_file: bytes read of each file, by its index in the metadata.
+        filled: (key, dtype) -> tensors, elements, and elements among them that no read fills.
+        notes: of its plan.
+    """
+
+    rank: int
+    nbytes_read: int
+    reads: int
+    nbytes_compared: int
+    nbytes_received: int
+    by_file: Mapping[int, int]
+    filled: Mapping[tuple[str, str], tuple[int, int, int]]
+    notes: tuple[str, ...]
+
+    @property
+    def files(self) -> int:
+        """Number of files that it reads."""
+        return len(self.by_file)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of masters, optimizer states, buffers and frozen weights."""
+        return sum(numel * ITEMSIZE[dtype] for (_, dtype), (_, numel, _) in self.filled.items())
+
+
+def forecast(
+    rank: int, local_state: LocalState, plan: LoadPlan, options: ReadOptions, on_accelerator: bool = True
+) -> RankForecast:
+    """The forecast of a rank; ``on_accelerator``: tensors are read through staging buffers."""
+    reads = plan.reads
+    sizes = read_sizes(reads, options, on_accelerator)
+    replicas = (replica for check in plan.replica_checks for replica in check.replicas)
+    received = (share for share in reads.shares if share.owner != local_state.model.coordinates.dp_rank)
+    filled: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for slot in reads.slots:
+        tensors, numel, left = filled.get((slot.key, slot.dtype), (0, 0, 0))
+        gaps = sum(gap.numel for gap in slot.gaps)
+        filled[slot.key, slot.dtype] = tensors + 1, numel + slot.numel, left + gaps
+    return RankForecast(
+        rank,
+        nbytes_read=sum(nbytes * count for nbytes, count in sizes.items()),
+        reads=sizes.total(),
+        nbytes_compared=sum(item.nbytes for replica in replicas for item in replica),
+        nbytes_received=sum(share.range.numel * ITEMSIZE[reads.slots[share.slot].dtype] for share in received),
+        by_file=bytes_by_file(reads),
+        filled=filled,
+        notes=plan.notes,
+    )
+
+
+def bytes_by_file(reads: ReadPlan) -> dict[int, int]:
+    """Bytes of tensors that a plan reads from each file, without scales of requantized blocks."""
+    found: dict[int, int] = {}
+    for item in chain(reads.items, *(item.sources for item in reads.requantize_items)):
+        found[item.file] = found.get(item.file, 0) + item.rows * item.numel * ITEMSIZE[item.dtype]
+    return found
