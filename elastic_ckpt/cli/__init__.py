@@ -17,9 +17,16 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 
-_NAMES = ("convert", "diff", "disable", "doctor", "enable", "exec", "export", "inspect", "latest", "plan", "verify")
-#: Each, and its module.
-COMMANDS = {name: "processes" if name in ("disable", "enable", "exec") else name for name in _NAMES}
+_MODULES = {
+    "check": ("latest", "verify"),
+    "diff": ("diff",),
+    "environment": ("disable", "doctor", "enable", "exec"),
+    "inspect": ("inspect",),
+    "plan": ("plan",),
+    "write": ("convert", "export"),
+}
+#: Each command, and its module.
+COMMANDS = dict(sorted((name, module) for module, names in _MODULES.items() for name in names))
 
 #: Made before Python looks for cycles again. Plans are millions of small objects without any, and Python's own choice
 #: takes a fifth of the time of planning.

@@ -40,7 +40,7 @@ def diff(
     """
     with errors_end_the_command(as_json):
         policy = "first" if config is None else None  # copies that differ are no reason to refuse
-        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=policy)
+        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle, replicated_params=policy)
         notes: tuple[str, ...] = ()
         try:
             first, second = (open_folder(str(path), None, options) for path in (a, b))

@@ -41,7 +41,7 @@ def inspect(
     Exit code 1: something in it is damaged, or not supported.
     """
     with errors_end_the_command(as_json):
-        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
+        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle)
         found = inspect_folder(str(folder), tag, options)
     if as_json:
         print_json(found)

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -16,10 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
-from elastic_ckpt.report import size
-
-if TYPE_CHECKING:
-    from elastic_ckpt.tools.output_folder import WriteReport
 
 #: A finding; wrong usage; the checkpoint cannot be read.
 EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
@@ -76,18 +72,9 @@ def table(title: str, *columns: str, **options: Any) -> Table:
     return made
 
 
-def print_written(report: WriteReport, title: str, as_json: bool) -> None:
-    """Print what a conversion or an export wrote."""
-    if as_json:
-        print_json(report)
-        return
-    facts = table(title)
-    facts.add_row("folder", escape(report.folder))
-    facts.add_row("written", f"{report.tensors} tensors, {report.files} files, {size(report.nbytes)}")
-    facts.add_row("seconds", f"{report.seconds:.1f}")
-    for note in report.notes:
-        facts.add_row("note", escape(note))
-    console.print(facts)
+def print_line(text: str, to: Console = console) -> None:
+    """Print text of a checkpoint as it is, on one line whatever the width of the terminal."""
+    to.print(escape(text), soft_wrap=True, highlight=False)
 
 
 def print_wide(parts: Iterable[RenderableType]) -> None:
@@ -103,13 +90,6 @@ def end_with(found: bool) -> None:
         raise typer.Exit(EXIT_FOUND)
 
 
-def error_as_dict(error: ElasticCkptError) -> Mapping[str, Any]:
-    """An error as plain data: problem, parameter, file, expected, found, remedy, as far as known."""
-    details = ("problem", "parameter", "file", "expected", "found", "remedy")
-    known = {name: value for name in details if (value := getattr(error, name)) is not None}
-    return {"error": type(error).__name__, **known}
-
-
 @contextmanager
 def errors_end_the_command(as_json: bool, exit_code: int = EXIT_UNREADABLE) -> Iterator[None]:
     """Print an :class:`ElasticCkptError` instead of a traceback, and exit; with 2 if a config is wrong."""
@@ -117,9 +97,11 @@ def errors_end_the_command(as_json: bool, exit_code: int = EXIT_UNREADABLE) -> I
         yield
     except ElasticCkptError as error:
         if as_json:
-            print_json(error_as_dict(error))
+            details = ("problem", "parameter", "file", "expected", "found", "remedy")
+            known = {name: value for name in details if (value := getattr(error, name)) is not None}
+            print_json({"error": type(error).__name__, **known})
         else:
-            error_console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
+            _print_error(error)
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else exit_code) from error
 
 
@@ -129,6 +111,10 @@ def os_errors_end_the_command(remedy: str, exit_code: int = EXIT_USAGE) -> Itera
     try:
         yield
     except OSError as error:
-        text = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}; {escape(remedy)}"
-        error_console.print(text, soft_wrap=True, highlight=False)
+        _print_error(error, f"; {remedy}")
         raise typer.Exit(exit_code) from error
+
+
+def _print_error(error: Exception, more: str = "") -> None:
+    text = f"[bold red]{type(error).__name__}[/]: {escape(f'{error}{more}')}"
+    error_console.print(text, soft_wrap=True, highlight=False)

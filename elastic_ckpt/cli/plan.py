@@ -87,7 +87,7 @@ def plan(
     if rank is not None and every:
         raise typer.BadParameter("--rank plans one rank; --all needs them all")
     with errors_end_the_command(as_json):
-        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
+        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle)
         loading = LoadOptions.of(options, optimizer_states=not weights_only)
         try:
             metadata = open_folder(str(folder), tag, options, not weights_only).checkpoint.metadata

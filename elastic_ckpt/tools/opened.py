@@ -97,7 +97,7 @@ def open_folder(folder: str, tag: str | None, config: ElasticConfig, with_states
 
 
 def config_of(path: Path | None, **overrides: Any) -> ElasticConfig:
-    """A DeepSpeed config's ``"elastic_checkpoint"`` section, with overrides; :class:`ConfigError` if invalid."""
+    """A DeepSpeed config's ``"elastic_checkpoint"`` section, and overrides that are not empty; :class:`ConfigError`."""
     loaded: Any = {}
     if path is not None:
         try:
@@ -108,5 +108,5 @@ def config_of(path: Path | None, **overrides: Any) -> ElasticConfig:
             raise ConfigError("this DeepSpeed config is no JSON object", file=str(path), found=type(loaded).__name__)
     section = loaded.get(CONFIG_KEY, {})
     if isinstance(section, dict):  # anything else is refused below
-        section = {**section, **{key: value for key, value in overrides.items() if value is not None}}
+        section = {**section, **{key: value for key, value in overrides.items() if value}}
     return read_config({**loaded, CONFIG_KEY: section})

@@ -1,21 +1,66 @@
-"""``elastic-ckpt enable``, ``disable`` and ``exec``: elastic_ckpt in processes that others start."""
+"""``elastic-ckpt doctor``, ``enable``, ``disable`` and ``exec``: this Python environment, and processes in it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from elastic_ckpt.cli import app
-from elastic_ckpt.cli.output import os_errors_end_the_command
-from elastic_ckpt.config import Mode
+from elastic_ckpt.cli import AsJson, app
+from elastic_ckpt.cli.output import end_with, os_errors_end_the_command, print_json, print_wide, table
+from elastic_ckpt.config import VARIABLE, Mode
+from elastic_ckpt.engines import versions
 from elastic_ckpt.load import startup
 
+_VERDICTS = {-1: "too old", 0: "tried", 1: "not tried"}
 #: As shells end where a file is no command, and where there is none.
 _EXIT_NOT_EXECUTABLE, _EXIT_NO_COMMAND = 126, 127
+
+
+def diagnose() -> dict[str, Any]:
+    """What was found in this environment.
+
+    ``ok``: whether ``elastic_ckpt.install()`` succeeds. ``versions``: by name, the version found, the range that was
+    tried, the verdict. ``known_bugs``: of this version of DeepSpeed. ``enabled``, ``variable``: files of
+    ``elastic-ckpt enable``, and the value of ``ELASTIC_CKPT``.
+    """
+    found: dict[str, tuple[str | None, str, str]] = {}
+    for each in versions.REQUIREMENTS:
+        verdict = "not installed" if each.found is None else _VERDICTS[each.compare(each.found)]
+        found[each.name] = (each.found, f"{each.oldest} to {each.newest}", verdict)
+    return {
+        "ok": all(verdict in ("tried", "not tried") for *_, verdict in found.values()),
+        "versions": found,
+        "known_bugs": versions.known_bugs(found["DeepSpeed"][0]),
+        "enabled": startup.enabled(),
+        "variable": os.environ.get(VARIABLE),
+    }
+
+
+@app.command("doctor", epilog="Example: elastic-ckpt doctor")
+def doctor(as_json: AsJson = False) -> None:
+    """Tell whether elastic_ckpt works with the installed versions of DeepSpeed, torch and Python.
+
+    Exit code 1: install() would fail.
+    """
+    found = diagnose()
+    if as_json:
+        print_json(found)
+    else:
+        rows, facts, variable = table("Versions", "", "found", "tried", ""), table("Environment"), found["variable"]
+        for name, (installed, tried, verdict) in found["versions"].items():
+            rows.add_row(name, installed or "-", tried, verdict)
+        for bug in found["known_bugs"]:
+            facts.add_row("known bug", escape(bug))
+        facts.add_row("enabled", escape("\n".join(map(str, found["enabled"])) or "no (elastic-ckpt enable)"))
+        if variable is not None:
+            facts.add_row(VARIABLE, escape(f"{variable}{', which turns it off' * (variable == '0')}"))
+        print_wide([rows, facts])
+    end_with(found=not found["ok"])
 
 
 @app.command("enable", epilog="Example: elastic-ckpt enable")
