@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, listed
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import CheckpointMetadata, TensorMetadata
-from elastic_ckpt.errors import RESTORE, DamagedError
+from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, RESTORE, DamagedError, LayoutError, UnsupportedError
 
 #: Path of the experts in an ``MoE`` layer; the number of an expert follows.
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
@@ -63,14 +63,61 @@ def slices(name: str, shape: Sequence[int], experts: Sequence[int]) -> Iterator[
         yield ExpertSlice(f"{name}.{expert}", tuple(shape[1:]), FlatRange(position * numel, (position + 1) * numel))
 
 
-def slice_rules(rule: PartitionRule, parts: Iterable[ExpertSlice]) -> list[PartitionRule]:
-    """How ZeRO partitions the slices of a stacked parameter, given how it partitions the parameter."""
-    return [replace(rule, numel=part.range.numel, shift=rule.shift + part.range.start) for part in parts]
+def sliced(
+    shapes: Sequence[tuple[str, Sequence[int]]], rules: Iterable[PartitionRule], stacked: Mapping[str, Sequence[int]]
+) -> tuple[list[tuple[str, tuple[int, ...]]], list[PartitionRule]]:
+    """FQNs and shapes, and how ZeRO partitions each, with the slices of ``stacked`` parameters instead of these.
+
+    ``stacked`` has the experts in each.
+    """
+    found, found_rules = [], []
+    for (name, shape), rule in zip(shapes, rules, strict=True):
+        parts = list(slices(name, shape, stacked.get(name, ())))
+        found += [(part.name, part.shape) for part in parts] or [(name, tuple(shape))]
+        found_rules += [
+            replace(rule, numel=part.range.numel, shift=rule.shift + part.range.start) for part in parts
+        ] or [rule]
+    return found, found_rules
+
+
+def cannot_slice(key: str, name: str) -> UnsupportedError:
+    """The error for a state of a stacked parameter that has no part for each expert."""
+    problem = f"optimizer state {key!r} is kept for stacked experts as a whole, and cannot be divided among them"
+    expected, remedy = "states with one value for each element", f"load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"
+    return UnsupportedError(problem, None, expected, key, parameter=name, remedy=remedy)
 
 
 def stacked_name(name: str) -> str:
     """The stacked parameter of a slice's FQN."""
     return name.rpartition(".")[0]
+
+
+def with_slices(metadata: CheckpointMetadata) -> CheckpointMetadata:
+    """``metadata`` whose stacked parameters hold all experts, each in one chunk, with the slices of these instead.
+
+    Raises :class:`LayoutError` for another number of experts, :class:`UnsupportedError` for a state without slices.
+    """
+    parameters, tensors = dict(metadata.parameters), dict(metadata.tensors)
+    for name, number in metadata.stacked.items():
+        saved = parameters.pop(name, None)
+        if saved is None:
+            continue
+        if saved.shape[:1] != (number,):
+            problem = "this parameter does not have the experts that the model-states file lists"
+            expected = f"{number} experts along its first dimension"
+            raise metadata.error(LayoutError, problem, name, expected, f"shape {saved.shape}")
+        parts = list(slices(name, saved.shape, range(number)))
+        parameters |= {part.name: replace(saved, shape=part.shape) for part in parts}
+        for _, key in [each for each in metadata.tensors if each[0] == name]:
+            tensor = tensors.pop((name, key))
+            if tensor.has_own_shape:
+                raise cannot_slice(key, name)
+            for part in parts:
+                start, elements = part.range.start * ITEMSIZE[tensor.dtype], FlatRange(0, part.range.numel)
+                chunks = (replace(each, range=elements, byte_offset=each.byte_offset + start) for each in tensor.chunks)
+                sources = listed(*chunks)
+                tensors[part.name, key] = replace(tensor, name=part.name, shape=part.shape, sources=sources)
+    return replace(metadata, parameters=parameters, tensors=tensors)
 
 
 def with_stacks(metadata: CheckpointMetadata) -> CheckpointMetadata:

@@ -34,8 +34,7 @@ from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.training_state import loss_scale_of
-from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
-from elastic_ckpt.formats.zero0_experts import unpartitioned_experts
+from elastic_ckpt.formats.zero0 import unpartitioned_experts, unpartitioned_metadata, weights_alone
 
 #: (mp rank, dp rank, ``"model"`` or ``"optimizer"``), (layer, TP rank, ``"layer"``), (mp rank, a number, ``"expert"``),
 #: or (ep rank, mp rank, ``"experts' optimizer"``).

@@ -9,28 +9,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import ClassVar
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
 
-from elastic_ckpt.core.chunks import PartitionRule
-from elastic_ckpt.core.chunks import listed as listed_chunks
-from elastic_ckpt.core.experts import expert_name, numbers_of_experts, slice_rules, slices, stacked_name
-from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, CheckpointMetadata, SourceFile, TensorMetadata
-from elastic_ckpt.core.state_kinds import PER_PARAMETER, TOUCHED, StateOptions
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, LayoutError, UnsupportedError, listed
+from elastic_ckpt.core.experts import expert_name, numbers_of_experts, stacked_name
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile, TensorMetadata
+from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.errors import LayoutError, listed
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.metadata_builder import Shapes, dense_tensor
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.saved_states import SavedKind
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-
-_REMEDY = "restore the folder from its original, or take another tag"
 
 
 @dataclass(frozen=True)
@@ -80,8 +75,7 @@ def index_expert_optimizer(file: PickledFile, ep_rank: int, options: StateOption
     return ExpertOptimizer(file.path, file.nbytes, ep_rank, state, records=file.records)
 
 
-@dataclass(frozen=True)
-class Division:
+class Division(NamedTuple):
     """Parameters of a flat tensor, and the data-parallel ranks that divide it among them.
 
     Attributes:
@@ -92,30 +86,7 @@ class Division:
 
     shapes: Shapes
     ranks: range
-    stacked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def unstacked(
-        self, rules: list[PartitionRule], kinds: Mapping[str, SavedKind]
-    ) -> tuple[Shapes, list[PartitionRule]]:
-        """Shapes and rules with the slices of stacked parameters instead of these."""
-        if not self.stacked:
-            return self.shapes, rules
-        for key, kind in kinds.items():
-            if kind.kind in (TOUCHED, PER_PARAMETER):
-                raise cannot_slice(key, next(iter(self.stacked)))
-        shapes: list[tuple[str, tuple[int, ...]]] = []
-        found: list[PartitionRule] = []
-        for (name, shape), rule in zip(self.shapes, rules, strict=True):
-            parts = list(slices(name, shape, self.stacked.get(name, ())))
-            shapes += [(part.name, part.shape) for part in parts] or [(name, shape)]
-            found += slice_rules(rule, parts) or [rule]
-        return shapes, found
-
-
-def cannot_slice(key: str, name: str) -> UnsupportedError:
-    problem = f"optimizer state {key!r} is kept for stacked experts as a whole, and cannot be divided among them"
-    expected, remedy = "states with one value for each element", f"load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"
-    return UnsupportedError(problem, None, expected, key, parameter=name, remedy=remedy)
+    stacked: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 def is_across(model: ModelShard, shards: Sequence[OptimizerShard], flat: int, tp: int) -> bool:
@@ -236,31 +207,3 @@ def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], m
                 found[name, key] = dense_tensor(name, key, ref, file)
     tensors = {**metadata.tensors, **found} if found else metadata.tensors
     return replace(metadata, tensors=tensors, files=tuple(files))
-
-
-def with_slices(metadata: CheckpointMetadata, model: ModelShard) -> CheckpointMetadata:
-    """``metadata`` of a universal checkpoint, whose stacked parameters hold all experts, with the slices of these."""
-    parameters, tensors = dict(metadata.parameters), dict(metadata.tensors)
-    for name, placed in model.stacked.items():
-        experts, saved = range(sum(map(len, placed))), parameters.pop(name, None)
-        if saved is None:
-            continue
-        if saved.shape[:1] != (len(experts),):
-            problem = "this parameter does not have the experts that the model-states file lists"
-            wanted = f"{len(experts)} experts along its first dimension"
-            raise LayoutError(problem, model.path, wanted, f"shape {saved.shape}", parameter=name)
-        parts = list(slices(name, saved.shape, experts))
-        parameters |= {part.name: replace(saved, shape=part.shape) for part in parts}
-        for _, key in [each for each in metadata.tensors if each[0] == name]:
-            tensor = tensors.pop((name, key))
-            if tensor.has_own_shape:
-                raise cannot_slice(key, name)
-            for part in parts:
-                start, numel = part.range.start * ITEMSIZE[tensor.dtype], part.range.numel
-                chunks = (  # the only chunk, from the slice on
-                    replace(chunk, range=FlatRange(0, numel), byte_offset=chunk.byte_offset + start)
-                    for chunk in tensor.chunks
-                )
-                sources = listed_chunks(*chunks)
-                tensors[part.name, key] = replace(tensor, name=part.name, shape=part.shape, sources=sources)
-    return replace(metadata, parameters=parameters, tensors=tensors)

@@ -7,9 +7,11 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, StorageChunk, by_rank, listed
+from elastic_ckpt.core.experts import cannot_slice, sliced
 from elastic_ckpt.core.flat_ranges import FlatRange, per_parameter_numel
 from elastic_ckpt.core.metadata import (
     BUFFER,
@@ -129,12 +131,18 @@ class MetadataBuilder:
         flats: Sequence[FlatShard],
         files: range,
         kinds: Mapping[str, SavedKind],
-    ) -> None:
+        stacked: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> list[str]:
         """Add one flat tensor, partitioned over all ranks: its parameters, their master weights and states.
 
         ``rules`` say how each parameter is partitioned; ``number`` and ``group`` are their param group; ``flats`` and
-        ``files`` have the partition of each rank and the index of its file.
+        ``files`` have the partition of each rank and the index of its file; ``stacked`` has the experts in parameters
+        that stack some, of which the slices are added instead. Returns the FQNs.
         """
+        stacks = [name for name, _ in shapes if name in stacked]
+        for key in (key for key, kind in kinds.items() if stacks and kind.kind in (TOUCHED, PER_PARAMETER)):
+            raise cannot_slice(key, stacks[0])
+        shapes, rules = sliced(shapes, rules, stacked)
         first = flats[0]
         states = first.states
         saved = (dict(flat.states.scalars) for flat in flats)
@@ -170,6 +178,7 @@ class MetadataBuilder:
                 name = shapes[0][0]
                 self.tensors.add({(name, key): dense_tensor(name, key, refs[0], files[0], has_own_shape=True)})
         self.tensors.add_flat(shapes, rules, {key: state for key, state in found.items() if state is not None})
+        return [name for name, _ in shapes]
 
     def _partitioned(
         self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], kind: SavedKind, files: range

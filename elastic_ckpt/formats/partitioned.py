@@ -65,7 +65,7 @@ def partitioned_metadata(
             kinds = builder.classify(saved, [flat.states for flat in flats])
             group, files = shards[0].flat_groups[number], range(before + ranks.start, before + ranks.stop, ranks.step)
             hyperparameters = shards[0].groups[group] if shards[0].groups else {}
-            builder.add_flat(*division.unstacked(rules, kinds), group, hyperparameters, flats, files, kinds)
+            builder.add_flat(division.shapes, rules, group, hyperparameters, flats, files, kinds, division.stacked)
     of_module, notes = module_tensors(models, own or 0, builder.parameters)
     builder.tensors.add(of_module)
     builder.notes += notes

@@ -13,6 +13,7 @@ from itertools import accumulate, chain, groupby
 from typing import Any
 
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
+from elastic_ckpt.core.experts import with_slices
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, TensorMetadata
 from elastic_ckpt.core.numbered import NameStates
@@ -22,7 +23,6 @@ from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
-from elastic_ckpt.formats.experts import with_slices
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors, weights_crc32s
@@ -107,7 +107,7 @@ def _fit_together(
     if optimizer is not None and not optimizer.in_true_order:
         _refuse_wrong_data(first, optimizer)
     grid = grid_of(firsts, found.folder, options.coordinates)
-    metadata = with_slices(_build_metadata(found, list(models.values()), optimizer, states, grid), first)
+    metadata = with_slices(_build_metadata(found, list(models.values()), optimizer, states, grid))
     scalers = [None if optimizer is None else optimizer.loss_scaler]
     return with_progress_compared(metadata, first, options.check_shards, scalers), grid
 

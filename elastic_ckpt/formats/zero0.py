@@ -2,26 +2,38 @@
 
 Numbered ones get their names from whoever reads the folder (:mod:`elastic_ckpt.core.numbered`). Where there are masters
 beside the weights, their values are compared too (:mod:`elastic_ckpt.formats.same_save`).
+
+Of mixtures of experts, ``expp_rank_E_mp_rank_00_optim_states.pt`` holds the states of all dense parameters, and of the
+experts of that rank, by number. Weights are in the model-states file and in the files of experts. Source:
+``_save_moe_checkpoint`` (engine.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from elastic_ckpt.core.chunks import group_rules
-from elastic_ckpt.core.experts import slices
+from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.core.numbered import ExpertRank, Members, NamedStates, NameStates, NumberedStates
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER
-from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
-from elastic_ckpt.formats.experts import cannot_slice
-from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, module_tensors, refuse_view
+from elastic_ckpt.errors import LayoutError, UnsupportedError
+from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
+from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, degree_in_name
+from elastic_ckpt.formats.metadata_builder import (
+    MetadataBuilder,
+    Shape,
+    dense_tensor,
+    module_tensors,
+    refuse_view,
+    weights_crc32s,
+)
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState, saved_shape
-from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, RankStates, StatesOfOne
+from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, RankStates, StatesOfOne, merged_groups, settings
 from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
@@ -32,7 +44,7 @@ def unpartitioned_metadata(
     """The metadata of a checkpoint whose optimizer state is whole, or of its weights if ``name_states`` gives up."""
     state = model.optimizer
     assert state is not None
-    named = member_names(model, state, options, name_states)
+    named = _member_names(model, state, options, name_states)
     if named is None:
         return weights_alone(found, model)
     names, notes = named
@@ -46,23 +58,37 @@ def unpartitioned_metadata(
 
 def add_unpartitioned(
     builder: MetadataBuilder, model: ModelShard, state: UnpartitionedState, names: Members, file: int = 0
-) -> None:
-    """Add the masters and states of an optimizer that is whole in one file, given the names of its members."""
+) -> list[str]:
+    """Add the masters and states of an optimizer that is whole in one file, given the names of its members.
+
+    Returns the FQNs of all that were added.
+    """
+    every: list[str] = []
     for group, members in enumerate(names):
         masters: list[tuple[list[str], int, TensorRef]]
         if state.kind == FUSED:
             trained = [name for name in members if name is not None]
-            masters = [(trained, state.members[group][0], state.masters[group][0])]
+            masters = [(trained, state.members[group][0], state.masters[group][0])] if trained else []
         else:
             own = state.masters[group] if state.masters else [model.weights[name] if name else None for name in members]
             each = zip(members, state.members[group], own, strict=True)
             masters = [([name], number, master) for name, number, master in each if name and master is not None]
+        added: list[str] = []
         for trained, number, master in masters:
-            if trained:
-                flat = FlatShard(master, master.numel, state.states.get(number, StatesOfOne({})))
-                _add_flat(builder, model, state, group, trained, flat, file)
-        if state.kind == PLAIN and _is_fused_adam(state.groups[group]):
-            _use_last_step(builder, [name for name, _ in shapes_of(model, filter(None, members))])
+            flat = FlatShard(master, master.numel, state.states.get(number, StatesOfOne({})))
+            added += _add_flat(builder, model, state, group, trained, flat, file)
+        # DeepSpeed's FusedAdam, of which no class is saved, counts a group's steps in the state of its last tensor. It
+        # alone keeps a step of 0 in each group beside those of its tensors; DeepSpeed's Lamb uses each tensor's
+        saved = state.groups[group]
+        counts_once = "bias_correction" in saved and not {"amsgrad", "max_coeff"} & saved.keys()
+        if state.kind == PLAIN and counts_once and saved.get("step") == 0:
+            stateful = [name for name in added if builder.parameters[name].scalars]
+            counts = builder.parameters[stateful[-1]].scalars if stateful else ()
+            for name in stateful:
+                own_step = dict(builder.parameters[name].scalars).get("step")
+                builder.parameters[name] = replace(builder.parameters[name], scalars=counts, own_step=own_step)
+        every += added
+    return every
 
 
 def weights_alone(found: CheckpointInfo, model: ModelShard) -> CheckpointMetadata:
@@ -80,9 +106,9 @@ def _add_flat(
     names: Sequence[str],
     flat: FlatShard,
     file: int,
-) -> None:
-    shapes, states = shapes_of(model, names), flat.states
-    own_shape = flat.master.shape if state.kind == FUSED else model.weights[names[0]].shape
+) -> list[str]:
+    shapes, states = [(name, model.weights[name].shape) for name in names], flat.states
+    own_shape = flat.master.shape if state.kind == FUSED else shapes[0][1]
     if own_shape == ():  # elementwise states then have no dimensions either, and are no scalars
         points = {key: ref for key, ref in states.points.items() if key in ELEMENTWISE_NAMES}
         scalars = tuple((key, value) for key, value in states.scalars if key not in points)
@@ -93,32 +119,11 @@ def _add_flat(
     for key, ref in {MASTER: flat.master, **states.tensors}.items():
         if key == MASTER or (key in kinds and kinds[key].kind in (ELEMENTWISE, PER_PARAMETER)):
             refuse_view(names[0], f"{key} of this parameter", ref, model.path)
-    whole = next((key for key, kind in kinds.items() if kind.kind == PER_PARAMETER), None)
-    if whole is not None and names[0] in model.stacked:
-        raise cannot_slice(whole, names[0])
     numels = [math.prod(shape) for _, shape in shapes]
     rules = group_rules(numels, group_offsets(numels), max(sum(numels), 1))
-    flats = [replace(flat, states=states)]
-    builder.add_flat(shapes, rules, group, state.groups[group], flats, range(file, file + 1), kinds)
-
-
-def shapes_of(model: ModelShard, names: Iterable[str]) -> list[tuple[str, Shape]]:
-    """FQNs and shapes of parameters; of one with stacked experts, those of its slices."""
-    found: list[tuple[str, Shape]] = []
-    for name in names:
-        shape, experts = model.weights[name].shape, model.stacked.get(name)
-        parts = slices(name, shape, experts[0]) if experts else ()
-        found += [(part.name, part.shape) for part in parts] or [(name, shape)]
-    return found
-
-
-def _use_last_step(builder: MetadataBuilder, members: Sequence[str]) -> None:
-    """FusedAdam counts a whole group's steps in the state of its last tensor alone (fused_adam.py)."""
-    stateful = [name for name in members if builder.parameters[name].scalars]
-    counts = builder.parameters[stateful[-1]].scalars if stateful else ()
-    for name in stateful:
-        saved = builder.parameters[name]
-        builder.parameters[name] = replace(saved, scalars=counts, own_step=dict(saved.scalars).get("step"))
+    flats, files = [replace(flat, states=states)], range(file, file + 1)
+    stacked = {name: model.stacked[name][0] for name in names if name in model.stacked}
+    return builder.add_flat(shapes, rules, group, state.groups[group], flats, files, kinds, stacked)
 
 
 def _flattened(shape: Shape, parameter: Shape) -> Shape:
@@ -131,15 +136,7 @@ def _flattened(shape: Shape, parameter: Shape) -> Shape:
     return (*shape, 1) if shape else shape
 
 
-def _is_fused_adam(group: Mapping[str, object]) -> bool:
-    """DeepSpeed's FusedAdam, by its hyperparameters, since the checkpoint does not name the class.
-
-    It alone keeps a ``step`` of 0 in each group beside those of its tensors; DeepSpeed's Lamb uses each tensor's step.
-    """
-    return "bias_correction" in group and not {"amsgrad", "max_coeff"} & group.keys() and group.get("step") == 0
-
-
-def member_names(
+def _member_names(
     model: ModelShard,
     state: UnpartitionedState,
     options: MetadataOptions,
@@ -151,7 +148,10 @@ def member_names(
     They are the optimizer's own, if they are the module's and shapes agree, or those that ``name_states`` tells.
     """
     weights = {name: ref.shape for name, ref in model.weights.items()}
-    shapes = [_saved_shapes(state, group) for group in range(len(state.members))]
+    shapes: list[list[Shape | None]] = [[master.shape for master in masters] for masters in state.masters]
+    if state.kind == PLAIN:  # unknown for lack of a state: never a gradient
+        every = [[state.states.get(number) for number in members] for members in state.members]
+        shapes = [[None if each is None else saved_shape(each) for each in states] for states in every]
     if state.names is not None:  # those of parameters without a state may be missing
         named = [[name if name in weights else None for name in members] for members in state.names]
         fits = (
@@ -160,18 +160,83 @@ def member_names(
         )
         if list(map(len, shapes)) == list(map(len, named)) and all(chain.from_iterable(fits)):
             return named, ()
-    compared = state.kind != PLAIN and options.check_shards
-    is_flat = state.kind == FUSED
-    return name_states(
-        NumberedStates(
-            model.path, state.groups, shapes, is_flat, weights, model.shared, model.buffers, compared, experts
-        )
-    )
+    compared, flat = state.kind != PLAIN and options.check_shards, state.kind == FUSED
+    facts = weights, model.shared, model.buffers, compared, experts
+    return name_states(NumberedStates(model.path, state.groups, shapes, flat, *facts))
 
 
-def _saved_shapes(state: UnpartitionedState, group: int) -> list[Shape | None]:
-    """Shapes of a saved group's members; ``None``: unknown for lack of a state (fp32, never a gradient)."""
-    if state.kind != PLAIN:
-        return [master.shape for master in state.masters[group]]
-    states = (state.states.get(number) for number in state.members[group])
-    return [None if found is None else saved_shape(found) for found in states]
+def unpartitioned_experts(
+    found: CheckpointInfo,
+    model: ModelShard,
+    experts: Sequence[ExpertShard],
+    optimizers: Sequence[ExpertOptimizer],
+    options: MetadataOptions,
+    name_states: NameStates,
+) -> CheckpointMetadata:
+    """As :func:`unpartitioned_metadata`, given the files of experts and their optimizers, in order."""
+    refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.state.groups)})
+    ep = _degree(found, optimizers)
+    states = ((each.path, states) for each in optimizers for states in each.state.states.values())
+    builder = MetadataBuilder(found, [model, *optimizers, *experts], options.states, states)
+    for expert in experts:
+        if model.features.experts[expert.layer] % ep:
+            problem, name = "a layer's experts cannot be on so many expert-parallel ranks", f"{expert.path_of_layer}*"
+            expected, have = f"a number of experts that {ep} divides", f"{model.features.experts[expert.layer]} experts"
+            raise LayoutError(problem, expert.path, expected, have, parameter=name)
+    local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
+    for each in optimizers:
+        shard, files = _on_rank(model, experts, each, local, first_file=1 + ep)
+        mine = ExpertRank(each.ep_rank, local, frozenset(shard.stacked), weights_crc32s([model]))
+        named = _member_names(shard, each.state, options, name_states, mine)
+        if named is None:
+            return weights_alone(found, model)
+        names, notes = named
+        if each.ep_rank:  # dense parameters are in each of these files
+            of_experts = {name for name in shard.weights if name in shard.stacked or expert_name(name)}
+            names = [[name if name in of_experts else None for name in group] for group in names]
+        added = add_unpartitioned(builder, shard, each.state, names, 1 + each.ep_rank)
+        for name in added if each.state.kind == PLAIN else ():  # the weights are the masters
+            builder.tensors.add({(name, MASTER): dense_tensor(name, MASTER, shard.weights[name], files[name])})
+        builder.notes += [note for note in notes if note not in builder.notes]
+    builder.tensors.add(module_tensors([model], 0, builder.parameters)[0])
+    groups = merged_groups((range(1 + each.ep_rank, 2 + each.ep_rank), each.state.groups) for each in optimizers)
+    return builder.build(model, 0, groups, frozen_recorded=model.frozen_recorded)
+
+
+def _degree(found: CheckpointInfo, optimizers: Sequence[ExpertOptimizer]) -> int:
+    """The expert-parallel degree, which param groups of experts are named after, as ``ep_size_2``."""
+    named = {degree_in_name(group) for each in optimizers for group in each.state.groups if group.get("moe")}
+    if len(named) > 1:
+        problem = "layers of different expert-parallel degrees are not supported without ZeRO"
+        degrees = ", ".join(map(str, sorted(named)))
+        raise UnsupportedError(problem, optimizers[0].path, "one degree, or ZeRO-1 or 2 at save time", degrees)
+    ep = next(iter(named), 0) or len(optimizers)
+    missing = set(range(ep)) ^ {each.ep_rank for each in optimizers}
+    if missing:
+        name = f"expp_rank_{min(missing)}_mp_rank_00_optim_states.pt"
+        problem = f"a file of the checkpoint is {'missing' if min(missing) < ep else 'one too many'}"
+        expected = f"the optimizers of {ep} expert-parallel ranks"
+        have = f"those of ranks {sorted(each.ep_rank for each in optimizers)}"
+        raise LayoutError(problem, found.path(name), expected, have)
+    return ep
+
+
+def _on_rank(
+    model: ModelShard, experts: Sequence[ExpertShard], of: ExpertOptimizer, local: Mapping[str, int], first_file: int
+) -> tuple[ModelShard, dict[str, int]]:
+    """The model with the weights of one expert-parallel rank's experts, and the file of each weight.
+
+    Stacked parameters have no weights of their own, only a shape.
+    """
+    weights, files = dict(model.weights), dict.fromkeys(model.weights, 0)
+    stacked = {name: (placed[of.ep_rank],) for name, placed in model.stacked.items()}
+    for file, each in enumerate(experts, first_file):
+        placed = next((mine for name, (mine,) in stacked.items() if name.startswith(f"{each.path_of_layer}.")), None)
+        is_mine = each.expert // local[each.path_of_layer] == of.ep_rank if placed is None else each.expert in placed
+        if is_mine:
+            weights |= each.weights
+            files |= dict.fromkeys(each.weights, file)
+    for name, (mine,) in stacked.items():
+        part = weights[f"{name}.{mine[0]}"]
+        weights[name] = replace(part, shape=(len(mine), *part.shape), stride=(part.numel, *part.stride))
+    return replace(model, weights=weights, optimizer=of.state, stacked=stacked), files

@@ -16,14 +16,15 @@ from elastic_ckpt.core.experts import (
     ExpertName,
     expert_name,
     numbers_of_experts,
-    slice_rules,
+    sliced,
     slices,
     stacked_name,
+    with_slices,
     with_stacks,
 )
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, TensorMetadata
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 
 
 @given(st.sampled_from(["", "layers.3.mlp.", "a."]), st.integers(0, 999), st.sampled_from(["w", "fc1.weight"]))
@@ -67,10 +68,13 @@ def test_slices_are_partitioned_where_their_stacked_parameter_is(
         found = {e: rank for rank in rule.ranks for e in range(rule.range_on(rank).start, rule.range_on(rank).stop)}
         return [(found[e], rule.start + (e + rule.shift) % rule.step) for e in range(rule.numel)]
 
-    assert list(chain.from_iterable(map(places, slice_rules(rule, parts)))) == places(rule)
+    other = PartitionRule(2, step)
+    shapes, rules = sliced([("w1", (len(experts), *shape)), ("gate", (2,))], [rule, other], {"w1": experts})
+    assert (shapes, rules[-1]) == ([*((part.name, part.shape) for part in parts), ("gate", (2,))], other)
+    assert list(chain.from_iterable(map(places, rules[:-1]))) == places(rule)
 
 
-def sliced(*states: str, rows: int = 1, steps: tuple[float, ...] = (4.0, 4.0)) -> CheckpointMetadata:
+def saved_slices(*states: str, rows: int = 1, steps: tuple[float, ...] = (4.0, 4.0)) -> CheckpointMetadata:
     """Two experts of three elements, one in a file of its own, the other in two halves of another."""
     row = (rows,) if rows > 1 else ()
     wholes = [StorageChunk(FlatRange(3 * r, 3 * r + 3), 0, 12 * r) for r in range(rows)]
@@ -93,7 +97,7 @@ def sliced(*states: str, rows: int = 1, steps: tuple[float, ...] = (4.0, 4.0)) -
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_slices_are_stacked_again(rows: int) -> None:
-    found = with_stacks(sliced("fp32", "exp_avg", rows=rows))
+    found = with_stacks(saved_slices("fp32", "exp_avg", rows=rows))
     assert found.parameters == {"w1": SavedParameter((2, 3), 0, (("step", 4.0),))}
     assert found.tensors.keys() == {("w1", "fp32"), ("w1", "exp_avg")}
     tensor = found.tensors["w1", "fp32"]
@@ -103,9 +107,37 @@ def test_slices_are_stacked_again(rows: int) -> None:
 
 
 def test_slices_with_different_states_are_not_stacked() -> None:
-    whole = sliced("fp32", "exp_avg")
+    whole = saved_slices("fp32", "exp_avg")
     tensors = {name: tensor for name, tensor in whole.tensors.items() if name != ("w1.1", "exp_avg")}
     without = replace(whole, tensors=tensors)
-    for metadata in (without, sliced("fp32", steps=(4.0, 3.0)), sliced("fp32", steps=(4.0,))):
+    for metadata in (without, saved_slices("fp32", steps=(4.0, 3.0)), saved_slices("fp32", steps=(4.0,))):
         with pytest.raises(DamagedError, match=r"(?s)same states.*w1"):
             with_stacks(metadata)
+
+
+def universal(shape: tuple[int, ...] = (4, 3), has_own_shape: bool = False) -> CheckpointMetadata:
+    """A stacked parameter whose elements begin at byte 100 of a file."""
+    source = listed(StorageChunk(FlatRange(0, math.prod(shape)), 7, 100))
+    return CheckpointMetadata(
+        SourceFacts("universal", "here", "step4", 1, 2, "0.19.8", by_rank=False),
+        (),
+        {"w1": SavedParameter(shape, 0, ()), "head": SavedParameter((1,), 0, ())},
+        {("w1", "fp32"): TensorMetadata("w1", "fp32", shape, "float32", source, has_own_shape)},
+        (),
+        stacked={"w1": 4, "w2": 4},
+    )
+
+
+def test_a_universal_checkpoints_stacked_parameters_are_sliced() -> None:
+    found = with_slices(universal())
+    assert {name: saved.shape for name, saved in found.parameters.items()} == {"head": (1,)} | {
+        f"w1.{expert}": (3,) for expert in range(4)
+    }
+    for expert in range(4):
+        (chunk,) = found.tensors[f"w1.{expert}", "fp32"].chunks
+        assert chunk == StorageChunk(FlatRange(0, 3), 7, 100 + 12 * expert)
+    assert with_stacks(found).parameters == universal().parameters
+    with pytest.raises(LayoutError, match=r"(?s)does not have the experts.*4 experts.*\(5, 3\)"):
+        with_slices(universal((5, 3)))
+    with pytest.raises(UnsupportedError, match="as a whole"):
+        with_slices(universal(has_own_shape=True))

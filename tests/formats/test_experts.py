@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +10,10 @@ import pytest
 import torch
 
 from elastic_ckpt.core.checksums import Records
-from elastic_ckpt.core.chunks import StorageChunk, group_rules, listed
-from elastic_ckpt.core.experts import EXPERTS, with_stacks
-from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.experts import EXPERTS
 from elastic_ckpt.core.local_state import LiveGroup
-from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, TensorMetadata
 from elastic_ckpt.core.numbered import ExpertRank, NumberedStates
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, TOUCHED, StateOptions
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.assembling import _refuse_different_experts
 from elastic_ckpt.formats.base import MetadataOptions
@@ -29,14 +25,12 @@ from elastic_ckpt.formats.experts import (
     index_expert,
     index_expert_optimizer,
     is_across,
-    with_slices,
 )
 from elastic_ckpt.formats.metadata_builder import weights_crc32s
 from elastic_ckpt.formats.model_states import _stacked_experts
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.saved_states import SavedKind
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.zero0_experts import _degree, unpartitioned_experts
+from elastic_ckpt.formats.zero0 import _degree, unpartitioned_experts
 from elastic_ckpt.planning.numbered import name_states
 
 LAYER = f"layers.0.{EXPERTS}"
@@ -193,50 +187,6 @@ def test_stacked_experts_are_on_the_ranks_that_the_file_lists() -> None:
 def test_stacked_experts_that_are_replicated_missing_or_in_unequal_numbers_are_refused(experts: Any) -> None:
     with pytest.raises(LayoutError, match=r"(?s)one expert-parallel rank each, in equal numbers.*moe\.experts"):
         _stacked_experts(placed(*experts))
-
-
-def test_slices_of_stacked_experts_take_their_place_in_the_flat_tensor() -> None:
-    division = Division([("gate", (2,)), ("w1", (2, 3))], range(2), {"w1": (3, 0)})
-    rules = group_rules([2, 6], [0, 2], 4)
-    shapes, found = division.unstacked(rules, {"exp_avg": SavedKind(ELEMENTWISE)})
-    assert shapes == [("gate", (2,)), ("w1.3", (3,)), ("w1.0", (3,))]
-    assert found == group_rules([2, 3, 3], [0, 2, 5], 4)
-    assert Division(division.shapes, range(2)).unstacked(rules, {}) == (division.shapes, rules)
-
-
-@pytest.mark.parametrize("kind", [TOUCHED, PER_PARAMETER])
-def test_states_of_stacked_experts_as_a_whole_are_refused(kind: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"(?s)'row' is kept for stacked experts as a whole.*w1"):
-        Division([("w1", (2, 3))], range(2), {"w1": (0, 1)}).unstacked([], {"row": SavedKind(kind)})
-
-
-def universal(shape: tuple[int, ...] = (4, 3), has_own_shape: bool = False) -> CheckpointMetadata:
-    """A stacked parameter whose elements begin at byte 100 of a file."""
-    source = listed(StorageChunk(FlatRange(0, math.prod(shape)), 7, 100))
-    return CheckpointMetadata(
-        SourceFacts("universal", "here", "step4", 1, 2, "0.19.8", by_rank=False),
-        (),
-        {"w1": SavedParameter(shape, 0, ()), "head": SavedParameter((1,), 0, ())},
-        {("w1", "fp32"): TensorMetadata("w1", "fp32", shape, "float32", source, has_own_shape)},
-        (),
-        stacked={"w1": 4},
-    )
-
-
-def test_a_universal_checkpoints_stacked_parameters_are_sliced() -> None:
-    model: Any = SimpleNamespace(stacked={"w1": ((2, 0), (1, 3)), "w2": ((0, 1), (2, 3))}, path="model.pt")
-    found = with_slices(universal(), model)
-    assert {name: saved.shape for name, saved in found.parameters.items()} == {"head": (1,)} | {
-        f"w1.{expert}": (3,) for expert in range(4)
-    }
-    for expert in range(4):
-        (chunk,) = found.tensors[f"w1.{expert}", "fp32"].chunks
-        assert chunk == StorageChunk(FlatRange(0, 3), 7, 100 + 12 * expert)
-    assert with_stacks(found).parameters == universal().parameters
-    with pytest.raises(LayoutError, match=r"(?s)does not have the experts.*4 experts.*\(5, 3\)"):
-        with_slices(universal((5, 3)), model)
-    with pytest.raises(UnsupportedError, match="as a whole"):
-        with_slices(universal(has_own_shape=True), model)
 
 
 def test_checksums_of_weights_are_stated_beside_experts_where_records_are_whole_tensors() -> None:

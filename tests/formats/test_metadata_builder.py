@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ckpt.core.chunks import PartitionRule
 from elastic_ckpt.core.metadata import MASTER, SourceFile, TensorMetadata
-from elastic_ckpt.core.state_kinds import ELEMENTWISE
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, TOUCHED
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.merging import shard_by_shard
@@ -79,3 +79,10 @@ def test_a_view_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="this buffer was saved as a view") as caught:
         refuse_view("a", "this buffer", TensorRef("float32", (2, 3), (1, 2), 64), "0.pt")
     assert (caught.value.parameter, caught.value.file) == ("a", "0.pt")
+
+
+@pytest.mark.parametrize("kind", [TOUCHED, PER_PARAMETER])
+def test_states_of_stacked_experts_as_a_whole_are_refused(kind: str) -> None:
+    stacked = {"a": (0, 1)}
+    with pytest.raises(UnsupportedError, match=r"(?s)'row' is kept for stacked experts as a whole.*a"):
+        builder().add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], range(2), {"row": SavedKind(kind)}, stacked)
