@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from itertools import accumulate, chain
@@ -22,7 +23,7 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
-from elastic_ckpt.core.shard_specs import CannotSplit, DeclaredSpecs
+from elastic_ckpt.core.shard_specs import CannotSplit
 from elastic_ckpt.core.values import PerRank, merged, moved
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.metadata_builder import dense_tensor
@@ -52,7 +53,12 @@ def merge_shards(ranks: Ranks) -> CheckpointMetadata:
         ids = tuple(id(shard.scalars) for shard in shards)
         if ids not in known:
             known[ids] = tuple(merged(zip(files, (dict(each.scalars) for each in shards), strict=True)).items())
-        parameters[name] = replace(_one_parameter(shards), scalars=known[ids])
+        replicated = []  # the first rank's, which must agree on all
+        for number, state in enumerate(shards[0].replicated):
+            values = {each.replicated[number].crc32 if number < len(each.replicated) else None for each in shards}
+            replicated.append(replace(state, differs=state.differs or len(values) > 1))
+        shapes = tuple(shard.shape for shard in shards)
+        parameters[name] = replace(shards[0], replicated=tuple(replicated), shards=shapes, scalars=known[ids])
     groups = merged_groups(zip(files, (rank.groups for rank in ranks), strict=True))
     known_crc32s = [name for name in first.crc32s if all(name in rank.crc32s for rank in ranks)]
     crc32s = {name: tuple(chain(*(rank.crc32s[name] for rank in ranks))) for name in known_crc32s}
@@ -106,8 +112,11 @@ def _with_empty_shards(ranks: Ranks) -> Ranks:
     for number, rank in enumerate(ranks):
         parameters, tensors = dict(rank.parameters), dict(rank.tensors)
         for name in holders.keys() - rank.parameters.keys():
-            shape = _recorded_shape(rank.declared, name, number)
-            if shape is not None and math.prod(shape) == 0:
+            layout = None
+            with suppress(CannotSplit):
+                layout = rank.declared.recorded(name)
+            shape = layout.shard_shape(number) if layout is not None and number < layout.degree else (1,)
+            if math.prod(shape) == 0:
                 parameters[name] = replace(holders[name].parameters[name], shape=shape, replicated=())
                 tensors.pop((name, FROZEN), None)
                 for key, tensor in holders[name].tensors.items():
@@ -116,14 +125,6 @@ def _with_empty_shards(ranks: Ranks) -> Ranks:
                         tensors[key] = replace(tensor, shape=(*rows, *shape), sources=listed())
         completed.append(replace(rank, parameters=parameters, tensors=tensors))
     return completed
-
-
-def _recorded_shape(declared: DeclaredSpecs, name: str, rank: int) -> tuple[int, ...] | None:
-    try:
-        layout = declared.recorded(name)
-    except CannotSplit:
-        return None
-    return None if layout is None or rank >= layout.degree else layout.shard_shape(rank)
 
 
 def _offsets(ranks: Ranks) -> list[int]:
@@ -168,25 +169,28 @@ def shard_by_shard(shards: Sequence[TensorMetadata], files_before: Sequence[int]
     return TensorMetadata(first.name, first.key, first.shape, dtype, tuple(sources), first.has_own_shape, shapes)
 
 
-def _one_parameter(shards: Sequence[SavedParameter]) -> SavedParameter:
-    """The parameter with these shards; replicated states are the first rank's, and must agree on all."""
-    replicated = []
-    for number, state in enumerate(shards[0].replicated):
-        checksums = {shard.replicated[number].crc32 if number < len(shard.replicated) else None for shard in shards}
-        replicated.append(replace(state, differs=state.differs or len(checksums) > 1))
-    return replace(shards[0], replicated=tuple(replicated), shards=tuple(shard.shape for shard in shards))
-
-
 def _check_same_stage(first: CheckpointMetadata, other: CheckpointMetadata) -> None:
-    different = _different_dtypes(first, other)
-    compared: list[tuple[str, Any, Any]] = [
-        ("parameters", sorted(first.parameters), sorted(other.parameters)),
-        ("tensors", sorted(first.tensors), sorted(other.tensors)),
-        ("hyperparameters of the param groups", settings(first.groups), settings(other.groups)),
-        ("scalar optimizer states", _scalars(first), _scalars(other)),
-        ("dtypes", different[0], different[1]),
+    both = [(one, other.tensors[key]) for key, one in first.tensors.items() if key in other.tensors]
+    pairs = [
+        [((each.name, each.key), each.dtype, each.has_own_shape, each.is_quantized) for each in pair]
+        for pair in both
+        if not any(each.is_empty for each in pair)
     ]
-    for what, expected, found in compared:
+
+    def facts_of(rank: CheckpointMetadata, at: int) -> dict[str, list[Any]]:
+        scalars = ((name, saved.group, dict(saved.scalars)) for name, saved in sorted(rank.parameters.items()))
+        return {
+            "parameters": sorted(rank.parameters),
+            "tensors": sorted(rank.tensors),
+            "hyperparameters of the param groups": settings(rank.groups),
+            # ranks may differ in the values of all but the step
+            "scalar optimizer states": [(name, group, sorted(each), each.get("step")) for name, group, each in scalars],
+            "dtypes": [pair[at] for pair in pairs if pair[0] != pair[1]],
+        }
+
+    all_found = facts_of(other, 1)
+    for what, expected in facts_of(first, 0).items():
+        found = all_found[what]
         if expected != found:
             raise DamagedError(
                 f"tensor-parallel ranks of one pipeline stage were saved with different {what}",
@@ -194,23 +198,6 @@ def _check_same_stage(first: CheckpointMetadata, other: CheckpointMetadata) -> N
                 str([item for item in expected if item not in found])[:300],
                 str([item for item in found if item not in expected])[:300],
             )
-
-
-def _scalars(rank: CheckpointMetadata) -> list[Any]:
-    """Names of each parameter's scalar states, and its step: ranks may differ in others."""
-    found = ((name, saved.group, dict(saved.scalars)) for name, saved in sorted(rank.parameters.items()))
-    return [(name, group, sorted(scalars), scalars.get("step")) for name, group, scalars in found]
-
-
-def _different_dtypes(first: CheckpointMetadata, other: CheckpointMetadata) -> list[list[Any]]:
-    """Of tensors with elements on both that differ in it: dtype, whether quantized, whether of a shape of its own."""
-    both = [(one, other.tensors[key]) for key, one in first.tensors.items() if key in other.tensors]
-    facts = [
-        [((each.name, each.key), each.dtype, each.has_own_shape, each.is_quantized) for each in pair]
-        for pair in both
-        if not any(each.is_empty for each in pair)
-    ]
-    return [[pair[at] for pair in facts if pair[0] != pair[1]] for at in (0, 1)]
 
 
 def _united(

@@ -60,21 +60,13 @@ def with_progress_compared(
     """
     kind = PLAIN if model.optimizer is None else model.optimizer.kind
     counted, skipped = int(model.counters["global_steps"]), int(model.counters["skipped_steps"])
-    counts = Counts(
-        counted,
-        skipped,
-        _optimizer_steps(metadata, counted - skipped),
-        scaled_steps(scalers),
-        explained_counts(kind, model.ds_version, model.ahead, bool(scalers)),
-    )
+    explained = explained_counts(kind, model.ds_version, model.ahead, bool(scalers))
+    steps = _optimizer_steps(metadata, counted - skipped)
+    counts = Counts(counted, skipped, steps, scaled_steps(scalers), explained)
     why = counts.contradiction(exact=metadata.source.zero_stage == 3)
     # Prodigy and D-Adaptation (d0) find their rate themselves, and count no step of rate zero
-    if (
-        why is not None
-        and scalers
-        and check_shards
-        and not any({"d", "d0"} & group.keys() for group in metadata.groups)
-    ):
+    counts_all = not any({"d", "d0"} & group.keys() for group in metadata.groups)
+    if why is not None and scalers and check_shards and counts_all:
         raise DamagedError(
             "optimizer states and counters are of different steps: files of two saves may be mixed in this folder",
             model.path,
@@ -118,7 +110,6 @@ class Counts:
 
     @property
     def expected(self) -> int:
-        """The optimizer's steps by the counters."""
         return self.counted - self.skipped
 
     @property
