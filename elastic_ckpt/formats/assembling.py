@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
 from elastic_ckpt.core.numbered import NameStates
-from elastic_ckpt.core.training_state import Features, LossScale
+from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
@@ -27,13 +27,12 @@ from elastic_ckpt.formats.experts import (
     with_experts,
 )
 from elastic_ckpt.formats.grid import Grid, grid_of
-from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers, with_more
+from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_module_files, with_more
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.partitioned import partitioned_metadata
 from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
-from elastic_ckpt.formats.training_state import loss_scale_of
 from elastic_ckpt.formats.zero0 import unpartitioned_experts, unpartitioned_metadata, weights_alone
 
 #: (mp rank, dp rank, ``"model"`` or ``"optimizer"``), (layer, TP rank, ``"layer"``), (mp rank, a number, ``"expert"``),
@@ -54,27 +53,13 @@ class RankFiles:
     def model(self) -> ModelShard:
         return next(iter(self.models.values()))
 
-    @property
-    def loss_scalers(self) -> list[Any]:
-        """Of the files of optimizer states; ``None`` where it has none."""
-        experts = [each.state.scaler for each in self.expert_optimizers.values()]
-        return experts + [each.loss_scaler for each in self.optimizers.values()][:1]
-
-    @property
-    def scale_and_overflow(self) -> tuple[LossScale | None, bool]:
-        """The loss scale, wherever it is, and the overflow flag."""
-        optimizer, unpartitioned = next(iter(self.optimizers.values()), None), self.model.optimizer
-        if optimizer is not None:
-            return loss_scale_of(optimizer.loss_scaler), optimizer.overflow
-        return loss_scale_of(None if unpartitioned is None else unpartitioned.scaler), False
-
 
 @dataclass(frozen=True)
 class Assembled:
     """A native checkpoint: ``ranks`` and ``all_metadata`` by model-parallel rank, ``metadata`` of all of them.
 
     ``across`` is that of the experts which tensor-parallel ranks do not slice, whose files are the model-states file of
-    the first rank, and the optimizer-states files of all ranks by :attr:`shards_across`.
+    the first rank, and the optimizer-states files of all: tensor-parallel ranks count first, then data-parallel ones.
     """
 
     ranks: Mapping[int, RankFiles]
@@ -83,11 +68,6 @@ class Assembled:
     all_metadata: Mapping[int, CheckpointMetadata]
     metadata: CheckpointMetadata
     across: CheckpointMetadata | None = None
-
-    @property
-    def shards_across(self) -> list[int]:
-        """Positions of optimizer-states files: tensor-parallel ranks count first, then data-parallel ones."""
-        return list(chain.from_iterable(zip(*(rank.optimizers for rank in self.ranks.values()), strict=True)))
 
 
 def assemble(
@@ -113,7 +93,9 @@ def assemble(
     metadata = merge_stages([merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
     if layers:
         buffers = frozenset(name for rank in ranks.values() for m in rank.models.values() for name in m.buffer_names)
-        metadata = with_layers(metadata, layers, buffers, grid.tp)
+        known = buffers.union(metadata.parameters)
+        weights = ((layer, layer.tp_rank, layer.named(known)) for layer in layers)
+        metadata = with_module_files(metadata, weights, buffers.__contains__, grid.tp)
     across = _experts_across(found, list(ranks.values()), grid.tp, options)
     if across is not None:
         metadata = with_more(metadata, across)
@@ -250,7 +232,9 @@ def _fit_together(
         metadata = weights_alone(found, models[0])
     else:
         metadata = _unpartitioned(found, rank, options, name_states)
-    metadata = with_progress_compared(metadata, models[0], options.check_shards, rank.loss_scalers)
+    scalers = [each.state.scaler for each in rank.expert_optimizers.values()]  # of files of optimizer states alone
+    scalers += [each.loss_scaler for each in optimizers[:1]]
+    metadata = with_progress_compared(metadata, models[0], options.check_shards, scalers)
     ep = max([1, len(rank.expert_optimizers), *(degree_of(optimizers, flat) for flat in numbers if optimizers)])
     metadata = replace(metadata, source=replace(metadata.source, sequence=grid.sequence, ep=ep))
     is_whole = len(numbers) == len(models[0].param_shapes)

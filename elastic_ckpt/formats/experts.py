@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 from elastic_ckpt.core.experts import expert_name, numbers_of_experts, stacked_name
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile, TensorMetadata
+from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import LayoutError, listed
 from elastic_ckpt.formats.base import CheckpointInfo
-from elastic_ckpt.formats.metadata_builder import Shapes, dense_tensor
+from elastic_ckpt.formats.merging import with_module_files
+from elastic_ckpt.formats.metadata_builder import Shapes
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
@@ -193,17 +194,6 @@ def check_experts(
 def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], model: ModelShard) -> CheckpointMetadata:
     """``metadata`` extended by what the files of experts hold: buffers, and parameters that no optimizer owned."""
     buffers = {(e.layer, e.rest) for e in filter(None, map(expert_name, model.buffer_names))}
-    found: dict[tuple[str, str], TensorMetadata] = {}
-    files = list(metadata.files)
-    known = {file.path: number for number, file in enumerate(files)}
-    for each in experts:
-        file = known.setdefault(each.path, len(files))
-        if file == len(files):
-            files.append(SourceFile(each.path, each.nbytes, records=each.records))
-        for name, ref in each.weights.items():
-            if name not in metadata.parameters and ref.is_contiguous:
-                parts = expert_name(name)
-                key = BUFFER if parts is not None and (parts.layer, parts.rest) in buffers else FROZEN
-                found[name, key] = dense_tensor(name, key, ref, file)
-    tensors = {**metadata.tensors, **found} if found else metadata.tensors
-    return replace(metadata, tensors=tensors, files=tuple(files))
+    parts = {name: expert_name(name) for each in experts for name in each.weights}
+    of_buffers = {name for name, e in parts.items() if e is not None and (e.layer, e.rest) in buffers}
+    return with_module_files(metadata, [(each, 0, each.weights) for each in experts], of_buffers.__contains__)

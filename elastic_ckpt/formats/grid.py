@@ -71,8 +71,8 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
     stated = first.stated
     what = "tensor- and pipeline-parallel degree differ"
     refuse_other_saves([models[rank] for rank in ranks], lambda model: {what: model.stated.dimensions})
-    degrees = stated.borne_out(len(ranks))
-    expected = degrees.model_parallel or max(ranks) + 1
+    tp, pp, sequence = stated.borne_out(len(ranks))
+    expected = tp * pp or max(ranks) + 1
     if len(ranks) != expected or ranks[-1] != expected - 1:
         problem, file, wanted = "there are files of more ranks than were saved", last.path, f"{expected} ranks"
         if stated.contradiction:
@@ -82,15 +82,15 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
             problem, file = "files of model-parallel ranks are missing", folder
         remedy = "restore the missing files, or remove those of another save; or take another tag"
         raise LayoutError(problem, file, wanted, f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}", remedy=remedy)
-    if degrees.tp:
-        stages: list[list[int]] | None = [ranks[at : at + degrees.tp] for at in range(0, len(ranks), degrees.tp)]
+    if tp:
+        stages: list[list[int]] | None = [ranks[at : at + tp] for at in range(0, len(ranks), tp)]
     else:
         stages = _by_names([models[rank] for rank in ranks])
     if stages is None or len({len(stage) for stage in stages}) > 1:
         problem = "it is not known which model-parallel file is of which pipeline stage and tensor-parallel rank"
         wanted = "checkpoint_parallel_dimensions, or parameters that are the same within a stage"
         raise UnsupportedError(problem, first.path, wanted, f"{len(ranks)} model-parallel ranks")
-    grid = Grid(tuple(map(tuple, stages)), int(first.counters.get("dp_world_size", 1)), degrees.sequence)
+    grid = Grid(tuple(map(tuple, stages)), int(first.counters.get("dp_world_size", 1)), sequence)
     if coordinates is None or stated.sequence is not None or grid.sequence != NO_SEQUENCE_PARALLEL:
         return grid
     # an unstated degree is the live one only if ranks and counted samples both agree: counters alone may stem from

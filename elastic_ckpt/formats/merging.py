@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
@@ -258,27 +258,29 @@ def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
     return LayerShard(file.path, file.nbytes, layer, tp_rank, weights, records=file.records)
 
 
-def with_layers(
+def with_module_files(
     metadata: CheckpointMetadata,
-    layers: Sequence[LayerShard],
-    buffers: frozenset[str],
-    tp: int,
+    weights: Iterable[tuple[SourceFile, int, Mapping[str, TensorRef]]],
+    is_buffer: Callable[[str], bool],
+    tp: int = 1,
 ) -> CheckpointMetadata:
-    """``metadata`` extended by the layers' files: buffers, and parameters that no optimizer owned.
+    """``metadata`` extended by what files of layers or experts hold: buffers, and parameters that no optimizer owned.
 
-    ``layers`` are of all ``tp`` tensor-parallel ranks.
+    ``weights`` are of all ``tp`` tensor-parallel ranks: a file, its rank, and its tensors by FQN.
     """
-    known = frozenset(metadata.parameters) | buffers
+    files, numbers = list(metadata.files), {file.path: number for number, file in enumerate(metadata.files)}
     shards: dict[str, list[tuple[int, int, TensorRef]]] = {}
-    for number, layer in enumerate(layers):
-        for name, ref in layer.named(known).items():
+    for file, tp_rank, named in weights:
+        number = numbers.setdefault(file.path, len(files))
+        files += [SourceFile(file.path, file.nbytes, records=file.records)] if number == len(files) else []
+        for name, ref in named.items():
             if name not in metadata.parameters and ref.is_contiguous:
-                shards.setdefault(name, []).append((layer.tp_rank, len(metadata.files) + number, ref))
-    tensors = dict(metadata.tensors)
+                shards.setdefault(name, []).append((tp_rank, number, ref))
+    tensors = {}
     for name, ranks in shards.items():
         ranks.sort(key=lambda item: item[0])
         if [rank for rank, _, _ in ranks] == list(range(tp)):
-            key = BUFFER if name in buffers else FROZEN
-            tensors[name, key] = shard_by_shard([dense_tensor(name, key, ref, file) for _, file, ref in ranks])
-    files = (*metadata.files, *(SourceFile(layer.path, layer.nbytes, records=layer.records) for layer in layers))
-    return replace(metadata, tensors=tensors, files=files)
+            key = BUFFER if is_buffer(name) else FROZEN
+            tensors[name, key] = shard_by_shard([dense_tensor(name, key, ref, number) for _, number, ref in ranks])
+    every = {**metadata.tensors, **tensors} if tensors else metadata.tensors
+    return replace(metadata, tensors=every, files=tuple(files))

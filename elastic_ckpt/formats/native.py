@@ -21,7 +21,7 @@ from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard, index_zero3, index_zero12
-from elastic_ckpt.formats.training_state import read_training_state
+from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
 
 #: What one file of a native checkpoint holds.
@@ -52,7 +52,11 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, _: None) -> 
             rank = next(rank for rank in files.ranks.values() if at in rank.models)
             same_ranks, degrees = files.grid.has_ranks_of(options.coordinates), (files.grid.tp, files.grid.pp)
             file, sequence = opened[paths[at]], files.grid.sequence
-            state = read_training_state(file, *rank.scale_and_overflow, same_ranks, sequence, options)
+            shard, unpartitioned = next(iter(rank.optimizers.values()), None), rank.model.optimizer
+            scaler = unpartitioned.scaler if unpartitioned is not None else None
+            scale = loss_scale_of(scaler if shard is None else shard.loss_scaler)
+            overflow = shard is not None and shard.overflow
+            state = read_training_state(file, scale, overflow, same_ranks, sequence, options)
             return replace(state, degrees=degrees)
 
         return Fitted(files.metadata, paths[position], None, position, for_all, read_state)
@@ -106,7 +110,8 @@ def _spot_check(files: Assembled, opened: Collection[int]) -> None:
         for expert in rank.experts if files.across is None else ():
             spot_check(all_metadata[mp], expert.path, expert.weights, mine)
     if files.across is not None:
-        shards = {number for number, position in enumerate(files.shards_across, 1) if position in opened}
+        across = chain.from_iterable(zip(*(rank.optimizers for rank in files.ranks.values()), strict=True))
+        shards = {number for number, position in enumerate(across, 1) if position in opened}
         for expert in chain.from_iterable(rank.experts for rank in files.ranks.values()):
             spot_check(files.across, expert.path, expert.weights, shards)
 

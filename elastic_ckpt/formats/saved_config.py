@@ -188,20 +188,6 @@ def parse_options(text: str) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Degrees:
-    """Degrees of the run that saved a checkpoint; ``tp`` and ``pp`` are ``None`` where no file states them."""
-
-    tp: int | None
-    pp: int | None
-    sequence: SequenceParallel
-
-    @property
-    def model_parallel(self) -> int:
-        """Number of model-parallel ranks, each with files of its own; 0: unknown."""
-        return (self.tp or 0) * (self.pp or 0)
-
-
-@dataclass(frozen=True, slots=True)
 class StatedDegrees:
     """What a model-states file states, not all of it necessarily right; ``None``: not stated.
 
@@ -220,20 +206,20 @@ class StatedDegrees:
     possible: frozenset[int] = frozenset()
     mesh: bool = False
 
-    def borne_out(self, model_parallel_ranks: int) -> Degrees:
-        """The degrees that the number of model-parallel ranks with files confirms.
+    def borne_out(self, model_parallel_ranks: int) -> tuple[int, int, SequenceParallel]:
+        """The degrees that the number of model-parallel ranks with files confirms; TP and PP are 0 if not stated.
 
         DeepSpeed 0.19 mistakes the sequence-parallel degree of ``parallel_state_sp`` for the tensor-parallel one
         (``bwc_tensor_model_parallel_world_size``); ``mp_world_size`` then states the degree that the files confirm.
         """
         sequence = SequenceParallel(self.sequence or 1, partitioned=not self.mesh)
         if self.dimensions is None:
-            return Degrees(None, None, sequence)
+            return 0, 0, sequence
         tp, pp = self.dimensions
         is_sequence = tp * pp != model_parallel_ranks and self.mp is not None and self.mp * pp == model_parallel_ranks
         if is_sequence and tp > 1 and (self.partition_degree or 0) % tp == 0:
-            return Degrees(self.mp, pp, SequenceParallel(tp))
-        return Degrees(tp, pp, sequence)
+            return self.mp or 0, pp, SequenceParallel(tp)
+        return tp, pp, sequence
 
     @property
     def contradiction(self) -> str:

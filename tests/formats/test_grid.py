@@ -28,7 +28,7 @@ from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.grid import Grid, grid_of
-from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers
+from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_module_files
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.saved_config import StatedDegrees
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
@@ -326,6 +326,10 @@ def test_two_tied_modules_that_end_alike_are_not_told_apart() -> None:
     assert set(LayerShard("p", 1, 7, 0, {"weight": ref(2)}).named(known | {"7.weight"})) == {"7.weight"}
 
 
+def named(layers: Sequence[LayerShard]) -> list[tuple[LayerShard, int, Mapping[str, TensorRef]]]:
+    return [(each, each.tp_rank, each.named(frozenset())) for each in layers]
+
+
 def test_buffers_and_frozen_parameters_come_from_the_layers_of_all_ranks_in_order() -> None:
     layers = [
         layer(1, 1, table=ref(3, offset=72), frozen=ref(2, 3)),
@@ -335,7 +339,7 @@ def test_buffers_and_frozen_parameters_come_from_the_layers_of_all_ranks_in_orde
         layer(2, 0, alone=ref(2)),
     ]
     base = metadata({"0.weight": 4}, ["a", "b"])
-    whole = with_layers(base, layers, frozenset(["1.table"]), tp=2)
+    whole = with_module_files(base, named(layers), "1.table".__eq__, tp=2)
     found = whole.tensors
     assert [file.path for file in whole.files] == [*(file.path for file in base.files), *(item.path for item in layers)]
     assert found.keys() - base.tensors.keys() == {("1.table", BUFFER), ("1.frozen", FROZEN)}
@@ -351,7 +355,7 @@ def test_buffers_and_frozen_parameters_come_from_the_layers_of_all_ranks_in_orde
 
 def test_without_tensor_parallelism_there_are_no_shards_and_what_is_strided_is_left_out() -> None:
     layers = [layer(0, 0, mask=ref(2, 2), turned=ref(2, 2, stride=(1, 2)), none=ref(0))]
-    found = with_layers(metadata({}), layers, frozenset(["0.mask", "0.none"]), tp=1).tensors
+    found = with_module_files(metadata({}), named(layers), ["0.mask", "0.none"].__contains__).tensors
     assert found["0.mask", BUFFER] == TensorMetadata(
         "0.mask", BUFFER, (2, 2), "bfloat16", listed(StorageChunk(FlatRange(0, 4), 1, 64))
     )

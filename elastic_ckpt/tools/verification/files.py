@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -130,7 +131,7 @@ def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
         return
     model = _model_states(found, trust_pickle)
     dp = 0 if model is None or files.is_universal else model.counters["dp_world_size"]
-    model_parallel = 0 if model is None else model.stated.borne_out(len(files.mp_ranks)).model_parallel
+    model_parallel = 0 if model is None else math.prod(model.stated.borne_out(len(files.mp_ranks))[:2])
     claims = () if model is None else model.features.experts
     experts = [count for count in claims if isinstance(count, int) and count > 0]
     ranks = max([dp, *(rank + 1 for rank, _ in (*files.optimizer, *files.model_zero3))], default=0) or 1
