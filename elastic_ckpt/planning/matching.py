@@ -168,28 +168,19 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     if strict and not unexpected.isdisjoint(local_state.others):
         problem = "the module's state dict has entries that are neither parameters nor buffers"
         remedy = "load_checkpoint(..., load_module_strict=False), if they hold nothing that training needs; or "
-        raise metadata.error(
-            UnsupportedError,
-            problem,
-            unexpected & local_state.others,
-            "parameters and buffers under their own names",
-            "entries that a hook of the module adds or renames",
-            remedy + AT_ITS_TOPOLOGY,
-        )
+        both = "parameters and buffers under their own names", "entries that a hook of the module adds or renames"
+        names = unexpected & local_state.others
+        raise metadata.error(UnsupportedError, problem, names, *both, remedy + AT_ITS_TOPOLOGY)
     if strict and (any(missing.values()) or unexpected):
         lost = set().union(*missing.values())
         tied = listed(f"{name} = {metadata.aliases[name]}" for name in lost if name in metadata.aliases)
         hint = f"; tied at save time, not now: {tied}" if tied != "none" else ""
         remedy = "load_checkpoint(..., load_module_strict=False) restores what matches and reports the rest; renamed "
         remedy += 'ones: "elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}'
-        raise metadata.error(
-            MismatchError,
-            "model and checkpoint do not have the same parameters and buffers",
-            lost or unexpected,
-            f"in the model but not in the checkpoint: {listed(lost)}",
-            f"in the checkpoint but not in the model: {listed(unexpected)}{hint}",
-            remedy,
-        )
+        problem = "model and checkpoint do not have the same parameters and buffers"
+        expected = f"in the model but not in the checkpoint: {listed(lost)}"
+        found_names = f"in the checkpoint but not in the model: {listed(unexpected)}{hint}"
+        raise metadata.error(MismatchError, problem, lost or unexpected, expected, found_names, remedy)
     outcomes = [
         *((role, "fresh", names, _NOT_SAVED) for role, names in missing.items()),
         (FROZEN, "fresh", excluded, _EXCLUDED),
@@ -198,16 +189,8 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
         (FROZEN, "ignored", unexpected & frozen - trained.keys(), _NO_PLACE),
         (BUFFER, "ignored", unexpected & buffers, _NO_PLACE),
     ]
-    return Matching(
-        restored=restored,
-        wholes=found,
-        outcomes=tuple(Outcome(role, what, tuple(sorted(names)), why) for role, what, names, why in outcomes if names),
-    )
-
-
-def weights_key(metadata: CheckpointMetadata, name: str) -> str:
-    """The metadata key of a parameter's weights, which may have been frozen at save time."""
-    return MASTER if name in metadata.parameters else FROZEN
+    told = (Outcome(role, what, tuple(sorted(names)), why) for role, what, names, why in outcomes if names)
+    return Matching(restored, found, tuple(told))
 
 
 #: Per live group, the saved groups that its values come from, and the values; empty if the live ones stay.

@@ -25,7 +25,7 @@ from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, Requant
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
-from elastic_ckpt.planning.matching import Matching, weights_key
+from elastic_ckpt.planning.matching import Matching
 from elastic_ckpt.planning.optimizer_kinds import OTHER_OPTIMIZER
 from elastic_ckpt.planning.read_items import (
     BroadcastRanges,
@@ -204,8 +204,10 @@ class PlanBuilder:
             self._converted.setdefault((whole.key, saved, whole.dtype), []).append(whole.name)
 
     def _part(self, fragment: Fragment, key: str) -> FragmentSource:
-        name, is_weights = fragment.name, key in (MASTER, FROZEN)
-        tensor = self._tensor(name, weights_key(self._metadata, name) if is_weights else key)
+        name = fragment.name
+        if key in (MASTER, FROZEN):  # it may have been frozen at save time
+            key = MASTER if name in self._metadata.parameters else FROZEN
+        tensor = self._tensor(name, key)
         resharded = self._resharding.get((name, tensor.key)) or self._resharding.get((name, ""))
         return FragmentSource(
             fragment, tensor, resharded or copied(self._tp_rank if tensor.shards else 0, math.prod(fragment.shape))

@@ -46,7 +46,11 @@ def with_own_values(
     own = differing(chain(states.values(), metadata.groups))
     fresh = frozenset(key for key, word in state_options(config).schema.items() if word == "fresh")
     named = fresh.intersection(chain.from_iterable(chain(states.values(), metadata.groups)))
-    anew = _recomputed(local_state.optimizer).intersection(chain.from_iterable(states.values())) - fresh
+    every = frozenset(chain.from_iterable(_RECOMPUTED.values()))
+    recomputed = (
+        every if local_state.optimizer == SAVED_OPTIMIZER else _RECOMPUTED.get(local_state.optimizer, frozenset())
+    )
+    anew = recomputed.intersection(chain.from_iterable(states.values())) - fresh
     if not (own or named or anew):
         return metadata, ()
     file, notes = own_file(metadata, local_state), metadata.notes
@@ -67,13 +71,6 @@ def with_own_values(
         groups.append({key: taken_here.get(key, own_now.get(key)) for key in group if key in {**own_now, **taken_here}})
     outcomes = tuple(Outcome(key, "fresh", (), _FRESH if key in named else _ANEW) for key in sorted(left_out))
     return replace(metadata, parameters=parameters, groups=tuple(groups), notes=notes), outcomes
-
-
-def _recomputed(optimizer: str) -> frozenset[str]:
-    """The scalar states that need not be restored; without a live optimizer, of any that has them."""
-    if optimizer == SAVED_OPTIMIZER:
-        return frozenset().union(*_RECOMPUTED.values())
-    return _RECOMPUTED.get(optimizer, frozenset())
 
 
 def _taken(values: Mapping[str, Any], left_out: Collection[str], file: int | None) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
-from elastic_ckpt.planning.matching import match_parameters, weights_key
+from elastic_ckpt.planning.matching import match_parameters
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.state_matching import match_states
-from tests.simulation import ADAM, STATES, TWO, live, saved, unpartitioned, without_states
+from tests.simulation import ADAM, STATES, TWO, live, names_of, saved, unpartitioned, without_states
 
 ROLES = ("trained", FROZEN, BUFFER, None)
 A = {"a.weight": (2, 5)}
@@ -83,8 +83,14 @@ def test_a_buffer_that_became_a_parameter_or_was_one_is_another_tensor(was: str,
 @pytest.mark.parametrize("key", [MASTER, FROZEN])
 def test_weights_are_looked_for_under_the_role_they_were_saved_in(key: str) -> None:
     metadata = saved(TWO) if key == MASTER else saved(A, wholes=B_FROZEN)
-    assert weights_key(metadata, "b.weight") == key
-    assert weights_key(metadata, "a.weight") == MASTER
+    plan = plan_load(metadata, live(TWO), LoadOptions(optimizer_states=False))
+    assert names_of(plan, MASTER, "restored") == ("a.weight", "b.weight")
+    chunks = [
+        chunk
+        for each in ("a.weight", "b.weight")
+        for chunk in metadata.tensors[each, MASTER if each[0] == "a" else key].chunks
+    ]
+    assert {item.byte_offset for item in plan.reads.items} == {chunk.byte_offset for chunk in chunks}
 
 
 def _without_record(metadata: CheckpointMetadata) -> CheckpointMetadata:
@@ -96,7 +102,6 @@ def test_weights_of_a_trained_parameter_that_were_lost_are_looked_for_as_masters
     metadata = saved(TWO)
     tensors = {where: tensor for where, tensor in metadata.tensors.items() if where != ("b.weight", MASTER)}
     metadata = replace(metadata, tensors=tensors)
-    assert weights_key(metadata, "b.weight") == MASTER
     with pytest.raises(DamagedError, match="no fp32") as caught:
         plan_load(metadata, live(TWO), LoadOptions())
     assert caught.value.parameter == "b.weight"
