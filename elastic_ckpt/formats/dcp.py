@@ -27,6 +27,9 @@ from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
 from elastic_ckpt.formats.dcp_entries import (
+    OF_FOLDER,
+    SAVE_ALONE,
+    WITHOUT_STATES,
     Common,
     Entries,
     GroupKey,
@@ -173,23 +176,18 @@ class _Builder(MetadataBuilder):
             values = {name: value for name, entry in entries.items() for value in self._values[entry].values()}
             names = values.pop("params", None if isinstance(key, int) else [key])
             if not isinstance(names, list) or not all(type(name) is str and name in weights for name in names):
-                raise UnsupportedError(
-                    "a param group of this torch.distributed.checkpoint folder does not list its parameters by name",
-                    self._found.folder,
-                    "names of the model's parameters, as get_state_dict saves them",
-                    f"{names!r}"[:200],
-                    remedy="save the state dict of get_state_dict, or load with load_optimizer_states=False",
-                )
+                problem = f"a param group of {OF_FOLDER} does not list its parameters by name"
+                expected = "names of the model's parameters, as get_state_dict saves them"
+                remedy = f"save the state dict of get_state_dict{WITHOUT_STATES}"
+                raise UnsupportedError(problem, self._found.folder, expected, f"{names!r}"[:200], remedy=remedy)
             if isinstance(key, int) or values not in groups:
                 groups.append(values)
             if twice := sorted(members.keys() & set(names)):
-                raise MismatchError(
-                    "two param groups of this torch.distributed.checkpoint folder have one parameter",
-                    self._found.folder,
-                    "each parameter in one param group",
-                    parameter=listed(twice),
-                    remedy="save the optimizer that is to be resumed alone, or load with load_optimizer_states=False",
+                problem, expected = (
+                    f"two param groups of {OF_FOLDER} have one parameter",
+                    "each parameter in one of them",
                 )
+                raise MismatchError(problem, self._found.folder, expected, parameter=listed(twice), remedy=SAVE_ALONE)
             number = len(groups) - 1 if isinstance(key, int) else groups.index(values)
             members |= dict.fromkeys(names, number)
         stateful = [name for name, _ in self._entries.states if name not in members]

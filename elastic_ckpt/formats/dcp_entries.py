@@ -32,7 +32,9 @@ _STATE, _GROUPS = "state", "param_groups"
 #: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
 _COLLECTION = "an item of a hyperparameter that is a dictionary, or has tensors in it"
-_WITHOUT_STATES = ", or load with load_optimizer_states=False"
+OF_FOLDER = "this torch.distributed.checkpoint folder"
+WITHOUT_STATES = ", or load with load_optimizer_states=False"
+SAVE_ALONE = f"save the optimizer that is to be resumed alone{WITHOUT_STATES}"
 #: What wrappers (DDP, FSDP, ``torch.compile``, ``AveragedModel``) add to names.
 _WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 COMMON = "common.pt"
@@ -92,7 +94,7 @@ def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entrie
         root = next((root for root in roots if root in optimizers), None)
         if root is None:
             if any(path[:at] in optimizers for at in _flat_groups(path)):
-                raise _unknown_layout(folder, f"{entry}, {_COLLECTION}", _WITHOUT_STATES)
+                raise _unknown_layout(folder, f"{entry}, {_COLLECTION}", WITHOUT_STATES)
             rest.append(entry)
             continue
         word, *keys = path[len(root) :]
@@ -103,7 +105,7 @@ def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entrie
         elif not keys and word not in (_STATE, _GROUPS):
             flattened.append((root, str(word), entry))
         else:
-            raise _unknown_layout(folder, f"{entry}, {_COLLECTION}", _WITHOUT_STATES)
+            raise _unknown_layout(folder, f"{entry}, {_COLLECTION}", WITHOUT_STATES)
     trained = {name for name, _ in states}
     weights = _model(contents, rest, trained, {name for _, name, _ in flattened}, folder)
     for root, word, entry in flattened:
@@ -139,13 +141,9 @@ def add_state(states: dict[tuple[str, str], str], place: tuple[str, str], entry:
     """Note the entry of a state; :class:`MismatchError` if there is one already."""
     other = states.setdefault(place, entry)
     if other != entry:
+        problem, both = f"two optimizers of {OF_FOLDER} have {place[1]} of one parameter", f"{other} and {entry}"
         raise MismatchError(
-            f"two optimizers of this torch.distributed.checkpoint folder have {place[1]} of one parameter",
-            folder,
-            "each parameter in one optimizer",
-            f"{other} and {entry}",
-            parameter=place[0],
-            remedy=f"save the optimizer that is to be resumed alone{_WITHOUT_STATES}",
+            problem, folder, "each parameter in one optimizer", both, parameter=place[0], remedy=SAVE_ALONE
         )
 
 
@@ -181,7 +179,7 @@ def _model(
         _refuse_copies(contents, dicts, fitting, folder)
     if len(fitting) != 1:
         if trained and all(name.isdecimal() for name in trained):
-            raise _unknown_layout(folder, "an optimizer whose parameters are numbered", _WITHOUT_STATES)
+            raise _unknown_layout(folder, "an optimizer whose parameters are numbered", WITHOUT_STATES)
         raise _unknown_layout(folder, f"tensors under {_shown(dicts)}" if dicts else "no tensors")
     return dicts[fitting[0]]
 
@@ -207,13 +205,11 @@ def _refuse_copies(
     if len(fitting) == 1 and (is_called and len(others) == len(copies) and not _MODEL_KEYS & set(others)):
         return
     if copies:
-        raise UnsupportedError(
-            "more than one state dict of this torch.distributed.checkpoint folder may be the model's",
-            folder,
-            "the model's alone, or under 'model' beside copies of it",
-            f"tensors of the same names or shapes under {_shown([model, *copies])}",
-            remedy="dcp.load of {'model': ..., 'optim': ...} without averages of the model, then dcp.save",
-        )
+        problem = f"more than one state dict of {OF_FOLDER} may be the model's"
+        expected = "the model's alone, or under 'model' beside copies of it"
+        found = f"tensors of the same names or shapes under {_shown([model, *copies])}"
+        remedy = "dcp.load of {'model': ..., 'optim': ...} without averages of the model, then dcp.save"
+        raise UnsupportedError(problem, folder, expected, found, remedy=remedy)
 
 
 def _arrays(contents: DcpContents, names: Mapping[str, str]) -> dict[str, Shape]:
@@ -237,7 +233,7 @@ def _owner(word: str, names: Mapping[str, str]) -> str | None:
 
 def _unknown_layout(folder: str, found: str, remedy: str = "") -> UnsupportedError:
     return UnsupportedError(
-        "the entries of this torch.distributed.checkpoint folder are in no layout that is known",
+        f"the entries of {OF_FOLDER} are in no layout that is known",
         folder,
         "state dicts of torch.distributed.checkpoint.state_dict.get_state_dict, under keys of any names",
         found,
@@ -307,14 +303,10 @@ def unstacked(contents: DcpContents, folder: str) -> DcpContents:
             return item
         dtype, shape = contents.tensors[item.name]
         if item.sizes[:1] != (1,):
-            raise UnsupportedError(
-                "a chunk of this torch.distributed.checkpoint folder has not one layer, as Megatron Core saves them",
-                folder,
-                "one layer of a stack of them, by the name: layers without a number",
-                f"a chunk of {item.sizes} of {shape}",
-                parameter=item.name,
-                remedy="save with --ckpt-format torch_dist; a module that is no stack of layers needs another name",
-            )
+            problem = f"a chunk of {OF_FOLDER} has not one layer, as Megatron Core saves them"
+            both = "one layer of a stack of them, by the name: layers without a number", f"{item.sizes} of {shape}"
+            remedy = "save with --ckpt-format torch_dist; a module that is no stack of layers needs another name"
+            raise UnsupportedError(problem, folder, *both, parameter=item.name, remedy=remedy)
         layers[item.name].add(item.offsets[0])
         name = _STACKED.sub(rf"\g<1>.{item.offsets[0]}.\g<2>", item.name)
         tensors[name] = dtype, shape[1:]

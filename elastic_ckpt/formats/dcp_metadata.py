@@ -87,9 +87,8 @@ def read_dcp_metadata(folder: str) -> DcpContents:
         with open_stream(path) as stream:
             status = os.fstat(stream.fileno())
             if status.st_size > most_pickle_nbytes(0, trust_pickle=True):
-                raise UnsupportedError(
-                    "this .metadata is larger than any that is read", found=f"{status.st_size} bytes"
-                )
+                problem = "this .metadata is larger than any that is read"
+                raise UnsupportedError(problem, found=f"{status.st_size} bytes")
             raw = stream.read(status.st_size)
         tree = unpickled(raw, _MORE_CONTAINERS * len(raw), trust_pickle=False)
         tensors, missing = _entries(tree, path)
@@ -107,13 +106,12 @@ def read_dcp_metadata(folder: str) -> DcpContents:
             item = StoredItem(index.fqn, start, nbytes, key[1] or (), missing.pop(key))
             files.setdefault(_file_name(info.relative_path, path), []).append(item)
         if missing:
-            raise DamagedError(
+            problem, name = (
                 "this .metadata does not tell in which file an entry is: the save is incomplete",
-                path,
-                "a file, an offset and a length for each entry",
-                f"none for {len(missing)}",
-                parameter=next(iter(missing))[0],
+                next(iter(missing))[0],
             )
+            both = "a file, an offset and a length for each entry", f"none for {len(missing)}"
+            raise DamagedError(problem, path, *both, parameter=name)
         paths = {name: tuple(keys) for name, keys in (getattr(tree, "planner_data", None) or {}).items()}
         if not all(type(key) in (str, int) for keys in paths.values() for key in keys):
             raise unreadable(path, "paths of entries that are not made of names and numbers")
@@ -135,9 +133,8 @@ def _entries(tree: Any, path: str) -> tuple[dict[str, tuple[str, Shape]], dict[t
             continue
         shape, dtype = checked_shape(entry.size, name), entry.properties.dtype.name.removeprefix("torch.")
         if dtype not in ITEMSIZE:
-            raise UnsupportedError(
-                "a tensor has a dtype that is not supported", None, ", ".join(ITEMSIZE), dtype, parameter=name
-            )
+            problem = "a tensor has a dtype that is not supported"
+            raise UnsupportedError(problem, None, ", ".join(ITEMSIZE), dtype, parameter=name)
         tensors[name] = dtype, shape
         for chunk in entry.chunks:
             offsets, sizes = checked_shape(chunk.offsets), checked_shape(chunk.sizes)
@@ -190,9 +187,8 @@ def read_dcp_file(
         status = os.fstat(stream.fileno())
         for item in contents.files[name]:
             if item.start + item.nbytes > status.st_size:
-                raise unreadable(
-                    path, f"{status.st_size} bytes, but {item.name} ends at byte {item.start + item.nbytes}"
-                )
+                end = item.start + item.nbytes
+                raise unreadable(path, f"{status.st_size} bytes, but {item.name} ends at byte {end}")
             offset = -1
             if item.sizes is not None or item.name in wanted:
                 try:
@@ -233,12 +229,9 @@ def _data_of(item: StoredItem, tree: Any, contents: DcpContents, path: str) -> i
     dtype, _ = contents.tensors[item.name]
     expected = dtype, [size for size in item.sizes or () if size != 1]  # but for dimensions of one layer
     if not isinstance(tree, TensorRef) or (tree.dtype, [size for size in tree.shape if size != 1]) != expected:
-        raise DamagedError(
-            "this file holds another tensor than .metadata lists: files of two saves are mixed",
-            path,
-            f"{dtype} of shape {item.sizes} at byte {item.start}",
-            f"{tree.dtype} of shape {tree.shape}" if isinstance(tree, TensorRef) else type(tree).__name__,
-            parameter=item.name,
-        )
+        problem = "this file holds another tensor than .metadata lists: files of two saves are mixed"
+        found = f"{tree.dtype} of shape {tree.shape}" if isinstance(tree, TensorRef) else type(tree).__name__
+        listed = f"{dtype} of shape {item.sizes} at byte {item.start}"
+        raise DamagedError(problem, path, listed, found, parameter=item.name)
     refuse_view(item.name, "this tensor", tree, path)
     return tree.byte_offset

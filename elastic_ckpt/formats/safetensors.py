@@ -83,14 +83,9 @@ def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpo
         for name in header.tensors:
             first = owner.setdefault((_stem(file) == _OPTIMIZER, name), number)
             if first != number:
-                raise MismatchError(
-                    "two files of this folder have a tensor of one name",
-                    header.path,
-                    "one file for each tensor",
-                    f"also in {list(headers.values())[first].path}",
-                    parameter=name,
-                    remedy="remove the file that does not belong here",
-                )
+                problem, remedy = "two files of this folder have a tensor of one name", "remove the one that is foreign"
+                both = "one file for each tensor", f"also in {list(headers.values())[first].path}"
+                raise MismatchError(problem, header.path, *both, parameter=name, remedy=remedy)
     files = list(headers.values())
     unread = [name for name in names if name.endswith(SUFFIX) and name not in headers]
     notes = (f"files that do not belong to this model are not read: {shown(unread)}",) if unread else ()
@@ -109,13 +104,9 @@ def _stem(name: str) -> str:
 def _chosen(stems: set[str], folder: str) -> list[str]:
     models = sorted(stems - {_OPTIMIZER})
     if len(models) > 1 and _MODEL not in models:
-        raise MismatchError(
-            "this folder has safetensors files of several models",
-            folder,
-            f"{_MODEL}{SUFFIX}, or files of one model",
-            shown(models),
-            remedy="put the files of the one that you mean into a folder of their own",
-        )
+        problem, expected = "this folder has safetensors files of several models", f"{_MODEL}{SUFFIX}, or files of one"
+        remedy = "put the files of the one that you mean into a folder of their own"
+        raise MismatchError(problem, folder, expected, shown(models), remedy=remedy)
     return sorted({_MODEL if len(models) > 1 else stem for stem in models} | (stems & {_OPTIMIZER}))
 
 

@@ -42,6 +42,7 @@ from elastic_ckpt.formats.universal_files import (
     unpacked,
 )
 
+_LOAD_NATIVE = "load the native checkpoint instead"
 _NO_OPTIMIZER_FILE = (
     "the universal checkpoint has no zero/optimizer_state.pt (BLOOM's have none): the optimizer's step was taken from "
     "the counters, hyperparameters of the live param groups stay, and whether Adam or AdamW saved it is not known"
@@ -134,7 +135,7 @@ def _refuse_wrong_data(model: ModelShard, optimizer: OptimizerFile) -> None:
         return
     problem = f"this universal checkpoint was converted from a run with {option}: DeepSpeed's converter {harm}"
     expected, found = f"a universal checkpoint from a run without {option}", f"{option} in the saved config"
-    raise UnsupportedError(problem, model.path, expected, found, remedy="load the native checkpoint instead")
+    raise UnsupportedError(problem, model.path, expected, found, remedy=_LOAD_NATIVE)
 
 
 def _refuse_unlisted(first: ModelShard, states: Iterable[StateFile], parameters: Collection[str]) -> None:
@@ -209,15 +210,12 @@ def _divided(item: StateFile, tensor: TensorMetadata, shapes: tuple[Shape, ...])
     (chunk,) = tensor.chunks or (StorageChunk(FlatRange(0, 0), 0, 0),)
     numels = [math.prod(shape) for shape in shapes]
     if len({shape[1:] for shape in (tensor.shape, *shapes)}) > 1 or sum(numels) != chunk.range.numel:
-        raise MismatchError(
+        problem = (
             "DeepSpeed's converter concatenated the tensor-parallel shards of this parameter, but the shapes in the "
-            "model-states files do not add up to its tensor",
-            item.path,
-            " + ".join(map(str, shapes)),
-            tensor.shape,
-            parameter=item.name,
-            remedy=f"files of two conversions are mixed: {CONVERT_AGAIN}",
         )
+        problem += "model-states files do not add up to its tensor"
+        expected, remedy = " + ".join(map(str, shapes)), f"files of two conversions are mixed: {CONVERT_AGAIN}"
+        raise MismatchError(problem, item.path, expected, tensor.shape, parameter=item.name, remedy=remedy)
     starts = accumulate(numels, initial=0)
     offsets = (chunk.byte_offset + start * ITEMSIZE[tensor.dtype] for start in starts)
     sources = tuple(
@@ -251,14 +249,9 @@ def _parameters(
                 saved = local if master is None else master.shape
                 shape = saved if len(saved) > 1 or len(local) == 1 else local
                 if grid.tp > 1 and len(shape) > 1 and len(saved) == 1:
-                    raise UnsupportedError(
-                        "DeepSpeed's converter does not put together the shards of a tensor-parallel ZeRO-3 run",
-                        model.path,
-                        "tensors of the whole parameters",
-                        f"a flat tensor of {saved[0]} elements",
-                        parameter=name,
-                        remedy="load the native checkpoint instead",
-                    )
+                    problem = "DeepSpeed's converter does not put together the shards of a tensor-parallel ZeRO-3 run"
+                    both = "tensors of the whole parameters", f"a flat tensor of {saved[0]} elements"
+                    raise UnsupportedError(problem, model.path, *both, parameter=name, remedy=_LOAD_NATIVE)
                 parameter = SavedParameter(shape, group_of.get(flat, flat), tuple(sorted(scalars.items())))
                 parameters.setdefault(name, parameter)
     return parameters

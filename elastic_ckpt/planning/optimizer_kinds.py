@@ -53,10 +53,8 @@ def refuse_lost_choices(
             if saved and live and (key in saved) != (key in live) and bool({**live, **saved}[key]) != usual:
                 problem = f'"{key}" of param group {number} cannot be expressed in the other optimizer'
                 expected, found = (group.get(key, f"{usual}, always") for group in (live, saved))
-                expected = f"{expected} (live optimizer {local_state.optimizer})"
-                raise metadata.error(
-                    MismatchError, problem, members, expected, f"{found} in the checkpoint", OTHER_OPTIMIZER
-                )
+                both = f"{expected} (live optimizer {local_state.optimizer})", f"{found} in the checkpoint"
+                raise metadata.error(MismatchError, problem, members, *both, OTHER_OPTIMIZER)
 
 
 def saved_optimizer(metadata: CheckpointMetadata) -> str:

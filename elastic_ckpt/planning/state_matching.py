@@ -114,9 +114,8 @@ def refuse_partial(metadata: CheckpointMetadata) -> None:
     for name, saved in metadata.parameters.items():
         if saved.group in with_state and name not in stateful:
             problem = "the checkpoint holds no optimizer state of this parameter, but of others in its param group"
-            raise metadata.error(
-                DamagedError, problem, name, f"{listed(metadata.state_keys)} and step", "none", _RESTORE
-            )
+            expected = f"{listed(metadata.state_keys)} and step"
+            raise metadata.error(DamagedError, problem, name, expected, "none", _RESTORE)
 
 
 @dataclass
