@@ -1,4 +1,4 @@
-"""Accessors of a live ``DeepSpeedEngine``'s private attributes, its tensors apart. All are local.
+"""Accessors of a live ``DeepSpeedEngine``'s private attributes, its tensors apart. All but the last are local.
 
 What differs between the supported versions of DeepSpeed has a function here, whose docstring names the versions;
 nothing else depends on the version.
@@ -7,6 +7,7 @@ nothing else depends on the version.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -20,10 +21,11 @@ from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from packaging.version import Version
 
+from elastic_ckpt import distributed
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.training_state import AHEAD
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 
 try:
     from deepspeed.runtime import torch_autocast
@@ -101,6 +103,15 @@ def holds_gradients(engine: Any) -> bool:
         accumulated = optimizer.micro_step_id > initial or any(each is not None for each in averaged)
     params = chain(*(_first(optimizer, "bit16_groups", "bf16_groups") or numbered_params(engine)))
     return accumulated or any(param.grad is not None and bool(param.grad.count_nonzero()) for param in params)
+
+
+def refuse_pending_gradients(engine: Any) -> None:
+    """Refuse gradients of the old weights, which would enter the next step (:class:`MismatchError`)."""
+    if holds_gradients(engine):
+        problem = "the engine holds gradients that no step has used yet; they would be mixed into the restored run"
+        expected = "a load right after engine.step(), or before the first backward"
+        remedy = "finish the step with engine.step() (its result is overwritten), then load"
+        raise MismatchError(problem, expected=expected, remedy=remedy)
 
 
 def loss_scaler(engine: Any) -> Any:
@@ -213,11 +224,6 @@ def zero_param_shapes(engine: Any) -> Sequence[Mapping[str, Any]]:
     return list(engine._get_zero_param_shapes())
 
 
-def load_universal_flag(engine: Any) -> bool:
-    """``"checkpoint": {"load_universal": true}`` in the DeepSpeed config."""
-    return bool(engine.load_universal_checkpoint())
-
-
 @contextmanager
 def universal_flag(engine: Any, value: bool) -> Iterator[None]:
     """Set ``load_universal`` to what the folder holds while DeepSpeed's own loader runs."""
@@ -247,3 +253,30 @@ def intercepted_loads(engine: Any, opened: Callable[[str], AbstractContextManage
         yield
     finally:
         del files.load
+
+
+def commit_pending_save(engine: Any) -> None:
+    """Commit a save of this engine that is still being written, as the next step would. Collective.
+
+    ``DecoupledCheckpointEngine`` and DataStates' engine write in the background until the next boundary ``step()``. So
+    far files are incomplete, ``latest`` names an older save, and a load would overwrite the tensors that are written.
+
+    Raises :class:`DamagedError` on every rank if the process that writes it is no longer there.
+    """
+    writer = getattr(engine, "checkpoint_engine", None)
+    if writer is None or not getattr(writer, "is_decoupled", bool)():  # DeepSpeed before 0.17.1 has no such method
+        return
+
+    def is_pending() -> bool:
+        info, process = writer.commit_info, getattr(writer, "ckpt_process", None)
+        if info is not None and process is not None and not process.is_alive():
+            problem = "the last save of this engine is incomplete: the process that wrote it in the background has died"
+            file, found = os.path.join(info.save_dir, info.tag), f"exit code {process.exitcode}"
+            remedy = "start the job again and load an older tag; the process's output says why it died"
+            raise DamagedError(problem, file, found=found, remedy=remedy)
+        return info is not None
+
+    if any(distributed.all_gather("look for a save that is still being written", is_pending)):
+        engine._commit_decoupled_checkpoint()
+        if writer.commit_info is not None:  # DataStates' engine, whose get_commit_info() DeepSpeed does not define
+            writer.commit(writer.commit_info)

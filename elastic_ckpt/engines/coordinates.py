@@ -7,8 +7,12 @@ parameters (``ds_autotp_universal_checkpoint_meta``).
 
 from __future__ import annotations
 
+import argparse
+import copy
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -27,10 +31,9 @@ from deepspeed.utils.bwc import (
 from elastic_ckpt.core.experts import slices
 from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates, SequenceParallel
 from elastic_ckpt.core.shard_specs import CannotSplit, layout_of_affine
-from elastic_ckpt.core.strided import TPLayout, fused
+from elastic_ckpt.core.strided import fused
 from elastic_ckpt.engines.compat import autotp_affine_map, autotp_record
 from elastic_ckpt.engines.experts import expert_parallel, unsliced_experts
-from elastic_ckpt.engines.megatron_runs import live_arguments
 from elastic_ckpt.errors import UnsupportedError
 
 #: Largest buffer, in elements, whose values are compared: a rank's own bounds and offsets are small.
@@ -46,19 +49,60 @@ def model_of(
     ``stacked``: stacked parameter -> the experts in it.
     """
     coordinates = _coordinates_of(engine, dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group))
-    layouts, ties = _layouts_of(engine, coordinates.tp), _ties_of(engine)
+    layouts = _layouts_of(engine, coordinates.tp)
     layouts |= {name: replace(layouts[name], is_unsliced=True) for name in unsliced_experts(engine)}
     for name, experts in stacked.items():
         layout = layouts.pop(name)
         parts = slices(name, layout.shapes[0], experts)
         layouts |= {part.name: replace(layout, shapes=(part.shape,)) for part in parts}
+    names: dict[int, list[str]] = {}
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(fqns.get(name, name))
+    tied = {fqns.get(name, name): names.get(id(param), []) for param, name in engine.param_names.items()}
     return ModelLayout(
         coordinates,
         {fqns.get(name, name): layout for name, layout in layouts.items()},
-        ties={fqns.get(name, name): tuple(fqns.get(each, each) for each in others) for name, others in ties.items()},
-        run=live_arguments(engine),
+        ties={name: tuple(other for other in every if other != name) for name, every in tied.items() if every[1:]},
+        run=_arguments(engine),
         unsynchronized=dict.fromkeys(_unsynchronized(engine.module), (coordinates.pp_rank,)),
     )
+
+
+def _arguments(engine: Any) -> dict[str, Any]:
+    """Plain values among the arguments of the live run; empty unless its code base keeps them where it is known to."""
+    args = getattr(engine.module, "neox_args", None)  # gpt-neox
+    variables = sys.modules.get("megatron.global_vars")  # Megatron-DeepSpeed, bigscience's too
+    if args is None and variables is not None:
+        args = getattr(variables, "_GLOBAL_ARGS", None)
+    values = dict(vars(args)) if args is not None else {}
+    for layer in engine.module.modules():
+        if hasattr(layer, "gqa_project"):  # until commit 96c242eb gpt-neox took q, k and v from each head
+            values["gqa_contiguous"] = "new_query_shape" in layer.gqa_project.__code__.co_varnames
+    return {key: value for key, value in values.items() if isinstance(value, (str, int, float, bool, type(None)))}
+
+
+def follow_topology(args: Any, coordinates: RankCoordinates, rank: int) -> Any:
+    """A copy of saved arguments (Megatron's namespace or gpt-neox's dict) with the live topology; else what is given."""
+    if not isinstance(args, (argparse.Namespace, dict)):
+        return args
+    live = {
+        "tensor_model_parallel_size": coordinates.tp,
+        "pipeline_model_parallel_size": coordinates.pp,
+        "data_parallel_size": coordinates.dp,
+        "transformer_pipeline_model_parallel_size": coordinates.pp,
+        "model_parallel_size": coordinates.tp,
+        "pipe_parallel_size": coordinates.pp,
+        "world_size": coordinates.dp * coordinates.tp * coordinates.pp,
+        "rank": rank,
+        "tensor_model_parallel_rank": coordinates.tp_rank,
+        "pipeline_model_parallel_rank": coordinates.pp_rank,
+    }
+    changed = copy.copy(args)
+    values = vars(changed) if isinstance(changed, argparse.Namespace) else changed
+    for key, value in live.items():
+        if isinstance(values.get(key), int):
+            values[key] = value
+    return changed
 
 
 def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLayout:
@@ -78,8 +122,9 @@ def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLa
             shards = [other.layouts[name] for other in stage if name in other.layouts]
             values = tuple(value for shard in shards for value in shard.values)
             layouts[name] = replace(layout, shapes=tuple(shard.shapes[0] for shard in shards), values=values)
-    copies = sorted({(stage, name) for other in everybody or [mine] for name, (stage,) in other.unsynchronized.items()})
-    stages = {name: tuple(stage for stage, copy in copies if copy == name) for _, name in copies}
+    stages: dict[str, tuple[int, ...]] = {}
+    for name, copies in sorted({each for other in everybody or [mine] for each in other.unsynchronized.items()}):
+        stages[name] = stages.get(name, ()) + copies
     return replace(mine, layouts=layouts, elsewhere=elsewhere, unsynchronized=stages)
 
 
@@ -115,14 +160,6 @@ def sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
     positions = [ranks.index(member) for member in members] if {*members} <= {*ranks} else members
     strided = positions != list(range(positions[0], positions[0] + degree))
     return SequenceParallel(degree, partitioned, strided), groups._get_sequence_parallel_rank()
-
-
-def _ties_of(engine: Any) -> dict[str, tuple[str, ...]]:
-    names: dict[int, list[str]] = {}
-    for name, param in engine.module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    found = {name: names.get(id(param), []) for param, name in engine.param_names.items()}
-    return {name: tuple(other for other in every if other != name) for name, every in found.items() if every[1:]}
 
 
 def _unsynchronized(module: Any) -> Iterator[str]:
@@ -163,25 +200,21 @@ def _layouts_of(engine: Any, tp: int) -> dict[str, LiveShards]:
 
 
 def _layout(tensor: torch.Tensor, owner: str, tp: int) -> LiveShards:
+    """How a tensor is cut: by Megatron's attributes, and by AutoTP's record, if that cuts along one dimension.
+
+    From 0.18 to 0.19.6, AutoTP records the sizes of sub-parameters, each of which ``tp`` divides; then a map.
+    """
     shape: tuple[int, ...] = tuple(getattr(tensor, "ds_shape", tensor.shape))
     is_cut = getattr(tensor, "tensor_model_parallel", None)
     if is_cut is False:  # a default, which Megatron gives T5's lm_head.bias too, beside the attribute's older name
         is_cut = bool(getattr(tensor, "model_parallel", False))
     dim = -1 if is_cut is False else getattr(tensor, "partition_dim", None) if is_cut else None
     stride = max(int(getattr(tensor, "partition_stride", 1) or 1), 1) if is_cut else 1
-    return LiveShards((shape,), dim, stride, owner, _recorded(tensor, tp))
-
-
-def _recorded(tensor: torch.Tensor, tp: int) -> TPLayout | None:
-    """AutoTP's record of all ranks' shards, if they are cut along one dimension.
-
-    From 0.18 to 0.19.6, the sizes of sub-parameters, each of which the tensor-parallel degree divides; then a map.
-    """
-    record, entry = autotp_record(tensor), autotp_affine_map(tensor)
-    shape, sizes = record.get("logical_shape") or (), record.get("sub_param_sizes") or ()
-    if entry is None and sizes and len(shape) == len(getattr(tensor, "ds_shape", tensor.shape)):
-        return fused(tuple(shape), record["partition_dim"], [[size // tp] * tp for size in sizes])
-    try:
-        return None if entry is None else layout_of_affine(entry)
-    except CannotSplit:
-        return None
+    record, entry, recorded = autotp_record(tensor), autotp_affine_map(tensor), None
+    whole, sizes = tuple(record.get("logical_shape") or ()), record.get("sub_param_sizes") or ()
+    if entry is not None:
+        with suppress(CannotSplit):
+            recorded = layout_of_affine(entry)
+    elif sizes and len(whole) == len(shape):
+        recorded = fused(whole, record["partition_dim"], [[size // tp] * tp for size in sizes])
+    return LiveShards((shape,), dim, stride, owner, recorded)

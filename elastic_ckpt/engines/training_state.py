@@ -19,9 +19,9 @@ import torch
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
-from elastic_ckpt.core.training_state import TrainingState
+from elastic_ckpt.core.training_state import BatchSizes, TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
-from elastic_ckpt.engines.megatron_runs import follow_topology
+from elastic_ckpt.engines.coordinates import follow_topology
 from elastic_ckpt.errors import MismatchError
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,6 @@ class LoadArguments:
         return cls(**values, others=tuple(others), has_optimizer=has_optimizer)
 
 
-def restores_scheduler(engine: Any, saved: TrainingState, arguments: LoadArguments) -> bool:
-    """Whether a load restores the state of an lr scheduler; ``None`` is the state of some."""
-    scheduler = engine.lr_scheduler
-    if scheduler is None or arguments.load_module_only or not arguments.load_lr_scheduler_states:
-        return False
-    return saved.lr_scheduler is not None or (hasattr(scheduler, "state_dict") and scheduler.state_dict() is None)
-
-
 def restores_states(arguments: LoadArguments) -> bool:
     """Whether optimizer states and hyperparameters are requested, and there is an optimizer for them."""
     return arguments.has_optimizer and arguments.load_optimizer_states and not arguments.load_module_only
@@ -91,7 +83,8 @@ class TrainingStateCommit:
 
     Attributes:
         client_state: what DeepSpeed's own loader returns, and the states of its schedulers that the engine lacks.
-        loads_scheduler: whether the lr scheduler's state is restored.
+        loads_scheduler: whether the lr scheduler's state is restored; ``None`` is the state of some.
+        runs_code: whether :meth:`load_schedulers` has any to load.
     """
 
     def __init__(
@@ -99,62 +92,57 @@ class TrainingStateCommit:
     ) -> None:
         self._engine, self._saved, self._arguments = engine, saved, arguments
         self._coordinates = coordinates or RankCoordinates()
-        self.loads_scheduler = restores_scheduler(engine, saved, arguments)
-        live = {} if arguments.load_module_only else _own_schedulers(engine)
-        self._own_schedulers = {key: own for key, own in live.items() if saved.checkpoint.get(key) is not None}
+        live = engine.lr_scheduler
+        wanted = live is not None and arguments.load_lr_scheduler_states and not arguments.load_module_only
+        is_saved = saved.lr_scheduler is not None
+        self.loads_scheduler = wanted and (is_saved or (hasattr(live, "state_dict") and live.state_dict() is None))
+        own = {} if arguments.load_module_only else _own_schedulers(engine)
+        self._own_schedulers = {key: each for key, each in own.items() if saved.checkpoint.get(key) is not None}
+        self.runs_code = self.loads_scheduler or bool(self._own_schedulers)
         self._undo: list[Callable[[], None]] = []
-        self._of_schedulers: list[Outcome] = []
         scale, changes = loss_scale_changes(engine, saved, wanted=restores_states(arguments))
         self._changes: list[Change] = [*self._counters(), *changes]
-        self._others = [] if arguments.load_module_only else [Outcome("counters", "restored", ())]
+        self._outcomes = [] if arguments.load_module_only else [Outcome("counters", "restored", ())]
         none = "the checkpoint holds none"
-        self._others += [*scale, *(Outcome(key, "fresh", (), none) for key in live if key not in self._own_schedulers)]
+        self._outcomes += [*scale, *(Outcome(key, "fresh", (), none) for key in own if key not in self._own_schedulers)]
         if saved.left_out:
             why = "cannot be read: see the notes"
-            self._others.append(Outcome("client state", "skipped", tuple(saved.left_out), why))
+            self._outcomes.append(Outcome("client state", "skipped", tuple(saved.left_out), why))
         self.client_state = self._client_state()
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        return (*self._of_schedulers, *self._others)
-
-    @property
-    def runs_code(self) -> bool:
-        """Whether :meth:`load_schedulers` has any to load."""
-        return self.loads_scheduler or bool(self._own_schedulers)
+        return tuple(self._outcomes)
 
     def load_schedulers(self, plan: LoadPlan) -> None:
         """Load the lr scheduler, a user's class, and those of DeepSpeed: random layerwise token dropping, data sampler.
 
         What fails may be half loaded: :meth:`undo_schedulers`.
         """
-        self._load_lr_scheduler(plan)
+        self._outcomes[:0] = self._load_lr_scheduler(plan)
         for key, own in self._own_schedulers.items():
             self._undo.append(_restoring(own))
             own.load_state_dict(copy.deepcopy(self._saved.checkpoint[key]))
 
-    def _load_lr_scheduler(self, plan: LoadPlan) -> None:
+    def _load_lr_scheduler(self, plan: LoadPlan) -> list[Outcome]:
         scheduler, saved = self._engine.lr_scheduler, self._saved.lr_scheduler
-        what, reason = "restored", ""
-        if scheduler is None and saved is None:
-            return
         if scheduler is None:
-            what, reason = "ignored", "the live engine has none"
-        elif not self.loads_scheduler:
-            what, reason = ("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")
-        else:
-            groups = self._engine.optimizer.param_groups
-            before, restore = _kept(scheduler.state_dict() if hasattr(scheduler, "state_dict") else None)
-            state = fit_scheduler(copy.deepcopy(saved), before, plan.group_sources, plan.saved_groups)
-            self._undo.append(_reloading(scheduler, before, groups, restore))
-            scheduler.load_state_dict(state)
-            if not plan.saved_groups:
-                reason = "by the order of param groups, which the checkpoint does not record"
-            if without := [number for number, source in enumerate(plan.group_sources) if not source]:
-                rates = ", ".join(f"{groups[number]['lr']:g}" for number in without)
-                kept = f"the schedule so far was not applied to these param groups, which go on from lr {rates}"
-                self._of_schedulers.append(Outcome("lr scheduler", "fresh", tuple(map(str, without)), kept))
-        self._of_schedulers.insert(0, Outcome("lr scheduler", what, (), reason))
+            return [] if saved is None else [Outcome("lr scheduler", "ignored", (), "the live engine has none")]
+        if not self.loads_scheduler:
+            what, why = ("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")
+            return [Outcome("lr scheduler", what, (), why)]
+        groups = self._engine.optimizer.param_groups
+        before, restore = _kept(scheduler.state_dict() if hasattr(scheduler, "state_dict") else None)
+        state = fit_scheduler(copy.deepcopy(saved), before, plan.group_sources, plan.saved_groups)
+        self._undo.append(_reloading(scheduler, before, groups, restore))
+        scheduler.load_state_dict(state)
+        why = "" if plan.saved_groups else "by the order of param groups, which the checkpoint does not record"
+        outcomes = [Outcome("lr scheduler", "restored", (), why)]
+        if without := [number for number, source in enumerate(plan.group_sources) if not source]:
+            rates = ", ".join(f"{groups[number]['lr']:g}" for number in without)
+            kept = f"the schedule so far was not applied to these param groups, which go on from lr {rates}"
+            outcomes.append(Outcome("lr scheduler", "fresh", tuple(map(str, without)), kept))
+        return outcomes
 
     def undo_schedulers(self) -> None:
         """Undo :meth:`load_schedulers`, because a rank failed."""
@@ -178,7 +166,7 @@ class TrainingStateCommit:
             yield engine, "loaded_checkpoint_mp_world_size", counters["mp_world_size"]
 
     def _client_state(self) -> dict[str, Any]:
-        arguments = self._arguments
+        arguments, at = self._arguments, self._coordinates
         saved = {**self._saved.checkpoint, "lr_scheduler": self._saved.lr_scheduler, "optimizer": None}
         own = {"module"}
         if not arguments.load_module_only:
@@ -187,15 +175,14 @@ class TrainingStateCommit:
         own |= {"lr_scheduler"} if arguments.load_lr_scheduler_states else set()
         own |= {"optimizer"} if arguments.load_optimizer_states else set()
         if "args" in saved:
-            saved["args"] = follow_topology(saved["args"], self._coordinates, distributed.rank())
+            saved["args"] = follow_topology(saved["args"], at, distributed.rank())
         random = tuple(sorted(key for key in saved if isinstance(key, str) and _RANDOM.search(key)))
-        at = self._coordinates
         if random and not (self._saved.same_ranks and self._saved.degrees == (at.tp, at.pp)):
             reason = (
                 "the job has other ranks than the save; no generator is touched, and the client state holds rank 0's "
                 "entries: give each rank a seed of its own rather than these"
             )
-            self._others.append(Outcome("random state", "skipped", random, reason))
+            self._outcomes.append(Outcome("random state", "skipped", random, reason))
         return {key: value for key, value in saved.items() if key not in own}
 
 
@@ -274,20 +261,20 @@ def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple
     kind = "dynamic" if is_dynamic(live) else "static"
     shown = "" if scale is None else f"{scale.kind} scale of {scale.values['cur_scale']:g}"
     if scale is None:
-        what, reason = "fresh", f"the checkpoint was not trained in fp16; the config's {kind} scale"
+        what, why = "fresh", f"the checkpoint was not trained in fp16; the config's {kind} scale"
     elif not wanted:
-        what, reason = "skipped", "not asked for"
+        what, why = "skipped", "not asked for"
     elif live is None:
-        what, reason = "ignored", f"the live engine does not train in fp16; saved: {shown}"
+        what, why = "ignored", f"the live engine does not train in fp16; saved: {shown}"
     elif scale.kind != kind:
-        what, reason = (
+        what, why = (
             "fresh",
             f"the checkpoint has a {shown}, the config a {kind} one of {live.cur_scale:g}, which counts",
         )
     else:
-        what, reason = "restored", shown
+        what, why = "restored", shown
         changes += [(live, key, copy.deepcopy(value)) for key, value in scale.values.items() if hasattr(live, key)]
-    return [Outcome("loss scale", what, (), reason)], changes
+    return [Outcome("loss scale", what, (), why)], changes
 
 
 def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved_groups: int) -> Any:
@@ -353,3 +340,47 @@ def _unknown(key: str, value: Any, expected: str) -> MismatchError:
         found=f"{key}: {value!r}"[:200],
         remedy="build the groups as they were saved, or load with load_lr_scheduler_states=False",
     )
+
+
+def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bool) -> tuple[str, ...]:
+    """Warnings about changes of the global batch and of the micro-batches per step.
+
+    ``engine.train_batch_size()`` counts the tensor-parallel ranks of AutoTP too, each of which has the same samples.
+
+    Raises:
+        MismatchError: something changed, and ``refuse`` is set.
+    """
+    micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    live, changes = BatchSizes(micro * steps * data_degree, micro, steps), []
+    if saved.global_batch not in (None, live.global_batch):
+        sizes = f"{saved.global_batch} -> {live.global_batch} samples"
+        changes.append(f"global batch: {sizes}; steps and learning rate no longer mean the same")
+    if saved.accumulation_steps not in (None, live.accumulation_steps):
+        of_steps = f"gradient_accumulation_steps: {saved.accumulation_steps} -> {live.accumulation_steps}"
+        changes.append(f"{of_steps}, micro-batch: {saved.micro_batch} -> {live.micro_batch}")
+    if changes and refuse:
+        before, now = (
+            f'"train_batch_size": {sizes.global_batch}, "train_micro_batch_size_per_gpu": {sizes.micro_batch}, '
+            f'"gradient_accumulation_steps": {sizes.accumulation_steps}'
+            for sizes in (saved, live)
+        )
+        expected, found = f"{before}, as in the checkpoint", f"{now} in the live engine"
+        remedy = 'set them to fit the number of ranks, or "elastic_checkpoint": {"on_change": "warn"}'
+        raise MismatchError("; ".join(changes), expected=expected, found=found, remedy=remedy)
+    return tuple(changes)
+
+
+def warn_of_unscaled_gradients(engine: Any, saved: TrainingState, saved_zero_stage: int) -> tuple[str, ...]:
+    """A warning if a load crosses into or out of fp16 without ZeRO, where Adam's moments have another unit.
+
+    In DeepSpeed 0.19 ``engine.backward`` scales the loss only for ``ZeROOptimizer``, but the step of ``FP16_Optimizer``
+    and ``FP16_UnfusedOptimizer`` divides gradients by the scale regardless.
+    """
+    was_unscaled = saved.loss_scale is not None and saved_zero_stage == 0
+    is_unscaled = engine.fp16_enabled() and engine.zero_optimization_stage() == 0
+    this, other = ("the saved", "the live") if was_unscaled else ("the live", "the saved")
+    warning = (
+        "DeepSpeed's fp16 without ZeRO divides gradients by a loss scale that the loss was not multiplied with: "
+        f"{this} run's gradients and Adam moments are that much smaller than {other} run's, and do not fit together"
+    )
+    return () if was_unscaled == is_unscaled else (warning,)

@@ -15,8 +15,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from elastic_ckpt import config as elastic_config
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, requires_elastic
-from elastic_ckpt.engines.checks import commit_pending_save
 from elastic_ckpt.engines.compat import (
+    commit_pending_save,
     ds_config,
     has_optimizer,
     record_counts,

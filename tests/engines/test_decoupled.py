@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, DataStatesCheckpointEngine, TorchCheckpointEngine
 
-from elastic_ckpt.engines.checks import commit_pending_save
+from elastic_ckpt.engines.compat import commit_pending_save
 from elastic_ckpt.errors import DamagedError
 
 INFO = CheckpointCommitInfo(tag="step4", save_dir="/ckpt", save_latest=True)

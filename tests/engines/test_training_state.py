@@ -16,8 +16,12 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
-from elastic_ckpt.engines.checks import warn_of_unscaled_gradients
-from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, loss_scale_changes
+from elastic_ckpt.engines.training_state import (
+    LoadArguments,
+    TrainingStateCommit,
+    loss_scale_changes,
+    warn_of_unscaled_gradients,
+)
 from elastic_ckpt.formats.training_state import loss_scale_of
 
 STATIC = LossScale(False, {"cur_scale": 64.0})
