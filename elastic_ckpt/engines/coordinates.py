@@ -82,7 +82,7 @@ def _arguments(engine: Any) -> dict[str, Any]:
 
 
 def follow_topology(args: Any, coordinates: RankCoordinates, rank: int) -> Any:
-    """A copy of saved arguments (of Megatron or gpt-neox) with the live topology; anything else is returned unchanged."""
+    """A copy of saved arguments (of Megatron or gpt-neox) with the live topology; anything else is returned as is."""
     if not isinstance(args, (argparse.Namespace, dict)):
         return args
     live = {

@@ -2,21 +2,44 @@
 
 Optimizers are recognised by class. Their states follow ``torch/optim/*.py`` (2.13),
 ``deepspeed/ops/{adam,lion,adagrad}``, ``deepspeed/runtime/zero/muon``, and NVIDIA apex's
-``apex/optimizers/fused_adam.py``; for bitsandbytes see :mod:`elastic_ckpt.engines.bitsandbytes`.
+``apex/optimizers/fused_adam.py``.
+
+bitsandbytes itself decides which states it keeps: a shallow copy of the live optimizer makes those of a tensor of the
+right size on device ``meta``, so that its class, version, ``min_8bit_size`` and overrides count; none of its rules is
+copied here. Attributes of ``bitsandbytes.optim.optimizer.Optimizer8bit`` used: ``init_state``, ``name2qmap``,
+``is_paged``, ``initialized``, ``check_overrides``, ``get_config``, ``mng`` (``pid2config``,
+``module_weight_config_triple``), ``optimizer_name``.
 """
 
 from __future__ import annotations
 
+import copy
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from elastic_ckpt.core.read_plan import Slot
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, TOUCHED, LiveState
+from elastic_ckpt.core.state_kinds import (
+    COMPANIONS,
+    ELEMENTWISE,
+    PER_PARAMETER,
+    REPLICATED,
+    SCRATCH,
+    TOUCHED,
+    BlockFormat,
+    Codebook,
+    LiveState,
+    block_numel_of,
+    codebook,
+)
 from elastic_ckpt.core.values import TensorValue
+from elastic_ckpt.errors import UnsupportedError
 
 Group = Mapping[str, Any]
 _MASTER_DTYPE = "float32"
@@ -91,16 +114,15 @@ class StateSchema:
         """The tensor states of one flat tensor, or ``None`` if unknown. Changes nothing."""
         if self._describe is None:
             return self._known
-        states, dtype = self._describe(self._base.param_groups[param.group], param), dtype_name(param.master)
-        if self._wide:
-            return states
+        states = self._describe(self._base.param_groups[param.group], param)
+        dtype = _MASTER_DTYPE if self._wide else dtype_name(param.master)
         return tuple(replace(state, dtype=dtype) if state.dtype == _MASTER_DTYPE else state for state in states)
 
     def scalars(self, param: OptimizerParam) -> tuple[str, ...] | None:
         """The sorted scalar states of one flat tensor (``step``), or ``None`` if unknown."""
         if self._describe is None:
             return self._known
-        uncounted = self._step is None or bool(self._base.param_groups[param.group].get("use_muon"))
+        uncounted = self._step is None or self._base.param_groups[param.group].get("use_muon")
         return tuple(sorted((*self._scalars, *(() if uncounted else ("step",)))))
 
     def allocate(self, param: OptimizerParam, slots: Sequence[Slot]) -> None:
@@ -150,22 +172,14 @@ def tensor_of(value: TensorValue, device: torch.device | str = "cpu") -> torch.T
     return torch.tensor(value.elements, dtype=getattr(torch, value.dtype), device=device).reshape(value.shape)
 
 
-def _plain(*always: str, **conditional: str) -> Describe:
-    """Elementwise states, kept always or if a hyperparameter is true (``key="hyperparameter"``)."""
+def _plain(*always: str, begin: Mapping[str, str] = MappingProxyType({}), **conditional: str) -> Describe:
+    """Elementwise states: kept always; if a hyperparameter is true (``key="hyperparameter"``); ``begin`` as one."""
 
     def describe(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
         added = [key for key, option in conditional.items() if group.get(option)]
-        return tuple(LiveState(key, _MASTER_DTYPE) for key in (*always, *added))
-
-    return describe
-
-
-def _initial(*zero: str, **hyperparameters: str) -> Describe:
-    """Elementwise states, and those that begin with a hyperparameter (``key="hyperparameter"``)."""
-
-    def describe(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
-        begin = {key: float(group.get(option, 0.0)) for key, option in hyperparameters.items()}
-        return tuple(LiveState(key, _MASTER_DTYPE, initial=begin.get(key, 0.0)) for key in (*zero, *begin))
+        initial = {key: float(group.get(option, 0.0)) for key, option in begin.items()}
+        keys = (*always, *added, *initial)
+        return tuple(LiveState(key, _MASTER_DTYPE, initial=initial.get(key, 0.0)) for key in keys)
 
     return describe
 
@@ -201,10 +215,10 @@ KNOWN: dict[str, Callable[[Any], StateSchema]] = {
     "torch.optim.radam.RAdam": _listed(_PLAIN_ADAM),
     "torch.optim.adamax.Adamax": _listed(_plain("exp_avg", "exp_inf")),
     "torch.optim.sgd.SGD": _listed(_plain(momentum_buffer="momentum"), step=None),
-    "torch.optim.adagrad.Adagrad": _listed(_initial(sum="initial_accumulator_value")),
+    "torch.optim.adagrad.Adagrad": _listed(_plain(begin={"sum": "initial_accumulator_value"})),
     "torch.optim.rmsprop.RMSprop": _listed(_plain("square_avg", momentum_buffer="momentum", grad_avg="centered")),
     "torch.optim.adadelta.Adadelta": _listed(_plain("square_avg", "acc_delta")),
-    "torch.optim.rprop.Rprop": _listed(_initial("prev", step_size="lr")),
+    "torch.optim.rprop.Rprop": _listed(_plain("prev", begin={"step_size": "lr"})),
     "torch.optim.Adafactor": _listed(_adafactor),
     "torch.optim.Muon": _listed(_plain("momentum_buffer"), step=None),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _listed(_PLAIN_ADAM, family="adam", step=INT),
@@ -215,3 +229,96 @@ KNOWN: dict[str, Callable[[Any], StateSchema]] = {
     "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": _listed(_deepspeed_muon, step=INT),
     "apex.optimizers.fused_adam.FusedAdam": _listed(_PLAIN_ADAM, family="adam", step=IN_GROUP, wide=True),
 }
+
+
+def is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one of bitsandbytes', which is not imported."""
+    module = sys.modules.get("bitsandbytes.optim.optimizer")
+    return module is not None and isinstance(optimizer, module.Optimizer8bit)
+
+
+class BitsAndBytesSchema(StateSchema):
+    """States of a live bitsandbytes optimizer. All its Adam and AdamW classes decouple weight decay."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__(base, family="adam" if getattr(base, "optimizer_name", None) == "adam" else None)
+        self.decoupled = True
+        self._codebooks: dict[str, Codebook] = {}
+
+    def states(self, param: OptimizerParam) -> tuple[LiveState, ...] | None:
+        master = param.master
+        shape = (param.numel,) if master.dim() == 1 else tuple(master.shape)
+        made = self._probe(torch.empty(shape, device="meta", dtype=master.dtype), param)
+        quantized = {key for key in COMPANIONS if key in made and made[key].dtype == torch.uint8}
+        if quantized and not master.is_contiguous():
+            problem = "8-bit states of a parameter that is not contiguous have another order than its elements"
+            found, remedy = f"shape {tuple(master.shape)}, strides {master.stride()}", "ZeRO stage 1, 2 or 3"
+            raise UnsupportedError(problem, expected="a contiguous parameter", found=found, remedy=remedy)
+        companions = {name for key in quantized for name in COMPANIONS[key]}
+        return tuple(
+            self._live_state(key, made, param, key in quantized)
+            for key, value in made.items()
+            if isinstance(value, torch.Tensor) and key not in companions
+        )
+
+    def scalars(self, param: OptimizerParam) -> tuple[str, ...] | None:
+        return ("step",)
+
+    def set_scalars(self, param: OptimizerParam, values: Mapping[str, Any]) -> None:
+        self._base.state[param.master]["step"] = int(values["step"])
+
+    def _live_state(self, key: str, made: dict[str, Any], param: OptimizerParam, quantized: bool) -> LiveState:
+        value, dtype = made[key], dtype_name(made[key])
+        if key not in COMPANIONS:
+            layout = SCRATCH if key == "unorm_vec" else REPLICATED  # each step writes it before it reads it
+            return LiveState(key, dtype, layout, shape=tuple(value.shape))
+        rows = value.numel() // max(param.numel, 1) or 1
+        if not quantized:
+            return LiveState(key, dtype, rows=rows)
+        scales, qmap = COMPANIONS[key]
+        block_numel = block_numel_of(param.numel, made[scales].numel() // rows)
+        assert block_numel is not None, f"{made[scales].numel()} scales of {param.numel} elements"
+        if qmap not in self._codebooks:
+            probe = self._probe_optimizer(param)
+            least = probe.get_config(param.group, param.position, probe.param_groups[param.group])["min_8bit_size"]
+            tables = self._probe(torch.zeros(max(1, min(least, param.numel))), param)
+            self._codebooks |= {
+                name: codebook(table.float().cpu().tolist()) for name, table in tables.items() if name[:4] == "qmap"
+            }
+        return LiveState(key, dtype, rows=rows, blocks=BlockFormat(block_numel, scales, self._codebooks[qmap]))
+
+    def _probe(self, tensor: torch.Tensor, param: OptimizerParam) -> dict[str, Any]:
+        probe = self._probe_optimizer(param)
+        probe.init_state(probe.param_groups[param.group], tensor, param.group, param.position)
+        return probe.state[tensor]
+
+    def _probe_optimizer(self, param: OptimizerParam) -> Any:
+        """A shallow copy of the live optimizer with a state of its own."""
+        probe = object.__new__(type(self._base))
+        probe.__dict__.update(self._base.__dict__)  # copy.copy would leave out what torch does not pickle
+        probe.state, probe.name2qmap, probe.is_paged = defaultdict(dict), {}, False
+        probe.param_groups = [dict(group) for group in self._base.param_groups]
+        # get_config looks up overrides by them
+        probe.param_groups[param.group]["params"] = [param.master] * (param.position + 1)
+        probe.mng = copy.copy(self._base.mng)
+        probe.mng.pid2config = dict(self._base.mng.pid2config)
+        for module, name, override in self._base.mng.module_weight_config_triple:
+            if getattr(module, name) is param.master:  # bitsandbytes applies these in the first step
+                probe.mng.pid2config[id(param.master)] = override
+        return probe
+
+    def allocate(self, param: OptimizerParam, slots: Sequence[Slot]) -> None:
+        """Has bitsandbytes make the tensors, which shares its codebooks."""
+        state, group = self._base.state[param.master], self._base.param_groups[param.group]
+        live = [(state.get(slot.key), slot) for slot in slots]
+        if all(isinstance(it, torch.Tensor) and (it.numel(), dtype_name(it)) == (s.numel, s.dtype) for it, s in live):
+            return
+        state.clear()
+        if not self._base.initialized:
+            self._base.check_overrides()
+        params = group["params"]
+        group["params"] = [param.master] * (param.position + 1)  # empty between two steps of ZeRO-3
+        try:
+            self._base.init_state(group, param.master, param.group, param.position)
+        finally:
+            group["params"] = params

@@ -12,9 +12,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from elastic_ckpt.core.training_state import ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.engines.adapter import EngineAdapter
-from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, is_bitsandbytes
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer, swaps_to_nvme
-from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, class_name
+from elastic_ckpt.engines.optimizers import KNOWN, BitsAndBytesSchema, StateSchema, class_name, is_bitsandbytes
 from elastic_ckpt.engines.privates import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
 from elastic_ckpt.engines.zero012 import LISTS, Zero012Adapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter

@@ -17,10 +17,17 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
 from elastic_ckpt.core.read_plan import Slot
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
+from elastic_ckpt.core.state_kinds import (
+    ELEMENTWISE,
+    PER_PARAMETER,
+    REPLICATED,
+    SCRATCH,
+    TOUCHED,
+    LiveState,
+    block_numel_of,
+)
 from elastic_ckpt.core.values import TensorValue
-from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, block_numel_of, is_bitsandbytes
-from elastic_ckpt.engines.optimizers import KNOWN, OptimizerParam, StateSchema
+from elastic_ckpt.engines.optimizers import KNOWN, BitsAndBytesSchema, OptimizerParam, StateSchema, is_bitsandbytes
 from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import UnsupportedError
 from tests.quantization import own_maps
