@@ -23,8 +23,7 @@ from elastic_ckpt.core.flat_ranges import per_parameter_numel
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata
 from elastic_ckpt.formats.assembling import Kind, assemble
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
-from elastic_ckpt.formats.experts import ExpertShard
-from elastic_ckpt.formats.merging import LayerShard
+from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile

@@ -13,23 +13,19 @@ from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floati
 from elastic_ckpt.core.numbered import NameStates
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
-from elastic_ckpt.formats import model_states, shards
+from elastic_ckpt.formats import model_states, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
-from elastic_ckpt.formats.experts import (
+from elastic_ckpt.formats.grid import Grid, grid_of
+from elastic_ckpt.formats.merging import (
     ExpertOptimizer,
     ExpertShard,
-    check_experts,
-    degree_in_name,
-    degree_of,
-    divisions,
-    is_across,
-    partitions_of,
-    with_experts,
+    LayerShard,
+    merge_shards,
+    merge_stages,
+    with_module_files,
+    with_more,
 )
-from elastic_ckpt.formats.grid import Grid, grid_of
-from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_module_files, with_more
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.partitioned import partitioned_metadata
 from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
@@ -107,18 +103,20 @@ def _experts_across(
 ) -> CheckpointMetadata | None:
     """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole."""
     model, lanes = ranks[0].model, [list(rank.optimizers.values()) for rank in ranks]
-    numbers = [flat for flat in range(len(model.param_shapes)) if lanes[0] and is_across(model, lanes[0], flat, tp)]
+    numbers = [
+        flat for flat in range(len(model.param_shapes)) if lanes[0] and partitioned.is_across(model, lanes[0], flat, tp)
+    ]
     if not numbers:
         return None
     shards = list(chain.from_iterable(zip(*lanes, strict=True)))
     experts = {(each.layer, each.expert): each for rank in ranks for each in rank.experts}
     _refuse_different_experts(model, shards, numbers)
-    check_experts(found, model, shards, [each for _, each in sorted(experts.items())], mp="*")
-    metadata = partitioned_metadata(found, [model], shards, None, options.states, numbers)
+    partitioned.check_experts(found, model, shards, [each for _, each in sorted(experts.items())], mp="*")
+    metadata = partitioned.partitioned_metadata(found, [model], shards, None, options.states, numbers)
     metadata = with_progress_compared(metadata, model, options.check_shards, [shards[0].loss_scaler])
-    ep = max(degree_of(shards, flat) for flat in numbers)
+    ep = max(partitioned.degree_of(shards, flat) for flat in numbers)
     metadata = replace(metadata, source=replace(metadata.source, ep=ep))
-    return with_experts(metadata, list(experts.values()), model)
+    return partitioned.with_experts(metadata, list(experts.values()), model)
 
 
 def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFiles]:
@@ -175,12 +173,12 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int],
             continue
         flats = [list(dict.fromkeys(chain.from_iterable(names))) for names in zip(*slices, strict=True)]
         if mine[0].round_robin:
-            counts = [partitions_of(mine, flat) for flat in range(len(flats))]
+            counts = [partitioned.partitions_of(mine, flat) for flat in range(len(flats))]
             flats = [[*chain(*(names[at::n] for at in range(n)))] for names, n in zip(flats, counts, strict=True)]
         shapes = {name: ref.shape for name, ref in model.weights.items()} | of_others
         missing = [name for name in chain.from_iterable(flats) if name not in shapes]
         if missing and rank.experts:
-            continue  # check_experts names the file
+            continue  # partitioned.check_experts names the file
         if missing:
             number = missing[0].partition(".")[0]
             raise DamagedError(
@@ -210,7 +208,7 @@ def _fit_together(
             problem = "optimizer states on NVMe of a model-parallel run are not supported yet"
             expected = "states inside the optimizer-states files, or a run without tensor and pipeline parallelism"
             raise UnsupportedError(problem, optimizers[0].path, expected, f"{grid.tp * grid.pp} model-parallel ranks")
-        metadata = partitioned_metadata(found, models, optimizers, own, options.states, numbers)
+        metadata = partitioned.partitioned_metadata(found, models, optimizers, own, options.states, numbers)
     elif rank.experts and not (rank.expert_optimizers or models[0].zero.get("stage")):
         # the model-states file has the optimizer of rank 0 alone
         raise missing_file(found, "expp_rank_0_mp_rank_00_optim_states.pt", "none")
@@ -235,10 +233,12 @@ def _fit_together(
     scalers = [each.state.scaler for each in rank.expert_optimizers.values()]  # of files of optimizer states alone
     scalers += [each.loss_scaler for each in optimizers[:1]]
     metadata = with_progress_compared(metadata, models[0], options.check_shards, scalers)
-    ep = max([1, len(rank.expert_optimizers), *(degree_of(optimizers, flat) for flat in numbers if optimizers)])
+    ep = max(
+        [1, len(rank.expert_optimizers), *(partitioned.degree_of(optimizers, flat) for flat in numbers if optimizers)]
+    )
     metadata = replace(metadata, source=replace(metadata.source, sequence=grid.sequence, ep=ep))
     is_whole = len(numbers) == len(models[0].param_shapes)
-    return with_experts(metadata, rank.experts, models[0]) if is_whole else metadata
+    return partitioned.with_experts(metadata, rank.experts, models[0]) if is_whole else metadata
 
 
 def _unpartitioned(
@@ -269,7 +269,7 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
     if not (rank.experts or model.features.experts):
         return numbers
     groups = [group for each in rank.expert_optimizers.values() for group in each.state.groups]
-    few = 2 * len(rank.expert_optimizers) <= max(map(degree_in_name, groups), default=0)
+    few = 2 * len(rank.expert_optimizers) <= max(map(partitioned.degree_in_name, groups), default=0)
     if not optimizers and grid.tp > 1 and (model.stacked or few):
         raise UnsupportedError(
             "without ZeRO, experts that tensor-parallel ranks do not slice are not supported",
@@ -277,9 +277,9 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
             "a save with ZeRO-1 or 2, or enable_expert_tensor_parallelism",
             f"optimizers of {len(rank.expert_optimizers)} expert-parallel ranks at tensor-parallel degree {grid.tp}",
         )
-    own = [flat for flat in numbers if not (optimizers and is_across(model, optimizers, flat, grid.tp))]
+    own = [flat for flat in numbers if not (optimizers and partitioned.is_across(model, optimizers, flat, grid.tp))]
     if own == numbers:
-        check_experts(found, model, optimizers, rank.experts, f"{mp:02d}")
+        partitioned.check_experts(found, model, optimizers, rank.experts, f"{mp:02d}")
         _refuse_different_experts(model, optimizers, numbers)
     return own
 
@@ -291,10 +291,10 @@ def missing_file(found: CheckpointInfo, name: str, have: str) -> DamagedError:
 def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerShard], numbers: Sequence[int]) -> None:
     """The model-states file has rank 0's names alone."""
     for flat in numbers:
-        if not 0 < partitions_of(optimizers, flat) < len(optimizers):
+        if not 0 < partitioned.partitions_of(optimizers, flat) < len(optimizers):
             continue
         names = {name for name, _ in model.param_shapes[flat]}
-        for ranks in (division.ranks for division in divisions(model, optimizers, flat)):
+        for ranks in (division.ranks for division in partitioned.divisions(model, optimizers, flat)):
             sliced = [optimizers[rank].slice_names[flat : flat + 1] for rank in ranks]
             found = set(chain.from_iterable(chain.from_iterable(sliced)))
             if all(sliced) and found != names:

@@ -1,8 +1,13 @@
-"""Merges the metadata of model-parallel ranks: tensor-parallel shards of a stage, pipeline stages, files of layers."""
+"""Merges the metadata of model-parallel ranks: tensor-parallel shards, pipeline stages, files of layers and of experts.
+
+Each expert of a mixture has a file with its weights, ``layer_L_expert_E_mp_rank_00_model_states.pt``, L counting
+``MoE`` layers. Source: ``DeepSpeedEngine._save_moe_checkpoint`` (engine.py).
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +19,7 @@ from operator import or_
 from typing import Any, ClassVar
 
 from elastic_ckpt.core.chunks import ChunkSource, listed
+from elastic_ckpt.core.experts import expert_name, stacked_name
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
@@ -24,9 +30,13 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
 )
 from elastic_ckpt.core.shard_specs import CannotSplit
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import PerRank, merged, moved
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
+from elastic_ckpt.errors import listed as shown
 from elastic_ckpt.formats.metadata_builder import dense_tensor
+from elastic_ckpt.formats.model_states import UnpartitionedState, index_unpartitioned
+from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import Scalars, merged_groups, settings
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
@@ -256,6 +266,53 @@ def _tied_names(known: frozenset[str]) -> dict[str, str]:
 def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
     weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
     return LayerShard(file.path, file.nbytes, layer, tp_rank, weights, records=file.records)
+
+
+@dataclass(frozen=True)
+class ExpertShard(SourceFile):
+    """One expert's file: its tensors by FQN."""
+
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "layer", "expert", "weights")
+
+    layer: int
+    expert: int
+    weights: Mapping[str, TensorRef]
+
+    @property
+    def path_of_layer(self) -> str:
+        """Where its layer is in the model."""
+        name = next(iter(self.weights))
+        parts = expert_name(name)
+        return stacked_name(name).rpartition(".")[0] if parts is None else parts.layer
+
+
+def index_expert(file: PickledFile) -> ExpertShard:
+    """Read one expert's file; :class:`LayoutError` if it has anything but that expert's tensors."""
+    ((layer, expert, _),) = sort_names([os.path.basename(file.path)], is_universal=False).experts
+    weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
+    found = {name: expert_name(name) for name in weights}
+    others = [name for name, e in found.items() if (e.number != expert if e else not name.endswith(f".{expert}"))]
+    if others or not weights:
+        problem = "this file does not have the weights of the expert that its name says"
+        have = shown(others) if others else "no tensors"
+        raise LayoutError(problem, file.path, f"tensors of expert {expert} of one layer", have)
+    return ExpertShard(file.path, file.nbytes, layer, expert, weights, records=file.records)
+
+
+@dataclass(frozen=True)
+class ExpertOptimizer(SourceFile):
+    """The optimizer of one expert-parallel rank, which is whole without ZeRO: dense parameters, and its experts."""
+
+    ep_rank: int
+    state: UnpartitionedState
+
+
+def index_expert_optimizer(file: PickledFile, ep_rank: int, options: StateOptions) -> ExpertOptimizer | SourceFile:
+    """Read ``expp_rank_E_mp_rank_00_optim_states.pt``; under ZeRO, DeepSpeed before 0.19.8 writes it without states."""
+    state = index_unpartitioned(file, options)
+    if state is None:
+        return SourceFile(file.path, file.nbytes, records=file.records)
+    return ExpertOptimizer(file.path, file.nbytes, ep_rank, state, records=file.records)
 
 
 def with_module_files(

@@ -12,16 +12,16 @@ from elastic_ckpt.core.numbered import NameStates
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats import merging
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
-from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, index_expert, index_expert_optimizer
-from elastic_ckpt.formats.merging import LayerShard, index_layer
+from elastic_ckpt.formats.merging import ExpertOptimizer, ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelIndexer, ModelShard, model_indexer
 from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check
+from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state
 from elastic_ckpt.formats.shards import OptimizerShard, index_zero3, index_zero12
-from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
 
 #: What one file of a native checkpoint holds.
@@ -79,11 +79,11 @@ def index_native(
     """Read one file of a native checkpoint."""
     first, second, what = kind
     if what == "layer":
-        return index_layer(file, first, second)
+        return merging.index_layer(file, first, second)
     if what == "expert":
-        return index_expert(file)
+        return merging.index_expert(file)
     if what == "experts' optimizer":
-        return index_expert_optimizer(file, first, options)
+        return merging.index_expert_optimizer(file, first, options)
     if what == "model":
         refuse_mixture(file)
         return (index_model or model_indexer(options))(file, second)

@@ -29,9 +29,8 @@ from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dens
 from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
-from elastic_ckpt.formats.saved_config import refuse_features
+from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state, refuse_features
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 from elastic_ckpt.formats.universal_files import (
     CONVERT_AGAIN,
     OptimizerFile,

@@ -23,7 +23,7 @@ from elastic_ckpt.core.numbered import ExpertRank, Members, NamedStates, NameSta
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
-from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, degree_in_name
+from elastic_ckpt.formats.merging import ExpertOptimizer, ExpertShard
 from elastic_ckpt.formats.metadata_builder import (
     MetadataBuilder,
     Shape,
@@ -33,6 +33,7 @@ from elastic_ckpt.formats.metadata_builder import (
     weights_crc32s,
 )
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState, saved_shape
+from elastic_ckpt.formats.partitioned import degree_in_name
 from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, RankStates, StatesOfOne, merged_groups, settings
 from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef

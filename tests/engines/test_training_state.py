@@ -22,7 +22,7 @@ from elastic_ckpt.engines.training_state import (
     loss_scale_changes,
     warn_of_unscaled_gradients,
 )
-from elastic_ckpt.formats.training_state import loss_scale_of
+from elastic_ckpt.formats.saved_config import loss_scale_of
 
 STATIC = LossScale(False, {"cur_scale": 64.0})
 DYNAMIC = LossScale(

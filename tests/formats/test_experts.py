@@ -17,17 +17,10 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.assembling import _refuse_different_experts
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.formats.experts import (
-    Division,
-    ExpertOptimizer,
-    check_experts,
-    divisions,
-    index_expert,
-    index_expert_optimizer,
-    is_across,
-)
+from elastic_ckpt.formats.merging import ExpertOptimizer, index_expert, index_expert_optimizer
 from elastic_ckpt.formats.metadata_builder import weights_crc32s
 from elastic_ckpt.formats.model_states import _stacked_experts
+from elastic_ckpt.formats.partitioned import Division, check_experts, divisions, is_across
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.zero0 import _degree, unpartitioned_experts

@@ -20,7 +20,7 @@ from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingStat
 from elastic_ckpt.errors import LayoutError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
-from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
+from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state
 
 SCALE = LossScale(True, {"cur_scale": 256.0})
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
