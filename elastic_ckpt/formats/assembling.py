@@ -102,13 +102,12 @@ def _experts_across(
     found: CheckpointInfo, ranks: Sequence[RankFiles], tp: int, options: MetadataOptions
 ) -> CheckpointMetadata | None:
     """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole."""
-    model, lanes = ranks[0].model, [list(rank.optimizers.values()) for rank in ranks]
-    numbers = [
-        flat for flat in range(len(model.param_shapes)) if lanes[0] and partitioned.is_across(model, lanes[0], flat, tp)
-    ]
+    model, of_ranks = ranks[0].model, [list(rank.optimizers.values()) for rank in ranks]
+    flats = range(len(model.param_shapes)) if of_ranks[0] else ()
+    numbers = [flat for flat in flats if partitioned.is_across(model, of_ranks[0], flat, tp)]
     if not numbers:
         return None
-    shards = list(chain.from_iterable(zip(*lanes, strict=True)))
+    shards = list(chain.from_iterable(zip(*of_ranks, strict=True)))
     experts = {(each.layer, each.expert): each for rank in ranks for each in rank.experts}
     _refuse_different_experts(model, shards, numbers)
     partitioned.check_experts(found, model, shards, [each for _, each in sorted(experts.items())], mp="*")
@@ -233,9 +232,8 @@ def _fit_together(
     scalers = [each.state.scaler for each in rank.expert_optimizers.values()]  # of files of optimizer states alone
     scalers += [each.loss_scaler for each in optimizers[:1]]
     metadata = with_progress_compared(metadata, models[0], options.check_shards, scalers)
-    ep = max(
-        [1, len(rank.expert_optimizers), *(partitioned.degree_of(optimizers, flat) for flat in numbers if optimizers)]
-    )
+    degrees = [partitioned.degree_of(optimizers, flat) for flat in numbers if optimizers]
+    ep = max([1, len(rank.expert_optimizers), *degrees])
     metadata = replace(metadata, source=replace(metadata.source, sequence=grid.sequence, ep=ep))
     is_whole = len(numbers) == len(models[0].param_shapes)
     return partitioned.with_experts(metadata, rank.experts, models[0]) if is_whole else metadata

@@ -135,12 +135,13 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
     before_0_19_4 = "num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys()
     buffer_names = () if before_0_19_4 else tuple(map(str, file.section("buffer_names")))
     module = module_entries(file.section("module"))
-    _refuse_extra_state(file, module)
+    for name, value in module.items():
+        if name.endswith("_extra_state") and value is not None:  # Python state, which nothing here restores
+            problem = "a module keeps extra state (get_extra_state), which is not supported yet"
+            raise UnsupportedError(problem, file.path, "None", type(value).__name__, parameter=name)
     weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
     buffers = tuple(name for name in buffer_names if name in weights)
     tree = file.tree
-    optimizer = index_unpartitioned(file, options)
-    params = {name: ref for name, ref in weights.items() if name not in buffers}
     run = run_arguments(tree.get("args"), os.path.dirname(file.path))
     return ModelShard(
         path=file.path,
@@ -154,13 +155,13 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         frozen_shapes=_named_shapes(file, tree.get("frozen_param_shapes") or {}),
         frozen_fragments=dict(tree.get("frozen_param_fragments") or {}),
         frozen_recorded=tree.get("frozen_param_shapes") is not None,
-        shared=_tied_names(file, params),
+        shared=_tied_names(file, {name: ref for name, ref in weights.items() if name not in buffers}),
         counters={key: file.section(key) for key in COUNTERS[:1] + COUNTERS[2:]} | read_counters(file),
         ds_version="" if before_0_19_4 else str(file.section("ds_version")),
         zero=dict(config_section(file, "zero_optimization")),
         alignment=positive_int(config_section(file, "elastic_checkpoint"), "align_partitions") or 1,
         features=features_in(file),
-        optimizer=optimizer,
+        optimizer=index_unpartitioned(file, options),
         without_states=saved_without_states(file),
         buffer_names=buffer_names,
         before_0_19_4=before_0_19_4,
@@ -241,14 +242,6 @@ def refuse_old(file: PickledFile, signs: Sequence[str]) -> None:
         problem = "checkpoints of DeepSpeed before 0.6.2, or gpt-neox's DeeperSpeed 0.3.15, are not supported"
         remedy = "resume it once with the code that wrote it, on a DeepSpeed of 0.6.2 or later, and save it there"
         raise UnsupportedError(problem, file.path, "files of 0.6.2 or later", ", ".join(signs), remedy=remedy)
-
-
-def _refuse_extra_state(file: PickledFile, module: Mapping[str, Any]) -> None:
-    """Refuse ``nn.Module.get_extra_state``: Python state inside the module, which nothing here restores."""
-    for name, value in module.items():
-        if name.endswith("_extra_state") and value is not None:
-            problem = "a module keeps extra state (get_extra_state), which is not supported yet"
-            raise UnsupportedError(problem, file.path, "None", type(value).__name__, parameter=name)
 
 
 def _named_shapes(file: PickledFile, shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:

@@ -299,7 +299,7 @@ def read_training_state(
     overflow: bool,
     same_ranks: bool,
     sequence: SequenceParallel,
-    options: MetadataOptions,
+    options: MetadataOptions = MetadataOptions(),  # noqa: B008  frozen
 ) -> TrainingState:
     """The training state in a model-states file; ``checkpoint`` is empty without client state."""
     entries = {key: value for key, value in file.tree.items() if key not in _NOT_READ}
