@@ -64,8 +64,7 @@ class ElasticConfig(BaseModel):
         "require: an error instead of DeepSpeed's own loader; off: always DeepSpeed's own loader",
     )
     trust_pickle: bool = Field(
-        False,
-        description="allow checkpoint files to run code when read (weights_only=False); only for files you trust",
+        False, description="allow checkpoint files to run code when read (weights_only=False); only for files you trust"
     )
     verify: Literal["load", "bytes", "off"] = Field(
         "load",
@@ -232,9 +231,7 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
     section = ds_config.get(CONFIG_KEY, {})
     if not isinstance(section, Mapping):
         raise ConfigError(
-            f'"{CONFIG_KEY}" must be an object',
-            expected='"elastic_checkpoint": {"mode": "auto"}',
-            found=repr(section),
+            f'"{CONFIG_KEY}" must be an object', expected='"elastic_checkpoint": {"mode": "auto"}', found=repr(section)
         )
     section = {key: value for key, value in section.items() if key != AHEAD}  # an engine's own note, in a copied config
     _refuse_unknown(section, ElasticConfig, "")

@@ -8,14 +8,7 @@ from typing import Annotated
 import typer
 
 from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
-from elastic_ckpt.cli.output import (
-    end_with,
-    error_console,
-    errors_end_the_command,
-    plain,
-    print_json,
-    print_line,
-)
+from elastic_ckpt.cli.output import end_with, error_console, errors_end_the_command, plain, print_json, print_line
 from elastic_ckpt.tools.latest import newest_whole
 from elastic_ckpt.tools.opened import config_of
 from elastic_ckpt.tools.verification import verify as verify_checkpoint

@@ -15,13 +15,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
-from elastic_ckpt.cli.output import (
-    EXIT_FOUND,
-    errors_end_the_command,
-    print_json,
-    print_wide,
-    table,
-)
+from elastic_ckpt.cli.output import EXIT_FOUND, errors_end_the_command, print_json, print_wide, table
 from elastic_ckpt.cli.scatter import write_scatter
 from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.metadata import ITEMSIZE

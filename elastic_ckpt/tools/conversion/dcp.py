@@ -156,10 +156,7 @@ class _Planner(dcp.DefaultSavePlanner):
     """Reads each tensor when DCP writes it."""
 
     def __init__(
-        self,
-        tensors: Mapping[tuple[str, ...], LogicalTensor],
-        reader: LogicalReader,
-        advance: Callable[[int], object],
+        self, tensors: Mapping[tuple[str, ...], LogicalTensor], reader: LogicalReader, advance: Callable[[int], object]
     ) -> None:
         super().__init__()
         self._tensors, self._reader, self._advance = tensors, reader, advance
