@@ -9,28 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_ckpt.config import ElasticConfig
-    from elastic_ckpt.errors import ElasticCkptError
-    from elastic_ckpt.load.flags import add_arguments
-    from elastic_ckpt.load.installation import install, uninstall
-    from elastic_ckpt.report import LoadReport
-    from elastic_ckpt.tools.export import export
-    from elastic_ckpt.tools.latest import find_latest
-    from elastic_ckpt.tools.logical import open
+    from elastic_ckpt.config import ElasticConfig as ElasticConfig
+    from elastic_ckpt.errors import ElasticCkptError as ElasticCkptError
+    from elastic_ckpt.load.flags import add_arguments as add_arguments
+    from elastic_ckpt.load.installation import install as install
+    from elastic_ckpt.load.installation import uninstall as uninstall
+    from elastic_ckpt.report import LoadReport as LoadReport
+    from elastic_ckpt.tools.export import export as export
+    from elastic_ckpt.tools.latest import find_latest as find_latest
+    from elastic_ckpt.tools.logical import open as open
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "ElasticCkptError",
-    "ElasticConfig",
-    "LoadReport",
-    "add_arguments",
-    "export",
-    "find_latest",
-    "install",
-    "open",
-    "uninstall",
-]
 
 _MODULES = {
     "ElasticCkptError": "elastic_ckpt.errors",
@@ -43,6 +32,7 @@ _MODULES = {
     "open": "elastic_ckpt.tools.logical",
     "uninstall": "elastic_ckpt.load.installation",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -197,18 +197,8 @@ _LOAD_UNIVERSAL = '"checkpoint": {"load_universal": true}, or leave it out: elas
 _WRONG_KEYS = ("load_universal_checkpoint", "universal_checkpoint")
 #: Similarity from which a key counts as a misspelt :data:`CONFIG_KEY`; DeepSpeed's own keys reach at most 0.71.
 _SIMILAR = 0.8
-#: Options from the command line, which override the DeepSpeed config.
-_flags: dict[str, Any] = {}
-
-
-def set_flags(**values: Any) -> None:
-    """Set process-wide options from the command line, which override the DeepSpeed config."""
-    _flags.update(values)
-
-
-def clear_flags() -> None:
-    """Forget the options from the command line."""
-    _flags.clear()
+#: Options of this process from the command line, which override the DeepSpeed config.
+flags: dict[str, Any] = {}
 
 
 def flag_given() -> bool:
@@ -218,7 +208,7 @@ def flag_given() -> bool:
 
 def _flags_and_variable() -> dict[str, Any]:
     mode = os.environ.get(VARIABLE, "")
-    return {**({} if mode in ("", "0", "1") else {"mode": mode}), **_flags}
+    return {**({} if mode in ("", "0", "1") else {"mode": mode}), **flags}
 
 
 def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
@@ -237,13 +227,13 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
     _refuse_unknown(section, ElasticConfig, "")
     if isinstance(reading := section.get("reading"), Mapping):
         _refuse_unknown(reading, Reading, '"reading" of ')
-    flags = _flags_and_variable()
+    given = _flags_and_variable()
     try:
-        config = ElasticConfig(**{**section, **flags})
+        config = ElasticConfig(**{**section, **given})
     except ValidationError as error:
         first = error.errors()[0]
         key, *inside = map(str, first["loc"])
-        where = f"on the command line, or of {VARIABLE}," if key in flags else f'under "{CONFIG_KEY}"'
+        where = f"on the command line, or of {VARIABLE}," if key in given else f'under "{CONFIG_KEY}"'
         field = ElasticConfig.model_fields[key]
         if key == "reading" and inside:
             key, field = f"{key}.{inside[0]}", Reading.model_fields[inside[0]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 _NAMES_SHOWN = 8
@@ -81,11 +82,7 @@ class ElasticCkptError(Exception):
         return {name: getattr(self, name) for name in _DETAILS}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.problem, self.details)
-
-
-def _rebuild(cls: type[ElasticCkptError], problem: str, details: dict[str, Any]) -> ElasticCkptError:
-    return cls(problem, **details)
+        return partial(type(self), **self.details), (self.problem,)
 
 
 class ConfigError(ElasticCkptError):

@@ -11,20 +11,22 @@ import torch.distributed as dist
 
 from elastic_ckpt.errors import ElasticCkptError
 
-#: Megatron Core's name of a parallelism -> DeepSpeed's names.
+#: DeepSpeed's name of a parallelism -> Megatron Core's.
 _PARALLELISMS = {
-    "tensor_model_parallel": ("tensor_model_parallel", "slice_parallel"),
-    "pipeline_model_parallel": ("pipeline_model_parallel", "pipe_parallel"),
-    "data_parallel": ("data_parallel",),
+    "tensor_model_parallel": "tensor_model_parallel",
+    "slice_parallel": "tensor_model_parallel",
+    "pipeline_model_parallel": "pipeline_model_parallel",
+    "pipe_parallel": "pipeline_model_parallel",
+    "data_parallel": "data_parallel",
 }
 
 
 class MegatronMpu:
     """DeepSpeed's model-parallel unit, backed by Megatron Core.
 
-    It has ``get_*_group``, ``get_*_world_size`` and ``get_*_rank`` for all names in :data:`_PARALLELISMS`. DeepSpeed's
-    "model parallel" spans all ranks of one copy of the model and numbers the files ``mp_rank_XX``: tensor-parallel
-    ranks of the first pipeline stage, then of the second.
+    It has ``get_*_group``, ``get_*_world_size`` and ``get_*_rank`` of each parallelism. DeepSpeed's "model parallel"
+    spans all ranks of one copy of the model and numbers the files ``mp_rank_XX``: tensor-parallel ranks of the first
+    pipeline stage, then of the second.
 
     Args:
         state: ``megatron.core.parallel_state``, with model parallelism initialised.
@@ -32,24 +34,22 @@ class MegatronMpu:
 
     def __init__(self, state: Any) -> None:
         self._state = state
-        for theirs, names in _PARALLELISMS.items():
+        for name, theirs in _PARALLELISMS.items():
             for what in ("group", "world_size", "rank"):
-                function = getattr(state, f"get_{theirs}_{what}")
-                for name in names:
-                    setattr(self, f"get_{name}_{what}", function)
+                setattr(self, f"get_{name}_{what}", getattr(state, f"get_{theirs}_{what}"))
         self.get_model_parallel_group = state.get_model_parallel_group
         self.get_tensor_model_parallel_src_rank = state.get_tensor_model_parallel_src_rank
         self.get_slice_parallel_src_rank = state.get_tensor_model_parallel_src_rank
 
     def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(group=self._state.get_model_parallel_group())
+        return dist.get_world_size(group=self.get_model_parallel_group())
 
     def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(group=self._state.get_model_parallel_group())
+        return dist.get_rank(group=self.get_model_parallel_group())
 
     def get_model_parallel_src_rank(self) -> int:
         """Global rank of the first member of this rank's model-parallel group."""
-        return dist.get_global_rank(self._state.get_model_parallel_group(), 0)
+        return dist.get_global_rank(self.get_model_parallel_group(), 0)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Global ranks of this rank's data-parallel group, in its order."""

@@ -11,11 +11,10 @@ from elastic_ckpt.config import (
     CONFIG_KEY,
     ElasticConfig,
     Reading,
-    clear_flags,
     flag_given,
+    flags,
     read_config,
     requires_elastic,
-    set_flags,
     state_options,
 )
 from elastic_ckpt.core.state_kinds import StateOptions
@@ -24,9 +23,9 @@ from elastic_ckpt.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def no_flags() -> Iterator[None]:
-    clear_flags()
+    flags.clear()
     yield
-    clear_flags()
+    flags.clear()
 
 
 def read(**section: Any) -> ElasticConfig:
@@ -220,20 +219,20 @@ def test_options_cannot_be_changed_after_they_were_read() -> None:
 
 
 def test_flags_win_over_the_config() -> None:
-    set_flags(mode="require", trust_pickle=True)
+    flags.update(mode="require", trust_pickle=True)
     options = read(mode="off", trust_pickle=False, report=False)
     assert (options.mode, options.trust_pickle, options.report) == ("require", True, False)
 
 
 def test_cleared_flags_no_longer_win() -> None:
-    set_flags(mode="require")
-    clear_flags()
+    flags.update(mode="require")
+    flags.clear()
     assert read(mode="off").mode == "off"
     assert not flag_given()
 
 
 def test_a_bad_flag_value_is_an_error_that_does_not_blame_the_config() -> None:
-    set_flags(mode="on")
+    flags.update(mode="on")
     with pytest.raises(ConfigError) as caught:
         read_config({})
     assert CONFIG_KEY not in caught.value.problem, caught.value

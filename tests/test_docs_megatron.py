@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from elastic_ckpt import uninstall
-from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, clear_flags, read_config
+from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, flags, read_config
 
 PAGE = (Path(__file__).parents[1] / "docs" / "megatron.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
-    clear_flags()
+    flags.clear()
     yield
-    clear_flags()
+    flags.clear()
     uninstall()
 
 

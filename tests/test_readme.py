@@ -19,7 +19,7 @@ from typer.utils import get_params_from_function
 import elastic_ckpt
 from elastic_ckpt import ElasticConfig, add_arguments
 from elastic_ckpt.cli import COMMANDS
-from elastic_ckpt.config import CONFIG_KEY, clear_flags, read_config
+from elastic_ckpt.config import CONFIG_KEY, flags, read_config
 from elastic_ckpt.engines.versions import REQUIREMENTS
 from tests.blocks import PAGES, REPO, Block, blocks
 from tests.source import texts_in
@@ -75,7 +75,7 @@ def test_every_flag_is_listed() -> None:
 
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.json")), ids=lambda path: path.name)
 def test_the_ready_configs_are_understood(path: Path) -> None:
-    clear_flags()
+    flags.clear()
     config = json.loads(path.read_text(encoding="utf-8"))
     assert CONFIG_KEY in config
     assert read_config(config).mode == "auto"
@@ -118,7 +118,7 @@ def test_python_compiles_and_uses_public_names(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.where) for block in blocks("json")])
 def test_json_is_a_config_that_is_understood(block: Block) -> None:
-    clear_flags()
+    flags.clear()
     assert read_config(json.loads(block.text))
 
 

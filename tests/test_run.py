@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import elastic_ckpt
-from elastic_ckpt.config import clear_flags, read_config
+from elastic_ckpt.config import flags, read_config
 from elastic_ckpt.load import startup
 from elastic_ckpt.run import main
 
@@ -68,11 +68,11 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    clear_flags()
+    flags.clear()
     for variable in startup.variables():  # which main() sets
         monkeypatch.setenv(variable, "")
     yield
-    clear_flags()
+    flags.clear()
 
 
 def run(folder: Path, *arguments: str) -> Outcome:

@@ -6,7 +6,7 @@ import argparse
 from contextlib import suppress
 from typing import Any
 
-from elastic_ckpt.config import set_flags
+from elastic_ckpt import config
 
 _FLAG = "--universal-checkpoint"
 #: A common misspelling, which a script that parses only known arguments would silently ignore.
@@ -33,7 +33,7 @@ class _SetFlag(argparse.Action):
     ) -> None:
         value = self.const if self.nargs == 0 else values
         setattr(namespace, self.dest, value)
-        set_flags(**{_OPTIONS[self.dest]: value})
+        config.flags[_OPTIONS[self.dest]] = value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -57,9 +57,9 @@ def diverge(arguments: dict[str, Any]) -> list[Refused] | None:
         {"folder": folder, "arguments": {"load_module_only": first}},
     ]
     facts = [refusal(case, engine) for case in cases]
-    elastic_ckpt.config.set_flags(mode="off" if first else "auto")
+    elastic_ckpt.config.flags.update(mode="off" if first else "auto")
     facts.append(refusal({"folder": folder}, engine))
-    elastic_ckpt.config.clear_flags()
+    elastic_ckpt.config.flags.clear()
     return once(facts)
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, clear_flags, flag_given, read_config
+from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, flag_given, flags, read_config
 from elastic_ckpt.load.flags import add_arguments
 
 
 @pytest.fixture(autouse=True)
 def no_flags() -> Iterator[None]:
-    clear_flags()
+    flags.clear()
     yield
-    clear_flags()
+    flags.clear()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
-from elastic_ckpt.config import clear_flags, flag_given, read_config
+from elastic_ckpt.config import flag_given, flags, read_config
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.load import startup
 
@@ -247,7 +247,7 @@ def test_a_command_takes_the_place_of_exec() -> None:
 
 
 def test_a_mode_in_the_environment_is_that_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    clear_flags()
+    flags.clear()
     section = {"elastic_checkpoint": {"mode": "off"}}
     for value, mode, given in (
         ("", "off", False),
