@@ -113,11 +113,6 @@ class PartitionRule:
         """The ranks that have some of its elements."""
         return self.ranks_of(0, self.numel)
 
-    def range_on(self, rank: int) -> FlatRange:
-        """Its elements on one of its ranks."""
-        left = rank * self.step - self.shift
-        return FlatRange(max(left, 0), min(left + self.step, self.numel))
-
     def ranks_of(self, start: int, stop: int) -> range:
         """The ranks that have some of the elements ``[start, stop)``."""
         if start >= stop:
@@ -157,11 +152,6 @@ class FlatTensors:
     rows: int = 1
     blocks: BlockFormat | None = None  # how the elements are quantized, each row from a block of its own on
     scales_offsets: array[int] = field(default_factory=lambda: array("q"), hash=False)  # as ``byte_offsets``
-
-    def end_on(self, rank: int) -> int:
-        """The first byte behind a rank's tensor, padding included."""
-        begin = self.byte_offsets[rank if len(self.byte_offsets) > 1 else 0]
-        return begin + self.rows * self.numel * self.itemsize
 
 
 def by_rank(offsets: Iterable[int]) -> array[int]:

@@ -35,12 +35,10 @@ def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> Checkpoint
         by_new.setdefault(rename(name, rules), []).append(name)
     for new, old in by_new.items():
         if len(old) > 1:
-            problem, expected = (
-                'a rule under "rename" gives two saved parameters one name',
-                "one saved name for each live one",
-            )
+            problem = 'a rule under "rename" gives two saved parameters one name'
             remedy = 'make the pattern narrower: "elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}'
-            raise MismatchError(problem, None, expected, listed(old), parameter=new, remedy=remedy)
+            found = listed(old)
+            raise MismatchError(problem, None, "one saved name for each live one", found, parameter=new, remedy=remedy)
     used = Counter(next((pattern for pattern, _ in rules if re.search(pattern, name)), None) for name in names)
     patterns = sorted((pattern for pattern, _ in rules), key=lambda pattern: not used[pattern])
     notes = [f"rename: {used[pattern] or 'no'} names go by {pattern!r}" for pattern in patterns]

@@ -33,17 +33,14 @@ FROZEN = "frozen"
 WEIGHTS = frozenset({MASTER, BUFFER, FROZEN})
 
 _BY_SIZE = {
-    1: ("bool", "int8", "uint8"),
-    2: ("float16", "bfloat16", "int16", "uint16"),
-    4: ("float32", "int32", "uint32", "complex32"),
-    8: ("float64", "int64", "uint64", "complex64"),
-    16: ("complex128",),
+    1: "bool int8 uint8 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu",
+    2: "float16 bfloat16 int16 uint16",
+    4: "float32 int32 uint32 complex32",
+    8: "float64 int64 uint64 complex64",
+    16: "complex128",
 }
-_FLOAT8 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
 #: Bytes of one element.
-ITEMSIZE = MappingProxyType(
-    {name: size for size, names in _BY_SIZE.items() for name in names} | {f"float8_{kind}": 1 for kind in _FLOAT8}
-)
+ITEMSIZE = MappingProxyType({name: size for size, names in _BY_SIZE.items() for name in names.split()})
 
 #: Floating-point dtypes that torch converts to others -> those that have all of their values.
 _WIDER = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"), "float32": ("float64",), "float64": ()}

@@ -98,28 +98,15 @@ def join_neighbours(items: Iterable[ReadItem]) -> list[ReadItem]:
     joined: list[ReadItem] = []
     end = -1  # the byte behind the last one
     for item in items:
-        if item.byte_offset == end and _continues(joined[-1], item):
+        if item.byte_offset == end and joined[-1].slot_stop == item.slot_offset and joined[-1].rows == 1:
             last = joined[-1]
-            numel = last.numel + item.numel
-            joined[-1] = ReadItem(
-                last.file, last.byte_offset, last.slot, last.slot_offset, numel, last.dtype, code=last.code
-            )
-        else:
-            joined.append(item)
+            both = replace(last, numel=last.numel + item.numel)
+            if both.clip(last.slot_stop, both.slot_stop) == item:
+                joined.pop()
+                item = both  # noqa: PLW2901
+        joined.append(item)
         end = item.byte_offset + item.numel * ITEMSIZE[item.dtype]
     return joined
-
-
-def _continues(first: ReadItem, item: ReadItem) -> bool:
-    """Whether an item continues another one in the slot, given where it is in the file."""
-    return (
-        first.file == item.file
-        and first.slot_offset + first.numel == item.slot_offset
-        and first.slot == item.slot
-        and first.dtype == item.dtype
-        and first.rows == item.rows == 1
-        and (first.code and replace(first.code, position=first.code.position + first.numel)) == item.code
-    )
 
 
 def in_file_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
@@ -177,18 +164,17 @@ class ReadPlan:
         numbers: dict[int, list[int]] = {}
         for number, slot in enumerate(self.slots):
             numbers.setdefault(slot.flat, []).append(number)
-        new = {old: at for members in numbers.values() for at, old in enumerate(members)}
-        items: dict[int, list[ReadItem]] = {flat: [] for flat in numbers}
-        for item in self.items:
-            items[self.slots[item.slot].flat].append(replace(item, slot=new[item.slot]))
-        requantize: dict[int, list[RequantizeItem]] = {flat: [] for flat in numbers}
-        for each in self.requantize_items:
-            moved = replace(each, slot=new[each.slot], scales_slot=new.get(each.scales_slot, -1))
-            requantize[self.slots[each.slot].flat].append(moved)
         parts = {}
         for flat, members in numbers.items():
+            new = {-1: -1} | {old: at for at, old in enumerate(members)}
             slots = tuple(self.slots[number] for number in members)
-            parts[flat] = members, ReadPlan(self.files, slots, tuple(items[flat]), tuple(requantize[flat]))
+            items = (replace(item, slot=new[item.slot]) for item in self.items if item.slot in new)
+            requantize = (
+                replace(each, slot=new[each.slot], scales_slot=new[each.scales_slot])
+                for each in self.requantize_items
+                if each.slot in new
+            )
+            parts[flat] = members, ReadPlan(self.files, slots, tuple(items), tuple(requantize))
         return parts
 
 

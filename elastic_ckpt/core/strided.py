@@ -39,10 +39,6 @@ class StridedCopy:
     def numel(self) -> int:
         return self.rows * self.width
 
-    @property
-    def source_stop(self) -> int:
-        return self.source + (self.rows - 1) * self.source_stride + self.width
-
     def part(self, row: int, rows: int, column: int, width: int) -> StridedCopy:
         """Some rows, and some of their columns."""
         source, target = row * self.source_stride + column, row * self.target_stride + column

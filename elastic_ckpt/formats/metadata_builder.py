@@ -329,7 +329,7 @@ def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_fi
     first = refs[0]  # "align_partitions" may have made partitions longer than need be
     rule = PartitionRule(numel, max(first.numel, per_parameter_numel(numel, len(models))))
     for rank in rule.ranks:
-        mine, ref = rule.range_on(rank).numel, refs[rank]
+        mine, ref = min(rule.step, numel - rank * rule.step), refs[rank]
         if mine > ref.numel or (ref.numel, ref.dtype) != (first.numel, first.dtype):
             problem = "a rank's part of this frozen parameter has the wrong size or dtype"
             expected, found = f"{mine} elements of {first.dtype}", f"{ref.numel} of {ref.dtype}"

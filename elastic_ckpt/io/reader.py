@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, groupby
 from queue import SimpleQueue
 from typing import Any
 
@@ -30,7 +30,7 @@ from elastic_ckpt.io.coalesce import DirectRead, ReadOptions, Unwanted, parts_of
 from elastic_ckpt.io.requantize import ReadStats, requantize
 from elastic_ckpt.io.staging import Prefault, StagingBuffers
 from elastic_ckpt.report import progress_bar
-from elastic_ckpt.storage.local import adopt, current, open_descriptor, open_stream
+from elastic_ckpt.storage.local import PINS, open_descriptor, open_stream
 
 #: Bytes that are read before they are summed: few enough to be in the processor's cache still, enough for few calls.
 SUMMED_AT_ONCE_NBYTES = 1 << 20
@@ -52,29 +52,21 @@ class ReadSums:
 
     def add(self, file: int, byte_offset: int, buffers: Sequence[memoryview]) -> None:
         """Add bytes that were just read from an offset on."""
-        start, stop, crc32 = byte_offset, byte_offset, 0
-        for buffer in buffers:
-            if isinstance(buffer.obj, Unwanted):
-                self._add_range(file, start, stop, crc32)
+        records, stop = self._files[file].records, byte_offset
+        for is_unwanted, together in groupby(buffers, lambda buffer: isinstance(buffer.obj, Unwanted)):
+            start, crc32 = stop, 0
+            for buffer in together:
+                crc32 = crc32 if is_unwanted else isal_zlib.crc32(buffer, crc32)
                 stop += len(buffer)
-                start, crc32 = stop, 0
-            else:
-                crc32 = isal_zlib.crc32(buffer, crc32)
-                stop += len(buffer)
-        self._add_range(file, start, stop, crc32)
-
-    def _add_range(self, file: int, start: int, stop: int, crc32: int) -> None:
-        if start == stop:
-            return
-        records = self._files[file].records
-        number = records.index(start)
-        with self._lock:
-            self.nbytes += stop - start
-            if number is not None:
-                begin = records.offsets[number]
-                part = PartialSum.of(start - begin, stop - begin, crc32, records.nbytes[number])
-                key = file, number
-                self.sums[key] = self.sums[key] | part if key in self.sums else part
+            if is_unwanted:
+                continue
+            number = records.index(start)
+            with self._lock:
+                self.nbytes += stop - start
+                if number is not None:
+                    begin, key = records.offsets[number], (file, number)
+                    part = PartialSum.of(start - begin, stop - begin, crc32, records.nbytes[number])
+                    self.sums[key] = self.sums[key] | part if key in self.sums else part
 
 
 def first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
@@ -116,7 +108,7 @@ def execute(
         stack.callback(reader.close)
         run: Callable[..., Iterator[Any]] = map
         if options.threads > 1:
-            pool = stack.enter_context(ThreadPoolExecutor(options.threads, "elastic_ckpt", adopt, (current(),)))
+            pool = stack.enter_context(ThreadPoolExecutor(options.threads, "elastic_ckpt", PINS.set, (PINS.get(),)))
             stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
             run = pool.map
         for nbytes in chain(run(reader.read_direct, tasks(direct, options.threads)), run(reader.read_staged, staged)):

@@ -50,12 +50,12 @@ def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: Read
         blocks, worst_error = _to_codes(item, item.target, tensors, read)
     elif item.scale is None:
         for source in item.sources:
-            write_flat(tensors[item.slot], source.slot_offset, _decoded(source, *_source(source, read)))
+            write_flat(tensors[item.slot], source.slot_offset, _source(source, read)[0])
     else:  # in double precision, in which equal shares sum exactly to the original
         total = torch.zeros(item.numel, dtype=torch.float64)
         for source in item.sources:
             here = slice(source.slot_offset - item.start, source.slot_stop - item.start)
-            total[here] += _decoded(source, *_source(source, read))
+            total[here] += _source(source, read)[0]
         write_flat(tensors[item.slot], item.start, total * item.scale)
     return ReadStats(nbytes, 1, nbytes, blocks, worst_error)
 
@@ -72,8 +72,7 @@ def _to_codes(
     least, greatest = torch.full((padded,), torch.inf), torch.full((padded,), -torch.inf)
     for source in item.sources:
         here = slice(source.slot_offset - item.start, source.slot_stop - item.start)
-        raw, source_scales = _source(source, read)
-        values[here] = _decoded(source, raw, source_scales)
+        values[here], raw, source_scales = _source(source, read)
         if source_scales is not None and source.code is not None and source.code.format.codebook == target.codebook:
             codes[here] = raw
             least[here] = greatest[here] = source_scales
@@ -91,23 +90,19 @@ def _to_codes(
     return int(mixed.sum()), worst_error
 
 
-def _source(item: ReadItem, read: ReadBytes) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The elements of a source as in the file, and if quantized the fp32 scale of each."""
+def _source(item: ReadItem, read: ReadBytes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The values of a source (fp32 if quantized), its elements as in the file, and if quantized each one's scale."""
     raw = torch.frombuffer(read(item.file, item.byte_offset, item.nbytes), dtype=getattr(torch, item.dtype))
     if item.code is None:
-        return raw, None
+        return raw, raw, None
     scales = torch.frombuffer(read(item.file, *scales_of(item)), dtype=torch.float32)
     if not torch.isfinite(scales).all():
         found = f"{scales[~torch.isfinite(scales)][0].item()} near byte {item.code.scales_offset}"
         remedy = "the run that saved it had diverged, or the file is damaged: take another tag"
         raise DamagedError("the scale of an 8-bit block is not finite", None, "finite numbers", found, remedy=remedy)
     within = item.code.position % item.code.format.numel
-    return raw, scales.repeat_interleave(item.code.format.numel)[within : within + item.numel]
-
-
-def _decoded(item: ReadItem, raw: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """The value of each element of a source; decoded ones are fp32."""
-    return raw if scales is None or item.code is None else decode(raw, scales, item.code.format.codebook)
+    scales = scales.repeat_interleave(item.code.format.numel)[within : within + item.numel]
+    return decode(raw, scales, item.code.format.codebook), raw, scales
 
 
 @lru_cache(maxsize=32)

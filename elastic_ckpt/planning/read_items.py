@@ -83,7 +83,7 @@ def read_items(
             yield from _of_one_row(tensor, shard, copy, base, wanted, slot, to_slot)
             continue
         for part in clip_target(replace(copy, source=copy.source + base), wanted):
-            start, stop = part.source, part.source_stop
+            start, stop = part.source, part.source + (part.rows - 1) * part.source_stride + part.width
             for chunk in tensor.sources[shard].within(start, stop):
                 is_all = chunk.range.start <= start and stop <= chunk.range.stop
                 for inside in (part,) if is_all else clip_source(part, chunk.range):

@@ -114,34 +114,23 @@ class Version(NamedTuple):
         return f"{self.nbytes} bytes written {self.mtime_ns / 1e9:.9f} s after 1970 (inode {self.inode})"
 
 
-#: By path, what the load that runs in this context has seen.
-Pins = dict[str, Version]
-_current: ContextVar[Pins | None] = ContextVar("pins", default=None)
+#: By path, what the load that runs in this context has seen; a thread that works for it sets the same.
+PINS: ContextVar[dict[str, Version] | None] = ContextVar("pins", default=None)
 
 
 @contextmanager
 def pinned() -> Iterator[None]:
     """Pins each file that the body opens."""
-    token = _current.set({})
+    token = PINS.set({})
     try:
         yield
     finally:
-        _current.reset(token)
-
-
-def current() -> Pins | None:
-    """The pins of this context, for a thread that works for it."""
-    return _current.get()
-
-
-def adopt(pins: Pins | None) -> None:
-    """Pin what this thread opens with these."""
-    _current.set(pins)
+        PINS.reset(token)
 
 
 def see(path: str, status: os.stat_result) -> None:
     """Pin a file that was opened, or compare it with its pin; :class:`SavedOverError` if it is another one."""
-    pins = current()
+    pins = PINS.get()
     if pins is not None and (first := pins.setdefault(path, now := Version.of(status))) != now:
         raise _saved_over(path, first, now)
 
@@ -152,7 +141,7 @@ def look_again(reopen: bool = True) -> None:
     Raises:
         SavedOverError: some file is gone, or another one.
     """
-    for path, first in (current() or {}).items():
+    for path, first in (PINS.get() or {}).items():
         try:
             if reopen:
                 os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))

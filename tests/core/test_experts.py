@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, listed
+from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, listed, placements
 from elastic_ckpt.core.experts import (
     EXPERTS,
     ExpertName,
@@ -65,7 +65,8 @@ def test_slices_are_partitioned_where_their_stacked_parameter_is(
     rule = PartitionRule(len(experts) * math.prod(shape), step, shift, start=5)
 
     def places(rule: PartitionRule) -> list[tuple[int, int]]:
-        found = {e: rank for rank in rule.ranks for e in range(rule.range_on(rank).start, rule.range_on(rank).stop)}
+        held = {rank: part.range for rank in rule.ranks for part in placements([rule], rank)}
+        found = {e: rank for rank, part in held.items() for e in range(part.start, part.stop)}
         return [(found[e], rule.start + (e + rule.shift) % rule.step) for e in range(rule.numel)]
 
     other = PartitionRule(2, step)
