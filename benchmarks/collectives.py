@@ -25,7 +25,6 @@ from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.load.metadata import read_my_share
 from elastic_ckpt.load.prepare import RankPlan
-from elastic_ckpt.load.verify_reads import RankSums
 from elastic_ckpt.planning.numbered import name_states
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import RankWork
@@ -74,7 +73,7 @@ def collectives_of(ranks: int, model: ScaleModel) -> Collectives:
         plan = RankPlan(0, digest, (), planned.may_differ, planned.notes, runs_code=True)
         distributed.all_gather("plan the load", lambda: plan)
         work = RankWork(distributed.rank(), 1 << 30, 0, 2169, 2, seconds, files_read=len(planned.reads.files_read))
-        distributed.all_gather("set counters and client state", lambda: (work, 0, (), RankSums(read, 0)))
+        distributed.all_gather("set counters and client state", lambda: (work, 0, (), (read, 0)))
 
     job = PlayedJob(ranks)
     job.run_all(load)

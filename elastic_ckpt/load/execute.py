@@ -122,7 +122,7 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
             files_read=len(plan.reads.files_read),
         )
         outcomes = _outcomes(ready) if at.pp > 1 and at.tp_rank == at.dp_rank == 0 else ()
-        return work, at.pp_rank, outcomes, None if sums is None else RankSums.of(sums)
+        return work, at.pp_rank, outcomes, None if sums is None else (sums.sums, sums.nbytes)
 
     everybody = distributed.all_gather("set the counters", finish)
     verified = None

@@ -8,8 +8,7 @@ replicated parameters under tensor parallelism, which the XOR of all sums has lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from elastic_ckpt import distributed
 from elastic_ckpt.core.checksums import PartialSum
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFile
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.io.coalesce import ReadOptions, parts_of, scales_of
 from elastic_ckpt.io.reader import SUMMED_AT_ONCE_NBYTES, ReadSums
@@ -33,19 +32,8 @@ Ranges = NDArray[np.int64]
 _MOST_AGAIN, _LEAST_NBYTES = 0.01, 4 << 20
 #: Rows of strided reads that are listed one by one at a time, which takes some 64 bytes for each.
 _EXPANDED_AT_ONCE = 1 << 18
-
-
-@dataclass(frozen=True)
-class RankSums:
-    """What one rank has read: sums by record, and bytes of no record with a checksum."""
-
-    sums: Mapping[Key, PartialSum]
-    unsummed_nbytes: int
-
-    @classmethod
-    def of(cls, read: ReadSums) -> RankSums:
-        """What was summed up in a load's reads, which are done."""
-        return cls(read.sums, read.nbytes - sum(each.nbytes for each in read.sums.values()))
+#: What one rank has read: sums by record, and all bytes, of a record or not.
+RankSums = tuple[Mapping[Key, PartialSum], int]
 
 
 def verify_reads(
@@ -61,52 +49,48 @@ def verify_reads(
     Raises:
         DamagedError: a checksum differs; the same on every rank.
     """
-    files, totals = metadata.files, _totals(everybody)
+    files, read_nbytes = metadata.files, sum(nbytes for _, nbytes in everybody)
+    totals: dict[Key, PartialSum] = {}
+    for sums, _ in everybody:
+        for key, partial_sum in sums.items():
+            totals[key] = totals.get(key, PartialSum()) | partial_sum
     summed_nbytes = sum(total.nbytes for total in totals.values())
-    unsummed_nbytes = sum(each.unsummed_nbytes for each in everybody)
     incomplete = sorted(key for key, total in totals.items() if not total.tiles(_record(files, key)[1]))
     if incomplete:
         ranges = distributed.all_gather("list what was read", lambda: ranges_read(plan, options, set(incomplete)))
         mine = incomplete[distributed.rank() :: distributed.world_size()]
-        most = max(int((summed_nbytes + unsummed_nbytes) * _MOST_AGAIN) // distributed.world_size(), _LEAST_NBYTES)
+        most = max(int(read_nbytes * _MOST_AGAIN) // distributed.world_size(), _LEAST_NBYTES)
         read = distributed.all_gather("verify what was read", lambda: _read_again(files, mine, ranges, most))
         again = {key: more for part in read for key, more in part.items()}
         totals |= {key: totals[key] | more for key, more in again.items()}
         incomplete = [key for key in incomplete if key not in again]
     incomplete_nbytes = sum(totals[key].nbytes for key in incomplete)
-    compared = totals.keys() - incomplete
-    damaged = sorted(key for key in compared if totals[key].crc32 != _record(files, key)[2])
+    damaged = sorted(k for k in totals.keys() - incomplete if totals[k].crc32 != _record(files, k)[2])
     if damaged:
         raise _damaged(metadata, damaged, totals[damaged[0]].crc32)
-    return Verified(summed_nbytes - incomplete_nbytes, unsummed_nbytes, incomplete_nbytes)
+    return Verified(summed_nbytes - incomplete_nbytes, read_nbytes - summed_nbytes, incomplete_nbytes)
 
 
 def ranges_read(plan: ReadPlan, options: ReadOptions, keys: set[Key]) -> dict[Key, Ranges]:
     """The byte ranges that this rank reads of some records."""
+    files = {file for file, _ in keys}
+    parts = (part for each in plan.requantize_items for part in parts_of(each, options.requantize_nbytes))
+    sources = [source for part in parts for source in part.sources]
     by_key: dict[Key, list[tuple[int, int, int, int]]] = {}
-    for file, *row in _rows_read(plan, options, {file for file, _ in keys}):
+
+    def add(file: int, *row: int) -> None:
         number = plan.files[file].records.index(row[0])
         if number is not None and (file, number) in keys:
             by_key.setdefault((file, number), []).append((row[0], row[1], row[2], row[3]))
-    return {key: np.array(rows, np.int64) for key, rows in by_key.items()}
 
-
-def _rows_read(plan: ReadPlan, options: ReadOptions, files: set[int]) -> Iterator[tuple[int, int, int, int, int]]:
-    """File, offset, size, stride and number of everything that is read of some files."""
-
-    def row(item: ReadItem) -> tuple[int, int, int, int, int]:
-        itemsize = ITEMSIZE[item.dtype]
-        return item.file, item.byte_offset, item.numel * itemsize, item.file_stride * itemsize, item.rows
-
-    for item in plan.items:
+    for item in (*plan.items, *sources):
         if item.file in files:
-            yield row(item)
-    for each in plan.requantize_items:
-        for source in (source for part in parts_of(each, options.requantize_nbytes) for source in part.sources):
-            if source.file in files:
-                yield row(source)
-                if source.code is not None:
-                    yield source.file, *scales_of(source), 0, 1
+            itemsize = ITEMSIZE[item.dtype]
+            add(item.file, item.byte_offset, item.numel * itemsize, item.file_stride * itemsize, item.rows)
+    for source in sources:
+        if source.file in files and source.code is not None:
+            add(source.file, *scales_of(source), 0, 1)
+    return {key: np.array(rows, np.int64) for key, rows in by_key.items()}
 
 
 def _read_again(
@@ -123,19 +107,14 @@ def _read_again(
         most_nbytes -= nbytes
         if most_nbytes < 0:
             break
-        found[key] = _sum_of(files, key, again)
+        read = ReadSums(files)
+        with open_stream(files[key[0]].path) as stream:
+            for start, stop in again.tolist():
+                stream.seek(start)
+                while raw := stream.read(min(stop - stream.tell(), SUMMED_AT_ONCE_NBYTES)):
+                    read.add(key[0], stream.tell() - len(raw), [memoryview(raw)])
+        found[key] = read.sums.get(key, PartialSum())  # what a file has lost since shows as another checksum
     return found
-
-
-def _sum_of(files: Sequence[SourceFile], key: Key, ranges: NDArray[np.int64]) -> PartialSum:
-    """The sum of some bytes of a record; what a file has lost since shows as another checksum."""
-    read = ReadSums(files)
-    with open_stream(files[key[0]].path) as stream:
-        for start, stop in ranges.tolist():
-            stream.seek(start)
-            while raw := stream.read(min(stop - stream.tell(), SUMMED_AT_ONCE_NBYTES)):
-                read.add(key[0], stream.tell() - len(raw), [memoryview(raw)])
-    return read.sums.get(key, PartialSum())
 
 
 def read_evenly(rows: Ranges, first: int, stop: int) -> NDArray[np.int64]:
@@ -156,15 +135,6 @@ def _covered_evenly(rows: Ranges, first: int, stop: int) -> NDArray[np.int64]:
     starts = np.repeat(offsets, counts) + steps * np.repeat(strides, counts)
     edges = np.sort(np.concatenate([starts, starts + np.repeat(sizes, counts), [first, stop]])).reshape(-1, 2)
     return edges[edges[:, 0] < edges[:, 1]]
-
-
-def _totals(everybody: Sequence[RankSums]) -> dict[Key, PartialSum]:
-    """What all ranks together read of each record."""
-    totals: dict[Key, PartialSum] = {}
-    for each in everybody:
-        for key, partial_sum in each.sums.items():
-            totals[key] = totals[key] | partial_sum if key in totals else partial_sum
-    return totals
 
 
 def _record(files: Sequence[SourceFile], key: Key) -> tuple[int, int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +22,7 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import ReadSums
 from elastic_ckpt.load import verify_reads as verify_reads_module
-from elastic_ckpt.load.verify_reads import RankSums, ranges_read, read_evenly, verify_reads
+from elastic_ckpt.load.verify_reads import ranges_read, read_evenly, verify_reads
 from elastic_ckpt.report import Verified
 
 DATA, BEGIN, PADDING = bytes(range(200)) * 20, 64, 40
@@ -55,13 +54,13 @@ class Job:
             sums = ReadSums(checkpoint.files)
             for start, stop in ranges:
                 sums.add(0, BEGIN + start, [memoryview(data[start:stop])])
-            self.sums.append(RankSums.of(sums))
+            self.sums.append((sums.sums, sums.nbytes))
 
     def verify(self, monkeypatch: pytest.MonkeyPatch) -> Verified:
         def all_gather(doing: str, work: Any) -> list[Any]:
             if doing != "list what was read":
                 return [work()]
-            keys = {key for sums in self.sums for key in sums.sums}
+            keys = {key for sums, _ in self.sums for key in sums}
             return [ranges_read(plan, ReadOptions(), keys) for plan in self.plans]
 
         monkeypatch.setattr(verify_reads_module.distributed, "all_gather", all_gather)
@@ -134,7 +133,8 @@ def test_an_even_number_of_readers_is_told_from_an_odd_one(rows: list[tuple[int,
 def test_what_could_not_be_compared_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_reads_module, "_LEAST_NBYTES", PADDING)
     job = Job(metadata(tmp_path), DATA, [(0, WHOLE - 40)])  # a state that is not restored, say
-    job.sums[0] = replace(job.sums[0], unsummed_nbytes=50)
+    sums, nbytes = job.sums[0]
+    job.sums[0] = sums, nbytes + 50
     verified = job.verify(monkeypatch)
     assert (verified.nbytes, verified.without_checksum_nbytes, verified.incomplete_nbytes) == (0, 50, WHOLE - 40)
     assert "0 % of" in str(verified) and "50.0B have no checksum" in str(verified)
