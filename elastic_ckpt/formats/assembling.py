@@ -29,7 +29,7 @@ from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
-from elastic_ckpt.formats.zero0 import unpartitioned_experts, unpartitioned_metadata, weights_alone
+from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
 
 #: (mp rank, dp rank, ``"model"`` or ``"optimizer"``), (layer, TP rank, ``"layer"``), (mp rank, a number, ``"expert"``),
 #: or (ep rank, mp rank, ``"experts' optimizer"``).
@@ -251,10 +251,8 @@ def _unpartitioned(
             "optimizer states that are numbered, not named",
             remedy="load it at the topology it was saved with, or its weights alone: load_module_only=True",
         )
-    if rank.expert_optimizers:
-        shards_of_experts = list(rank.expert_optimizers.values())
-        return unpartitioned_experts(found, rank.model, rank.experts, shards_of_experts, options, name_states)
-    return unpartitioned_metadata(found, rank.model, options, name_states)
+    of_experts = (rank.experts, list(rank.expert_optimizers.values())) if rank.expert_optimizers else ()
+    return unpartitioned_metadata(found, rank.model, options, name_states, *of_experts)
 
 
 def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> list[int]:

@@ -27,7 +27,15 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
     TensorTable,
 )
-from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, PER_PARAMETER, REPLICATED, TOUCHED, StateOptions
+from elastic_ckpt.core.state_kinds import (
+    COMPANIONS,
+    ELEMENTWISE,
+    PER_PARAMETER,
+    REPLICATED,
+    TOUCHED,
+    BlockFormat,
+    StateOptions,
+)
 from elastic_ckpt.core.values import merged
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
@@ -39,7 +47,6 @@ from elastic_ckpt.formats.saved_states import (
     RankStates,
     SavedKind,
     StatesOfOne,
-    block_format,
     classify,
     kind_notes,
     normal_groups,
@@ -190,8 +197,9 @@ class MetadataBuilder:
             self.opaque[key] = f"a view of shape {view.shape} and strides {view.stride}"
             return None
         dtype = self._one_dtype(partitioned, key, refs, files)
-        blocks, scales = block_format(key, kind, self._codebooks), array("q")
-        if blocks is not None:
+        blocks, scales = None, array("q")
+        if kind.block_numel:
+            blocks = BlockFormat(kind.block_numel, COMPANIONS[key][0], self._codebooks[COMPANIONS[key][1]])
             scales = by_rank(flat.states.tensors[blocks.scales].byte_offset for flat in partitioned.flats)
         offsets = by_rank(ref.byte_offset for ref in refs)
         return FlatTensors(files, offsets, partitioned.numel, dtype, ITEMSIZE[dtype], kind.rows, blocks, scales)

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.values import numbers
@@ -25,9 +25,6 @@ from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import agrees_when_rounded, to_numbers
 from elastic_ckpt.storage.local import open_descriptor
-
-if TYPE_CHECKING:
-    import numpy as np
 
 #: From this release on, ZeRO's optimizers do not step once when they are built.
 _NO_STEP_WHEN_BUILT = (0, 13, 5)
@@ -206,7 +203,7 @@ def spot_check(
             raise error(problem, file, f"{expected} ...{where}", f"{found} ...", parameter=name, remedy=remedy)
 
 
-def _read(path: str, offset: int, numel: int, dtype: str) -> np.ndarray[Any, Any]:
+def _read(path: str, offset: int, numel: int, dtype: str) -> Any:
     descriptor = open_descriptor(path)
     try:
         return to_numbers(dtype, os.pread(descriptor, numel * ITEMSIZE[dtype], offset))

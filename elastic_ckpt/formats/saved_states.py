@@ -19,7 +19,6 @@ from elastic_ckpt.core.state_kinds import (
     ELEMENTWISE,
     REPLICATED,
     TOUCHED,
-    BlockFormat,
     Codebook,
     StateOptions,
     block_numel_of,
@@ -135,13 +134,13 @@ def with_strangers(states: Mapping[T, StatesOfOne], base: Mapping[str, Any]) -> 
 
 def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptions) -> StatesOfOne:
     """Sort the optimizer states of one flat tensor or parameter, and read the small ones. Local."""
-    flat = {**saved, **saved.get(NESTED, {})}
-    flat.pop(NESTED, None)
+    entries = {**saved, **saved.get(NESTED, {})}
+    entries.pop(NESTED, None)
     tensors: dict[str, TensorRef] = {}
     points: dict[str, TensorRef] = {}
     scalars: dict[str, Any] = {}
     opaque: dict[str, str] = {}
-    for key, value in flat.items():
+    for key, value in entries.items():
         if key in WEIGHTS:
             opaque[key] = "a state of a name that masters, buffers or frozen parameters go by here"
         elif isinstance(value, TensorRef):
@@ -151,11 +150,15 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
         else:
             opaque[key] = f"a {type(value).__name__}"
     codebooks = {key: ref for key, ref in tensors.items() if key in _QMAPS and ref.numel <= _SMALL_NUMEL}
-    digested = {}
+    digests = {}
     for key, ref in ((key, ref) for key, ref in tensors.items() if key not in codebooks):
         most = _MOST_REPLICATED_NUMEL if options.layout(key) == REPLICATED else -1 if "absmax" in key else _SMALL_NUMEL
         if ref.numel <= most:
-            digested[key] = ref
+            (raw,) = read_bytes(file, [ref])  # in turn: together they might take more memory than a load may
+            flat = to_numbers(ref.dtype, raw)
+            ascending = len(flat) > 1 and flat.dtype.kind not in "cV" and bool((flat[1:] > flat[:-1]).all())
+            constant = len(flat) > 1 and bool((flat == flat[0]).all())
+            digests[key] = Digest(zlib.crc32(raw), ascending, constant)
     for key, point in zip(points, tensor_values(file, points.values()), strict=True):
         if point is None:
             opaque[key] = f"a number of {points[key].dtype}"
@@ -166,25 +169,10 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
         tensors,
         tuple(sorted(scalars.items(), key=itemgetter(0))),
         opaque,
-        # in turn: together they might take more memory than a load may
-        {key: _digest(ref.dtype, *read_bytes(file, [ref])) for key, ref in digested.items()},
+        digests,
         {key: codebook(values.astype(float).tolist()) for key, values in maps},
         points,
     )
-
-
-def _digest(dtype: str, raw: bytes) -> Digest:
-    flat = to_numbers(dtype, raw)
-    ascending = len(flat) > 1 and flat.dtype.kind not in "cV" and bool((flat[1:] > flat[:-1]).all())
-    return Digest(zlib.crc32(raw), ascending, len(flat) > 1 and bool((flat == flat[0]).all()))
-
-
-def block_format(key: str, kind: SavedKind, codebooks: Mapping[str, Codebook]) -> BlockFormat | None:
-    """How the saved state ``key`` is quantized, with the maps of :func:`resolve_codebooks`; ``None``: it is not."""
-    if not kind.block_numel:
-        return None
-    scales, qmap = COMPANIONS[key]
-    return BlockFormat(kind.block_numel, scales, codebooks[qmap])
 
 
 def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[str, Codebook], dict[str, str]]:

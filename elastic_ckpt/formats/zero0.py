@@ -40,25 +40,55 @@ from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 
 def unpartitioned_metadata(
-    found: CheckpointInfo, model: ModelShard, options: MetadataOptions, name_states: NameStates
+    found: CheckpointInfo,
+    model: ModelShard,
+    options: MetadataOptions,
+    name_states: NameStates,
+    experts: Sequence[ExpertShard] = (),
+    optimizers: Sequence[ExpertOptimizer] = (),
 ) -> CheckpointMetadata:
-    """The metadata of a checkpoint whose optimizer state is whole, or of its weights if ``name_states`` gives up."""
-    state = model.optimizer
-    assert state is not None
-    named = _member_names(model, state, options, name_states)
-    if named is None:
-        return weights_alone(found, model)
-    names, notes = named
-    states = ((model.path, states) for states in state.states.values())
-    builder = MetadataBuilder(found, [model], options.states, states)
-    add_unpartitioned(builder, model, state, names)
+    """The metadata of a checkpoint whose optimizer state is whole, or of its weights if ``name_states`` gives up.
+
+    ``experts`` and ``optimizers`` are the files of experts, and of the optimizer of each expert-parallel rank, in
+    order; without any, the optimizer is in the model-states file.
+    """
+    ep, first = 1, len(optimizers[:1])
+    if optimizers:
+        refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.state.groups)})
+        ep = _degree(found, optimizers)
+    for expert in experts:
+        if model.features.experts[expert.layer] % ep:
+            problem, name = "a layer's experts cannot be on so many expert-parallel ranks", f"{expert.path_of_layer}*"
+            expected, have = f"a number of experts that {ep} divides", f"{model.features.experts[expert.layer]} experts"
+            raise LayoutError(problem, expert.path, expected, have, parameter=name)
+    local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
+    all_states = [each.state for each in optimizers] or [state for state in (model.optimizer,) if state is not None]
+    paths = [each.path for each in optimizers] or [model.path]
+    states = ((path, one) for path, state in zip(paths, all_states, strict=True) for one in state.states.values())
+    builder = MetadataBuilder(found, [model, *optimizers, *experts], options.states, states)
+    for ep_rank, state in enumerate(all_states):
+        shard, mine, files = model, None, dict[str, int]()
+        if optimizers:
+            shard, files = _on_rank(model, experts, optimizers[ep_rank], local, first_file=1 + ep)
+            mine = ExpertRank(ep_rank, local, frozenset(shard.stacked), weights_crc32s([model]))
+        named = _member_names(shard, state, options, name_states, mine)
+        if named is None:
+            return weights_alone(found, model)
+        names, notes = named
+        if ep_rank:  # dense parameters are in each of these files
+            of_experts = {name for name in shard.weights if name in shard.stacked or expert_name(name)}
+            names = [[name if name in of_experts else None for name in group] for group in names]
+        added = _add_unpartitioned(builder, shard, state, names, first + ep_rank)
+        for name in added if files and state.kind == PLAIN else ():  # the weights are the masters
+            builder.tensors.add({(name, MASTER): dense_tensor(name, MASTER, shard.weights[name], files[name])})
+        builder.notes += [note for note in notes if note not in builder.notes]
     builder.tensors.add(module_tensors([model], 0, builder.parameters)[0])
-    builder.notes += notes
-    return builder.build(model, 0, state.groups, frozen_recorded=model.frozen_recorded)
+    groups = merged_groups((range(at, at + 1), state.groups) for at, state in enumerate(all_states, start=first))
+    return builder.build(model, 0, groups, frozen_recorded=model.frozen_recorded)
 
 
-def add_unpartitioned(
-    builder: MetadataBuilder, model: ModelShard, state: UnpartitionedState, names: Members, file: int = 0
+def _add_unpartitioned(
+    builder: MetadataBuilder, model: ModelShard, state: UnpartitionedState, names: Members, file: int
 ) -> list[str]:
     """Add the masters and states of an optimizer that is whole in one file, given the names of its members.
 
@@ -164,44 +194,6 @@ def _member_names(
     compared, flat = state.kind != PLAIN and options.check_shards, state.kind == FUSED
     facts = weights, model.shared, model.buffers, compared, experts
     return name_states(NumberedStates(model.path, state.groups, shapes, flat, *facts))
-
-
-def unpartitioned_experts(
-    found: CheckpointInfo,
-    model: ModelShard,
-    experts: Sequence[ExpertShard],
-    optimizers: Sequence[ExpertOptimizer],
-    options: MetadataOptions,
-    name_states: NameStates,
-) -> CheckpointMetadata:
-    """As :func:`unpartitioned_metadata`, given the files of experts and their optimizers, in order."""
-    refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.state.groups)})
-    ep = _degree(found, optimizers)
-    states = ((each.path, states) for each in optimizers for states in each.state.states.values())
-    builder = MetadataBuilder(found, [model, *optimizers, *experts], options.states, states)
-    for expert in experts:
-        if model.features.experts[expert.layer] % ep:
-            problem, name = "a layer's experts cannot be on so many expert-parallel ranks", f"{expert.path_of_layer}*"
-            expected, have = f"a number of experts that {ep} divides", f"{model.features.experts[expert.layer]} experts"
-            raise LayoutError(problem, expert.path, expected, have, parameter=name)
-    local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
-    for each in optimizers:
-        shard, files = _on_rank(model, experts, each, local, first_file=1 + ep)
-        mine = ExpertRank(each.ep_rank, local, frozenset(shard.stacked), weights_crc32s([model]))
-        named = _member_names(shard, each.state, options, name_states, mine)
-        if named is None:
-            return weights_alone(found, model)
-        names, notes = named
-        if each.ep_rank:  # dense parameters are in each of these files
-            of_experts = {name for name in shard.weights if name in shard.stacked or expert_name(name)}
-            names = [[name if name in of_experts else None for name in group] for group in names]
-        added = add_unpartitioned(builder, shard, each.state, names, 1 + each.ep_rank)
-        for name in added if each.state.kind == PLAIN else ():  # the weights are the masters
-            builder.tensors.add({(name, MASTER): dense_tensor(name, MASTER, shard.weights[name], files[name])})
-        builder.notes += [note for note in notes if note not in builder.notes]
-    builder.tensors.add(module_tensors([model], 0, builder.parameters)[0])
-    groups = merged_groups((range(1 + each.ep_rank, 2 + each.ep_rank), each.state.groups) for each in optimizers)
-    return builder.build(model, 0, groups, frozen_recorded=model.frozen_recorded)
 
 
 def _degree(found: CheckpointInfo, optimizers: Sequence[ExpertOptimizer]) -> int:

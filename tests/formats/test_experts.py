@@ -23,7 +23,7 @@ from elastic_ckpt.formats.model_states import _stacked_experts
 from elastic_ckpt.formats.partitioned import Division, check_experts, divisions, is_across
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.zero0 import _degree, unpartitioned_experts
+from elastic_ckpt.formats.zero0 import _degree, unpartitioned_metadata
 from elastic_ckpt.planning.numbered import name_states
 
 LAYER = f"layers.0.{EXPERTS}"
@@ -201,4 +201,4 @@ def test_experts_that_the_expert_parallel_ranks_do_not_divide_are_refused() -> N
     files: Any = [SimpleNamespace(**vars(expert(0, number)), nbytes=9, records=Records()) for number in range(3)]
     found: Any = SimpleNamespace(path=str, notes=())
     with pytest.raises(LayoutError, match=r"(?s)so many expert-parallel ranks.*3 experts"):
-        unpartitioned_experts(found, model, files, every, MetadataOptions(), name_states)  # type: ignore[arg-type]
+        unpartitioned_metadata(found, model, MetadataOptions(), name_states, files, every)  # type: ignore[arg-type]
