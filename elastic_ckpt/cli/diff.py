@@ -17,14 +17,13 @@ from elastic_ckpt.report import size
 from elastic_ckpt.tools.comparison import Comparison, compare
 from elastic_ckpt.tools.opened import config_of, open_folder
 
-_EXAMPLE = "Example: [bold]elastic-ckpt diff checkpoints/step100 universal/step100[/]"
 _SHOWN = 50
 _Checkpoint = Annotated[
     Path, typer.Argument(help="Folder with a [bold]latest[/] file, or the folder of one tag.", show_default=False)
 ]
 
 
-@app.command("diff", epilog=_EXAMPLE)
+@app.command("diff", epilog="Example: [bold]elastic-ckpt diff checkpoints/step100 universal/step100[/]")
 def diff(
     a: _Checkpoint,
     b: _Checkpoint,

@@ -20,13 +20,12 @@ from elastic_ckpt.tools.findings import ERROR
 from elastic_ckpt.tools.inspection import TRAINED, inspect_folder
 from elastic_ckpt.tools.opened import config_of
 
-_EXAMPLE = "Example: [bold]elastic-ckpt inspect checkpoints --params[/]"
 _ABOUT = "Metadata only: elastic-ckpt verify lists all problems of a checkpoint, with --full those of every byte."
 #: Hyperparameters that are shown first, in this order.
 _FIRST = ("name", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum")
 
 
-@app.command("inspect", epilog=_EXAMPLE)
+@app.command("inspect", epilog="Example: [bold]elastic-ckpt inspect checkpoints --params[/]")
 def inspect(
     folder: Folder,
     tag: Tag = None,
@@ -58,11 +57,31 @@ def clean(value: Any) -> str:
 def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
     """All tables, in order."""
     yield _overview(found)
-    yield _contents(found)
+    shown = table("What it holds", "what", "kind", "dtype", ">number", ">elements", ">bytes")
+    for each in found["contents"]:
+        values = " to ".join(f"{value:g}" for value in each["values"])
+        kind = each["kind"] + (f" = {values}" if values else "")
+        sizes = (f"{each['numel']:,}", size(each["nbytes"])) if each["numel"] else ("", "")
+        shown.add_row(clean(title(each["key"])), kind, each["dtype"], f"{each['tensors']:,}", *sizes)
+    yield shown
     if found["groups"]:
-        yield _groups(found)
+        shown = table("Param groups", ">group", ">members", ">elements", "hyperparameters")
+        for number, group in enumerate(found["groups"]):
+            saved = group["hyperparameters"]
+            keys = [key for key in dict.fromkeys((*_FIRST, *saved)) if key in saved]
+            ordered = {key: saved[key] for key in keys if saved[key] is not None and saved[key] is not False}
+            counts = (str(number), str(group["members"]), f"{group['numel']:,}")
+            shown.add_row(*counts, clean(_pairs(ordered)) or "none saved")
+        yield shown
     if found["findings"]:
-        yield _findings(found)
+        shown = table("Findings")
+        for finding in found["findings"]:
+            details = {name: getattr(finding, name) for name in ("parameter", "file", "expected", "found", "remedy")}
+            known = {name: str(value) for name, value in details.items() if value is not None}
+            lines = [f"[dim]{name}:[/] {clean(text)}" for name, text in known.items() if text not in finding.text]
+            level = "[bold red]error[/]" if finding.level == ERROR else finding.level
+            shown.add_row(level, "\n".join([clean(finding.text), *lines]))
+        yield shown
     if params:
         yield _parameters(found)
     yield Text(_ABOUT, style="dim")
@@ -96,39 +115,6 @@ def _overview(found: Mapping[str, Any]) -> Table:
     return shown
 
 
-def _contents(found: Mapping[str, Any]) -> Table:
-    shown = table("What it holds", "what", "kind", "dtype", ">number", ">elements", ">bytes")
-    for each in found["contents"]:
-        values = " to ".join(f"{value:g}" for value in each["values"])
-        kind = each["kind"] + (f" = {values}" if values else "")
-        sizes = (f"{each['numel']:,}", size(each["nbytes"])) if each["numel"] else ("", "")
-        shown.add_row(clean(title(each["key"])), kind, each["dtype"], f"{each['tensors']:,}", *sizes)
-    return shown
-
-
-def _groups(found: Mapping[str, Any]) -> Table:
-    shown = table("Param groups", ">group", ">members", ">elements", "hyperparameters")
-    for number, group in enumerate(found["groups"]):
-        saved = group["hyperparameters"]
-        keys = [key for key in dict.fromkeys((*_FIRST, *saved)) if key in saved]
-        ordered = {key: saved[key] for key in keys if saved[key] is not None and saved[key] is not False}
-        counts = (str(number), str(group["members"]), f"{group['numel']:,}")
-        shown.add_row(*counts, clean(_pairs(ordered)) or "none saved")
-    return shown
-
-
-def _findings(found: Mapping[str, Any]) -> Table:
-    shown = table("Findings")
-    for finding in found["findings"]:
-        lines = [clean(finding.text)]
-        for name in ("parameter", "file", "expected", "found", "remedy"):
-            value = getattr(finding, name)
-            if value is not None and str(value) not in finding.text:
-                lines.append(f"[dim]{name}:[/] {clean(value)}")
-        shown.add_row("[bold red]error[/]" if finding.level == ERROR else finding.level, "\n".join(lines))
-    return shown
-
-
 def _parameters(found: Mapping[str, Any]) -> Table:
     entries = found["parameters"]
     columns = ("name", "shape", "dtype", ">group", "states", ">elements")
@@ -141,17 +127,13 @@ def _parameters(found: Mapping[str, Any]) -> Table:
         about += [f"{entry['copies']} copies"] if entry["copies"] > 1 else []
         name = clean(entry["name"]) + (f"\n[dim]{clean('; '.join(about))}[/]" if about else "")
         group = "" if entry["group"] is None else str(entry["group"])
+        shape = escape("?" if entry["shape"] is None else str(list(entry["shape"])))
+        if len(entry["shards"]) > 1:
+            counted = (f"{count} x {list(shard)}" for shard, count in Counter(entry["shards"]).items())
+            shape += f"\n[dim]{escape(', '.join(counted))}[/]"
         states = clean(", ".join(entry["states"]))
-        shown.add_row(name, _shapes(entry), entry["dtype"], group, states, f"{entry['numel']:,}")
+        shown.add_row(name, shape, entry["dtype"], group, states, f"{entry['numel']:,}")
     return shown
-
-
-def _shapes(entry: Mapping[str, Any]) -> str:
-    whole = "?" if entry["shape"] is None else str(list(entry["shape"]))
-    if len(entry["shards"]) == 1:
-        return escape(whole)
-    counted = (f"{count} x {list(shard)}" for shard, count in Counter(entry["shards"]).items())
-    return f"{escape(whole)}\n[dim]{escape(', '.join(counted))}[/]"
 
 
 def _pairs(values: Any) -> str:

@@ -26,7 +26,6 @@ from elastic_ckpt.report import saved_topology, size, source_dict, title
 from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.virtual import RankForecast, Topology, VirtualJob, forecast
 
-_EXAMPLE = "Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2[/]"
 _MOST_RANKS = 1 << 20
 #: Ranks planned of a larger job, unless all are asked for.
 _MOST_BY_DEFAULT = 64
@@ -47,7 +46,7 @@ def _degree(option: str, what: str) -> Any:
     return typer.Option(option, min=1, max=_MOST_RANKS, help=f"{what}-parallel degree.")
 
 
-@app.command("plan", epilog=_EXAMPLE)
+@app.command("plan", epilog="Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2[/]")
 def plan(
     folder: Folder,
     dp: Annotated[int | None, _degree("--dp", "Data")] = None,
@@ -133,44 +132,57 @@ def _notes(job: VirtualJob, found: Sequence[RankForecast]) -> list[str]:
 
 def document(job: VirtualJob, found: Sequence[RankForecast], in_detail: bool) -> dict[str, Any]:
     """The forecasts as plain data; ``in_detail``: with every planned rank."""
-    made: dict[str, Any] = {
-        "source": source_dict(job.metadata.source) | {"files": len(job.metadata.files)},
+    files, fields = job.metadata.files, ("key", "dtype", "tensors", "numel", "padding")
+    ranks = (
+        {
+            "rank": each.rank,
+            "coordinates": dataclasses.asdict(job.topology.coordinates(each.rank)),
+            **{key: getattr(each, key) for key, _ in _READS},
+            "files": {files[file].path: nbytes for file, nbytes in sorted(each.by_file.items())},
+            "filled": [dict(zip(fields, (*kind, *counts), strict=True)) for kind, counts in each.filled.items()],
+        }
+        for each in found
+    )
+    return {
+        "source": source_dict(job.metadata.source) | {"files": len(files)},
         "target": dataclasses.asdict(job.topology) | {"ranks": job.topology.ranks},
         "ranks_planned": len(found),
         **{key: _spread([getattr(each, key) for each in found]) for key, _ in _READS},
         "notes": _notes(job, found),
-    }
-    if in_detail:
-        made["ranks"] = [_rank_document(job, each) for each in found]
-    return made
-
-
-def _rank_document(job: VirtualJob, each: RankForecast) -> dict[str, Any]:
-    fields = ("key", "dtype", "tensors", "numel", "padding")
-    return {
-        "rank": each.rank,
-        "coordinates": dataclasses.asdict(job.topology.coordinates(each.rank)),
-        **{key: getattr(each, key) for key, _ in _READS},
-        "files": {job.metadata.files[file].path: nbytes for file, nbytes in sorted(each.by_file.items())},
-        "filled": [dict(zip(fields, (*kind, *counts), strict=True)) for kind, counts in each.filled.items()],
+        **({"ranks": list(ranks)} if in_detail else {}),
     }
 
 
 def report(job: VirtualJob, found: Sequence[RankForecast], in_detail: bool) -> Iterator[RenderableType]:
     """All tables, in order."""
     yield _overview(job, found)
-    yield _reads(found)
-    yield _memory(max(found, key=lambda each: each.memory))
+    shown = table("each rank", "", ">least", ">mean", ">most", ">all planned", min_width=_LEAST_WIDTH)
+    for key, what in _READS:
+        values = _spread([getattr(each, key) for each in found])
+        if values["most"] or key == "nbytes_read":
+            texts = [f"{value:,.0f}" if key in ("reads", "files") else size(value) for value in values.values()]
+            shown.add_row(what, *texts[:3], "" if key == "files" else texts[3])
+    yield shown
+    most = max(found, key=lambda each: each.memory)
+    heading = f"memory that is filled; rank {most.rank} has most"
+    shown = table(heading, "", ">dtype", ">tensors", ">elements", ">bytes", min_width=_LEAST_WIDTH)
+    for (key, dtype), (tensors, numel, padding) in most.filled.items():
+        elements = f"{numel:,}" + (f", {padding:,} padding" if padding else "")
+        shown.add_row(escape(title(key)), dtype, str(tensors), elements, size(numel * ITEMSIZE[dtype]))
+    yield shown
     if in_detail:
-        yield _each_rank(job, found)
-
-
-def _table(heading: str, *columns: str) -> Table:
-    return table(heading, *columns, min_width=_LEAST_WIDTH)
+        columns = ("rank", ">stage", ">dp", ">tp", ">read", ">reads", ">files", ">memory")
+        shown = table("ranks", *columns, min_width=_LEAST_WIDTH)
+        for each in found:
+            at = job.topology.coordinates(each.rank)
+            numbers = map(str, (each.rank, at.pp_rank, at.dp_rank, at.tp_rank))
+            shown.add_row(*numbers, size(each.nbytes_read), f"{each.reads:,}", str(each.files), size(each.memory))
+        yield shown
 
 
 def _overview(job: VirtualJob, found: Sequence[RankForecast]) -> Table:
-    shown, source, files = _table("elastic_ckpt: plan of a load"), job.metadata.source, job.metadata.files
+    source, files = job.metadata.source, job.metadata.files
+    shown = table("elastic_ckpt: plan of a load", min_width=_LEAST_WIDTH)
     total = size(sum(file.nbytes for file in files))
     about = f"{source.folder} ({source.format}, tag {source.tag}, {len(files)} files, {total})"
     by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
@@ -184,31 +196,4 @@ def _overview(job: VirtualJob, found: Sequence[RankForecast]) -> Table:
         shown.add_row("note", escape(note))
     if len(notes) > _NOTES_SHOWN:
         shown.add_row("note", f"and {len(notes) - _NOTES_SHOWN} more, with --json")
-    return shown
-
-
-def _reads(found: Sequence[RankForecast]) -> Table:
-    shown = _table("each rank", "", ">least", ">mean", ">most", ">all planned")
-    for key, what in _READS:
-        values = _spread([getattr(each, key) for each in found])
-        if values["most"] or key == "nbytes_read":
-            texts = [f"{value:,.0f}" if key in ("reads", "files") else size(value) for value in values.values()]
-            shown.add_row(what, *texts[:3], "" if key == "files" else texts[3])
-    return shown
-
-
-def _memory(each: RankForecast) -> Table:
-    shown = _table(f"memory that is filled; rank {each.rank} has most", "", ">dtype", ">tensors", ">elements", ">bytes")
-    for (key, dtype), (tensors, numel, padding) in each.filled.items():
-        elements = f"{numel:,}" + (f", {padding:,} padding" if padding else "")
-        shown.add_row(escape(title(key)), dtype, str(tensors), elements, size(numel * ITEMSIZE[dtype]))
-    return shown
-
-
-def _each_rank(job: VirtualJob, found: Sequence[RankForecast]) -> Table:
-    shown = _table("ranks", "rank", ">stage", ">dp", ">tp", ">read", ">reads", ">files", ">memory")
-    for each in found:
-        at = job.topology.coordinates(each.rank)
-        numbers = map(str, (each.rank, at.pp_rank, at.dp_rank, at.tp_rank))
-        shown.add_row(*numbers, size(each.nbytes_read), f"{each.reads:,}", str(each.files), size(each.memory))
     return shown

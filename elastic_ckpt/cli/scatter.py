@@ -44,9 +44,7 @@ def write_scatter(job: VirtualJob, ranks: Sequence[int], path: Path) -> None:
         path.write_text(drawn, encoding="utf-8")
     except OSError as error:
         expected = "a path in a folder that is there"
-        raise ConfigError(
-            "the diagram cannot be written", file=str(path), expected=expected, found=str(error)
-        ) from error
+        raise ConfigError("the diagram cannot be written", str(path), expected, str(error)) from error
 
 
 def scatter(job: VirtualJob, plans: Sequence[tuple[int, ReadPlan]]) -> str:

@@ -145,21 +145,20 @@ class VirtualJob:
                 groups[self.metadata.parameters[name].group].append(name)
         groups = list(map(self._in_module_order, groups))
         partitions = list(self._partitions(groups, at))
-        hyperparameters = map(dict, self.metadata.groups)
         state = LocalState(
             zero_stage=self.topology.zero_stage,
             optimizer=SAVED_OPTIMIZER,
             flats=tuple(flat for flat, _ in partitions),
             fragments=(),
             wholes=(),
-            groups=tuple(LiveGroup(tuple(names), own) for names, own in zip(groups, hyperparameters, strict=True)),
+            groups=tuple(LiveGroup(tuple(n), dict(own)) for n, own in zip(groups, self.metadata.groups, strict=True)),
             model=ModelLayout(at, {name: self.layouts[name] for name in mine}, frozenset(self._keys).difference(mine)),
         )
         return state, [rules for _, rules in partitions]
 
     def _refuse_uneven_experts(self) -> None:
         ep = self.topology.ep
-        uneven = {layer: count for layer, count in self._counts.items() if count % ep}
+        uneven = [layer for layer, count in self._counts.items() if count % ep]
         is_other = (self.topology.zero_stage == 3) if self._experts else ep > 1
         if uneven or is_other or self.topology.dp % ep:
             raise UnsupportedError(
@@ -184,12 +183,10 @@ class VirtualJob:
 
     def _in_module_order(self, names: list[str]) -> list[str]:
         """The members of a group: a checkpoint has those of one expert-parallel rank after those of another."""
-        experts = list(map(self._experts.get, names))
-        if None in experts:
+        experts, layers = self._experts, {layer: number for number, layer in enumerate(self._counts)}
+        if not experts.keys() >= set(names):
             return names
-        layers = {layer: number for number, layer in enumerate(self._counts)}
-        order = [(layers[each.layer], each.number) for each in experts if each is not None]
-        return [names[at] for at in sorted(range(len(names)), key=order.__getitem__)]
+        return sorted(names, key=lambda name: (layers[experts[name].layer], experts[name].number))
 
     def _partitions(
         self, groups: Sequence[Sequence[str]], at: RankCoordinates
@@ -218,19 +215,15 @@ class VirtualJob:
 
         ZeRO-3 ends a sub-group once its partitions reach ``sub_group_size``: ``_create_fp16_sub_groups`` (stage3.py).
         """
-        if self.topology.zero_stage == 0:
-            yield from ([name] for name in names)
-        elif self.topology.zero_stage < 3:
-            yield from [names] if names else []
-        else:
-            gathered: list[str] = []
-            numel = 0
-            for name in names:
-                gathered.append(name)
-                numel += self._step(math.prod(self.layouts[name].shapes[at.tp_rank]))
-                if numel >= self.topology.sub_group_numel or name is names[-1]:
-                    yield gathered
-                    gathered, numel = [], 0
+        gathered: list[str] = []
+        numel, stage = 0, self.topology.zero_stage
+        for name in names:
+            gathered.append(name)
+            numel += self._step(math.prod(self.layouts[name].shapes[at.tp_rank]))
+            is_full = stage == 0 or (stage == 3 and numel >= self.topology.sub_group_numel)
+            if is_full or name is names[-1]:
+                yield gathered
+                gathered, numel = [], 0
 
     def _step(self, numel: int) -> int:
         return per_parameter_numel(numel, self.topology.dp, self.topology.alignment)
@@ -281,9 +274,8 @@ class VirtualJob:
                 continue
             shape = self.layouts[name].shapes[at.tp_rank]
             numel = math.prod(shape)
-            whole = WholeTensor(
-                name, key, shape, FlatRange(0, numel), tensor.dtype, at.dp > 1 and name not in self._experts
-            )
+            in_all = at.dp > 1 and name not in self._experts
+            whole = WholeTensor(name, key, shape, FlatRange(0, numel), tensor.dtype, in_all)
             if key == FROZEN and self.topology.zero_stage == 3:
                 part = next(iter(placements(parameter_rules([numel], [self._step(numel)]), at.dp_rank)), None)
                 whole = replace(whole, range=part.range if part else FlatRange(0, 0), replicated=False)
