@@ -111,13 +111,9 @@ class PartitionRule:
     @property
     def ranks(self) -> range:
         """The ranks that have some of its elements."""
-        return self.ranks_of(0, self.numel)
-
-    def ranks_of(self, start: int, stop: int) -> range:
-        """The ranks that have some of the elements ``[start, stop)``."""
-        if start >= stop:
+        if not self.numel:
             return range(0)
-        return range((start + self.shift) // self.step, (stop - 1 + self.shift) // self.step + 1)
+        return range(self.shift // self.step, (self.numel - 1 + self.shift) // self.step + 1)
 
 
 def group_rules(numels: Sequence[int], offsets: Sequence[int], partition_numel: int) -> list[PartitionRule]:
@@ -182,14 +178,12 @@ class PartitionedChunks:
         return self.flat.blocks
 
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
-        rule, found = self.rule, []
-        if self.flat.rows == 1:  # the hot path of planning
-            first, last = (start + rule.shift) // rule.step, (stop - 1 + rule.shift) // rule.step
-            return [self._chunk(0, rank) for rank in range(first, last + 1)]
-        for row in range(start // rule.numel, -(-stop // rule.numel)):
-            before = row * rule.numel
-            ranks = rule.ranks_of(max(start - before, 0), min(stop - before, rule.numel))
-            found += [self._chunk(row, rank) for rank in ranks]
+        numel, step, shift = self.rule.numel, self.rule.step, self.rule.shift
+        found: list[StorageChunk] = []
+        for row in range(start // numel, -(-stop // numel)):
+            before = row * numel
+            first, last = (max(start - before, 0) + shift) // step, (min(stop - before, numel) - 1 + shift) // step
+            found += [self._chunk(row, rank) for rank in range(first, last + 1)]
         return found
 
     @property

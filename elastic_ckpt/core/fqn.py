@@ -1,11 +1,12 @@
-"""The user's renames of saved FQNs. Pure."""
+"""FQNs: the user's renames of saved ones, and what tells which of an optimizer's numbered states is whose. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elastic_ckpt.core.metadata import CheckpointMetadata, DerivedTensors
 from elastic_ckpt.errors import MismatchError, listed
@@ -64,3 +65,40 @@ def with_names(
         crc32s={new_name(name): crc32 for name, crc32 in metadata.crc32s.items()},
         notes=(*metadata.notes, *notes),
     )
+
+
+Shape = tuple[int, ...]
+#: Per saved group, the name of each member; ``None``: a parameter that no longer trains, whose state is not needed.
+Members = Sequence[Sequence[str | None]]
+
+
+@dataclass(frozen=True)
+class ExpertRank:
+    """The experts of one expert-parallel rank."""
+
+    rank: int
+    local: Mapping[str, int]  # path of a layer -> how many it holds
+    stacked: frozenset[str]  # stacked parameters
+    crc32s: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # as of ``CheckpointMetadata``
+
+
+@dataclass(frozen=True)
+class NumberedStates:
+    """Optimizer states that a checkpoint numbers instead of naming, and the weights saved beside them."""
+
+    path: str  # of the file
+    groups: Sequence[Mapping[str, Any]]  # hyperparameters of each saved param group
+    #: Per saved group, the shape of each member, ``None`` if no state shows it; of a flat group, of that.
+    shapes: Sequence[Sequence[Shape | None]]
+    is_flat: bool  # each group is one flat tensor
+    weights: Mapping[str, Shape]  # in the order of the module
+    aliases: Mapping[str, str] = field(default_factory=dict)  # tied name -> name that holds the data
+    buffers: Sequence[str] = ()  # names
+    compared: bool = False  # saved values prove the names, because masters are compared with the weights
+    experts: ExpertRank | None = None  # whose weights are among these, of a file of one expert-parallel rank
+
+
+#: The names, and notes on how they were inferred.
+NamedStates = tuple[Members, tuple[str, ...]]
+#: Names numbered states; ``None`` if nobody needs them, :class:`MismatchError` if they are needed and unknown.
+NameStates = Callable[[NumberedStates], NamedStates | None]

@@ -15,8 +15,8 @@ from typing import Any
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.experts import with_slices
 from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, TensorMetadata
-from elastic_ckpt.core.numbered import NameStates
 from elastic_ckpt.core.shard_specs import DeclaredSpecs
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.training_state import TrainingState

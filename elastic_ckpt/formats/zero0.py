@@ -1,6 +1,6 @@
 """Metadata of checkpoints without ZeRO partitions, whose optimizer may number its parameters.
 
-Numbered ones get their names from whoever reads the folder (:mod:`elastic_ckpt.core.numbered`). Where there are masters
+Numbered ones get their names from whoever reads the folder (:mod:`elastic_ckpt.core.fqn`). Where there are masters
 beside the weights, their values are compared too (:mod:`elastic_ckpt.formats.same_save`).
 
 Of mixtures of experts, ``expp_rank_E_mp_rank_00_optim_states.pt`` holds the states of all dense parameters, and of the
@@ -18,8 +18,8 @@ from itertools import chain
 from elastic_ckpt.core.chunks import group_rules
 from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.flat_ranges import group_offsets
+from elastic_ckpt.core.fqn import ExpertRank, Members, NamedStates, NameStates, NumberedStates
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
-from elastic_ckpt.core.numbered import ExpertRank, Members, NamedStates, NameStates, NumberedStates
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves

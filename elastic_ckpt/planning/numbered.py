@@ -15,9 +15,8 @@ from itertools import chain, groupby
 from types import MappingProxyType
 
 from elastic_ckpt.core.experts import ExpertName, expert_name, stacked_name
-from elastic_ckpt.core.fqn import RenameRules, rename
+from elastic_ckpt.core.fqn import ExpertRank, Members, NamedStates, NumberedStates, RenameRules, Shape, rename
 from elastic_ckpt.core.local_state import LiveGroup
-from elastic_ckpt.core.numbered import ExpertRank, Members, NamedStates, NumberedStates, Shape
 from elastic_ckpt.errors import MismatchError, listed
 
 Names = Sequence[Sequence[str]]

@@ -31,10 +31,7 @@ _MISSING = (errno.ENOENT, errno.ENOTDIR)
 
 
 def open_descriptor(path: str) -> int:
-    """A descriptor for reading a checkpoint's file, to be closed by the caller.
-
-    Raises :class:`DamagedError` for what is no regular file, cannot be opened, or has moved.
-    """
+    """A descriptor for reading a file, to be closed by the caller; :class:`DamagedError` if it is not usable."""
     with named_os_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -136,10 +133,9 @@ def see(path: str, status: os.stat_result) -> None:
 
 
 def look_again(reopen: bool = True) -> None:
-    """Compare all files with their pins; without ``reopen``, a network file system may answer from its cache.
+    """Compare all files with their pins; :class:`SavedOverError` if some file is gone, or another one.
 
-    Raises:
-        SavedOverError: some file is gone, or another one.
+    Without ``reopen``, a network file system may answer from its cache.
     """
     for path, first in (PINS.get() or {}).items():
         try:

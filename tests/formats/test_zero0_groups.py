@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.numbered import NumberedStates
+from elastic_ckpt.core.fqn import NumberedStates
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.numbered import name_states
 from tests.unpartitioned import catalog_of, check_states, indexed, trained
