@@ -50,8 +50,8 @@ class Collectives:
 
 def collectives_of(ranks: int, model: ScaleModel) -> Collectives:
     """Play a load of the model's checkpoint."""
-    found, kinds, files = scale_files(model)
-    metadata = assemble(found, kinds, files, MetadataOptions(), name_states).metadata
+    found, mp_ranks, files = scale_files(model)
+    metadata = assemble(found, mp_ranks, files, MetadataOptions(), name_states).metadata
     saved = metadata.source
     virtual = VirtualJob(
         metadata, Topology(ranks // (saved.tp * saved.pp), saved.tp, saved.pp, saved.zero_stage), LoadOptions()

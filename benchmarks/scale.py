@@ -108,11 +108,11 @@ def measure(folder: Path, stage: int, parameters: int, ranks: int, job_ranks: in
 def measure_model(name: str, live: Topology, job_ranks: int) -> ScalePoint:
     """Exchange and plan one rank's load of a large model's checkpoint, which is simulated."""
     model = ScaleModel.load(name)
-    found, kinds, files = scale_files(model)
+    found, mp_ranks, files = scale_files(model)
 
     def read() -> CheckpointMetadata:
         return assemble(
-            found, kinds, read_my_share(len(files), lambda at: files[at]), MetadataOptions(), name_states
+            found, mp_ranks, read_my_share(len(files), lambda at: files[at]), MetadataOptions(), name_states
         ).metadata
 
     config = ElasticConfig.model_validate({"tp_preset": model.preset} if model.preset else {})

@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, model_validator
 from elastic_ckpt.core.experts import EXPERTS
 from elastic_ckpt.core.flat_ranges import per_parameter_numel
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata
-from elastic_ckpt.formats.assembling import Kind, assemble
+from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, model_indexer
@@ -263,31 +263,28 @@ def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
     return assemble(*scale_files(model), MetadataOptions(), name_states).metadata
 
 
-def scale_files(model: ScaleModel) -> tuple[CheckpointInfo, list[Kind], list[Indexed]]:
-    """The folder of a large model's checkpoint, and the kind and contents of each file."""
+def scale_files(model: ScaleModel) -> tuple[CheckpointInfo, list[int], list[Indexed]]:
+    """The folder of a large model's checkpoint, and the model-parallel rank and contents of each file."""
     folder, tp, dp = os.path.join(FOLDER, model.name, model.saved.tag), model.saved.tp, model.saved.dp
     parameters = model.every_parameter()
-    kinds: list[Kind] = []
+    mp_ranks: list[int] = []
     indexed: list[Indexed] = []
     for mp in range(len(model.saved.stages) * tp):
         groups = _flat_groups(model, parameters, mp // tp)
         models = _model_shards(model, folder, mp, parameters, groups)
-        kinds += [
-            *((mp, rank, "model") for rank in range(len(models))),
-            *((mp, rank, "optimizer") for rank in range(dp)),
-        ]
+        mp_ranks += [mp] * (len(models) + dp)
         indexed += [*models, *(_optimizer_shard(model, folder, mp, rank, groups) for rank in range(dp))]
     experts = list(_expert_shards(model, folder, parameters))
-    kinds += [(0, number, "expert") for number in range(len(experts))]
     layers: dict[int, list[Parameter]] = defaultdict(list)
     for parameter in parameters if model.saved.zero_stage < 3 and not experts else ():
         layers[parameter.layer].append(parameter)
     for layer in sorted(layers):
-        kinds += [(layer, rank, "layer") for rank in range(tp)]
+        mp_ranks += [-1] * tp
         indexed += [_layer_shard(model, folder, layer, rank, layers[layer]) for rank in range(tp)]
+    mp_ranks += [0] * len(experts)
     indexed += experts
     files = sort_names([os.path.basename(item.path) for item in indexed], is_universal=False)
-    return CheckpointInfo("native", folder, model.saved.tag, files), kinds, indexed
+    return CheckpointInfo("native", folder, model.saved.tag, files), mp_ranks, indexed
 
 
 class _File:

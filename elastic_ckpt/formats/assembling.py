@@ -31,10 +31,6 @@ from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
 
-#: (mp rank, dp rank, ``"model"`` or ``"optimizer"``), (layer, TP rank, ``"layer"``), (mp rank, a number, ``"expert"``),
-#: or (ep rank, mp rank, ``"experts' optimizer"``).
-Kind = tuple[int, int, str]
-
 
 @dataclass
 class RankFiles:
@@ -68,14 +64,14 @@ class Assembled:
 
 def assemble(
     found: CheckpointInfo,
-    kinds: Sequence[Kind],
+    mp_ranks: Sequence[int],
     indexed: Sequence[Any],
     options: MetadataOptions,
     name_states: NameStates,
 ) -> Assembled:
-    """Combine the files of a checkpoint, given the kind and the contents of each."""
+    """Combine the files of a checkpoint, given the model-parallel rank and the contents of each."""
     layers = [item for item in indexed if isinstance(item, LayerShard)]
-    ranks = _by_rank(kinds, indexed)
+    ranks = _by_rank(mp_ranks, indexed)
     for each in ranks.values():
         if each.model.before_0_19_4:
             each.models = {at: _completed(model, each) for at, model in each.models.items()}
@@ -118,10 +114,10 @@ def _experts_across(
     return partitioned.with_experts(metadata, list(experts.values()), model)
 
 
-def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFiles]:
+def _by_rank(mp_ranks: Sequence[int], indexed: Sequence[Any]) -> dict[int, RankFiles]:
     ranks: dict[int, RankFiles] = {}
     shared: dict[str, str] = {}
-    for position, ((mp, second, _), item) in enumerate(zip(kinds, indexed, strict=True)):
+    for position, (mp, item) in enumerate(zip(mp_ranks, indexed, strict=True)):
         if isinstance(item, ModelShard):
             ranks.setdefault(mp, RankFiles()).models[position] = item
             shared = {**item.shared, **shared} if item.shared else shared
@@ -130,7 +126,7 @@ def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFil
         elif isinstance(item, ExpertShard):
             ranks.setdefault(mp, RankFiles()).experts.append(item)
         elif isinstance(item, ExpertOptimizer):
-            rank = ranks.setdefault(second, RankFiles())
+            rank = ranks.setdefault(mp, RankFiles())
             rank.expert_optimizers[position] = item
             # the first has the dense parameters too, whose states are in the model-states file without experts
             models = rank.models.items()

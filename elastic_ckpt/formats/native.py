@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from elastic_ckpt.core.fqn import NameStates
@@ -12,20 +13,27 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats import merging
-from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
+from elastic_ckpt.formats.assembling import Assembled, assemble, missing_file
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
-from elastic_ckpt.formats.merging import ExpertOptimizer, ExpertShard, LayerShard
-from elastic_ckpt.formats.model_states import ModelIndexer, ModelShard, model_indexer
+from elastic_ckpt.formats.merging import (
+    ExpertOptimizer,
+    ExpertShard,
+    LayerShard,
+    index_expert,
+    index_expert_optimizer,
+    index_layer,
+)
+from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state
-from elastic_ckpt.formats.shards import OptimizerShard, index_zero3, index_zero12
+from elastic_ckpt.formats.shards import OptimizerShard, index_shard
 from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
 
 #: What one file of a native checkpoint holds.
 Indexed = ModelShard | OptimizerShard | LayerShard | ExpertShard | ExpertOptimizer | SourceFile
+Indexer = Callable[[PickledFile], Indexed]
 
 
 def survey_native(found: CheckpointInfo, options: MetadataOptions) -> Callable[[], None] | None:
@@ -35,15 +43,14 @@ def survey_native(found: CheckpointInfo, options: MetadataOptions) -> Callable[[
 
 def native_reading(found: CheckpointInfo, options: MetadataOptions, _: None) -> FolderReading:
     """How to read a native checkpoint."""
-    names = _expected_files(found)
-    kinds, paths = list(names), [found.path(name) for name in names.values()]
-    index_model = model_indexer(options.states)
+    mp_ranks, names, indexers = zip(*_expected_files(found, options.states), strict=True)
+    paths = list(map(found.path, names))
 
     def read(position: int, open_one: OpenFile) -> Indexed:
-        return index_native(open_one(paths[position]), kinds[position], options.states, index_model)
+        return indexers[position](open_one(paths[position]))
 
     def fit(indexed: Sequence[Indexed], opened: Mapping[str, PickledFile], name_states: NameStates) -> Fitted:
-        files = assemble(found, kinds, indexed, options, name_states)
+        files = assemble(found, mp_ranks, indexed, options, name_states)
         if options.check_shards:
             _spot_check(files, {at for at, path in enumerate(paths) if path in opened})
         position, for_all = _own_state(files, options.coordinates)
@@ -73,24 +80,6 @@ def _own_state(files: Assembled, coordinates: RankCoordinates) -> tuple[int, boo
     return models[own or 0], own is None and (not same_model or coordinates.tp * coordinates.pp == 1)
 
 
-def index_native(
-    file: PickledFile, kind: Kind, options: StateOptions, index_model: ModelIndexer | None = None
-) -> Indexed:
-    """Read one file of a native checkpoint."""
-    first, second, what = kind
-    if what == "layer":
-        return merging.index_layer(file, first, second)
-    if what == "expert":
-        return merging.index_expert(file)
-    if what == "experts' optimizer":
-        return merging.index_expert_optimizer(file, first, options)
-    if what == "model":
-        refuse_mixture(file)
-        return (index_model or model_indexer(options))(file, second)
-    is_zero3 = "fp32_flat_groups" in file.section("optimizer_state_dict")
-    return (index_zero3 if is_zero3 else index_zero12)(file, second, options)
-
-
 def _spot_check(files: Assembled, opened: Collection[int]) -> None:
     """Compare masters with weights, in the files that this process opened."""
     all_metadata, stages_of = files.all_metadata, files.metadata.stages
@@ -116,11 +105,19 @@ def _spot_check(files: Assembled, opened: Collection[int]) -> None:
             spot_check(files.across, expert.path, expert.weights, shards)
 
 
-def _expected_files(found: CheckpointInfo) -> dict[Kind, str]:
-    """Kind -> file name: model-states, optimizer-states, then layer files; :class:`LayoutError` for holes."""
-    files = found.files
-    models: dict[Kind, str] = {}
-    optimizers: dict[Kind, str] = {}
+def _expected_files(found: CheckpointInfo, options: StateOptions) -> list[tuple[int, str, Indexer]]:
+    """Model-parallel rank, name and indexer of each file: model-states, optimizer-states, then those of layers.
+
+    Raises :class:`LayoutError` for holes.
+    """
+    files, index_model = found.files, model_indexer(options)
+    models: list[tuple[int, str, Indexer]] = []
+    optimizers: list[tuple[int, str, Indexer]] = []
+
+    def index_whole_model(file: PickledFile, dp_rank: int) -> ModelShard:
+        refuse_mixture(file)
+        return index_model(file, dp_rank)
+
     for mp in sorted(files.mp_ranks):
         optimizer = {dp: name for (dp, rank), name in files.optimizer.items() if rank == mp}
         zero3 = {dp: name for (dp, rank), name in files.model_zero3.items() if rank == mp}
@@ -137,10 +134,17 @@ def _expected_files(found: CheckpointInfo) -> dict[Kind, str]:
                 first, plain = next(iter(names)), plain_name(next(iter(names.values())))
                 sample = plain.replace(f"rank_{first}_", f"rank_{min(holes)}_", 1)
                 raise missing_file(found, sample, f"{kind} of ranks {sorted(names)}")
-        models |= {(mp, dp, "model"): name for dp, name in sorted(({0: model} if model else zero3).items())}
-        optimizers |= {(mp, dp, "optimizer"): name for dp, name in sorted(optimizer.items())}
-    layers = {(*layer, "layer"): name for layer, name in sorted(files.layers.items())}
-    of_rank = sorted((mp, layer, expert, name) for (layer, expert, mp), name in files.experts.items())
-    experts = {(mp, number, "expert"): name for number, (mp, _, _, name) in enumerate(of_rank)}
-    of_experts = {(*rank, "experts' optimizer"): name for rank, name in sorted(files.expert_optimizers.items())}
-    return models | optimizers | layers | of_experts | experts
+        ranks = sorted(({0: model} if model else zero3).items())
+        models += [(mp, name, partial(index_whole_model, dp_rank=dp)) for dp, name in ranks]
+        ranks = sorted(optimizer.items())
+        optimizers += [(mp, name, partial(index_shard, dp_rank=dp, options=options)) for dp, name in ranks]
+    layers = [
+        (-1, name, partial(index_layer, layer=layer, tp_rank=tp_rank))
+        for (layer, tp_rank), name in sorted(files.layers.items())
+    ]
+    of_experts = [
+        (mp, name, partial(index_expert_optimizer, ep_rank=ep_rank, options=options))
+        for (ep_rank, mp), name in sorted(files.expert_optimizers.items())
+    ]
+    experts = sorted((mp, layer, expert, name) for (layer, expert, mp), name in files.experts.items())
+    return [*models, *optimizers, *layers, *of_experts, *((mp, name, index_expert) for mp, _, _, name in experts)]

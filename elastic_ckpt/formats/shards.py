@@ -126,6 +126,12 @@ def build_shard(
     )
 
 
+def index_shard(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
+    """Read one optimizer-states file of any ZeRO stage."""
+    is_zero3 = "fp32_flat_groups" in file.section("optimizer_state_dict")
+    return (_index_zero3 if is_zero3 else index_zero12)(file, dp_rank, options)
+
+
 def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
     """Read one ZeRO-1/2 optimizer-states file.
 
@@ -154,7 +160,7 @@ def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
     return build_shard(file, dp_rank, stage, flats, base["param_groups"], list(range(len(masters))))
 
 
-def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
+def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
     """Read one ZeRO-3 optimizer-states file.
 
     Raises :class:`DamagedError` if entries are missing or of another kind.
