@@ -6,21 +6,15 @@ closed list, with arguments that are checked.
 
 from __future__ import annotations
 
-import builtins
-import collections
-import datetime
-import decimal
-import fractions
+import importlib
 import sys
-import types
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError, UnsupportedError, refuse_used_up
 from elastic_ckpt.formats.pickled import PickledFile, read_into, unreadable
-from elastic_ckpt.formats.torch_archive import checks
 from elastic_ckpt.formats.torch_archive.calls import (
     ITEMS,
     MEMBER,
@@ -32,10 +26,10 @@ from elastic_ckpt.formats.torch_archive.calls import (
     Call,
     Global,
     Size,
-    Unmade,
+    refuse_errors,
     unsafe_error,
 )
-from elastic_ckpt.formats.torch_archive.globals import PLAIN_CLASSES
+from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, NAMESPACE, PLAIN_CLASSES, is_attribute
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import CHANGED, PARAMETER, QUANTIZED, SPARSE, StorageRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
@@ -48,14 +42,9 @@ if TYPE_CHECKING:
 _NOT_MADE = (UnsafePickleError, UnsupportedError)
 #: torch counts no further.
 _MOST_ELEMENTS = 1 << 62
-#: What one of Python's own classes may be made of.
-_PARTS = (str, int, float, bytes, type, datetime.timedelta, datetime.tzinfo, type(None))
 #: Attributes, and elements of tensors that are not dense, for each byte of the file, and in addition: many objects can
 #: be given the same ones.
 _MOST_GIVEN, _MOST_MORE_GIVEN = 1, 1 << 16
-_MODULES: Mapping[str, Any] = {
-    each.__name__: each for each in (builtins, collections, datetime, decimal, fractions, types)
-}
 
 
 def materialise(file: PickledFile, node: Any) -> Any:
@@ -111,27 +100,22 @@ class _Maker:
 
     def made(self, leaf: Any) -> Any:
         """What a leaf stands for."""
-        if isinstance(leaf, Unmade):
-            raise leaf.error
         try:
-            return self._made(leaf)
+            if type(leaf) is TensorRef:
+                return self._tensor(leaf)
+            if type(leaf) is StorageRef:
+                return self._typed_storage(leaf)
+            if type(leaf) is Size:
+                import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
+
+                return torch.Size(leaf)
+            if type(leaf) is Call and leaf.name in (SPARSE, QUANTIZED):  # torch looks at each element of their parts
+                self._charge(None, sum(part.numel() for part in leaf.args if hasattr(part, "is_leaf")))
+            return _named(leaf) if type(leaf) is Global else _called(leaf) if type(leaf) is Call else leaf
         except ElasticCkptError:
             raise
         except Exception as error:  # arguments of a constructor can raise anything
             raise self.failed(leaf, error) from error
-
-    def _made(self, leaf: Any) -> Any:
-        if type(leaf) is TensorRef:
-            return self._tensor(leaf)
-        if type(leaf) is StorageRef:
-            return self._typed_storage(leaf)
-        if type(leaf) is Size:
-            import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
-
-            return torch.Size(leaf)
-        if type(leaf) is Call and leaf.name in (SPARSE, QUANTIZED):  # torch looks at each element of their parts
-            self._charge(None, sum(part.numel() for part in leaf.args if hasattr(part, "is_leaf")))
-        return _named(leaf) if type(leaf) is Global else _called(leaf) if type(leaf) is Call else leaf
 
     def give(self, call: Call, made: Any, attributes: dict[str, Any], steps: list[tuple[str, list[Any]]]) -> None:
         """Give an object its attributes, states and items, as :mod:`pickle` does."""
@@ -139,7 +123,7 @@ class _Maker:
             if attributes:
                 self._charge(attributes)
                 vars(made).update(attributes)
-            if call.name == checks.ARRAY and not steps:
+            if call.name == ARRAY and not steps:
                 raise ValueError("an array without data")
             for kind, values in steps:
                 if kind == STATE:
@@ -229,17 +213,11 @@ def _set_attributes(tensor: torch.Tensor, attributes: Mapping[Any, Any]) -> None
 
 def _named(leaf: Global) -> Any:
     """The class or dtype that a name is of."""
-    if leaf.error is not None:
-        raise leaf.error
+    refuse_errors(leaf)
     if leaf.users is not None:
         return leaf.users
-    module, _, name = leaf.name.rpartition(".")
-    if module == "torch":
-        import torch  # noqa: F401, PLC0415
-    found = getattr(
-        sys.modules.get(module), name, None
-    )  # never imported from here: that would run code at a file's wish
-    if isinstance(found, type) or (module == "torch" and found is not None and not callable(found)):
+    found = _imported(leaf.name)
+    if isinstance(found, type) or (leaf.name.startswith("torch.") and found is not None and not callable(found)):
         return found
     raise UnsupportedError(
         "this file holds the name of a class or function that is not there",
@@ -248,22 +226,39 @@ def _named(leaf: Global) -> Any:
     )
 
 
+def _imported(path: str) -> Any:
+    """What a qualified name stands for; only torch and modules of Python's are imported at a file's wish."""
+    module, _, name = path.rpartition(".")
+    if module == "torch" or path in PLAIN_CLASSES:
+        importlib.import_module(module)
+    return getattr(sys.modules.get(module), name, None)
+
+
 def _called(call: Call) -> Any:
     """The result of a call whose arguments are real; a call still, where its class is not imported."""
     function, args = call.function, call.args
     if not isinstance(function, Global):
         return function(*args)
-    if function.error is not None:
-        raise function.error
-    if (users := function.users) is not None:
-        if call.how in (MEMBER, SUBCLASS):
-            return users[args[0]] if call.how == MEMBER else args[0].as_subclass(users)
-        return users.__new__(users, *args) if call.how == NEW else users(*args)
+    refuse_errors(function)
     if call.how == TENSOR:
         return _not_dense(function.name, args)
-    if function.name in (checks.DTYPE, checks.ARRAY, checks.BUFFER):
+    if function.users is None and function.name in (ARRAY, BUFFER, DTYPE):
         return _of_numpy(function.name, args)
-    return _of_python(function.name, args) if function.name in PLAIN_CLASSES else _of_class(call)
+    cls = _imported(function.name) if function.users is None else function.users
+    if function.users is None and not isinstance(cls, type):
+        return call
+    if call.how in (MEMBER, SUBCLASS):
+        return cls[args[0]] if call.how == MEMBER else args[0].as_subclass(cls)
+    return cls.__new__(cls, *args) if call.how == NEW else cls(*args)
+
+
+def _of_numpy(name: str, args: tuple[Any, ...]) -> Any:
+    """An array or a dtype, before its state."""
+    import numpy as np  # noqa: PLC0415  few files need it
+
+    if name == DTYPE:
+        return np.dtype(args[0], False, True)
+    return np.ndarray((0,), "b") if name == ARRAY else np.frombuffer(*args[:2]).reshape(args[2], order=args[3])
 
 
 def _not_dense(name: str, args: tuple[Any, ...]) -> torch.Tensor:
@@ -279,7 +274,7 @@ def _not_dense(name: str, args: tuple[Any, ...]) -> torch.Tensor:
         return torch.sparse_coo_tensor(*parts[:3], is_coalesced=dict(enumerate(parts)).get(3), check_invariants=True)
     if name == QUANTIZED:
         storage, offset, size, stride, grad, *params = args
-        hooks: Any = collections.OrderedDict()
+        hooks: Any = OrderedDict()
         return torch._utils._rebuild_qtensor(storage, offset, size, stride, tuple(params), grad, hooks)
     if name == CHANGED:
         torch._utils.set_tensor_metadata(args[0], dict.fromkeys(args[1], True))
@@ -287,28 +282,11 @@ def _not_dense(name: str, args: tuple[Any, ...]) -> torch.Tensor:
     return torch._utils._rebuild_meta_tensor_no_storage(*args)
 
 
-def _of_numpy(name: str, args: tuple[Any, ...]) -> Any:
-    """An array or a dtype, before its state."""
-    import numpy as np  # noqa: PLC0415  few files need it
-
-    if name == checks.DTYPE:
-        return np.dtype(args[0], False, True)
-    return np.ndarray((0,), "b") if name == checks.ARRAY else np.frombuffer(*args[:2]).reshape(args[2], order=args[3])
-
-
-def _of_python(name: str, args: tuple[Any, ...]) -> Any:
-    for arg in args:
-        if not isinstance(arg, _PARTS) and arg != ():
-            raise unsafe_error(f"{name} of a {type(arg).__name__}")
-    module, _, cls = name.rpartition(".")
-    return getattr(_MODULES[module], cls)(*args)
-
-
 def _set_state(call: Call, made: Any, state: Any) -> None:
     import torch  # noqa: PLC0415
 
     own = getattr(made, "__setstate__", None)
-    is_array = not call.is_users and call.name != checks.NAMESPACE  # or a dtype, whose states were checked
+    is_array = not call.is_users and call.name != NAMESPACE  # or a dtype, whose states were checked
     if isinstance(made, torch.Tensor) and type(made).__setstate__ is torch.Tensor.__setstate__:
         _set_attributes(made, state[0] if isinstance(state, tuple) else state or {})
     elif own is not None and (call.is_users or is_array):
@@ -317,21 +295,8 @@ def _set_state(call: Call, made: Any, state: Any) -> None:
         slots = None
         if isinstance(state, tuple) and len(state) == 2:
             state, slots = state
-        if not call.is_users and not all(
-            map(checks.is_attribute, state)
-        ):  # it may have got more keys since it was read
+        if not call.is_users and not all(map(is_attribute, state)):  # it may have got keys since it was read
             raise unsafe_error(f"an attribute of {call} that is no plain one")
         vars(made).update(state or {})
         for key, value in (slots or {}).items():
             setattr(made, key, value)
-
-
-def _of_class(call: Call) -> Any:
-    """A member of an enum, a device, or an object before its attributes."""
-    module, _, name = call.name.rpartition(".")
-    cls = getattr(sys.modules.get(module), name, None)  # never imported from here: that would run code at a file's wish
-    if not isinstance(cls, type):
-        return call
-    if issubclass(cls, Enum) and call.how == MEMBER:
-        return cls[call.args[0]]
-    return object.__new__(cls) if call.how == NEW else cls(*call.args)

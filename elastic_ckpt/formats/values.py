@@ -11,9 +11,8 @@ from elastic_ckpt.core.values import LeftInFile, TensorValue
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, read_into
-from elastic_ckpt.formats.torch_archive import checks
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size
-from elastic_ckpt.formats.torch_archive.globals import PLAIN_CLASSES
+from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, PLAIN_CLASSES
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
@@ -27,7 +26,7 @@ _MOST_COPIES, _MOST_MORE_NBYTES = 4, 1 << 20
 #: Elements of a tensor among hyperparameters that is read: a file may name one tensor very often.
 _MOST_ELEMENTS = 16
 #: Objects that are made where they are a hyperparameter themselves.
-_MADE = frozenset((*PLAIN_CLASSES, checks.ARRAY, checks.BUFFER, checks.DTYPE))
+_MADE = frozenset((*PLAIN_CLASSES, ARRAY, BUFFER, DTYPE))
 
 
 def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:

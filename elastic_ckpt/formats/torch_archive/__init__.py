@@ -12,8 +12,8 @@ Files are untrusted. Attack surface, and what bounds it (``tests/attacks`` tries
   no method and mean nothing to Python; arrays and dtypes one of numbers, strings and dates (:mod:`.checks`).
 - Extension codes, out-of-band buffers, instances of Python 2, DUP, text persistent ids, protocols 0 and 1: refused.
 - Claimed lengths, counts and memo indices: compared with the bytes that are there. Numbers: at most 1 KiB.
-- Keys: :mod:`.keys`; few that can be made to collide. Integers below 2 ** 60 are not counted among these: a file
-  computed for that end can make a large dictionary of them slow.
+- Keys: :func:`.calls.check_key`; few that can be made to collide. Integers below 2 ** 60 are not counted among these:
+  a file computed for that end can make a large dictionary of them slow.
 - Arguments that are shared by many calls: what calls may copy is counted. Error messages never print a container.
 - Depth, cycles and exponential sharing: :func:`.tree.check_tree`, but for the client state, which is copied without
   recursion, each object once. The interpreter itself does not recurse.

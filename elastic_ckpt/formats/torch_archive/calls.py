@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError
 
@@ -14,6 +14,12 @@ from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError
 CALL, NEW, MEMBER, TENSOR, SUBCLASS = "call", "new", "member", "tensor", "subclass"
 #: What is done with its result.
 STATE, ITEMS, PAIRS, MEMBERS = "state", "items", "pairs", "members"
+#: Most objects in a dictionary key or set member: hashing recurses into them.
+_MOST_KEY_OBJECTS = 32
+#: Smaller integers are their own hashes. Greater ones, floats and tuples can be made to collide: a dictionary or set
+#: takes them as long as it has fewer entries. Strings and bytes are hashed with a random seed of the process.
+_LARGEST_KEY, _MOST_COLLIDING = 1 << 60, 1 << 12
+_PLAIN_KEYS = (str, bool, bytes, type(None))
 #: ``deepspeed.runtime.zero.config.ZeroStageEnum``, as Python 3.11.0 to 3.11.3 pickle it by name.
 _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 
@@ -22,11 +28,13 @@ _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "
 class Global:
     """What a name in a pickle stands for; it stays in the tree where a pickle keeps the name, as for ``torch.float32``.
 
+    With an error it stands for any object that is refused, whose states and items are dropped.
+
     Attributes:
         name: the qualified name.
         call: a function of this package that takes the arguments of REDUCE or NEWOBJ; ``None``: none does.
         users: the real class or function, where the user allowed it: it is called when its result is wanted.
-        error: why neither is there; it is raised when the result is wanted.
+        error: why neither is there; it is raised when the object is wanted.
         copies: whether the result of ``call`` may be as large as its arguments.
     """
 
@@ -35,8 +43,6 @@ class Global:
     users: Any = field(default=None, compare=False)
     error: ElasticCkptError | None = field(default=None, compare=False)
     copies: bool = True
-
-    is_plain_key: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return self.name
@@ -54,7 +60,6 @@ class Call:
     """
 
     __slots__ = ("__dict__", "args", "function", "how", "steps")
-    is_plain_key: ClassVar[bool] = True
 
     def __init__(self, function: Any, args: tuple[Any, ...] = (), how: str = CALL) -> None:
         self.function, self.args, self.how = function, args, how
@@ -78,19 +83,6 @@ class Call:
     def __repr__(self) -> str:  # by which files are compared
         is_short = {int, str}.issuperset(map(type, self.args))
         return f"{self.name}({', '.join(map(repr, self.args))})" if is_short else self.name
-
-
-class Unmade:
-    """An object that is not made, and why; states and items of it are dropped."""
-
-    __slots__ = ("error",)
-    is_plain_key: ClassVar[bool] = True
-
-    def __init__(self, error: ElasticCkptError) -> None:
-        self.error = error
-
-    def __repr__(self) -> str:
-        return str(self.error.found)
 
 
 class Size(tuple[int, ...]):
@@ -118,3 +110,38 @@ def unsafe_error(found: str) -> UnsafePickleError:
         remedy="if you trust whoever wrote the file: torch.serialization.add_safe_globals([TheClass]) before loading, "
         'or "elastic_checkpoint": {"trust_pickle": true}',
     )
+
+
+def refuse_errors(*values: Any) -> None:
+    """Raise the error of a value that stands for an object that is refused."""
+    for value in values:
+        if type(value) is Global and value.error is not None:
+            raise value.error
+
+
+def checked_keys(items: Any, others: int = 0) -> list[Any]:
+    """The items, once all of them are known to be harmless as keys beside ``others``."""
+    if type(items) not in (list, tuple):
+        raise pickle.UnpicklingError(f"members in an object of type {type(items).__name__}")
+    for position, item in enumerate(items, others):
+        check_key(item, position)
+    return list(items)
+
+
+def check_key(key: Any, others: int) -> None:
+    """Raise :class:`pickle.UnpicklingError` for a key that could take long to hash or to find among the ``others``."""
+    if isinstance(key, _PLAIN_KEYS) or (type(key) is int and -_LARGEST_KEY < key < _LARGEST_KEY):
+        return
+    left, waiting = _MOST_KEY_OBJECTS, [key]
+    while waiting:
+        each = waiting.pop()
+        left -= 1
+        is_tuple = isinstance(each, tuple) and type(each).__hash__ is tuple.__hash__
+        if (is_tuple or type(each) is frozenset) and len(each) <= left:
+            waiting += each
+        elif type(each) in (Global, Call) and left >= 0:
+            waiting += getattr(each, "__dict__", {}).values()  # the real object may hash them
+        elif left < 0 or not (isinstance(each, _PLAIN_KEYS) or type(each) in (int, float)):
+            raise pickle.UnpicklingError(f"a key of type {type(each).__name__}, or of too many parts")
+    if others > _MOST_COLLIDING and type(key) not in (Global, Call):
+        raise pickle.UnpicklingError(f"more than {_MOST_COLLIDING} keys that are tuples, or large or real numbers")

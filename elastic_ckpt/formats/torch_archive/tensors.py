@@ -14,7 +14,7 @@ from typing import Any
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import STATE, SUBCLASS, TENSOR, Call, Global, Unmade, described
+from elastic_ckpt.formats.torch_archive.calls import STATE, SUBCLASS, TENSOR, Call, Global, described, refuse_errors
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 #: dtype of each of torch's typed storages.
@@ -65,20 +65,16 @@ def storage_id(persistent_id: Any) -> tuple[str, str, int, Any]:
 
 
 def _rebuild(
-    storage: Any, offset: Any, size: Any, stride: Any, grad: Any = None, _hooks: Any = None, metadata: Any = None
-) -> TensorRef | Call:
-    return _changed(_tensor(storage, None, offset, size, stride, grad), metadata)
-
-
-def _rebuild_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
-) -> TensorRef | Call:
-    if type(dtype) is not Global:
-        raise pickle.UnpicklingError("a tensor without a dtype")
-    return _changed(_tensor(storage, dtype.name.removeprefix("torch."), offset, size, stride, grad), metadata)
-
-
-def _tensor(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any, grad: Any) -> TensorRef:
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    grad: Any = None,
+    _hooks: Any = None,
+    metadata: Any = None,
+    *,
+    dtype: str | None = None,
+) -> Any:
     if type(storage) is not StorageRef or not isinstance(size, tuple) or not isinstance(stride, tuple):
         raise pickle.UnpicklingError("a tensor without storage, size or strides")
     dtype = dtype or storage.dtype
@@ -96,13 +92,21 @@ def _tensor(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any
         raise pickle.UnpicklingError(f"a storage has {storage.nbytes} bytes, but {what}")
     start = offset * itemsize
     at = storage.byte_offset + start
-    return TensorRef(dtype, size, stride, at, False, None, grad is True, None, start, storage.nbytes)
+    ref = TensorRef(dtype, size, stride, at, False, None, grad is True, None, start, storage.nbytes)
+    return _changed(ref, metadata) if metadata else ref
 
 
-def _changed(ref: TensorRef, metadata: Any) -> TensorRef | Call:
-    """A tensor whose elements may be the conjugates, or the negatives, of its bytes."""
-    if not metadata:
-        return ref
+def _rebuild_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+) -> Any:
+    if type(dtype) is not Global:
+        raise pickle.UnpicklingError("a tensor without a dtype")
+    name = dtype.name.removeprefix("torch.")
+    return _rebuild(storage, offset, size, stride, grad, hooks, metadata, dtype=name)
+
+
+def _changed(ref: TensorRef, metadata: Any) -> Call:
+    """A tensor whose elements are the conjugates, or the negatives, of its bytes."""
     if type(metadata) is not dict or not {"conj", "neg"}.issuperset(metadata) or {True} != set(metadata.values()):
         kinds = sorted(map(str, metadata)) if type(metadata) is dict else described(metadata)
         raise kind_error(f"a tensor with {kinds}")
@@ -115,7 +119,7 @@ def _quantized(storage: Any, offset: Any, size: Any, stride: Any, params: Any, g
     """Integers with a scale and a zero point for all, or for each index of a dimension."""
     if type(storage) is not StorageRef or not storage.dtype.startswith("q") or type(params) is not tuple or not params:
         raise pickle.UnpicklingError("a quantized tensor without storage or parameters")
-    ref = _tensor(storage, storage.dtype[1:], offset, size, stride, None)
+    ref = _rebuild(storage, offset, size, stride, dtype=storage.dtype[1:])
     _check_parts(ref)
     scheme, *numbers = params
     if type(scheme) is Global and scheme.name in ("torch.per_channel_affine", "torch.per_channel_affine_float_qparams"):
@@ -146,9 +150,8 @@ def _sparse(layout: Any, parts: Any) -> Call:
 
 def _check_parts(*parts: Any) -> None:
     """Refuse what is no tensor, or has more elements than its storage: torch looks at each of them."""
+    refuse_errors(*parts)
     for part in parts:
-        if type(part) is Unmade:
-            raise part.error
         nbytes = part.numel * ITEMSIZE[part.dtype] if type(part) is TensorRef else -1
         if not 0 <= nbytes <= max(part.storage_nbytes, _MOST_REPEATED_NBYTES):
             raise pickle.UnpicklingError("a part of a tensor that is none, or is larger than its storage")

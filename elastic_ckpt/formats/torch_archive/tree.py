@@ -9,7 +9,7 @@ from dataclasses import replace as replaced
 from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, SUBCLASS, TENSOR, Call, Global, Unmade
+from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, SUBCLASS, TENSOR, Call, Global
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, kind_error
 
@@ -66,7 +66,7 @@ def _size(node: Any, sizes: dict[int, int], kept: list[Any], odd: list[Any], dep
     if depth > _MOST_DEPTH:
         raise _too_entangled(f"objects {depth} deep in each other")
     children = _children(node)
-    if type(node) in (Call, Global, Unmade):
+    if type(node) in (Call, Global):
         odd.append(node)
     sizes[id(node)] = 0
     kept.append(children)
@@ -101,7 +101,7 @@ def refusals(tree: Any) -> Iterator[ElasticCkptError]:
     kept, waiting = [], [tree]
     while waiting:
         node = waiting.pop()
-        if type(node) in (Unmade, Global) and node.error is not None:
+        if type(node) is Global and node.error is not None:
             yield node.error
         if type(node) not in _LEAVES and id(node) not in met:
             met.add(id(node))

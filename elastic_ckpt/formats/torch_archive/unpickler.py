@@ -6,9 +6,7 @@ is not safe even with ``find_class`` overridden: it sets attributes of whatever 
 ``copyreg``'s cache of extensions, allocates what a LONG_BINPUT or a length claims, and hashes tuples that a
 few dozen bytes make exponentially large.
 
-Time and memory are linear in the size of the pickle: lengths are compared with the bytes that remain, memo indices with
-the bytes so far, containers and what calls copy out of shared arguments are counted, keys that can be made to collide
-are few, and :mod:`.tree` bounds what a walk through the result costs.
+Time and memory are linear in the size of the pickle: the package's docstring says what bounds them.
 
 Source: ``pickletools.py`` of Python, protocols 2 to 5. Opcodes that no pickler writes for plain data (extension codes,
 out-of-band buffers, instances of Python 2's classes) are refused, and so are those of protocols 0 and 1.
@@ -19,16 +17,29 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import CALL, NEW, Call, Global, Unmade, described, unsafe_error
-from elastic_ckpt.formats.torch_archive.operations import OPERATIONS
+from elastic_ckpt.formats.torch_archive.calls import (
+    CALL,
+    ITEMS,
+    MEMBERS,
+    NEW,
+    PAIRS,
+    Call,
+    Global,
+    check_key,
+    checked_keys,
+    described,
+    unsafe_error,
+)
+from elastic_ckpt.formats.torch_archive.globals import set_state
 
-#: Longest line of a name.
-_MOST_LINE_NBYTES = 1 << 16
+#: Longest line of a name; largest number in bytes.
+_MOST_LINE_NBYTES, _MOST_NUMBER_NBYTES = 1 << 16, 1 << 10
 #: Size that the arguments of all calls may have per byte of the pickle, and in addition: a few bytes pass a shared
 #: argument to a call that copies it.
 _MOST_COPIED, _MOST_MORE_COPIED = 16, 1 << 16
@@ -54,7 +65,7 @@ class Machine:
         load: the object of a persistent id.
         at: see ``data``.
         file_nbytes: size of the file, from which the number of containers follows that it may make.
-        keeps: errors of what is refused that becomes :class:`Unmade` in the result; others are raised.
+        keeps: errors of what is refused that become a :class:`Global` with it in the result; others are raised.
         is_trusted: whether counts and lengths are unbounded.
     """
 
@@ -69,16 +80,14 @@ class Machine:
         is_trusted: bool = False,
     ) -> None:
         self.data, self.at = data, at
-        self.find, self._load = find, load
+        self._find, self._load, self._keeps = find, load, keeps
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        self.globals: dict[tuple[str, str], Global] = {}
-        self._keeps = keeps
-        self.left = sys.maxsize if is_trusted else _MOST_COPIED * len(data) + _MOST_MORE_COPIED
-        self.containers = (
-            sys.maxsize if is_trusted else file_nbytes // _FILE_NBYTES_PER_CONTAINER + _MOST_MORE_CONTAINERS
-        )
+        self._globals: dict[tuple[str, str], Global] = {}
+        self._left = sys.maxsize if is_trusted else _MOST_COPIED * len(data) + _MOST_MORE_COPIED
+        most_containers = file_nbytes // _FILE_NBYTES_PER_CONTAINER + _MOST_MORE_CONTAINERS
+        self._containers_left = sys.maxsize if is_trusted else most_containers
 
     def run(self) -> Any:  # noqa: PLR0912, PLR0915  see below
         """The pickled object; :attr:`at` is then behind the pickle.
@@ -98,6 +107,9 @@ class Machine:
                     raise pickle.UnpicklingError(f"entry {index} of a memo, at byte {at}")
                 memo[index] = stack[-1]
                 at += 4
+            elif code == 0x71:  # BINPUT
+                memo[data[at]] = stack[-1]
+                at += 1
             elif code == 0x4B:  # BININT1
                 push(data[at])
                 at += 1
@@ -135,14 +147,18 @@ class Machine:
                 return pop()
             else:
                 self.at = at
-                operation = OPERATIONS.get(code)
-                if operation is None:
-                    if data[start] != 0x80 and code in _OF_PROTOCOL_0:
-                        raise UnsupportedError("this file was pickled with protocol 0 or 1, which is not supported")
-                    raise pickle.UnpicklingError(
-                        f"the opcode {code:#04x}, which data of protocols 2 to 5 does not need"
-                    )
-                operation(self)
+                if code in _VALUES:
+                    push(_VALUES[code](self))
+                elif code in _CONTAINERS:
+                    self.count_container()
+                    push(_CONTAINERS[code](self))
+                elif code in _OPERATIONS:
+                    _OPERATIONS[code](self)
+                elif data[start] != 0x80 and code in _OF_PROTOCOL_0:
+                    raise UnsupportedError("this file was pickled with protocol 0 or 1, which is not supported")
+                else:
+                    what = f"the opcode {code:#04x}, which data of protocols 2 to 5 does not need"
+                    raise pickle.UnpicklingError(what)
                 at = self.at
 
     def take(self, nbytes: int) -> bytes:
@@ -152,93 +168,190 @@ class Machine:
         self.at += nbytes
         return self.data[self.at - nbytes : self.at]
 
-    def number(self, nbytes: int) -> int:
-        """The next bytes as an unsigned number."""
-        return int.from_bytes(self.take(nbytes), "little")
+    def block(self, width: int) -> bytes:
+        """The bytes behind their length, which takes ``width`` bytes."""
+        return self.take(int.from_bytes(self.take(width), "little"))
 
-    def line(self) -> bytes:
+    def line(self) -> str:
         """The next line, without its end."""
         end = self.data.find(b"\n", self.at, self.at + _MOST_LINE_NBYTES)
         if end < 0:
             raise pickle.UnpicklingError(f"a line without an end at byte {self.at}")
-        line = self.take(end - self.at)
-        self.at += 1
-        return line
+        return self.take(end + 1 - self.at)[:-1].decode()
 
-    def call(self, function: Any, arguments: Any) -> Any:
+    def last(self, count: int) -> list[Any]:
+        """Take the topmost objects."""
+        items = self.stack[-count:]
+        del self.stack[-count:]
+        if len(items) < count:
+            raise pickle.UnpicklingError(f"{count} objects, of which there are {len(items)}")
+        return items
+
+    def marked(self) -> list[Any]:
+        """Take everything above the topmost mark."""
+        mark = self.marks.pop()
+        items = self.stack[mark:]
+        del self.stack[mark:]
+        return items
+
+    def find(self, module: Any, name: Any) -> Global:
+        """What stands for a name, of Python 2 or 3."""
+        if type(name) is not str or type(module) is not str:
+            raise pickle.UnpicklingError("a global whose name is no string")
+        module, name = NAME_MAPPING.get((module, name), (module, name))
+        key = IMPORT_MAPPING.get(module, module), name
+        if key not in self._globals:
+            self._globals[key] = self._find(*key)
+        return self._globals[key]
+
+    def call(self, function: Any, arguments: Any, *, how: str = CALL) -> Any:
         """What a global makes of its arguments, or will."""
         if type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"{described(function)} is called with no tuple")
         self.count_container()
-        if type(function) is not Global or function.call is None:
-            return self._called_later(function, arguments)
+        if type(function) is Call:
+            return Call(function, arguments)
+        if type(function) is not Global:
+            raise pickle.UnpicklingError(f"{described(function)} is called")
+        if function.users is not None:
+            return Call(function, arguments, how)
+        if function.call is None:
+            return self.refused(function.error or unsafe_error(function.name))
         if function.copies and arguments:
             self.charge(arguments)
         try:
             return function.call(*arguments)
         except ElasticCkptError as error:
-            return self.unmade(error)
+            return self.refused(error)
         except pickle.UnpicklingError:
-            return self._first_unmade(arguments)
+            for each in arguments:
+                unsafe = unsafe_error(f"{each} in the arguments of another object") if type(each) is Call else None
+                if (why := each.error if type(each) is Global else unsafe) is not None:
+                    return self.refused(why)
+            raise
 
     def load(self, persistent_id: Any) -> Any:
         """The object of a persistent id."""
         try:
             return self._load(persistent_id)
         except ElasticCkptError as error:
-            return self.unmade(error)
+            return self.refused(error)
 
-    def _called_later(self, function: Any, arguments: tuple[Any, ...], how: str = CALL) -> Any:
-        if type(function) is Call or (type(function) is Global and function.users is not None):
-            return Call(function, arguments, how)
-        if type(function) is Unmade:
-            return function
-        if type(function) is Global:
-            return self.unmade(function.error or unsafe_error(function.name))
-        raise pickle.UnpicklingError(f"{described(function)} is called")
-
-    def _first_unmade(self, arguments: tuple[Any, ...]) -> Unmade:
-        """The first argument that is not made, in an exception handler; other exceptions are raised again."""
-        for each in arguments:
-            if type(each) is Unmade:
-                return each
-            if type(each) is Call:
-                return self.unmade(unsafe_error(f"{each} in the arguments of another object"))
-        raise  # noqa: PLE0704  what is being handled
-
-    def new(self, cls: Any, arguments: Any) -> Any:
-        """What NEWOBJ makes of a global; as by :mod:`pickle`, an object of a class of the user's is not initialized."""
-        if type(cls) is Global and cls.call is None and cls.users is not None and type(arguments) is tuple:
-            self.count_container()
-            return self._called_later(cls, arguments, NEW)
-        return self.call(cls, arguments)
-
-    def unmade(self, error: ElasticCkptError) -> Unmade:
+    def refused(self, error: ElasticCkptError) -> Global:
         """What stands for an object that is refused; raises the error where nothing may."""
         if not isinstance(error, self._keeps):
             raise error
-        return Unmade(error)
+        return Global(str(error.found), error=error)
 
     def count_container(self) -> None:
         """Count what takes much more memory than its opcode; :class:`pickle.UnpicklingError` if there are too many."""
-        self.containers -= 1
-        if self.containers < 0:
+        self._containers_left -= 1
+        if self._containers_left < 0:
             text = 'many more containers than a file of this size has; "trust_pickle": true reads them'
             raise pickle.UnpicklingError(text)
 
     def charge(self, arguments: Any) -> None:
         """Count the lengths of what is copied; :class:`pickle.UnpicklingError` if the pickle is much shorter."""
-        left = self.left
         for each in (arguments, *arguments) if type(arguments) is tuple else (arguments,):
             if type(each) in _PART_SIZES:
-                left -= len(each) * _PART_SIZES[type(each)]
-        if left < 0:
+                self._left -= len(each) * _PART_SIZES[type(each)]
+        if self._left < 0:
             raise pickle.UnpicklingError("objects that are made again and again from the same large parts")
-        self.left = left
 
-    def pop_mark(self) -> list[Any]:
-        """Everything above the topmost mark."""
-        mark = self.marks.pop()
-        items = self.stack[mark:]
-        del self.stack[mark:]
-        return items
+
+def _long(machine: Machine, width: int) -> int:
+    raw = machine.block(width)
+    if len(raw) > _MOST_NUMBER_NBYTES:
+        raise pickle.UnpicklingError(f"an integer of {len(raw)} bytes")
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def _memoize(machine: Machine) -> None:
+    machine.count_container()
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+
+
+def _fill(kind: str, items: list[Any], machine: Machine) -> None:
+    """Give the topmost object items, members or pairs; who is not made yet keeps them for later."""
+    target, keys = machine.stack[-1], items[::2]
+    if kind == PAIRS and len(items) % 2:
+        raise pickle.UnpicklingError("a key without a value")
+    if type(target) is Call:
+        checked_keys(keys if kind == PAIRS else [])
+        target.steps.append((kind, items))
+    elif kind == ITEMS and type(target) is list:
+        target += items
+    elif kind == MEMBERS and type(target) is set:
+        target |= set(checked_keys(items, len(target)))
+    elif kind == PAIRS and type(target) is dict and {str}.issuperset(map(type, keys)):
+        target.update(zip(keys, items[1::2], strict=True))
+    elif kind == PAIRS and isinstance(target, dict):
+        for key, value in zip(keys, items[1::2], strict=True):
+            check_key(key, len(target))
+            target[key] = value
+    elif type(target) is not Global or target.error is None:
+        raise pickle.UnpicklingError(f"an object of type {type(target).__name__} is given {kind}")
+
+
+def _build(machine: Machine) -> None:
+    state, target = machine.stack.pop(), machine.stack[-1]
+    machine.charge(state)
+    try:
+        set_state(target, state)
+    except ElasticCkptError as error:  # of an array, whose elements are refused
+        target.function = machine.refused(error)
+
+
+def _pop(machine: Machine) -> None:
+    """Of a tuple that is part of itself, which was pickled already while its items were."""
+    if machine.marks and machine.marks[-1] == len(machine.stack):
+        machine.marks.pop()
+    else:
+        machine.stack.pop()
+
+
+#: What pushes a value, by opcode.
+_VALUES: dict[int, Callable[[Machine], Any]] = {
+    pickle.NONE[0]: lambda machine: None,
+    pickle.NEWTRUE[0]: lambda machine: True,
+    pickle.NEWFALSE[0]: lambda machine: False,
+    pickle.EMPTY_TUPLE[0]: lambda machine: (),
+    pickle.BININT[0]: lambda machine: int.from_bytes(machine.take(4), "little", signed=True),
+    pickle.LONG1[0]: lambda machine: _long(machine, 1),
+    pickle.LONG4[0]: lambda machine: _long(machine, 4),
+    pickle.BINFLOAT[0]: lambda machine: struct.unpack(">d", machine.take(8))[0],
+    pickle.SHORT_BINUNICODE[0]: lambda machine: machine.block(1).decode("utf-8", "surrogatepass"),
+    pickle.BINUNICODE8[0]: lambda machine: machine.block(8).decode("utf-8", "surrogatepass"),
+    pickle.SHORT_BINBYTES[0]: lambda machine: machine.block(1),
+    pickle.BINBYTES[0]: lambda machine: machine.block(4),
+    pickle.BINBYTES8[0]: lambda machine: machine.block(8),
+    pickle.BYTEARRAY8[0]: lambda machine: bytearray(machine.block(8)),
+    pickle.BINPERSID[0]: lambda machine: machine.load(machine.stack.pop()),
+    pickle.GLOBAL[0]: lambda machine: machine.find(machine.line(), machine.line()),
+    pickle.STACK_GLOBAL[0]: lambda machine: machine.find(*machine.last(2)),
+    pickle.NEWOBJ[0]: lambda machine: machine.call(*machine.last(2), how=NEW),
+}
+#: What pushes a container.
+_CONTAINERS: dict[int, Callable[[Machine], Any]] = {
+    pickle.EMPTY_LIST[0]: lambda machine: [],
+    pickle.EMPTY_DICT[0]: lambda machine: {},
+    pickle.EMPTY_SET[0]: lambda machine: set(),
+    pickle.TUPLE3[0]: lambda machine: tuple(machine.last(3)),
+    pickle.TUPLE[0]: lambda machine: tuple(machine.marked()),
+    pickle.LIST[0]: lambda machine: machine.marked(),
+    pickle.FROZENSET[0]: lambda machine: frozenset(checked_keys(machine.marked())),
+}
+#: What pushes nothing; what PROTO and FRAME announce is not needed.
+_OPERATIONS: dict[int, Callable[[Machine], Any]] = {
+    pickle.PROTO[0]: lambda machine: machine.take(1),
+    pickle.FRAME[0]: lambda machine: machine.take(8),
+    pickle.MEMOIZE[0]: _memoize,
+    pickle.APPEND[0]: lambda machine: _fill(ITEMS, machine.last(1), machine),
+    pickle.APPENDS[0]: lambda machine: _fill(ITEMS, machine.marked(), machine),
+    pickle.SETITEM[0]: lambda machine: _fill(PAIRS, machine.last(2), machine),
+    pickle.SETITEMS[0]: lambda machine: _fill(PAIRS, machine.marked(), machine),
+    pickle.ADDITEMS[0]: lambda machine: _fill(MEMBERS, machine.marked(), machine),
+    pickle.BUILD[0]: _build,
+    pickle.POP[0]: _pop,
+    pickle.POP_MARK[0]: lambda machine: machine.marked(),
+}

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size
-from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
+from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, check_key, checked_keys
 
 
 @pytest.mark.parametrize("key", ["a", 3, -(1 << 59), True, None, b"b", 1.5, 1 << 80, (1, ("a", 2.5)), Size((2, 3))])
