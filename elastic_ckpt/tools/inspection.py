@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 from elastic_ckpt.config import ElasticConfig
@@ -48,7 +49,7 @@ def inspected(
     metadata: CheckpointMetadata, state: TrainingState, rules: ShardingRules, refused: list[Finding]
 ) -> dict[str, Any]:
     """The inspection of a checkpoint; ``refused``: why its optimizer states are not in the metadata."""
-    unknown: dict[str, ElasticCkptError] = {}
+    scale, unknown = state.loss_scale, dict[str, ElasticCkptError]()
     keys: dict[str, list[str]] = {name: [] for name in metadata.parameters}
     for name, key in metadata.tensors:
         keys.setdefault(name, []).append(key)
@@ -62,13 +63,27 @@ def inspected(
         _entry(metadata, name, mine, bool(refused)) | {"shape": shapes.get(name), "tied": tied[name]}
         for name, mine in keys.items()
     ]
-    findings = dict.fromkeys([*refused, *check_metadata(metadata), *_unknown_layouts(unknown)])
+    by_problem: dict[str, list[str]] = defaultdict(list)  # at the saved degree, a load needs no layout
+    for name, error in unknown.items():
+        by_problem[error.problem].append(name)
+    layout_notes = (
+        replace(of_error(unknown[names[0]], "layout", NOTE), parameter=listed(names)) for names in by_problem.values()
+    )
+    findings = dict.fromkeys([*refused, *check_metadata(metadata), *layout_notes])
     experts = {(each.layer, each.number) for name in keys if (each := expert_name(name)) is not None}
     return {
         "ok": not any(finding.level == ERROR for finding in findings),
         "source": source_dict(metadata.source),
         "topology": saved_topology(metadata.source),
-        "run": _run(metadata, state),
+        "run": {
+            **state.counters,
+            **asdict(state.batch),
+            "optimizer": saved_optimizer(metadata) if metadata.parameters else None,
+            "lr_scheduler": state.lr_scheduler,
+            "loss_scale": None if scale is None else {"kind": scale.kind, **scale.values},
+            "overflow": state.overflow,
+            "arguments": metadata.run,
+        },
         "experts": dict(Counter(layer for layer, _ in sorted(experts))),
         "contents": list(_contents(metadata)),
         "groups": _groups(metadata),
@@ -76,29 +91,6 @@ def inspected(
         "aliases": metadata.aliases,
         "files": [{"path": file.path, "nbytes": file.nbytes} for file in metadata.files],
         "findings": sorted(findings, key=lambda finding: finding.level != ERROR),
-    }
-
-
-def _unknown_layouts(errors: dict[str, ElasticCkptError]) -> Iterator[Finding]:
-    """One finding for all parameters with the same problem; at the saved degree, a load needs no layout."""
-    by_problem: dict[str, list[str]] = defaultdict(list)
-    for name, error in errors.items():
-        by_problem[error.problem].append(name)
-    for names in by_problem.values():
-        finding = of_error(errors[names[0]], "layout", NOTE)
-        yield replace(finding, parameter=listed(names))
-
-
-def _run(metadata: CheckpointMetadata, state: TrainingState) -> dict[str, Any]:
-    scale = state.loss_scale
-    return {
-        **state.counters,
-        **asdict(state.batch),
-        "optimizer": saved_optimizer(metadata) if metadata.parameters else None,
-        "lr_scheduler": state.lr_scheduler,
-        "loss_scale": None if scale is None else {"kind": scale.kind, **scale.values},
-        "overflow": state.overflow,
-        "arguments": metadata.run,
     }
 
 
@@ -115,30 +107,24 @@ def _contents(metadata: CheckpointMetadata) -> Iterator[dict[str, Any]]:
     """Weights, states and scalars by kind: number, elements, bytes, and least and greatest value of a scalar."""
     rows: dict[tuple[str, str, str], list[tuple[int, int]]] = defaultdict(list)
     values: dict[tuple[str, str, str], set[float]] = defaultdict(set)
-    replicated = {
-        (each.file, each.byte_offset): each for saved in metadata.parameters.values() for each in saved.replicated
-    }
     for (name, key), tensor in metadata.tensors.items():
         rows[key, _kind_of(metadata, name, tensor), tensor.dtype].append((_numel(tensor), _nbytes(tensor)))
-    for state in replicated.values():
+    every = chain.from_iterable(saved.replicated for saved in metadata.parameters.values())
+    for state in {(each.file, each.byte_offset): each for each in every}.values():
         numel = math.prod(state.shape)
         rows[state.key, "replicated", state.dtype].append((numel, numel * ITEMSIZE.get(state.dtype, 0)))
-    for saved in metadata.parameters.values():
-        for key, value in saved.scalars:
-            rows[key, SCALAR, _form(value)].append((0, 0))
-            values[key, SCALAR, _form(value)].update(numbers(value))
-    order = [MASTER, FROZEN, BUFFER]
-    for kind in sorted(
-        rows, key=lambda kind: (order.index(kind[0]) if kind[0] in order else 3, kind[1] == SCALAR, kind)
-    ):
+    for key, value in chain.from_iterable(saved.scalars for saved in metadata.parameters.values()):
+        rows[key, SCALAR, _form(value)].append((0, 0))
+        values[key, SCALAR, _form(value)].update(numbers(value))
+    first = {MASTER: 0, FROZEN: 1, BUFFER: 2}
+    for kind in sorted(rows, key=lambda kind: (first.get(kind[0], 3), kind[1] == SCALAR, kind)):
         numel, nbytes = map(sum, zip(*rows[kind], strict=True))
-        found = values.get(kind)
         yield {
             **dict(zip(("key", "kind", "dtype"), kind, strict=True)),
             "tensors": len(rows[kind]),
             "numel": numel,
             "nbytes": nbytes,
-            "values": sorted({min(found), max(found)}) if found else [],
+            "values": sorted({min(values[kind]), max(values[kind])}) if values[kind] else [],
         }
 
 

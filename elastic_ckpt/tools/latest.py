@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -69,8 +68,7 @@ def find_latest(folder: str | os.PathLike[str], full: bool = False) -> str:
 def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> tuple[Candidate | None, list[Candidate]]:
     """The newest whole checkpoint, and newer ones that are not whole; see :func:`find_latest`."""
     folder = os.path.abspath(folder)
-    candidates = list(_candidates(folder, config))
-    candidates += _empty_siblings(folder, candidates)
+    candidates = _candidates(folder, config)
     if not candidates:
         raise NotFoundError(
             "there is no DeepSpeed checkpoint here",
@@ -88,25 +86,22 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> tupl
     return None, skipped
 
 
-def _candidates(folder: str, config: ElasticConfig) -> Iterator[Candidate]:
-    """Every checkpoint in the folder, or one level below."""
-    tags = list_checkpoints(folder)
-    for found in tags:
-        yield Candidate(found.folder, folder, found.tag, global_steps(found, config.trust_pickle))
-    names = set(folder_names(folder)) if os.path.isdir(folder) else set()
-    for path in (os.path.join(folder, name) for name in names - {found.tag for found in tags}):
+def _candidates(folder: str, config: ElasticConfig) -> list[Candidate]:
+    """Every checkpoint in the folder, or one level below; and saves that had just begun.
+
+    These are folders named like checkpoints, but for their number, without a file of one.
+    """
+    tags, names = list_checkpoints(folder), set(folder_names(folder)) if os.path.isdir(folder) else set()
+    found = [Candidate(tag.folder, folder, tag.tag, global_steps(tag, config.trust_pickle)) for tag in tags]
+    for path in (os.path.join(folder, name) for name in names - {tag.tag for tag in tags}):
         with suppress(DamagedError):  # a folder that cannot be listed, such as lost+found
-            for found in list_checkpoints(path):
-                yield Candidate(path, path, found.tag, global_steps(found, config.trust_pickle))
-
-
-def _empty_siblings(folder: str, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Folders named like checkpoints, but for their number, without a file of one: saves that had just begun."""
-    names = {os.path.basename(candidate.path) for candidate in candidates}
-    patterns = {_NUMBER.sub("#", name) for name in names if _NUMBER.search(name)}
-    for name in folder_names(folder) if patterns else ():
-        if name not in names and _NUMBER.sub("#", name) in patterns:
-            yield Candidate(os.path.join(folder, name), folder, name, None, "no file of a checkpoint can be seen in it")
+            inside = list_checkpoints(path)
+            found += (Candidate(path, path, tag.tag, global_steps(tag, config.trust_pickle)) for tag in inside)
+    whole = {os.path.basename(candidate.path) for candidate in found}
+    patterns = {_NUMBER.sub("#", name) for name in whole if _NUMBER.search(name)}
+    begun = (name for name in names - whole if _NUMBER.sub("#", name) in patterns)
+    problem = "no file of a checkpoint can be seen in it"
+    return [*found, *(Candidate(os.path.join(folder, name), folder, name, None, problem) for name in begun)]
 
 
 def _age(candidate: Candidate) -> tuple[float, float]:
