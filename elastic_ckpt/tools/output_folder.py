@@ -72,7 +72,11 @@ def output_folder(target: Path, source: Path, files: Sequence[SourceFile], lates
             _sync(folder)
         os.rename(folder, target)
         if latest is not None:
-            os.replace(target / latest, target.with_name(latest))
+            try:
+                os.replace(target / latest, target.with_name(latest))
+            except OSError:
+                os.rename(target, folder)
+                raise
         _sync(target.parent, deep=False)
     except (OSError, RuntimeError) as raised:
         error = _os_error_in(raised)

@@ -48,3 +48,13 @@ def test_a_checkpoint_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [source]
     with pytest.raises(ElasticCkptError, match="cannot be written there"), output_folder(source / "out", source, ()):
         pytest.fail("inside")
+
+
+def test_where_nothing_can_name_it_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "latest_universal").mkdir()
+    with (
+        pytest.raises(ElasticCkptError, match="could not be written") as error,
+        output_folder(tmp_path / "out", tmp_path / "source", (), "latest_universal"),
+    ):
+        pass
+    assert "latest_universal" in str(error.value) and [path.name for path in tmp_path.iterdir()] == ["latest_universal"]

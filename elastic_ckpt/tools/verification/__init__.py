@@ -32,9 +32,6 @@ from elastic_ckpt.tools.verification.files import (
 )
 from elastic_ckpt.tools.verification.scan import Record, scan_file, spans_of
 
-#: Scripts that DeepSpeed copies into checkpoints.
-_SCRIPT = ".py"
-
 
 @dataclass(frozen=True, slots=True)
 class Verification:
@@ -87,10 +84,11 @@ def verify(
     if misled is not None:
         findings += [of_error(misled, "latest"), Finding(NOTE, "latest", f"verified {found.tag} instead")]
     files = files_by_kind(found)
+    checked = files[OWN] | files[SWAPPED]
     metadata, wrong = read_metadata(found, config)
     findings += wrong
-    others = [os.path.relpath(path, found.folder) for path in files[OTHER] if not path.endswith(_SCRIPT)]
-    if others := [name for name in others if os.sep not in name]:
+    names = [os.path.relpath(path, found.folder) for path in files[OTHER]]
+    if others := [name for name in names if os.sep not in name and not name.endswith(".py")]:  # DeepSpeed's scripts
         findings.append(Finding(NOTE, "not-checked", f"files that are none of DeepSpeed's: {listed(others)}"))
     if metadata is not None:
         findings += check_metadata(metadata)
@@ -103,9 +101,9 @@ def verify(
         full=full,
         findings=tuple(finding for finding in unique if finding.level == ERROR),
         notes=tuple(finding for finding in unique if finding.level == NOTE),
-        files=len(files[OWN]) + len(files[SWAPPED]),
+        files=len(checked),
         tensors=len(metadata.tensors) if metadata is not None else 0,
-        nbytes=sum((files[OWN] | files[SWAPPED]).values()),
+        nbytes=sum(checked.values()),
         seconds=time.perf_counter() - began,
     )
 
@@ -138,12 +136,12 @@ def _check_bytes(
             findings.append(Finding(NOTE, "no-checksum", text, file=path))
         return [*findings, *scan_file(path, size_of(path), records, spans.get(path, []), bar.update)]
 
-    paths = [*files[OWN], *files[SWAPPED]]
+    sizes = files[OWN] | files[SWAPPED]
     with (
-        progress_bar("verify", sum((files[OWN] | files[SWAPPED]).values()), show_progress, leave=False) as bar,
+        progress_bar("verify", sum(sizes.values()), show_progress, leave=False) as bar,
         ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,
     ):
-        for findings in pool.map(check, paths):
+        for findings in pool.map(check, sizes):
             is_read &= all(finding.kind != "read-error" for finding in findings)
             yield from findings
     if metadata is not None and is_read and (metadata.source.tp > 1 or metadata.replicas):

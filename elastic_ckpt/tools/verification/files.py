@@ -43,7 +43,7 @@ def files_by_kind(found: CheckpointInfo) -> dict[str, dict[str, int]]:
     Of every file in the tag's folder and below it, links followed; opens none.
     """
     files: dict[str, dict[str, int]] = {OWN: {}, SWAPPED: {}, OTHER: {}}
-    walked: set[str] = set()
+    walked = set[str]()
     for folder, inside, names in os.walk(found.folder, followlinks=True):
         if (itself := os.path.realpath(folder)) in walked:  # links may form a circle
             inside.clear()
@@ -85,7 +85,18 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
         error = raised
     if found.foreign:
         return None, [of_error(error, kind_of(error)), Finding(NOTE, "not-checked", "anything else")]
-    findings = [*_missing(found, config), *_unreadable(found, config)]
+    findings, present = list[Finding](), set(map(plain_name, file_names(found.folder)))
+    for name in expected_files(found, config.trust_pickle):
+        if name not in present:
+            text = "no such file; restore it, or take another tag"
+            findings.append(Finding(ERROR, "missing", text, file=found.path(name)))
+    for path in files_by_kind(found)[OWN]:
+        try:
+            file = open_file(path, config.trust_pickle)
+            refuse_unmade(file)
+            refuse_swapped(file)
+        except ElasticCkptError as refused:
+            findings.append(of_unreadable(refused))
     if isinstance(error, UnsupportedError):
         return None, [*findings, of_error(error, "not-checked", NOTE)]
     if not findings and isinstance(error, MismatchError) and not found.files.is_universal:
@@ -98,24 +109,6 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
     except ElasticCkptError:
         note = Finding(NOTE, "not-checked", "the tensors, since not all files can be read together")
         return None, [*findings, note]
-
-
-def _missing(found: CheckpointInfo, config: ElasticConfig) -> Iterator[Finding]:
-    present = set(map(plain_name, file_names(found.folder)))
-    for name in expected_files(found, config.trust_pickle):
-        if name not in present:
-            text = "no such file; restore it, or take another tag"
-            yield Finding(ERROR, "missing", text, file=found.path(name))
-
-
-def _unreadable(found: CheckpointInfo, config: ElasticConfig) -> Iterator[Finding]:
-    for path in files_by_kind(found)[OWN]:
-        try:
-            file = open_file(path, config.trust_pickle)
-            refuse_unmade(file)
-            refuse_swapped(file)
-        except ElasticCkptError as error:
-            yield of_unreadable(error)
 
 
 def of_unreadable(error: ElasticCkptError) -> Finding:

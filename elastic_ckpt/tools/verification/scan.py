@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from isal import isal_zlib
 
-from elastic_ckpt.core.chunks import StorageChunk
-from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.storage.local import open_stream
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
@@ -114,24 +113,20 @@ def _look_at(span: Span, start: int, stop: int, view: memoryview, counts: _Count
 
 
 def spans_of(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
-    """Path -> the values of tensors in that file, with replicas of other pipeline stages."""
+    """Path -> the values of tensors in that file, or scales of quantized ones; with replicas of other stages."""
     spans: dict[str, list[Span]] = {}
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         for chunk in tensor.chunks:
-            if (span := _span(tensor, chunk)) is not None:
-                spans.setdefault(metadata.files[chunk.file].path, []).append(span)
+            code, numel = chunk.code, chunk.range.numel
+            if not numel or (code is None and tensor.dtype not in _FLOATS):
+                continue
+            if code is None:
+                nbytes = numel * ITEMSIZE[tensor.dtype]
+                span = Span(chunk.byte_offset, nbytes, tensor.dtype, tensor.name, tensor.key, chunk.range.start)
+            else:  # its scales
+                size = ITEMSIZE["float32"]
+                first, last = code.position // code.format.numel, (code.position + numel - 1) // code.format.numel
+                offset, nbytes = code.scales_offset + first * size, (last - first + 1) * size
+                span = Span(offset, nbytes, "float32", tensor.name, code.format.scales, first)
+            spans.setdefault(metadata.files[chunk.file].path, []).append(span)
     return spans
-
-
-def _span(tensor: TensorMetadata, chunk: StorageChunk) -> Span | None:
-    """The values of a chunk, or the scales of a quantized one."""
-    code, numel = chunk.code, chunk.range.numel
-    if not numel or (code is None and tensor.dtype not in _FLOATS):
-        return None
-    if code is None:
-        nbytes = numel * ITEMSIZE[tensor.dtype]
-        return Span(chunk.byte_offset, nbytes, tensor.dtype, tensor.name, tensor.key, chunk.range.start)
-    size = ITEMSIZE["float32"]
-    first, last = code.position // code.format.numel, (code.position + numel - 1) // code.format.numel
-    offset, nbytes = code.scales_offset + first * size, (last - first + 1) * size
-    return Span(offset, nbytes, "float32", tensor.name, code.format.scales, first)
