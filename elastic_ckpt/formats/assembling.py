@@ -224,7 +224,8 @@ def _fit_together(
     elif found.files.layers and not options.with_states:
         metadata = weights_alone(found, models[0])
     else:
-        metadata = _unpartitioned(found, rank, options, name_states)
+        of_experts = (rank.experts, list(rank.expert_optimizers.values())) if rank.expert_optimizers else ()
+        metadata = unpartitioned_metadata(found, models[0], options, name_states, *of_experts)
     scalers = [each.state.scaler for each in rank.expert_optimizers.values()]  # of files of optimizer states alone
     scalers += [each.loss_scaler for each in optimizers[:1]]
     metadata = with_progress_compared(metadata, models[0], options.check_shards, scalers)
@@ -233,22 +234,6 @@ def _fit_together(
     metadata = replace(metadata, source=replace(metadata.source, sequence=grid.sequence, ep=ep))
     is_whole = len(numbers) == len(models[0].param_shapes)
     return partitioned.with_experts(metadata, rank.experts, models[0]) if is_whole else metadata
-
-
-def _unpartitioned(
-    found: CheckpointInfo, rank: RankFiles, options: MetadataOptions, name_states: NameStates
-) -> CheckpointMetadata:
-    """The metadata without ZeRO."""
-    if found.files.layers:  # states are numbered in the order of the module, which pipelines do not save
-        raise UnsupportedError(
-            "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter",
-            rank.model.path,
-            'a save with "zero_optimization": {"stage": 1} (or bf16 with fp32 gradient accumulation)',
-            "optimizer states that are numbered, not named",
-            remedy="load it at the topology it was saved with, or its weights alone: load_module_only=True",
-        )
-    of_experts = (rank.experts, list(rank.expert_optimizers.values())) if rank.expert_optimizers else ()
-    return unpartitioned_metadata(found, rank.model, options, name_states, *of_experts)
 
 
 def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> list[int]:

@@ -259,10 +259,6 @@ def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None
     refuse_other_saves(shards, lambda shard: {f"{what} differ": getattr(shard, what) for what in whats})
 
 
-#: What entries of optimizers have.
-_OF_OPTIMIZERS = frozenset({"state", "param_groups", "optimizer_state_dict", "base_optimizer_state"})
-
-
 def index_unpartitioned(file: PickledFile, options: StateOptions) -> UnpartitionedState | None:
     """The optimizer entry of a file, ``None`` without one (under ZeRO)."""
     saved = file.tree.get("optimizer")
@@ -273,7 +269,8 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
     kind = next((kind for key, kind in MASTER_ENTRIES.items() if key in saved), PLAIN)
     state = saved if kind == PLAIN else saved.get("optimizer_state_dict")
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
-        if kind == PLAIN and len(saved) > 1 and saved.keys().isdisjoint(_OF_OPTIMIZERS):
+        of_optimizers = {"state", "param_groups", "optimizer_state_dict", "base_optimizer_state"}
+        if kind == PLAIN and len(saved) > 1 and saved.keys().isdisjoint(of_optimizers):
             problem = "the saved optimizer has a state dict of its own kind, which is not supported"
             expected = "'state' and 'param_groups', as torch's optimizers have them"
             remedy = f"load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"

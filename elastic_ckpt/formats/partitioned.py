@@ -64,7 +64,7 @@ def partitioned_metadata(
             ranks = division.ranks
             shards = [optimizers[rank] for rank in ranks]
             flats = [shard.flats[number] for shard in shards]
-            rules = (rules_zero3 if first.zero_stage == 3 else rules_zero12)(models[0], shards, number)
+            rules = (_rules_zero3 if first.zero_stage == 3 else _rules_zero12)(models[0], shards, number)
             saved = [
                 RankStates(shard.path, flat.partition_numel, touched, flat.states.tensors, flat.states.digests)
                 for shard, flat, touched in zip(shards, flats, _touched_numels(rules, len(shards)), strict=True)
@@ -92,11 +92,8 @@ def _touched_numels(rules: Sequence[PartitionRule], ranks: int) -> Iterator[int]
     return accumulate(changes[:ranks])
 
 
-def rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
-    """How a param group's parameters are partitioned; :class:`DamagedError` if they do not fit.
-
-    ``shards`` are of all ranks, with partitions of one size.
-    """
+def _rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
+    """How a param group's parameters are partitioned; ``shards`` are of all ranks, with partitions of one size."""
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
     partition_numel, paddings = shards[0].flats[flat].partition_numel, shards[0].flats[flat].alignment_paddings
     if paddings is not None and len(paddings) != len(numels):
@@ -116,11 +113,8 @@ def rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int)
     return group_rules(numels, offsets, partition_numel)
 
 
-def rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
-    """How a sub-group's parameters are partitioned; :class:`DamagedError` on other sizes.
-
-    ``shards`` are of all ranks, with partitions of one size.
-    """
+def _rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
+    """How a sub-group's parameters are partitioned; ``shards`` are of all ranks, with partitions of one size."""
     numels, dp = [math.prod(shape) for _, shape in model.param_shapes[flat]], len(shards)
     first, part = shards[0], shards[0].flats[flat]
     # the padding that a checkpoint declares, or none: a run may state an option without having installed elastic_ckpt
@@ -150,12 +144,9 @@ def rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) 
 
 
 class Division(NamedTuple):
-    """Parameters of a flat tensor, and the data-parallel ranks that divide it among them.
+    """FQNs and shapes of parameters of a flat tensor, in flat order, and the data-parallel ranks that divide it.
 
-    Attributes:
-        shapes: FQNs and shapes in flat order.
-        ranks: data-parallel ranks.
-        stacked: of stacked parameters, the experts that these ranks hold.
+    ``stacked``: of stacked parameters, the experts that these ranks hold.
     """
 
     shapes: Shapes
@@ -186,18 +177,15 @@ def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) ->
 
     The model-states file, which rank 0 wrote, has the names of expert-parallel rank 0.
     """
-    shapes, dp = model.param_shapes[flat], len(shards)
-    ep = degree_of(shards, flat)
-    partitions = dp // ep
-    has_stacked = any(name in model.stacked for name, _ in shapes)
-    if ep == 1 and not has_stacked:
+    shapes, dp, ep = model.param_shapes[flat], len(shards), degree_of(shards, flat)
+    if ep == 1 and not any(name in model.stacked for name, _ in shapes):
         yield Division(shapes, range(dp))
         return
     local = _experts_of_a_rank(model.param_shapes)
     parts = [(expert_name(name), name, shape) for name, shape in shapes]
     for ep_rank in range(ep):
-        first = ep_rank * partitions
-        ranks = range(first, first + partitions) if shards[0].data_before_experts else range(ep_rank, dp, ep)
+        ranks = range(dp)[ep_rank * (dp // ep) :][: dp // ep]
+        ranks = ranks if shards[0].data_before_experts else range(ep_rank, dp, ep)
         named = [(name if e is None else str(e.on(ep_rank, local[e.layer])), shape) for e, name, shape in parts]
         stacked = {name: model.stacked[name][ep_rank] for name, _ in shapes if name in model.stacked}
         yield Division(named, ranks, stacked)
@@ -244,19 +232,18 @@ def check_experts(
             problem = "files of one layer's experts name different layers: files of two saves are mixed"
             wanted, parameter = f"experts of {names[each.layer]}", next(iter(each.weights))
             raise LayoutError(problem, each.path, wanted, each.path_of_layer, parameter=parameter)
-    degrees = {
-        e.layer: degree_of(shards, flat)
-        for flat, shapes in enumerate(model.param_shapes)
-        for e in filter(None, (expert_name(name) for name, _ in shapes))
-    }
-    local = _experts_of_a_rank(model.param_shapes)
+    degrees: dict[str, int] = {}
     for flat, shapes in enumerate(model.param_shapes):
         ep = degree_of(shards, flat)
-        for name, placed in ((name, model.stacked[name]) for name, _ in shapes if name in model.stacked):
-            if len(placed) != ep:
+        for name, _ in shapes:
+            parts, placed = expert_name(name), model.stacked.get(name)
+            if parts is not None:
+                degrees[parts.layer] = ep
+            if placed is not None and len(placed) != ep:
                 problem = "experts of AutoEP are not placed as their optimizer states are divided"
                 wanted = f"{ep} expert-parallel ranks, from the optimizer-states files"
                 raise LayoutError(problem, model.path, wanted, f"experts on {len(placed)} ranks", parameter=name)
+    local = _experts_of_a_rank(model.param_shapes)
     for number, path in names.items():
         if path in local and local[path] * degrees[path] != counts[number]:
             problem = "experts in the optimizer's files are not as many as the model's"

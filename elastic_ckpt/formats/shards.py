@@ -127,16 +127,15 @@ def build_shard(
 
 
 def index_shard(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
-    """Read one optimizer-states file of any ZeRO stage."""
-    is_zero3 = "fp32_flat_groups" in file.section("optimizer_state_dict")
-    return (_index_zero3 if is_zero3 else index_zero12)(file, dp_rank, options)
-
-
-def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
-    """Read one ZeRO-1/2 optimizer-states file.
+    """Read one optimizer-states file of any ZeRO stage.
 
     Raises :class:`DamagedError` for missing entries, :class:`UnsupportedError` if they are of DeepSpeed before 0.6.2.
     """
+    is_zero3 = "fp32_flat_groups" in file.section("optimizer_state_dict")
+    return (_index_zero3 if is_zero3 else _index_zero12)(file, dp_rank, options)
+
+
+def _index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
     state = file.section("optimizer_state_dict")
     signs = {"local_sub_partitions_of_fp32_groups": state, "param_shapes": file.tree}
     refuse_old(file, [sign for sign, tree in signs.items() if sign in tree])
@@ -161,10 +160,6 @@ def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
 
 
 def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
-    """Read one ZeRO-3 optimizer-states file.
-
-    Raises :class:`DamagedError` if entries are missing or of another kind.
-    """
     masters = file.section("optimizer_state_dict", "fp32_flat_groups")
     base = file.section("optimizer_state_dict", "optimizer_state_dict")
     flat_groups = [-1] * len(masters)

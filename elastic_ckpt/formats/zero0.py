@@ -52,15 +52,18 @@ def unpartitioned_metadata(
     ``experts`` and ``optimizers`` are the files of experts, and of the optimizer of each expert-parallel rank, in
     order; without any, the optimizer is in the model-states file.
     """
+    if found.files.layers:  # states are numbered in the order of the module, which pipelines do not save
+        raise UnsupportedError(
+            "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter",
+            model.path,
+            'a save with "zero_optimization": {"stage": 1} (or bf16 with fp32 gradient accumulation)',
+            "optimizer states that are numbered, not named",
+            remedy="load it at the topology it was saved with, or its weights alone: load_module_only=True",
+        )
     ep, first = 1, len(optimizers[:1])
     if optimizers:
         refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.state.groups)})
-        ep = _degree(found, optimizers)
-    for expert in experts:
-        if model.features.experts[expert.layer] % ep:
-            problem, name = "a layer's experts cannot be on so many expert-parallel ranks", f"{expert.path_of_layer}*"
-            expected, have = f"a number of experts that {ep} divides", f"{model.features.experts[expert.layer]} experts"
-            raise LayoutError(problem, expert.path, expected, have, parameter=name)
+        ep = _degree(found, model, experts, optimizers)
     local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
     all_states = [each.state for each in optimizers] or [state for state in (model.optimizer,) if state is not None]
     paths = [each.path for each in optimizers] or [model.path]
@@ -196,7 +199,9 @@ def _member_names(
     return name_states(NumberedStates(model.path, state.groups, shapes, flat, *facts))
 
 
-def _degree(found: CheckpointInfo, optimizers: Sequence[ExpertOptimizer]) -> int:
+def _degree(
+    found: CheckpointInfo, model: ModelShard, experts: Sequence[ExpertShard], optimizers: Sequence[ExpertOptimizer]
+) -> int:
     """The expert-parallel degree, which param groups of experts are named after, as ``ep_size_2``."""
     named = {degree_in_name(group) for each in optimizers for group in each.state.groups if group.get("moe")}
     if len(named) > 1:
@@ -211,6 +216,11 @@ def _degree(found: CheckpointInfo, optimizers: Sequence[ExpertOptimizer]) -> int
         expected = f"the optimizers of {ep} expert-parallel ranks"
         have = f"those of ranks {sorted(each.ep_rank for each in optimizers)}"
         raise LayoutError(problem, found.path(name), expected, have)
+    for expert in experts:
+        if model.features.experts[expert.layer] % ep:
+            problem, name = "a layer's experts cannot be on so many expert-parallel ranks", f"{expert.path_of_layer}*"
+            expected, have = f"a number of experts that {ep} divides", f"{model.features.experts[expert.layer]} experts"
+            raise LayoutError(problem, expert.path, expected, have, parameter=name)
     return ep
 
 

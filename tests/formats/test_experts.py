@@ -137,12 +137,12 @@ def optimizers(*ep_ranks: int, name: str = "ep_size_2") -> list[Any]:
 
 def test_the_expert_parallel_degree_is_that_of_the_param_groups() -> None:
     found = SimpleNamespace(path=str)
-    assert _degree(found, optimizers(0, 1)) == 2  # type: ignore[arg-type]
-    assert _degree(found, optimizers(0, 1, 2, name="mine")) == 3  # type: ignore[arg-type]
+    assert _degree(found, None, [], optimizers(0, 1)) == 2  # type: ignore[arg-type]
+    assert _degree(found, None, [], optimizers(0, 1, 2, name="mine")) == 3  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match=r"(?s)is missing.*expp_rank_1_mp"):
-        _degree(found, optimizers(0))  # type: ignore[arg-type]
+        _degree(found, None, [], optimizers(0))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="different expert-parallel degrees"):
-        _degree(found, [*optimizers(0), *optimizers(1, name="ep_size_4")])  # type: ignore[arg-type]
+        _degree(found, None, [], [*optimizers(0), *optimizers(1, name="ep_size_4")])  # type: ignore[arg-type]
 
 
 def test_experts_that_are_trained_differently_on_other_ranks_are_named() -> None:
@@ -199,6 +199,6 @@ def test_experts_that_the_expert_parallel_ranks_do_not_divide_are_refused() -> N
     for each in (every := optimizers(0, 1)):
         each.state.states, each.nbytes, each.records = {}, 9, Records()
     files: Any = [SimpleNamespace(**vars(expert(0, number)), nbytes=9, records=Records()) for number in range(3)]
-    found: Any = SimpleNamespace(path=str, notes=())
+    found: Any = SimpleNamespace(path=str, notes=(), files=SimpleNamespace(layers={}))
     with pytest.raises(LayoutError, match=r"(?s)so many expert-parallel ranks.*3 experts"):
         unpartitioned_metadata(found, model, MetadataOptions(), name_states, files, every)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from elastic_ckpt.formats.saved_states import (
     unmatched_names,
     with_group_step,
 )
-from elastic_ckpt.formats.shards import index_zero12
+from elastic_ckpt.formats.shards import index_shard
 from tests.quantization import own_maps
 
 DEFAULTS = StateOptions()
@@ -332,7 +332,7 @@ def test_shards_of_the_legacy_elastic_checkpoint_are_refused(tmp_path: Path) -> 
     states = [{"exp_avg": torch.zeros(90), "step": 3}]
     file = written(tmp_path, {"optimizer_state_dict": {"base_optimizer_state": states}})
     with pytest.raises(UnsupportedError, match="legacy") as caught:
-        index_zero12(file, 0, StateOptions())
+        index_shard(file, 0, StateOptions())
     assert caught.value.file == file.path
 
 
