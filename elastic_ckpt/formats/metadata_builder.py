@@ -221,11 +221,8 @@ class MetadataBuilder:
             if ref.dtype != dtype:
                 named = zip(partitioned.shapes, partitioned.rules, strict=True)
                 name = next((name for (name, _), rule in named if rank in rule.ranks), None)
-                problem, path = (
-                    f"ranks saved {key} of this parameter in different dtypes",
-                    self._files[files[rank]].path,
-                )
-                raise DamagedError(problem, path, f"{dtype}, as on other ranks", ref.dtype, parameter=name)
+                problem, expected = f"ranks saved {key} of this parameter in different dtypes", f"{dtype}, as on others"
+                raise DamagedError(problem, self._files[files[rank]].path, expected, ref.dtype, parameter=name)
         return dtype
 
     def build(
@@ -237,17 +234,15 @@ class MetadataBuilder:
         """
         found, dp = self._found, int(model.counters.get("dp_world_size", 1))
         facts = found.source(zero_stage, dp, model.ds_version, **source)
-        stacked = {name: sum(map(len, placed)) for name, placed in model.stacked.items()}
-        crc32s = weights_crc32s([model])
-        return self.metadata(
-            facts, groups, aliases=model.shared, declared=model.declared, run=model.run, stacked=stacked, crc32s=crc32s
-        )
+        more: dict[str, Any] = {"aliases": model.shared, "declared": model.declared, "run": model.run}
+        more["stacked"] = {name: sum(map(len, placed)) for name, placed in model.stacked.items()}
+        return self.metadata(facts, groups, crc32s=weights_crc32s([model]), **more)
 
     def metadata(
         self, source: SourceFacts, groups: Sequence[Mapping[str, Any]], warnings: Iterable[str] = (), **facts: Any
     ) -> CheckpointMetadata:
         """What was collected, with ``facts`` as further fields."""
-        fresh = {key for key, kind in self._kinds.items() if kind.kind == FRESH}
+        fresh = frozenset(key for key, kind in self._kinds.items() if kind.kind == FRESH)
         scalars = {id(saved.scalars): saved.scalars for saved in self.parameters.values()}.values()
         values = frozenset(chain((key for each in scalars for key, _ in each), *groups))
         return CheckpointMetadata(
@@ -256,7 +251,7 @@ class MetadataBuilder:
             parameters=self.parameters,
             tensors=self.tensors,
             groups=normal_groups(groups, is_bitsandbytes=bool(self._codebooks)),
-            states=StateFacts(self.opaque, self._damaged, frozenset(fresh)),
+            states=StateFacts(self.opaque, self._damaged, fresh),
             notes=(*self.notes, *kind_notes(self._kinds)),
             warnings=(*unmatched_names(self._kinds, self._options, values), *warnings),
             **facts,
@@ -275,13 +270,10 @@ def weights_crc32s(models: Sequence[ModelShard]) -> dict[str, tuple[int, ...]]:
     """CRC32s of weights, by tensor-parallel rank; with experts alone, where DeepSpeed saves tied ones once per name."""
     found: dict[str, tuple[int, ...]] = {}
     for model in models if models[0].features.experts else ():
+        known = {(offset, nbytes): crc32 for offset, nbytes, crc32 in model.records if crc32}
         for name, ref in model.weights.items():
-            number, nbytes = model.records.index(ref.byte_offset), ref.numel * ITEMSIZE[ref.dtype]
-            if number is not None and (model.records.offsets[number], model.records.nbytes[number]) == (
-                ref.byte_offset,
-                nbytes,
-            ):
-                found[name] = (*found.get(name, ()), model.records.crc32s[number])
+            if (crc32 := known.get((ref.byte_offset, ref.numel * ITEMSIZE[ref.dtype]))) is not None:
+                found[name] = (*found.get(name, ()), crc32)
     return {name: crc32s for name, crc32s in found.items() if len(crc32s) == len(models)}
 
 
@@ -327,8 +319,7 @@ def module_tensors(
         for alias, name in source.shared.items():
             if alias in source.weights and name not in source.weights and name not in skipped:
                 add(name, FROZEN, source.weights[alias], 0)
-    differ = own == 0 and len({shard.buffers_crc32 for shard in models}) > 1
-    return tensors, [_BUFFERS_DIFFERED] if differ else []
+    return tensors, [_BUFFERS_DIFFERED] * (own == 0 and len({shard.buffers_crc32 for shard in models}) > 1)
 
 
 def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_file: int) -> TensorMetadata:

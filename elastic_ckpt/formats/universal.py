@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import accumulate, chain, groupby
+from operator import or_
 from typing import Any
 
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.experts import with_slices
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import NameStates
-from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, TensorMetadata
+from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, SourceFile, TensorMetadata
 from elastic_ckpt.core.shard_specs import DeclaredSpecs
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.training_state import TrainingState
@@ -30,7 +32,6 @@ from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state, refuse_features
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.universal_files import (
     CONVERT_AGAIN,
     OptimizerFile,
@@ -38,9 +39,11 @@ from elastic_ckpt.formats.universal_files import (
     index_optimizer,
     optimizer_path,
     read_parameter,
-    unpacked,
+    state_path,
 )
 
+#: Files of parameters by name and key.
+States = Mapping[tuple[str, str], StateFile]
 _LOAD_NATIVE = "load the native checkpoint instead"
 _NO_OPTIMIZER_FILE = (
     "the universal checkpoint has no zero/optimizer_state.pt (BLOOM's have none): the optimizer's step was taken from "
@@ -68,10 +71,10 @@ def universal_reading(
         return index_model(open_one(paths[position]), ranks[position][1])
 
     def fit(items: Sequence[Any], opened: Mapping[str, PickledFile], _: NameStates) -> Fitted:
-        states = [unpacked(found, name, packed) for name, packed in zip(names, items[files:], strict=True)]
+        states = {(name, each.key): each for name, read in zip(names, items[files:], strict=True) for each in read}
         models: dict[tuple[int, int], ModelShard] = dict(zip(ranks, items, strict=False))
         optimizer: OptimizerFile | None = items[len(paths)] if has_optimizer else None
-        metadata, grid = _fit_together(found, models, optimizer, list(chain.from_iterable(states)), options)
+        metadata, grid = _fit_together(found, models, optimizer, states, options)
         first = models[ranks[0]]
         if options.check_shards and metadata.source.merged_from == 1:
             numbers = {number for number, file in enumerate(metadata.files) if file.path in opened}
@@ -94,7 +97,7 @@ def _fit_together(
     found: CheckpointInfo,
     models: Mapping[tuple[int, int], ModelShard],
     optimizer: OptimizerFile | None,
-    states: list[StateFile],
+    states: States,
     options: MetadataOptions,
 ) -> tuple[CheckpointMetadata, Grid]:
     """The metadata, given model-states files by model- and data-parallel rank, and the grid of those."""
@@ -137,45 +140,53 @@ def _refuse_wrong_data(model: ModelShard, optimizer: OptimizerFile) -> None:
     raise UnsupportedError(problem, model.path, expected, found, remedy=_LOAD_NATIVE)
 
 
-def _refuse_unlisted(first: ModelShard, states: Iterable[StateFile], parameters: Collection[str]) -> None:
+def _refuse_unlisted(first: ModelShard, states: States, parameters: Collection[str]) -> None:
     """Refuse optimizer states that would be left out, since no model-states file lists their parameters.
 
     Masters alone say nothing: the converter writes buffers and the other names of tied weights, too.
     """
-    stateful = {item.name for item in states if item.tensor is not None and item.key != MASTER}
-    unlisted = sorted(stateful.difference(parameters))
-    if unlisted:
+    if unlisted := sorted(_stateful(states).difference(parameters)):
         problem = "the model-states files of the universal checkpoint do not list all parameters that have states"
         expected, names = "every parameter whose folder below zero has states, in param_shapes", shortened(unlisted)
         raise DamagedError(problem, first.path, expected, "none of these", parameter=names, remedy=CONVERT_AGAIN)
+
+
+def _stateful(states: States) -> set[str]:
+    return {name for (name, key), item in states.items() if item.tensor is not None and key != MASTER}
 
 
 def _build_metadata(
     found: CheckpointInfo,
     models: list[ModelShard],
     optimizer: OptimizerFile | None,
-    states: list[StateFile],
+    states: States,
     grid: Grid,
 ) -> CheckpointMetadata:
     first = models[0]
-    builder = MetadataBuilder(found, [*models, *states])
+    files = (SourceFile(state_path(found, *at), item.nbytes, records=item.records) for at, item in states.items())
+    builder = MetadataBuilder(found, [*models, *files])
     builder.parameters = parameters = _parameters(models, optimizer, states, grid)
     _refuse_unlisted(first, states, parameters)
     local = _local_shapes(models, grid)
-    for file, item in enumerate(states, start=len(models)):
-        if item.tensor is not None and item.name in parameters:
-            shape = parameters[item.name].shape
-            _check_numel(item, item.tensor, shape)
-            tensor = dense_tensor(item.name, item.key, item.tensor, file, shape)
-            if item.is_concatenated and item.name in local and not (optimizer is not None and optimizer.in_true_order):
-                tensor = _divided(item, tensor, local[item.name])
-            builder.tensors.add({(item.name, item.key): tensor})
+    if optimizer is not None and optimizer.in_true_order:
+        local = {}
+    for file, ((name, key), item) in enumerate(states.items(), start=len(models)):
+        if (ref := item.tensor) is None or name not in parameters:
+            continue
+        shape, path = parameters[name].shape, state_path(found, name, key)
+        if ref.numel != math.prod(shape) or (len(ref.shape) > 1 and ref.shape != shape):  # from stage 3, it is flat
+            problem = f"{key} of this parameter does not have the shape that the model-states file lists"
+            remedy = f"files of two conversions are mixed, or vocabulary padding was stripped: {CONVERT_AGAIN}"
+            expected = f"{shape}, the same for {MASTER} and states"
+            raise MismatchError(problem, path, expected, ref.shape, parameter=name, remedy=remedy)
+        tensor = dense_tensor(name, key, ref, file, shape)
+        is_divided = item.is_concatenated and name in local
+        builder.tensors.add({(name, key): _divided(tensor, local[name], path) if is_divided else tensor})
     whole, notes = _module_tensors(models, parameters, grid)
     builder.tensors.add(whole)
     builder.notes += notes if optimizer is not None else [*notes, _NO_OPTIMIZER_FILE]
-    declared = DeclaredSpecs(tuple(item.rule for item in states if item.rule is not None))
-    for model in models:
-        declared = declared | model.declared
+    declared = DeclaredSpecs(tuple(item.rule for item in states.values() if item.rule is not None))
+    declared = reduce(or_, (model.declared for model in models), declared)
     most = max((saved.group for saved in parameters.values()), default=0) + 1
     stage, groups = (1, ()) if optimizer is None else (optimizer.zero_stage, optimizer.groups)
     metadata = builder.build(
@@ -204,17 +215,15 @@ def _local_shapes(models: Sequence[ModelShard], grid: Grid) -> dict[str, tuple[S
     return found
 
 
-def _divided(item: StateFile, tensor: TensorMetadata, shapes: tuple[Shape, ...]) -> TensorMetadata:
+def _divided(tensor: TensorMetadata, shapes: tuple[Shape, ...], path: str) -> TensorMetadata:
     """The shards that DeepSpeed's converter concatenated, whatever is fused in them; ``shapes`` by rank."""
     (chunk,) = tensor.chunks or (StorageChunk(FlatRange(0, 0), 0, 0),)
     numels = [math.prod(shape) for shape in shapes]
     if len({shape[1:] for shape in (tensor.shape, *shapes)}) > 1 or sum(numels) != chunk.range.numel:
-        problem = (
-            "DeepSpeed's converter concatenated the tensor-parallel shards of this parameter, but the shapes in the "
-        )
-        problem += "model-states files do not add up to its tensor"
+        problem = "DeepSpeed's converter concatenated the tensor-parallel shards of this parameter, but the shapes in "
+        problem += "the model-states files do not add up to its tensor"
         expected, remedy = " + ".join(map(str, shapes)), f"files of two conversions are mixed: {CONVERT_AGAIN}"
-        raise MismatchError(problem, item.path, expected, tensor.shape, parameter=item.name, remedy=remedy)
+        raise MismatchError(problem, path, expected, tensor.shape, parameter=tensor.name, remedy=remedy)
     starts = accumulate(numels, initial=0)
     offsets = (chunk.byte_offset + start * ITEMSIZE[tensor.dtype] for start in starts)
     sources = tuple(
@@ -225,15 +234,14 @@ def _divided(item: StateFile, tensor: TensorMetadata, shapes: tuple[Shape, ...])
 
 
 def _parameters(
-    models: Sequence[ModelShard], optimizer: OptimizerFile | None, states: Sequence[StateFile], grid: Grid
+    models: Sequence[ModelShard], optimizer: OptimizerFile | None, states: States, grid: Grid
 ) -> dict[str, SavedParameter]:
     """The parameters of all pipeline stages, of the shapes in their files or, if flat (from stage 3), as listed."""
     step_files: dict[str, dict[str, float]] = {}
-    for item in states:
+    for (name, key), item in states.items():
         if item.scalar is not None:
-            step_files.setdefault(item.name, {})[item.key] = item.scalar
-    tensors = {(item.name, item.key): item.tensor for item in states if item.tensor is not None}
-    stateful = {name for name, key in tensors if key != MASTER}
+            step_files.setdefault(name, {})[key] = item.scalar
+    stateful = _stateful(states)
     members = () if optimizer is None else optimizer.members
     group_of = {flat: number for number, inside in enumerate(members) for flat in inside}
     parameters: dict[str, SavedParameter] = {}
@@ -244,8 +252,8 @@ def _parameters(
                 counted = {"step": steps} if name in stateful else {}
                 shared = counted if optimizer is None else optimizer.scalars.get(flat, {})
                 scalars = {**shared, **step_files.get(name, {})}
-                master = tensors.get((name, MASTER))
-                saved = local if master is None else master.shape
+                master = states.get((name, MASTER))
+                saved = local if master is None or master.tensor is None else master.tensor.shape
                 shape = saved if len(saved) > 1 or len(local) == 1 else local
                 if grid.tp > 1 and len(shape) > 1 and len(saved) == 1:
                     problem = "DeepSpeed's converter does not put together the shards of a tensor-parallel ZeRO-3 run"
@@ -271,12 +279,3 @@ def _module_tensors(models: Sequence[ModelShard], trained: Iterable[str], grid: 
             if all(key in mine for mine in ranks):
                 tensors.setdefault(key, shard_by_shard([mine[key] for mine in ranks]))
     return tensors, list(dict.fromkeys(notes))
-
-
-def _check_numel(item: StateFile, tensor: TensorRef, shape: tuple[int, ...]) -> None:
-    """From stage 3 the tensor is flat, from stages 1 and 2 it has the parameter's shape."""
-    if tensor.numel != math.prod(shape) or (len(tensor.shape) > 1 and tensor.shape != shape):
-        problem = f"{item.key} of this parameter does not have the shape that the model-states file lists"
-        remedy = f"files of two conversions are mixed, or vocabulary padding was stripped: {CONVERT_AGAIN}"
-        expected = f"{shape}, the same for {MASTER} and states"
-        raise MismatchError(problem, item.path, expected, tensor.shape, parameter=item.name, remedy=remedy)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_ckpt.core.checksums import Records
-from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shard_specs import COLUMN, ROW, VOCABULARY, ShardSpec
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import CheckpointInfo
@@ -38,20 +37,20 @@ _MOST_SUB_PARAMETERS = 1 << 10
 TRUE_ORDER = "elastic_ckpt_true_order"
 
 
-@dataclass(frozen=True)
-class StateFile(SourceFile):
-    """One ``zero/<name>/<key>.pt``: a parameter's whole tensor or scalar.
+class StateFile(NamedTuple):
+    """One ``zero/<name>/<key>.pt``: a parameter's whole tensor or scalar. Without its path, as ranks exchange many.
 
     ``rule`` says how it is sharded, if known; ``is_concatenated``: for want of one, DeepSpeed's converter concatenated
     the tensor-parallel shards along dimension 0.
     """
 
-    name: str
     key: str
+    nbytes: int
     tensor: TensorRef | None
     scalar: float | None
     rule: ShardSpec | None = None
     is_concatenated: bool = False
+    records: Records = Records()
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,12 @@ class OptimizerFile:
     in_true_order: bool = False
 
 
-#: A :class:`StateFile` without its path and parameter.
-Packed = tuple[str, int, TensorRef | None, float | None, ShardSpec | None, bool, Records]
-
-
 def optimizer_path(found: CheckpointInfo) -> str:
     return found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
+
+
+def state_path(found: CheckpointInfo, name: str, key: str) -> str:
+    return found.path(os.path.join(UNIVERSAL_FOLDER, name, f"{key}.pt"))
 
 
 def list_parameters(found: CheckpointInfo) -> tuple[bool, list[str]]:
@@ -89,21 +88,10 @@ def list_parameters(found: CheckpointInfo) -> tuple[bool, list[str]]:
     return os.path.lexists(optimizer_path(found)), names
 
 
-def read_parameter(found: CheckpointInfo, name: str, open_one: Callable[[str], PickledFile]) -> list[Packed]:
+def read_parameter(found: CheckpointInfo, name: str, open_one: Callable[[str], PickledFile]) -> list[StateFile]:
     """Read the files of one parameter. Local."""
     folder = found.path(os.path.join(UNIVERSAL_FOLDER, name))
-    files = [index_state(open_one(f"{folder}/{file}")) for file in sorted(file_names(folder)) if file.endswith(".pt")]
-    return [
-        (file.key, file.nbytes, file.tensor, file.scalar, file.rule, file.is_concatenated, file.records)
-        for file in files
-    ]
-
-
-def unpacked(found: CheckpointInfo, name: str, packed: Iterable[Packed]) -> Iterator[StateFile]:
-    """The files of one parameter, as :func:`read_parameter` has read them on some rank."""
-    folder = found.path(os.path.join(UNIVERSAL_FOLDER, name))
-    for key, nbytes, tensor, scalar, rule, is_concatenated, records in packed:
-        yield StateFile(f"{folder}/{key}.pt", nbytes, name, key, tensor, scalar, rule, is_concatenated, records=records)
+    return [index_state(open_one(f"{folder}/{file}")) for file in sorted(file_names(folder)) if file.endswith(".pt")]
 
 
 def index_state(file: PickledFile) -> StateFile:
@@ -118,13 +106,13 @@ def index_state(file: PickledFile) -> StateFile:
             raise DamagedError(problem, file.path, parameter=name)
         rule = _rule_of(name, file.tree)
         is_concatenated = is_parameters and rule is None and file.tree.get("cat_dim") == 0
-        return StateFile(file.path, file.nbytes, name, key, value, None, rule, is_concatenated, records=file.records)
+        return StateFile(key, file.nbytes, value, None, rule, is_concatenated, file.records)
     scalar = plain_numbers(file, {key: value})[key]
     if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
         problem, found = f"{key} of this parameter is neither a tensor nor a number", type(scalar).__name__
         expected = "a tensor, or a dict with 'param'"
         raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=CONVERT_AGAIN)
-    return StateFile(file.path, file.nbytes, name, key, None, scalar)
+    return StateFile(key, file.nbytes, None, scalar)
 
 
 def _rule_of(name: str, tree: Any) -> ShardSpec | None:

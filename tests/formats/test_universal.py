@@ -19,7 +19,7 @@ def test_without_an_optimizer_file_only_parameters_with_states_have_a_step() -> 
     shard = replace(model(["trained", "idle"]), counters={"global_steps": 5, "skipped_steps": 1})
     ref = TensorRef("float32", (1,), (1,), 64)
     named = [("trained", MASTER), ("trained", "exp_avg"), ("idle", MASTER)]
-    states = [StateFile(f"{name}/{key}.pt", 99, name, key, ref, None) for name, key in named]
+    states = {at: StateFile(at[1], 99, ref, None) for at in named}
     found = _parameters([shard], None, states, Grid(((0,),)))
     assert {name: saved.scalars for name, saved in found.items()} == {"trained": (("step", 4.0),), "idle": ()}
 
@@ -27,7 +27,7 @@ def test_without_an_optimizer_file_only_parameters_with_states_have_a_step() -> 
 def test_states_that_no_model_states_file_lists_are_refused_and_buffers_are_not() -> None:
     ref = TensorRef("float32", (1,), (1,), 64)
     named = [("trained", MASTER), ("trained", "exp_avg"), ("a buffer", MASTER)]
-    states = [StateFile(f"{name}/{key}.pt", 99, name, key, ref, None) for name, key in named]
+    states = {at: StateFile(at[1], 99, ref, None) for at in named}
     _refuse_unlisted(model(["trained"]), states, {"trained"})
     with pytest.raises(DamagedError, match="do not list all parameters"):
         _refuse_unlisted(model([]), states, set())

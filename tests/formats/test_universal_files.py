@@ -18,7 +18,7 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.universal_files import StateFile, index_state, read_parameter, unpacked
+from elastic_ckpt.formats.universal_files import index_state, read_parameter
 from elastic_ckpt.load.metadata import read_checkpoint
 
 OPTIONS = MetadataOptions(with_client_state=False)
@@ -81,18 +81,13 @@ def test_a_parameter_costs_few_bytes_of_a_message(found: CheckpointInfo) -> None
     _, job, _ = played(found, 4)
     shares = job.rounds[1]
     assert sum(map(len, shares)) < 240 * len(NAMES)
-    whole = [index_state(open_pickled(found.path(f"zero/{name}/{key}.pt"))) for name in NAMES for key in STATES]
-    assert len(pickle.dumps([vars(file) for file in whole])) > 1.5 * sum(map(len, shares))
 
 
 def test_what_is_sent_of_a_file_is_all_that_is_known_of_it(found: CheckpointInfo) -> None:
     name = NAMES[3]
     files = [index_state(open_pickled(found.path(f"zero/{name}/{key}.pt"))) for key in (*STATES, "step")]
     sent = pickle.loads(pickle.dumps(read_parameter(found, name, open_pickled)))
-    received = list(unpacked(found, name, sent))
-    assert received == files
-    assert [file.records for file in received[:3]] == [file.records for file in files[:3]]
-    assert all(isinstance(file, StateFile) and len(file.records.crc32s) == 1 for file in received[:3])
+    assert sent == files and all(len(file.records.crc32s) == 1 for file in sent[:3])
 
 
 def test_a_folder_that_another_rank_cannot_see_is_named_on_all(found: CheckpointInfo) -> None:
