@@ -25,7 +25,7 @@ from elastic_ckpt.planning.matching import (
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.rank_values import with_own_values
 from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage, with_own_copies
-from elastic_ckpt.planning.state_matching import NOTHING_MATCHED, StateMatching, match_states
+from elastic_ckpt.planning.state_matching import StateMatching, match_states
 from elastic_ckpt.sharding.resolve import ReshardPlan, resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 
@@ -72,7 +72,7 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     metadata = adopt_live_kinds(adopt_live_names(saved, model), local_state.wholes)
     parameters = match_parameters(metadata, local_state, options.strict)
     resharding = resolve(metadata, model, parameters.names, options.rules, config.replicated_params)
-    states, groups = NOTHING_MATCHED, NO_GROUPS
+    states, groups = StateMatching(), NO_GROUPS
     values: tuple[Outcome, ...] = ()
     if options.optimizer_states:
         metadata, values = with_own_values(metadata, local_state, config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
-from types import MappingProxyType
 from typing import Any
 
 from elastic_ckpt.core.local_state import FlatPartition, LocalState
@@ -52,16 +51,13 @@ class StateMatching:
         converted: whether another optimizer of the same family saved the states.
     """
 
-    links: Mapping[int, tuple[StateLink, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    links: Mapping[int, tuple[StateLink, ...]] = field(default_factory=dict)
     scalars: tuple[Scalars | None, ...] = ()
     stateful: frozenset[str] = frozenset()
-    restored: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    restored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     outcomes: tuple[Outcome, ...] = ()
     converted: bool = False
     notes: tuple[str, ...] = ()
-
-
-NOTHING_MATCHED = StateMatching()
 
 
 def match_states(
@@ -130,7 +126,12 @@ class _Matcher:
     scalars: list[Scalars | None] = field(default_factory=list)
 
     def matching(self) -> StateMatching:
-        stateful = frozenset(filter(self._is_stateful, self.parameters.restored))
+        is_known, parameters = any(flat.states is not None for flat in self.local_state.flats), self.metadata.parameters
+        stateful = frozenset(
+            name  # what a known optimizer left out, as SGD without momentum, is no state
+            for name in self.parameters.restored & self.keys.keys()
+            if self.keys[name] or not is_known or any(value is not None for _, value in parameters[name].scalars)
+        )
         restored: dict[str, set[str]] = {}
         for flat in self.local_state.flats:
             members = [name for name in flat.members if name in stateful]
@@ -144,35 +145,22 @@ class _Matcher:
             for link in links:
                 if link.live.layout != SCRATCH and link.source:
                     restored.setdefault(link.live.key, set()).update(members)
-        return StateMatching(
-            links=self.links,
-            scalars=self._with_own_steps(),
-            stateful=stateful,
-            restored={key: tuple(sorted(names)) for key, names in sorted(restored.items())},
-            outcomes=tuple(self._outcomes()),
-            converted=self.converted,
-            notes=tuple(self._notes()),
-        )
-
-    def _is_stateful(self, name: str) -> bool:
-        """Whether a parameter has states; what a known optimizer left out, as SGD without momentum, is none."""
-        keys, scalars = self.keys.get(name), self.metadata.parameters[name].scalars if name in self.keys else ()
-        is_known = any(flat.states is not None for flat in self.local_state.flats)
-        return keys is not None and bool(keys or not is_known or any(value is not None for _, value in scalars))
+        by_key = {key: tuple(sorted(names)) for key, names in sorted(restored.items())}
+        scalars, outcomes, notes = self._with_own_steps(), tuple(self._outcomes()), tuple(self._notes())
+        return StateMatching(self.links, scalars, stateful, by_key, outcomes, self.converted, notes)
 
     def _flat_scalars(self, members: Sequence[str]) -> Scalars | None:
         """Scalar states of one flat tensor; ``None`` if the checkpoint has no state of its members."""
         values = {name: self.metadata.parameters[name].scalars for name in members}
         each = {id(value): value for value in values.values()}  # those of one flat tensor share theirs
         by_text = {repr(value): value for value in each.values()}  # NaN is no number's equal
-        distinct = [by_text[text] for text in sorted(by_text)]
-        if len(distinct) > 1:
+        if len(by_text) > 1:
             examples = [next(name for name in values if repr(values[name]) == text) for text in sorted(by_text)[:2]]
             problem = "parameters that now share one flat tensor were saved with different scalar states"
             expected = "one value for all, since the optimizer keeps one per flat tensor"
             found = " and ".join(f"{dict(values[name])} ({name})" for name in examples)
             raise self.metadata.error(MismatchError, problem, examples, expected, found, _OWN_GROUPS)
-        return dict(distinct[0]) if distinct else None
+        return next(map(dict, by_text.values()), None)
 
     def _link(self, flat: FlatPartition, members: Sequence[str]) -> tuple[StateLink, ...]:
         metadata, local_state = self.metadata, self.local_state
@@ -210,8 +198,7 @@ class _Matcher:
     def _adopted(self, flat: FlatPartition, members: Sequence[str], saved: Iterable[str]) -> tuple[StateLink, ...]:
         """States of an unknown optimizer, as the checkpoint has them: zeros in place of others could undo weights."""
         metadata, local_state = self.metadata, self.local_state
-        fresh = sorted(set(flat.members) - set(members))
-        if fresh or metadata.states.fresh:
+        if (fresh := sorted(set(flat.members) - set(members))) or metadata.states.fresh:
             problem = f"{local_state.optimizer} is not known, nor what its states start with where none is saved"
             found = "none" if fresh else f'"fresh" in "states": {listed(metadata.states.fresh)}'
             expected = "a saved state for every parameter of a flat tensor"
@@ -252,12 +239,14 @@ class _Matcher:
         return self.metadata.error(MismatchError, problem, members, expected, found, OTHER_OPTIMIZER)
 
     def _refuse_other_scalars(self, flat: FlatPartition, values: Scalars) -> None:
+        if flat.scalars is None:
+            return
         unused = {key for key, value in values.items() if value is None}
-        for key in () if flat.scalars is None else values.keys() & flat.scalars:
-            if key not in unused and not all(map(isfinite, numbers(values[key]) or (nan,))):
+        for key in (values.keys() & flat.scalars) - unused:
+            if not all(map(isfinite, numbers(values[key]) or (nan,))):
                 problem, found = f"{key!r} of these parameters is no finite number", str(values[key])[:100]
                 raise self.metadata.error(DamagedError, problem, flat.members, "a count or a factor", found, _RESTORE)
-        if flat.scalars is None or set(values) - unused == set(flat.scalars):
+        if set(values) - unused == set(flat.scalars):
             return
         parameters, states = self.metadata.parameters, [live.key for live in flat.states or ()]
         if {key for saved in parameters.values() for key, _ in saved.scalars} != set(flat.scalars):
@@ -272,12 +261,11 @@ class _Matcher:
             return tuple(self.scalars)
         flats = list(zip(self.local_state.flats, self.scalars, strict=True))
         last = {flat.group: flat.index for flat, values in flats if values}
-        found = []
-        for flat, values in flats:
-            own = self.metadata.parameters[flat.members[0]].own_step if values and len(flat.members) == 1 else None
-            keeps = values is not None and own is not None and flat.index != last[flat.group]
-            found.append({**values, "step": own} if values and keeps and own is not None else values)
-        return tuple(found)
+        for at, (flat, values) in enumerate(flats):
+            if values and len(flat.members) == 1 and flat.index != last[flat.group]:
+                own = self.metadata.parameters[flat.members[0]].own_step
+                flats[at] = flat, {**values, "step": own} if own is not None else values
+        return tuple(values for _, values in flats)
 
     def _outcomes(self) -> Iterator[Outcome]:
         """States that start fresh, by reason, and saved ones that the live optimizer lacks."""
