@@ -94,7 +94,6 @@ COVERED_BY = {
     "distributed/test_parallel.py": "megatron",
     "formats/test_client_state.py": "formats/torch_archive/checks",
     "formats/torch_archive/test_unpickler.py": "formats/torch_archive/operations",
-    "planning/test_planner.py": "planning/optimizer_kinds",
 }
 
 

@@ -12,23 +12,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 from elastic_ckpt.core.fqn import with_names
-from elastic_ckpt.core.local_state import LiveGroup, LocalState, ModelLayout, WholeTensor
+from elastic_ckpt.core.local_state import LocalState, ModelLayout, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, DerivedTensors, Place
 from elastic_ckpt.core.read_plan import Outcome
-from elastic_ckpt.core.values import refuse_left_in_file
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, UnsupportedError, listed
-from elastic_ckpt.planning.optimizer_kinds import OTHER_OPTIMIZER
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
 _EXCLUDED = "saved without frozen parameters (exclude_frozen_parameters=True): the model's own values stay"
 _NOT_CONVERTED = "DeepSpeed's converter drops the buffers of pipeline layers: the model's own values stay"
 _NO_PLACE = "the live model has no such entry"
-#: Members, display names, and implementation choices, which do not affect training: the live run's are kept.
-_LIVE_KEYS = frozenset({"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"})
-_DECOUPLED = "decoupled_weight_decay"
 
 
 _OF_LAYER, _TIED_MODULE = re.compile(r"\d+\."), re.compile(r"tied_modules\.[^.]+\.")
@@ -191,104 +185,3 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     ]
     told = (Outcome(role, what, tuple(sorted(names)), why) for role, what, names, why in outcomes if names)
     return Matching(restored, found, tuple(told))
-
-
-#: Per live group, the saved groups that its values come from, and the values; empty if the live ones stay.
-Groups = tuple[tuple[tuple[int, ...], ...], tuple[Mapping[str, Any], ...]]
-NO_GROUPS: Groups = ((), ())
-
-
-def match_groups(
-    metadata: CheckpointMetadata,
-    local_state: LocalState,
-    keep_live: bool,
-    with_states: bool = True,
-    converted: bool = False,
-) -> Groups:
-    """Find hyperparameters for every live group.
-
-    Args:
-        keep_live: ``"param_groups": "keep_live"``: every live group keeps its own.
-        with_states: whether optimizer states are restored too, so that both optimizers must be of one kind.
-        converted: whether another optimizer saved the checkpoint, so that only common hyperparameters are restored.
-
-    Raises:
-        MismatchError: members of one live group come from saved groups with different hyperparameters, or weight
-            decay is of another kind.
-        UnsupportedError: a hyperparameter that is restored was not read as a whole.
-    """
-    if not metadata.groups and not with_states and not keep_live:  # a scheduler's lists are in the order of groups
-        return tuple((number,) for number in range(len(local_state.groups))), ()
-    sources: list[tuple[int, ...]] = []
-    hyperparameters: list[Mapping[str, Any]] = []
-    for number, group in enumerate(local_state.groups):
-        found = sorted({metadata.parameters[name].group for name in group.names if name in metadata.parameters})
-        if not metadata.parameters and len(metadata.groups) == 1:  # of weights alone, which has no members
-            found = [0]
-        elif not group.names and len(metadata.groups) == len(local_state.groups):
-            has_members = any(saved.group == number for saved in metadata.parameters.values())
-            found = [] if has_members else [number]  # all its members are frozen, saved and live
-        if with_states:
-            _refuse_other_weight_decay(number, group, [metadata.groups[source] for source in found])
-        if keep_live or not all(metadata.groups[source] for source in found):
-            found = []  # by the user's choice, or because there are none (BLOOM's universal checkpoint)
-        values = [transferable(metadata.groups[source]) for source in found]
-        if any(value != values[0] for value in values):
-            raise _mixed(metadata, number, group, dict(zip(found, values, strict=True)))
-        taken = values[0] if values else {}
-        if converted:
-            known = {*group.hyperparameters, "initial_lr"}
-            taken = {key: value for key, value in taken.items() if key in known}
-        if with_states:
-            refuse_left_in_file(taken, group.names, metadata.source.folder)
-        sources.append(tuple(found))
-        hyperparameters.append(taken)
-    return tuple(sources), tuple(hyperparameters)
-
-
-def _mixed(
-    metadata: CheckpointMetadata, number: int, group: LiveGroup, saved: Mapping[int, Mapping[str, Any]]
-) -> MismatchError:
-    """The error for a live group whose members were saved with different values; ``saved``: those of each group."""
-    keys = sorted(set().union(*saved.values()))
-    first = next(iter(saved.values()))
-    differ = [key for key in keys if any(values.get(key) != first.get(key) for values in saved.values())]
-    shown = {source: {key: values.get(key) for key in differ} for source, values in saved.items()}
-    live = {key: group.hyperparameters.get(key) for key in differ}
-    members: dict[int, list[str]] = {source: [] for source in saved}
-    for name in group.names:
-        if name in metadata.parameters:
-            members[metadata.parameters[name].group].append(name)
-    changed = [name for source, names in members.items() if shown[source] != live for name in names]
-    found = "; ".join(
-        f"saved group {source}, {len(members[source])} parameters such as {members[source][0]}: {values}"
-        for source, values in shown.items()
-    )
-    remedy = (
-        "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees [0] "
-        'under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is another '
-        f"training: it leaves {live} for all {len(group.names)} parameters, which changes {len(changed)} of them"
-    )
-    problem = f"param group {number} now mixes parameters whose saved groups had different hyperparameters"
-    expected = "one set of hyperparameters for the group"
-    return MismatchError(problem, None, expected, found, parameter=listed(changed or group.names), remedy=remedy)
-
-
-def _refuse_other_weight_decay(number: int, group: LiveGroup, saved: list[Mapping[str, Any]]) -> None:
-    """Adam and AdamW keep the same states; one flag decides what their weight decay means."""
-    live = group.hyperparameters.get(_DECOUPLED)
-    kinds = {True: "decoupled (AdamW)", False: "L2 (Adam)"}
-    for values in saved:
-        if live is not None and values.get(_DECOUPLED, live) != live:
-            problem = f"weight decay of param group {number} is of another kind"
-            both = f"{kinds[bool(live)]} in the live optimizer", f"{kinds[bool(values[_DECOUPLED])]} in the checkpoint"
-            raise MismatchError(problem, None, *both, parameter=listed(group.names), remedy=OTHER_OPTIMIZER)
-
-
-def transferable(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a saved group that a live group takes."""
-    return {
-        key: value
-        for key, value in hyperparameters.items()
-        if key not in _LIVE_KEYS and key != _DECOUPLED and not key.startswith("_ds_")
-    }

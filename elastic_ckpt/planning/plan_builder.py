@@ -26,7 +26,7 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
 from elastic_ckpt.planning.matching import Matching
-from elastic_ckpt.planning.optimizer_kinds import OTHER_OPTIMIZER
+from elastic_ckpt.planning.param_groups import OTHER_OPTIMIZER
 from elastic_ckpt.planning.read_items import (
     BroadcastRanges,
     FragmentSource,

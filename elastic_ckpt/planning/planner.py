@@ -14,16 +14,13 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
 from elastic_ckpt.planning.matching import (
-    NO_GROUPS,
-    Groups,
     Matching,
     adopt_live_kinds,
     adopt_live_names,
-    match_groups,
     match_parameters,
 )
+from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, with_own_values
 from elastic_ckpt.planning.plan_builder import PlanBuilder
-from elastic_ckpt.planning.rank_values import with_own_values
 from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage, with_own_copies
 from elastic_ckpt.planning.state_matching import StateMatching, match_states
 from elastic_ckpt.sharding.resolve import ReshardPlan, resolve

@@ -14,7 +14,7 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, PER_PARAM
 from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.planning.matching import Matching
-from elastic_ckpt.planning.optimizer_kinds import (
+from elastic_ckpt.planning.param_groups import (
     OTHER_OPTIMIZER,
     UPDATE_NORM,
     refuse_lost_choices,

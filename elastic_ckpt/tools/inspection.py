@@ -15,7 +15,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHTS
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.core.values import PerRank, TensorValue, numbers
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
-from elastic_ckpt.planning.optimizer_kinds import saved_optimizer
+from elastic_ckpt.planning.param_groups import saved_optimizer
 from elastic_ckpt.report import saved_topology, source_dict
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts

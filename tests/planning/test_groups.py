@@ -15,7 +15,7 @@ from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
 from elastic_ckpt.core.values import LeftInFile
 from elastic_ckpt.errors import MismatchError, UnsupportedError
-from elastic_ckpt.planning.matching import match_groups, transferable
+from elastic_ckpt.planning.param_groups import match_groups, transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import ADAM, TWO, live, names_of, saved
 

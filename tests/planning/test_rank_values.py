@@ -14,8 +14,8 @@ from elastic_ckpt.core.local_state import SAVED_OPTIMIZER, LocalState
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.values import PerRank, TensorValue
 from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.planning.param_groups import own_file, with_own_values
 from elastic_ckpt.planning.planner import LoadOptions, match
-from elastic_ckpt.planning.rank_values import own_file, with_own_values
 from tests.simulation import ADAM, live, saved
 
 TWO = {"a.weight": (4, 3), "b.weight": (5,)}

@@ -1,0 +1,331 @@
+"""Param groups: whose hyperparameters live ones get, what these tell of the optimizer, and values of each rank. Pure.
+
+Groups get the hyperparameters of saved ones by membership, not by position. DeepSpeed saves neither class nor name of
+an optimizer: states and hyperparameters tell its kind.
+
+Scalar states and hyperparameters in which the ranks of a save differ were computed of what each rank held. A rank that
+holds just that again gets them back. Of another partition they say nothing: they are left out if each step computes
+them before it uses them, else refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from elastic_ckpt.config import ElasticConfig, state_options
+from elastic_ckpt.core.chunks import ChunkSource
+from elastic_ckpt.core.local_state import SAVED_OPTIMIZER, FlatPartition, LiveGroup, LocalState
+from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
+from elastic_ckpt.core.read_plan import Outcome
+from elastic_ckpt.core.state_kinds import SCRATCH
+from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
+from elastic_ckpt.errors import MismatchError, UnsupportedError, listed
+
+#: Members, display names, and implementation choices, which do not affect training: the live run's are kept.
+_LIVE_KEYS = frozenset({"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"})
+_DECOUPLED = "decoupled_weight_decay"
+#: Family -> the names its members give to the same states.
+_FAMILIES: Mapping[str, tuple[tuple[str, ...], ...]] = {"adam": (("exp_avg", "exp_avg_sq"), ("state1", "state2"))}
+#: Hyperparameters that distinguish kinds of optimizers.
+_MARKS = frozenset(
+    {"betas", "momentum", "dampening", "nesterov", "rho", "centered", "lr_decay", "etas", "lambd"}
+    | {"beta2_decay", "ns_steps", "ns_method", "momentum_decay", "initial_accumulator_value", "eps", "use_muon", "d"}
+)
+#: Values that an optimizer without these hyperparameters implies.
+_USUAL = {"maximize": False, "bias_correction": True}
+_ADAM_MARKS = frozenset({"amsgrad", "bias_correction"})
+OTHER_OPTIMIZER = "resume with the optimizer that saved it, or with load_optimizer_states=False"
+#: State of bitsandbytes' LAMB and LARS only: the norm of an update.
+UPDATE_NORM = "unorm_vec"
+_RMS = frozenset({"RMS"})
+#: Scalar states that each step of an optimizer computes before it uses them, by its class.
+_RECOMPUTED: Mapping[str, frozenset[str]] = {
+    "transformers.optimization.Adafactor": _RMS,
+    "galore_torch.adafactor.Adafactor": _RMS,
+    "came_pytorch.CAME.CAME": _RMS,
+    "pytorch_optimizer.optimizer.adafactor.AdaFactor": _RMS,
+    "pytorch_optimizer.optimizer.came.CAME": _RMS,
+    "pytorch_optimizer.optimizer.lamb.Lamb": frozenset({"weight_norm", "adam_norm", "trust_ratio"}),
+}
+_FRESH, _ANEW = '"states" says so', "each step computes it of what the rank holds, before it uses it"
+#: Per live group, the saved groups that its values come from, and the values; empty if the live ones stay.
+Groups = tuple[tuple[tuple[int, ...], ...], tuple[Mapping[str, Any], ...]]
+NO_GROUPS: Groups = ((), ())
+
+
+def match_groups(
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
+    keep_live: bool,
+    with_states: bool = True,
+    converted: bool = False,
+) -> Groups:
+    """Find hyperparameters for every live group.
+
+    Args:
+        keep_live: ``"param_groups": "keep_live"``: every live group keeps its own.
+        with_states: whether optimizer states are restored too, so that both optimizers must be of one kind.
+        converted: whether another optimizer saved the checkpoint, so that only common hyperparameters are restored.
+
+    Raises:
+        MismatchError: members of one live group come from saved groups with different hyperparameters, or weight
+            decay is of another kind.
+        UnsupportedError: a hyperparameter that is restored was not read as a whole.
+    """
+    if not metadata.groups and not with_states and not keep_live:  # a scheduler's lists are in the order of groups
+        return tuple((number,) for number in range(len(local_state.groups))), ()
+    sources: list[tuple[int, ...]] = []
+    hyperparameters: list[Mapping[str, Any]] = []
+    for number, group in enumerate(local_state.groups):
+        found = sorted({metadata.parameters[name].group for name in group.names if name in metadata.parameters})
+        if not metadata.parameters and len(metadata.groups) == 1:  # of weights alone, which has no members
+            found = [0]
+        elif not group.names and len(metadata.groups) == len(local_state.groups):
+            has_members = any(saved.group == number for saved in metadata.parameters.values())
+            found = [] if has_members else [number]  # all its members are frozen, saved and live
+        if with_states:
+            _refuse_other_weight_decay(number, group, [metadata.groups[source] for source in found])
+        if keep_live or not all(metadata.groups[source] for source in found):
+            found = []  # by the user's choice, or because there are none (BLOOM's universal checkpoint)
+        values = [transferable(metadata.groups[source]) for source in found]
+        if any(value != values[0] for value in values):
+            raise _mixed(metadata, number, group, dict(zip(found, values, strict=True)))
+        taken = values[0] if values else {}
+        if converted:
+            known = {*group.hyperparameters, "initial_lr"}
+            taken = {key: value for key, value in taken.items() if key in known}
+        if with_states:
+            refuse_left_in_file(taken, group.names, metadata.source.folder)
+        sources.append(tuple(found))
+        hyperparameters.append(taken)
+    return tuple(sources), tuple(hyperparameters)
+
+
+def _mixed(
+    metadata: CheckpointMetadata, number: int, group: LiveGroup, saved: Mapping[int, Mapping[str, Any]]
+) -> MismatchError:
+    """The error for a live group whose members were saved with different values; ``saved``: those of each group."""
+    keys = sorted(set().union(*saved.values()))
+    first = next(iter(saved.values()))
+    differ = [key for key in keys if any(values.get(key) != first.get(key) for values in saved.values())]
+    shown = {source: {key: values.get(key) for key in differ} for source, values in saved.items()}
+    live = {key: group.hyperparameters.get(key) for key in differ}
+    members: dict[int, list[str]] = {source: [] for source in saved}
+    for name in group.names:
+        if name in metadata.parameters:
+            members[metadata.parameters[name].group].append(name)
+    changed = [name for source, names in members.items() if shown[source] != live for name in names]
+    found = "; ".join(
+        f"saved group {source}, {len(members[source])} parameters such as {members[source][0]}: {values}"
+        for source, values in shown.items()
+    )
+    remedy = (
+        "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees [0] "
+        'under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is another '
+        f"training: it leaves {live} for all {len(group.names)} parameters, which changes {len(changed)} of them"
+    )
+    problem = f"param group {number} now mixes parameters whose saved groups had different hyperparameters"
+    expected = "one set of hyperparameters for the group"
+    return MismatchError(problem, None, expected, found, parameter=listed(changed or group.names), remedy=remedy)
+
+
+def _refuse_other_weight_decay(number: int, group: LiveGroup, saved: list[Mapping[str, Any]]) -> None:
+    """Adam and AdamW keep the same states; one flag decides what their weight decay means."""
+    live = group.hyperparameters.get(_DECOUPLED)
+    kinds = {True: "decoupled (AdamW)", False: "L2 (Adam)"}
+    for values in saved:
+        if live is not None and values.get(_DECOUPLED, live) != live:
+            problem = f"weight decay of param group {number} is of another kind"
+            both = f"{kinds[bool(live)]} in the live optimizer", f"{kinds[bool(values[_DECOUPLED])]} in the checkpoint"
+            raise MismatchError(problem, None, *both, parameter=listed(group.names), remedy=OTHER_OPTIMIZER)
+
+
+def transferable(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a saved group that a live group takes."""
+    return {
+        key: value
+        for key, value in hyperparameters.items()
+        if key not in _LIVE_KEYS and key != _DECOUPLED and not key.startswith("_ds_")
+    }
+
+
+def renamed_states(
+    metadata: CheckpointMetadata, local_state: LocalState, name: str, saved: frozenset[str], live: frozenset[str]
+) -> Mapping[str, str] | None:
+    """Live state -> saved state, if both optimizers are of one family and name states differently; else ``None``."""
+    parameter = metadata.parameters[name]
+    tensors = [metadata.tensors.get((name, key)) for key in saved]  # members of one flat tensor may differ in states
+    plain = all(tensor is None or tensor.shape == parameter.shape for tensor in tensors)
+    if not plain or any(state.key == UPDATE_NORM for state in parameter.replicated):
+        return None
+    if saved == set(_FAMILIES["adam"][0]) and not _is_adam(metadata.groups[parameter.group]):
+        return None  # another optimizer with states of these names
+    spellings = _FAMILIES.get(local_state.family or "", ())
+    theirs = next((names for names in spellings if set(names) == saved), None)
+    ours = next((names for names in spellings if set(names) == live), None)
+    return None if theirs is None or ours is None else dict(zip(ours, theirs, strict=True))
+
+
+def refuse_lost_choices(
+    metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
+) -> None:
+    """Refuse a hyperparameter that only one Adam has, unless its value is the other's (:class:`MismatchError`)."""
+    live = _hyperparameters(local_state, flat)
+    for number in sorted({metadata.parameters[name].group for name in members}):
+        saved = metadata.groups[number]
+        for key, usual in _USUAL.items():
+            if saved and live and (key in saved) != (key in live) and bool({**live, **saved}[key]) != usual:
+                problem = f'"{key}" of param group {number} cannot be expressed in the other optimizer'
+                expected, found = (group.get(key, f"{usual}, always") for group in (live, saved))
+                both = f"{expected} (live optimizer {local_state.optimizer})", f"{found} in the checkpoint"
+                raise metadata.error(MismatchError, problem, members, *both, OTHER_OPTIMIZER)
+
+
+def saved_optimizer(metadata: CheckpointMetadata) -> str:
+    """The optimizer that saved a checkpoint, for messages."""
+    return optimizer_of(metadata.state_keys, metadata.groups[0] if metadata.groups else {})
+
+
+def optimizer_of(keys: Sequence[str], group: Mapping[str, Any]) -> str:
+    """The optimizer with these tensor states and hyperparameters, for messages."""
+    if {"state1"} <= set(keys):
+        return f"a bitsandbytes optimizer with {listed(keys)}"
+    if set(keys) == {"exp_avg", "exp_avg_sq"} and _is_adam(group):
+        if "bias_correction" in group:
+            return "DeepSpeed's or apex's Adam"
+        return "torch.optim.AdamW" if group.get("decoupled_weight_decay") else "torch.optim.Adam"
+    return f"an optimizer with {listed(keys) or 'no tensor states'}"
+
+
+def refuse_other_kind(
+    metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
+) -> None:
+    """Refuse states that, by the hyperparameters, another kind of optimizer saved (:class:`MismatchError`)."""
+
+    def other_kind(live: Iterable[str], saved: Iterable[str]) -> MismatchError:
+        problem = "the checkpoint was saved by another kind of optimizer, whose states have the same names"
+        expected = f"{listed(live) if live else 'nothing'} (live optimizer {local_state.optimizer})"
+        found = listed(saved) if saved else "nothing"
+        return metadata.error(MismatchError, problem, members, expected, found, OTHER_OPTIMIZER)
+
+    own = _hyperparameters(local_state, flat)
+    live = {key: value for key, value in own.items() if key in local_state.defaults or not local_state.defaults}
+    for number in sorted({metadata.parameters[name].group for name in members}):
+        saved = metadata.groups[number]
+        if not saved:  # as in BLOOM's universal checkpoint, which a note reports
+            continue
+        if "use_muon" in own and "use_muon" in saved:  # its Adam half takes over what its helper optimizer knows
+            continue
+        # a user may have added entries that the optimizer does not know
+        adams = _is_adam(saved) and (_is_adam(live) or bool(_ADAM_MARKS & (set(saved) - set(live))))
+        unlike = not _MARKS & set(live) <= set(saved) or ("eps" in saved and "eps" not in live)
+        if adams != _is_adam(live) or (unlike and not adams):
+            raise other_kind(live, list(map(str, saved)))
+    replicated = {state.key for state in metadata.parameters[members[0]].replicated}
+    scratch = {state.key for state in flat.states or () if state.layout == SCRATCH}
+    if (UPDATE_NORM in replicated) != (UPDATE_NORM in scratch) and flat.states is not None:
+        raise other_kind(scratch, replicated)
+
+
+def _hyperparameters(local_state: LocalState, flat: FlatPartition) -> Mapping[str, Any]:
+    return local_state.groups[flat.group].hyperparameters if flat.group < len(local_state.groups) else {}
+
+
+def _is_adam(group: Mapping[str, Any]) -> bool:
+    return "betas" in group and "eps" in group and bool(_ADAM_MARKS & set(group))
+
+
+def with_own_values(
+    metadata: CheckpointMetadata, local_state: LocalState, config: ElasticConfig
+) -> tuple[CheckpointMetadata, tuple[Outcome, ...]]:
+    """The metadata with this rank's values alone, and those that are left out.
+
+    Raises :class:`UnsupportedError` for a value of ranks that held something else, unless it is computed anew or the
+    user leaves it out.
+    """
+    shared = {id(saved.scalars): saved.scalars for saved in metadata.parameters.values()}  # by those of a flat tensor
+    states = {number: dict(scalars) for number, scalars in shared.items()}
+    own = differing(chain(states.values(), metadata.groups))
+    fresh = frozenset(key for key, word in state_options(config).schema.items() if word == "fresh")
+    named = fresh.intersection(chain.from_iterable(chain(states.values(), metadata.groups)))
+    every = frozenset(chain.from_iterable(_RECOMPUTED.values()))
+    recomputed = (
+        every if local_state.optimizer == SAVED_OPTIMIZER else _RECOMPUTED.get(local_state.optimizer, frozenset())
+    )
+    anew = recomputed.intersection(chain.from_iterable(states.values())) - fresh
+    if not (own or named or anew):
+        return metadata, ()
+    file, notes = own_file(metadata, local_state), metadata.notes
+    left_out = named if file is not None else named | anew
+    if file is None:
+        _refuse(metadata, "optimizer state", states.values(), left_out)
+        if config.param_groups == "match":
+            _refuse(metadata, "hyperparameter", metadata.groups, named)
+    elif own:
+        notes += (f"ranks were saved with values of their own, and each has them again: {listed(own)}",)
+    taken = {number: tuple(_taken(values, left_out, file).items()) for number, values in states.items()}
+    parameters = {name: replace(saved, scalars=taken[id(saved.scalars)]) for name, saved in metadata.parameters.items()}
+    of_live = {name: each.hyperparameters for each in local_state.groups for name in each.names}
+    live = {saved.group: of_live[name] for name, saved in metadata.parameters.items() if name in of_live}
+    groups = []
+    for number, group in enumerate(metadata.groups):
+        taken_here, own_now = _taken(group, named, file), live.get(number, {})
+        groups.append({key: taken_here.get(key, own_now.get(key)) for key in group if key in {**own_now, **taken_here}})
+    outcomes = tuple(Outcome(key, "fresh", (), _FRESH if key in named else _ANEW) for key in sorted(left_out))
+    return replace(metadata, parameters=parameters, groups=tuple(groups), notes=notes), outcomes
+
+
+def _taken(values: Mapping[str, Any], left_out: Collection[str], file: int | None) -> dict[str, Any]:
+    kept = {key: value for key, value in values.items() if key not in left_out}
+    return common(kept) if file is None else of_rank(kept, file)
+
+
+def _refuse(
+    metadata: CheckpointMetadata, what: str, values: Collection[Mapping[str, Any]], left_out: Collection[str]
+) -> None:
+    """Refuse values in which ranks differ and that are not left out."""
+    keys = [key for key in differing(values) if key not in left_out]
+    if not keys:
+        return
+    source, key = metadata.source, keys[0]
+    how = "as a new optimizer has them" if what == "hyperparameter" else "out, if the optimizer's next step needs none"
+    raise metadata.error(
+        UnsupportedError,
+        f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions are others now",
+        keys,
+        f"the save's {source.partition_degree} partitions (ZeRO-{source.zero_stage}, TP={source.tp})",
+        str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200],
+        remedy=f'"elastic_checkpoint": {{"states": {json.dumps(dict.fromkeys(keys, "fresh"))}}} leaves them {how}; or '
+        "load at the topology it was saved with",
+    )
+
+
+def own_file(metadata: CheckpointMetadata, local_state: LocalState) -> int | None:
+    """The file of the rank that held just what this rank holds, in the same flat tensors; ``None``: there is none."""
+    at, fragments = local_state.model.coordinates, local_state.fragments
+    if not metadata.source.by_rank:
+        return None
+
+    def masters(name: str) -> Iterator[tuple[ChunkSource, int]]:
+        tensor = metadata.tensors.get((name, MASTER))
+        for copy in () if tensor is None else (tensor, *metadata.replicas.get((name, MASTER), ())):
+            if len(copy.sources) == at.tp:
+                yield copy.sources[at.tp_rank], ITEMSIZE[copy.dtype]
+
+    begins: dict[int, list[tuple[int, int]]] = {}  # by file: of each fragment, its flat tensor and where that begins
+    for each in fragments:
+        for source, itemsize in masters(each.name):
+            for chunk in source.within(each.range.start, each.range.stop):
+                if chunk.range == each.range:
+                    begin = chunk.byte_offset - each.flat_offset * itemsize
+                    begins.setdefault(chunk.file, []).append((each.flat, begin))
+    for file, found in begins.items():
+        flats = set(found)
+        if len(found) == len(fragments) and len(flats) == len(dict(flats)) == len({begin for _, begin in flats}):
+            every = (source.in_files({file}) for name in metadata.parameters for source, _ in masters(name))
+            return file if sum(map(len, map(list, every))) == len(fragments) else None
+    return None
