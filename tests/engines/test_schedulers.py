@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
 from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, fit_scheduler
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.planning.matching import transferable
+from elastic_ckpt.planning.param_groups import transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import ADAM, TWO, live, saved
 

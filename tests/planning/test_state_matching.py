@@ -19,7 +19,8 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED
 from elastic_ckpt.engines.optimizers import OptimizerParam
 from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
-from elastic_ckpt.planning.matching import match_groups, match_parameters, transferable
+from elastic_ckpt.planning.matching import match_parameters
+from elastic_ckpt.planning.param_groups import match_groups, transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.state_matching import StateLink, StateMatching, match_states
 from tests.quantization import own_maps
