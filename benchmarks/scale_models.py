@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from elastic_ckpt.core.experts import EXPERTS
 from elastic_ckpt.core.flat_ranges import per_parameter_numel
+from elastic_ckpt.core.fqn import EXPERTS
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata
 from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions

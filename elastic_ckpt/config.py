@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from elastic_ckpt.core.fqn import NAME_PRESETS
 from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import NON_SHARD_KEYS, REPLICATED, StateOptions
-from elastic_ckpt.core.training_state import AHEAD
+from elastic_ckpt.core.values import AHEAD
 from elastic_ckpt.errors import ConfigError
 
 #: The key in the DeepSpeed config.

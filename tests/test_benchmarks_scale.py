@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from benchmarks.scale_models import MODELS, ScaleModel, scale_metadata
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.experts import EXPERTS
+from elastic_ckpt.core.fqn import EXPERTS
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.planner import LoadOptions

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
 from elastic_ckpt.cli.output import EXIT_FOUND, errors_end_the_command, print_json, print_wide, table
 from elastic_ckpt.cli.scatter import write_scatter
-from elastic_ckpt.core.experts import expert_name
+from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import read_options

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.core.experts import ExpertSlice, slices
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
+from elastic_ckpt.core.fqn import ExpertSlice, slices
 from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, WEIGHTS
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, Slot

@@ -24,7 +24,7 @@ from packaging.version import Version
 from elastic_ckpt import distributed
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.flat_ranges import group_offsets
-from elastic_ckpt.core.training_state import AHEAD
+from elastic_ckpt.core.values import AHEAD
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 
 try:

@@ -28,7 +28,7 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_world_size,
 )
 
-from elastic_ckpt.core.experts import slices
+from elastic_ckpt.core.fqn import slices
 from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates, SequenceParallel
 from elastic_ckpt.core.shard_specs import CannotSplit, layout_of_affine
 from elastic_ckpt.core.strided import fused

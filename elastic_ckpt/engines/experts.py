@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 
-from elastic_ckpt.core.experts import EXPERTS, ExpertName
+from elastic_ckpt.core.fqn import EXPERTS, ExpertName
 from elastic_ckpt.errors import UnsupportedError
 
 

@@ -10,7 +10,7 @@ from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from elastic_ckpt.core.training_state import ONE_BIT_OPTIMIZERS, Features
+from elastic_ckpt.core.values import ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer, swaps_to_nvme
 from elastic_ckpt.engines.optimizers import KNOWN, BitsAndBytesSchema, StateSchema, class_name, is_bitsandbytes

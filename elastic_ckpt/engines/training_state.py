@@ -19,7 +19,7 @@ import torch
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
-from elastic_ckpt.core.training_state import BatchSizes, TrainingState
+from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.coordinates import follow_topology
 from elastic_ckpt.errors import MismatchError

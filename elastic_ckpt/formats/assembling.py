@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
-from elastic_ckpt.core.training_state import Features
+from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats import model_states, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions

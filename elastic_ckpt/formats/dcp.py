@@ -22,8 +22,7 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
     is_floating,
 )
-from elastic_ckpt.core.training_state import BatchSizes, TrainingState
-from elastic_ckpt.core.values import TensorValue
+from elastic_ckpt.core.values import BatchSizes, TensorValue, TrainingState
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
 from elastic_ckpt.formats.dcp_entries import (

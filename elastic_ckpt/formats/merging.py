@@ -19,7 +19,7 @@ from operator import or_
 from typing import Any, ClassVar
 
 from elastic_ckpt.core.chunks import ChunkSource, listed
-from elastic_ckpt.core.experts import expert_name, stacked_name
+from elastic_ckpt.core.fqn import expert_name, stacked_name
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, StorageChunk, by_rank, listed
-from elastic_ckpt.core.experts import cannot_slice, sliced
 from elastic_ckpt.core.flat_ranges import FlatRange, per_parameter_numel
+from elastic_ckpt.core.fqn import cannot_slice, sliced
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,

@@ -24,7 +24,7 @@ from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.core.training_state import Features
+from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.pickled import PickledFile, named_errors

@@ -11,7 +11,7 @@ from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.core.training_state import TrainingState
+from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, assemble, missing_file
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile

@@ -24,8 +24,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules
-from elastic_ckpt.core.experts import expert_name, numbers_of_experts
 from elastic_ckpt.core.flat_ranges import group_offsets, per_parameter_numel
+from elastic_ckpt.core.fqn import expert_name, numbers_of_experts
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, LayoutError

@@ -26,7 +26,7 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
-from elastic_ckpt.core.training_state import BatchSizes, TrainingState
+from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.errors import listed as shown
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions

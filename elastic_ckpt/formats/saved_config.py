@@ -22,7 +22,7 @@ import yaml
 
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.local_state import SequenceParallel
-from elastic_ckpt.core.training_state import (
+from elastic_ckpt.core.values import (
     AHEAD,
     ONE_BIT_OPTIMIZERS,
     BatchSizes,

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.core.training_state import Features
+from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.model_states import refuse_old

@@ -15,13 +15,12 @@ from operator import or_
 from typing import Any
 
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
-from elastic_ckpt.core.experts import with_slices
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.fqn import NameStates
+from elastic_ckpt.core.fqn import NameStates, with_slices
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, SourceFile, TensorMetadata
 from elastic_ckpt.core.shard_specs import DeclaredSpecs
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.core.training_state import TrainingState
+from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile

@@ -16,9 +16,8 @@ from dataclasses import replace
 from itertools import chain
 
 from elastic_ckpt.core.chunks import group_rules
-from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.flat_ranges import group_offsets
-from elastic_ckpt.core.fqn import ExpertRank, Members, NamedStates, NameStates, NumberedStates
+from elastic_ckpt.core.fqn import ExpertRank, Members, NamedStates, NameStates, NumberedStates, expert_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER
 from elastic_ckpt.errors import LayoutError, UnsupportedError

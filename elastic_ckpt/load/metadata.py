@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from elastic_ckpt import distributed
 from elastic_ckpt.core.fqn import RenameRules
 from elastic_ckpt.core.local_state import LocalState
-from elastic_ckpt.core.training_state import TrainingState
+from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.formats import READERS, Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.base import OWN_FIELDS, Fitted, Format, OpenFile, refuse_swapped, refuse_unsupported_folder
 from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade

@@ -14,8 +14,18 @@ from dataclasses import replace
 from itertools import chain, groupby
 from types import MappingProxyType
 
-from elastic_ckpt.core.experts import ExpertName, expert_name, stacked_name
-from elastic_ckpt.core.fqn import ExpertRank, Members, NamedStates, NumberedStates, RenameRules, Shape, rename
+from elastic_ckpt.core.fqn import (
+    ExpertName,
+    ExpertRank,
+    Members,
+    NamedStates,
+    NumberedStates,
+    RenameRules,
+    Shape,
+    expert_name,
+    rename,
+    stacked_name,
+)
 from elastic_ckpt.core.local_state import LiveGroup
 from elastic_ckpt.errors import MismatchError, listed
 

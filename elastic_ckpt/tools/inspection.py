@@ -10,10 +10,9 @@ from itertools import chain
 from typing import Any
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.experts import expert_name
+from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.training_state import TrainingState
-from elastic_ckpt.core.values import PerRank, TensorValue, numbers
+from elastic_ckpt.core.values import PerRank, TensorValue, TrainingState, numbers
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.planning.param_groups import saved_optimizer
 from elastic_ckpt.report import saved_topology, source_dict

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, listed, placements
-from elastic_ckpt.core.experts import (
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.fqn import (
     EXPERTS,
     ExpertName,
     expert_name,
@@ -22,7 +23,6 @@ from elastic_ckpt.core.experts import (
     with_slices,
     with_stacks,
 )
-from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, TensorMetadata
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt.core.training_state import BatchSizes
+from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.engines.training_state import compare_batches
 from elastic_ckpt.errors import MismatchError
 

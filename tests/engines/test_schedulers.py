@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from torch.optim import lr_scheduler
 
-from elastic_ckpt.core.training_state import BatchSizes, TrainingState
+from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, fit_scheduler
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.param_groups import transferable

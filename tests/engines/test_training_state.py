@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.read_plan import Outcome
-from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
+from elastic_ckpt.core.values import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.engines.training_state import (
     LoadArguments,
     TrainingStateCommit,

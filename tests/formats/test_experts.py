@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from elastic_ckpt.core.checksums import Records
-from elastic_ckpt.core.experts import EXPERTS
-from elastic_ckpt.core.fqn import ExpertRank, NumberedStates
+from elastic_ckpt.core.fqn import EXPERTS, ExpertRank, NumberedStates
 from elastic_ckpt.core.local_state import LiveGroup
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ckpt.core.training_state import Features
+from elastic_ckpt.core.values import Features
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, with_own_padding
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef

@@ -16,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.local_state import SequenceParallel
-from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
+from elastic_ckpt.core.values import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.errors import LayoutError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled

@@ -38,7 +38,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.shard_specs import ShardSpec, declared_by
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
-from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
+from elastic_ckpt.core.values import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.sharding.rules import ShardingRules

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.core.experts import expert_name, with_stacks
+from elastic_ckpt.core.fqn import expert_name, with_stacks
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.shard_specs import VOCABULARY, ShardSpec
 from elastic_ckpt.core.values import differing

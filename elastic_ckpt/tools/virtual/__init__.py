@@ -14,9 +14,8 @@ from functools import cache
 from itertools import chain, product
 
 from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules, placements
-from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.flat_ranges import FlatRange, group_offsets, per_parameter_numel
-from elastic_ckpt.core.fqn import rename_saved
+from elastic_ckpt.core.fqn import expert_name, rename_saved
 from elastic_ckpt.core.local_state import (
     NO_SEQUENCE_PARALLEL,
     SAVED_OPTIMIZER,
