@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 from elastic_ckpt.core.metadata import MASTER
@@ -110,30 +111,18 @@ def _is_outside(relative: str) -> bool:
 
 def list_checkpoints(load_dir: str) -> list[CheckpointInfo]:
     """All checkpoints directly below a folder, newest first by the time of their folders."""
-    if not os.path.isdir(load_dir):
-        return []
-    found = (look_beside(load_dir, name) for name in newest_first(load_dir))
-    return [each for each in found if each is not None]
-
-
-def newest_first(folder: str) -> list[str]:
-    """The names of the folders in a folder, by their time."""
 
     def mtime(name: str) -> float:
         try:
-            return os.path.getmtime(os.path.join(folder, name))
+            return os.path.getmtime(os.path.join(load_dir, name))
         except OSError:  # removed just now
             return 0.0
 
-    return sorted(folder_names(folder), key=mtime, reverse=True)
-
-
-def look_beside(load_dir: str, name: str) -> CheckpointInfo | None:
-    """:func:`look_at` for a folder that nobody asked for, which may be unreadable: lost+found of a disk, say."""
-    try:
-        return look_at(load_dir, name)
-    except DamagedError:
-        return None
+    found = []
+    for name in sorted(folder_names(load_dir), key=mtime, reverse=True) if os.path.isdir(load_dir) else ():
+        with suppress(DamagedError):  # nobody asked for this folder, which may be unreadable: lost+found of a disk, say
+            found.append(look_at(load_dir, name))
+    return [each for each in found if each is not None]
 
 
 def list_tags(load_dir: str) -> list[str]:

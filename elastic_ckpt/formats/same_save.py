@@ -117,12 +117,14 @@ class Counts:
     def contradiction(self, exact: bool) -> tuple[str, str] | None:
         """What was expected and found if the files may be of two saves; ``exact``: of any two, not of neighbours."""
         odd = {found - self.counted for found in self.scaled} - set(self.explained["cur_iter"])
-        if _is_one_apart(odd, self.explained["cur_iter"]):
+        near, near_steps = (  # one step apart from a count that is explained
+            any(abs(each - known) == 1 for each in found for known in self.explained[key])
+            for key, found in (("cur_iter", odd), ("step", self.odd_steps))
+        )
+        if near:
             return f"a loss scaler at step {self.counted}, from global_steps", f"at step {_shown(self.scaled)}"
         # a scaler counts the steps that overflow, too: where it agrees, all files are of one save
-        if self.scaled and not odd:
-            return None
-        if (exact and self.odd_steps) or _is_one_apart(self.odd_steps, self.explained["step"]):
+        if (odd or not self.scaled) and (near_steps or (exact and self.odd_steps)):
             expected = f"optimizer step {self.expected}, from global_steps and skipped_steps"
             return expected, f"optimizer step {_shown(self.steps)}"
         return None
@@ -152,10 +154,6 @@ def explained_counts(
     elif () < tuple(map(int, re.findall(r"\d+", ds_version)[:3])) < _NO_STEP_WHEN_BUILT:
         step = {0, 1}
     return {"step": step, "cur_iter": {0}, **recorded}
-
-
-def _is_one_apart(odd: Collection[float], explained: Collection[int]) -> bool:
-    return any(abs(each - known) == 1 for each in odd for known in explained)
 
 
 def _shown(steps: Collection[float]) -> str:
