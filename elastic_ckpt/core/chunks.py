@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import merge
 from itertools import accumulate, chain
+from typing import ClassVar
 
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.state_kinds import BlockFormat
@@ -235,16 +236,13 @@ class BoxChunks:
     shape: tuple[int, ...]
     itemsize: int
     boxes: tuple[Box, ...]  # those with elements
+    blocks: ClassVar[None] = None
 
     def __iter__(self) -> Iterator[StorageChunk]:
         return merge(*map(self._runs, self.boxes), key=lambda chunk: chunk.range.start)
 
     def __bool__(self) -> bool:
         return bool(self.boxes)
-
-    @property
-    def blocks(self) -> None:
-        return None
 
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
         found = chain.from_iterable(self._runs(box, start, stop) for box in self.boxes)

@@ -96,14 +96,6 @@ class ShardSpec(BaseModel):
         return self.model_copy(update={"origin": origin})
 
     @property
-    def is_users(self) -> bool:
-        return self.origin == USER
-
-    @property
-    def is_guess(self) -> bool:
-        return self.origin == BY_SHAPES
-
-    @property
     def is_ambiguous(self) -> bool:
         """Whether it only declares the layout ambiguous."""
         return self.kind == AMBIGUOUS
@@ -135,12 +127,9 @@ class ShardSpec(BaseModel):
         return all(key in run and run[key] in values for key, values in allowed.items())
 
     def layout(self, shapes: Sequence[Shape], run: Mapping[str, Any]) -> TPLayout:
-        """The layout of shards of these shapes, by rank.
+        """The layout of shards of these shapes, by rank; :class:`CannotSplit` if shapes or arguments contradict it.
 
         It may depend on ``run``, the arguments of the run that saved the shards (Megatron's ``args``).
-
-        Raises:
-            CannotSplit: shapes or arguments contradict it.
         """
         shown = " and ".join(map(str, dict.fromkeys(shapes)))
         if self.is_replicated:

@@ -186,10 +186,7 @@ def reshard(source: TPLayout, target: TPLayout, rank: int) -> ShardSources:
     """What a live rank takes from the shards of a checkpoint; of replicas, the first.
 
     The target has the shape of the source except in the sharded dimension, whose end may differ (padding of a
-    vocabulary).
-
-    Raises:
-        ValueError: no saved shard has some elements, and the dimension is not the first.
+    vocabulary). Raises :class:`ValueError` if no saved shard has some elements, and the dimension is not the first.
     """
     inner, rows = target.inner, target.rows
     copies: list[ShardCopy] = []

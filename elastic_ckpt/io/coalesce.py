@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
@@ -96,26 +93,11 @@ def sort_reads(
     return list(_joined(chain.from_iterable(direct), options)), staged
 
 
-def read_sizes(plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Counter[int]:
-    """Number of reads of each size, in bytes, for a forecast; a part of a requantize item counts as one.
-
-    ``on_accelerator``: whether ``preadv`` cannot write into the slots, so that all reads go through staging buffers.
-    """
-    sizes: Counter[int] = Counter()
-    direct, staged_nbytes = [], options.staged_nbytes
-    for item in plan.items:
-        slot, itemsize = plan.slots[item.slot], ITEMSIZE[item.dtype]
-        if on_accelerator or item.dtype != slot.dtype:
-            step_nbytes = staged_nbytes // itemsize * itemsize
-            full, rest = divmod(item.numel * itemsize, step_nbytes)
-            sizes[step_nbytes] += full * item.rows
-            sizes[rest] += item.rows
-        else:  # of the slot's size, but a single byte of memory
-            direct.append(_rows(item, np.broadcast_to(np.uint8(0), slot.numel * itemsize).data))
-    sizes.update(read[2] for read in _joined(chain.from_iterable(direct), options))
-    for requantize in plan.requantize_items:
-        sizes.update(map(nbytes_read, parts_of(requantize, options.requantize_nbytes)))
-    return Counter({nbytes: count for nbytes, count in sizes.items() if nbytes and count})
+def staged_reads(plan: ReadPlan, options: ReadOptions) -> tuple[int, int]:
+    """Bytes and number of the reads of a plan through staging buffers; a part of a requantize item counts as one."""
+    parts = [part for item in plan.requantize_items for part in parts_of(item, options.requantize_nbytes)]
+    calls = (item.rows * -(-item.numel // (options.staged_nbytes // ITEMSIZE[item.dtype])) for item in plan.items)
+    return sum(item.nbytes for item in plan.items) + sum(map(nbytes_read, parts)), sum(calls) + len(parts)
 
 
 def parts_of(item: RequantizeItem, staging_nbytes: int) -> Iterator[RequantizeItem]:

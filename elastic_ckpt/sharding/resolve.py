@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from elastic_ckpt.core.local_state import LiveShards, ModelLayout
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, is_floating
-from elastic_ckpt.core.shard_specs import AVERAGED, COLUMN, REPLICATED, REPLICATED_KINDS, SUMMED, VOCABULARY
+from elastic_ckpt.core.shard_specs import AVERAGED, BY_SHAPES, COLUMN, REPLICATED, REPLICATED_KINDS, SUMMED, VOCABULARY
 from elastic_ckpt.core.strided import Overlap, ShardSources, TPLayout, blended, copied, duplicates, fused, reshard
 from elastic_ckpt.errors import ElasticCkptError, shortened
 from elastic_ckpt.sharding.rules import ShardingRules, refuse_other_code, tensor_of
@@ -92,7 +92,7 @@ def _add(plan: ReshardPlan, sharding: Sharding, tp_rank: int, policy: str) -> No
         plan.note(f"{note}divided again", name)
     spec = None if is_recorded else chosen
     plan.origins["recorded layouts" if spec is None else spec.origin] += 1
-    if spec is not None and spec.is_guess:
+    if spec is not None and spec.origin == BY_SHAPES:
         plan.guessed.add(name)
         if len(sharding.shapes[0]) > 1:
             plan.note("only their shapes show how these are sharded", name)

@@ -321,15 +321,15 @@ class ModelShapes:
         if spec.is_replicated or spec.is_ambiguous:
             return None
         parts, factor = spec.sub_parameters, self._gate_factor(name)
-        if factor == 2 and parts is None and not spec.is_users:
+        if factor == 2 and parts is None and spec.origin != USER:
             return "it has twice as many rows as its counterpart has columns, so a gate is fused into it"
-        if factor == 1 and parts is not None and not spec.is_users:
+        if factor == 1 and parts is not None and spec.origin != USER:
             return "it has as many rows as its counterpart has columns, so nothing is fused into it"
         widths = self.qkv_widths(name) if _QKV.search(name) else None
         if isinstance(parts, list) and len(parts) == 3 and widths is not None:
             given = [part // math.gcd(*parts) for part in parts]
             return None if given == widths else f"by the shapes of its module, its parts are as wide as {widths}"
-        if parts is None and not spec.is_users and "query_key_value" in name and self._has_fewer_kv_heads(name):
+        if parts is None and spec.origin != USER and "query_key_value" in name and self._has_fewer_kv_heads(name):
             return "it does not have three times as many rows as columns, so key-value heads are fewer than query heads"
         return None
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic_ckpt.core.local_state import LiveShards
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.shard_specs import COLUMN, VOCABULARY, CannotSplit, ShardSpec
+from elastic_ckpt.core.shard_specs import BY_SHAPES, COLUMN, USER, VOCABULARY, CannotSplit, ShardSpec
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
 from elastic_ckpt.sharding.rules import ModelShapes, ShardingRules, presets_for, tensor_of
@@ -57,9 +57,9 @@ class Sharding:
         if chosen is not None and chosen.kind == COLUMN and chosen.cut_dim == 0 and chosen.sub_parameters is None:
             chosen = next((spec for spec in self.specs if spec.kind == VOCABULARY), chosen)
         elif chosen is not None and chosen.is_ambiguous:  # a live parameter may resolve what a preset leaves open
-            certain = (spec for spec in self.specs if not spec.is_ambiguous and not spec.is_guess)
+            certain = (spec for spec in self.specs if not spec.is_ambiguous and spec.origin != BY_SHAPES)
             chosen = next(certain, chosen)
-        if self._is_offline and (chosen is None or chosen.is_guess or chosen.is_ambiguous):
+        if self._is_offline and (chosen is None or chosen.origin == BY_SHAPES or chosen.is_ambiguous):
             is_plain = len(self.shapes) > 1 and not self.is_fused
             chosen = None
             if self.metadata.declared.specs and is_plain and (self.name, BUFFER) not in self.metadata.tensors:
@@ -72,7 +72,7 @@ class Sharding:
 
         Raises :class:`CannotSplit` if the recorded layout or the spec contradicts the shapes.
         """
-        by_user, is_alone = self.chosen is not None and self.chosen.is_users, len(self.shapes) == 1
+        by_user, is_alone = self.chosen is not None and self.chosen.origin == USER, len(self.shapes) == 1
         recorded = None if is_alone or by_user else self.metadata.declared.layout(self.saved_name, self.shapes)
         live = None if by_user else self.live.layout
         cut = [layout.dim for layout in (recorded, live) if layout is not None and not layout.is_replicated]
@@ -90,9 +90,9 @@ class Sharding:
 
     def objection(self) -> str | None:
         """What contradicts the chosen spec: another one (unless the user's), or the shapes of other parameters."""
-        certain = [spec for spec in self.specs if not spec.is_guess]
+        certain = [spec for spec in self.specs if spec.origin != BY_SHAPES]
         for other in certain[1:]:
-            if not certain[0].is_users and certain[0].contradicts(other):
+            if certain[0].origin != USER and certain[0].contradicts(other):
                 return f"but {other.kind}, according to {other.origin}"
         return None if self.chosen is None else self.checkpoint.shapes.objection(self.name, self.chosen)
 

@@ -10,6 +10,7 @@ import torch
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import LiveShards
 from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.shard_specs import BY_SHAPES
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import BY_DEFAULT, Shardings, virtual_layouts
@@ -66,7 +67,7 @@ def test_offline_decisions_are_no_guesses() -> None:
     assert tensor is not None
     shardings = Shardings(metadata, ShardingRules())
     with shardings.of(tensor, LiveShards(())) as live, shardings.of(tensor) as offline:
-        assert live.chosen is not None and live.chosen.is_guess
+        assert live.chosen is not None and live.chosen.origin == BY_SHAPES
         assert offline.chosen is None
 
 

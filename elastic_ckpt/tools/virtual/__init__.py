@@ -38,7 +38,7 @@ from elastic_ckpt.core.state_kinds import (
     LiveState,
 )
 from elastic_ckpt.errors import UnsupportedError, listed
-from elastic_ckpt.io.coalesce import ReadOptions, read_sizes
+from elastic_ckpt.io.coalesce import ReadOptions, staged_reads
 from elastic_ckpt.planning.planner import LoadOptions, Matched, match, plan_load
 from elastic_ckpt.report import topology_text
 from elastic_ckpt.sharding.rules import tensor_of
@@ -313,12 +313,10 @@ class RankForecast:
         return sum(numel * ITEMSIZE[dtype] for (_, dtype), (_, numel, _) in self.filled.items())
 
 
-def forecast(
-    rank: int, local_state: LocalState, plan: LoadPlan, options: ReadOptions, on_accelerator: bool = True
-) -> RankForecast:
-    """The forecast of a rank; ``on_accelerator``: tensors are read through staging buffers."""
+def forecast(rank: int, local_state: LocalState, plan: LoadPlan, options: ReadOptions) -> RankForecast:
+    """The forecast of a rank whose tensors are on an accelerator."""
     reads = plan.reads
-    sizes = read_sizes(reads, options, on_accelerator)
+    nbytes_read, calls = staged_reads(reads, options)
     replicas = (replica for check in plan.replica_checks for replica in check.replicas)
     received = (share for share in reads.shares if share.owner != local_state.model.coordinates.dp_rank)
     filled: dict[tuple[str, str], tuple[int, int, int]] = {}
@@ -328,8 +326,8 @@ def forecast(
         filled[slot.key, slot.dtype] = tensors + 1, numel + slot.numel, left + gaps
     return RankForecast(
         rank,
-        nbytes_read=sum(nbytes * count for nbytes, count in sizes.items()),
-        reads=sizes.total(),
+        nbytes_read=nbytes_read,
+        reads=calls,
         nbytes_compared=sum(item.nbytes for replica in replicas for item in replica),
         nbytes_received=sum(share.range.numel * ITEMSIZE[reads.slots[share.slot].dtype] for share in received),
         by_file=bytes_by_file(reads),
