@@ -104,14 +104,14 @@ def read_dcp_metadata(folder: str) -> DcpContents:
                 raise UnsupportedError(what, path, "bytes as they are", found, remedy="save it without extensions")
             start, nbytes = checked_shape((info.offset, info.length))
             item = StoredItem(index.fqn, start, nbytes, key[1] or (), missing.pop(key))
-            files.setdefault(_file_name(info.relative_path, path), []).append(item)
+            file = info.relative_path
+            if type(file) is not str or os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
+                raise unreadable(path, f"a file that is not in this folder: {described(file)}")
+            files.setdefault(file, []).append(item)
         if missing:
-            problem, name = (
-                "this .metadata does not tell in which file an entry is: the save is incomplete",
-                next(iter(missing))[0],
-            )
+            problem = "this .metadata does not tell in which file an entry is: the save is incomplete"
             both = "a file, an offset and a length for each entry", f"none for {len(missing)}"
-            raise DamagedError(problem, path, *both, parameter=name)
+            raise DamagedError(problem, path, *both, parameter=next(iter(missing))[0])
         paths = {name: tuple(keys) for name, keys in (getattr(tree, "planner_data", None) or {}).items()}
         if not all(type(key) in (str, int) for keys in paths.values() for key in keys):
             raise unreadable(path, "paths of entries that are not made of names and numbers")
@@ -142,13 +142,6 @@ def _entries(tree: Any, path: str) -> tuple[dict[str, tuple[str, Shape]], dict[t
                 raise unreadable(path, f"a chunk of {sizes} at {offsets} of {name}, of shape {shape}")
             chunks[name, offsets] = sizes
     return tensors, chunks
-
-
-def _file_name(name: Any, path: str) -> str:
-    """A file's name, if it is one in the folder."""
-    if type(name) is not str or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
-        raise unreadable(path, f"a file that is not in this folder: {described(name)}")
-    return name
 
 
 class _Slice(io.RawIOBase):

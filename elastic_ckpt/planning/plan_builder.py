@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from elastic_ckpt.core.chunks import PartitionedChunks
 from elastic_ckpt.core.flat_ranges import FlatRange
@@ -43,6 +43,7 @@ from elastic_ckpt.planning.state_matching import StateLink, StateMatching
 _VALUES_DTYPE = "float32"
 
 
+@dataclass
 class PlanBuilder:
     """Collects slots and the items that fill them.
 
@@ -52,39 +53,33 @@ class PlanBuilder:
         may_change: whether 8-bit blocks may be requantized, and masters and states rounded to the live dtype.
     """
 
-    def __init__(
-        self,
-        metadata: CheckpointMetadata,
-        local_state: LocalState,
-        resharding: Mapping[tuple[str, str], ShardSources],
-        may_change: bool,
-    ) -> None:
-        self._metadata = metadata
-        self._local_state = local_state
-        self._resharding = resharding
-        self._may_change = may_change
-        at = local_state.model.coordinates
-        self._sharing = BroadcastRanges(at.dp, at.dp_rank)
-        self._tp_rank = at.tp_rank
-        self._tiled: set[tuple[str, str]] = set()
-        self._slots: list[Slot] = []
-        self._items: list[ReadItem] = []
-        self._requantize_items: list[RequantizeItem] = []
-        #: (key, saved dtype, live dtype) of rounded masters and states
-        self._rounded: dict[tuple[str, str, str], None] = {}
-        #: the same for buffers and frozen parameters, with their names
-        self._converted: dict[tuple[str, str, str], list[str]] = {}
-        self.blocks = 0
+    metadata: CheckpointMetadata
+    local_state: LocalState
+    resharding: Mapping[tuple[str, str], ShardSources]
+    may_change: bool
+    blocks: int = 0
+    _tiled: set[tuple[str, str]] = field(default_factory=set)
+    _slots: list[Slot] = field(default_factory=list)
+    _items: list[ReadItem] = field(default_factory=list)
+    _requantize_items: list[RequantizeItem] = field(default_factory=list)
+    #: (key, saved dtype, live dtype) of rounded masters and states
+    _rounded: dict[tuple[str, str, str], None] = field(default_factory=dict)
+    #: the same for buffers and frozen parameters, with their names
+    _converted: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at = self.local_state.model.coordinates
+        self._sharing, self._tp_rank = BroadcastRanges(at.dp, at.dp_rank), at.tp_rank
 
     def add_all(self, matching: Matching, states: StateMatching) -> None:
         """Add everything that is restored.
 
         Raises :class:`MismatchError` if shapes or dtypes do not fit, :class:`DamagedError` if chunks do not tile.
         """
-        by_flat: dict[int, list[Fragment]] = {flat.index: [] for flat in self._local_state.flats}
-        for fragment in self._local_state.fragments:
+        by_flat: dict[int, list[Fragment]] = {flat.index: [] for flat in self.local_state.flats}
+        for fragment in self.local_state.fragments:
             by_flat[fragment.flat].append(fragment)
-        for flat in self._local_state.flats:
+        for flat in self.local_state.flats:
             fragments = by_flat[flat.index]
             link, first = StateLink(LiveState(MASTER, flat.dtype), MASTER), len(self._slots)
             self._add_state(flat, link, fragments, [each for each in fragments if each.name in matching.restored])
@@ -93,14 +88,14 @@ class PlanBuilder:
                 self._add_state(flat, link, fragments, stateful)
             if flat.states is None:
                 self._add_padding(first, stateful)
-        for whole in self._local_state.wholes:
+        for whole in self.local_state.wholes:
             if (whole.name, whole.key) in matching.wholes:
                 self._add_whole(whole)
 
     def reads(self) -> ReadPlan:
         """The plan of everything added."""
         return ReadPlan(
-            files=self._metadata.files,
+            files=self.metadata.files,
             slots=tuple(self._slots),
             items=in_file_order(self._items),
             requantize_items=tuple(self._requantize_items),
@@ -146,7 +141,7 @@ class PlanBuilder:
                 problem = f"{live.key} is of a whole parameter, and cannot be cut for another tensor-parallel degree"
                 both = "a state with one value for each element", f"{live.key}, of a shape of its own"
                 remedy = "load at the tensor-parallel degree it was saved with, or with load_optimizer_states=False"
-                raise self._metadata.error(MismatchError, problem, name, *both, remedy)
+                raise self.metadata.error(MismatchError, problem, name, *both, remedy)
         if live.blocks is not None or any(part.tensor.is_quantized for part in parts):
             self._add_quantized(flat, live, parts, numel)
             return
@@ -162,22 +157,19 @@ class PlanBuilder:
         """
         for number, slot in enumerate(self._slots[first:], start=first):
             # below ZeRO-3, masters are saved without it
-            if slot.layout != ELEMENTWISE or (slot.key == MASTER and self._metadata.source.zero_stage < 3):
+            if slot.layout != ELEMENTWISE or (slot.key == MASTER and self.metadata.source.zero_stage < 3):
                 continue
-            place = self._flat_tensor_of(slot, fragments)
-            if place is not None:
-                file, begin = place
+            if (place := self._flat_tensor_of(slot, fragments)) is not None:
                 self._slots[number] = replace(slot, gaps=())
-                self._items += [
-                    ReadItem(file, begin + gap.start * ITEMSIZE[slot.dtype], number, gap.start, gap.numel, slot.dtype)
-                    for gap in slot.gaps
-                ]
+                for gap in slot.gaps:
+                    begin = place[1] + gap.start * ITEMSIZE[slot.dtype]
+                    self._items.append(ReadItem(place[0], begin, number, gap.start, gap.numel, slot.dtype))
 
     def _flat_tensor_of(self, slot: Slot, fragments: Sequence[Fragment]) -> tuple[int, int] | None:
         """File and byte offset of the one saved flat tensor that is just a slot, padding included."""
         places: set[tuple[int, int, int]] = set()
         for fragment in fragments:
-            tensor = self._metadata.tensors.get((fragment.name, slot.key))
+            tensor = self.metadata.tensors.get((fragment.name, slot.key))
             if tensor is None or slot.rows > 1 or slot.dtype != tensor.dtype or self._is_resharded(fragment.name):
                 return None
             source = tensor.sources[self._tp_rank if tensor.shards else 0]
@@ -196,8 +188,8 @@ class PlanBuilder:
             self._check_shape(part.tensor, whole.shape)
         if saved != whole.dtype and not (is_floating(saved) and is_floating(whole.dtype)):
             problem, both = f"dtype of this {whole.key} differs", (f"{whole.dtype} in the live model", f"{saved} saved")
-            raise self._metadata.error(MismatchError, problem, whole.name, *both)
-        replicated = whole.replicated and not (whole.key == BUFFER and self._metadata.buffers_of_this_rank)
+            raise self.metadata.error(MismatchError, problem, whole.name, *both)
+        replicated = whole.replicated and not (whole.key == BUFFER and self.metadata.buffers_of_this_rank)
         slot = Slot(whole.key, -1, whole.name, whole.range.numel, whole.dtype, (), replicated)
         self._add_values(slot, [part])
         if saved != whole.dtype:
@@ -206,15 +198,14 @@ class PlanBuilder:
     def _part(self, fragment: Fragment, key: str) -> FragmentSource:
         name = fragment.name
         if key in (MASTER, FROZEN):  # it may have been frozen at save time
-            key = MASTER if name in self._metadata.parameters else FROZEN
+            key = MASTER if name in self.metadata.parameters else FROZEN
         tensor = self._tensor(name, key)
-        resharded = self._resharding.get((name, tensor.key)) or self._resharding.get((name, ""))
-        return FragmentSource(
-            fragment, tensor, resharded or copied(self._tp_rank if tensor.shards else 0, math.prod(fragment.shape))
-        )
+        resharded = self.resharding.get((name, tensor.key)) or self.resharding.get((name, ""))
+        own = copied(self._tp_rank if tensor.shards else 0, math.prod(fragment.shape))
+        return FragmentSource(fragment, tensor, resharded or own)
 
     def _is_resharded(self, name: str) -> bool:
-        return (name, "") in self._resharding
+        return (name, "") in self.resharding
 
     def _add_values(self, slot: Slot, parts: Sequence[FragmentSource]) -> None:
         """A slot filled with values: unchanged, converted or summed."""
@@ -232,9 +223,8 @@ class PlanBuilder:
                 items = read_items(part.tensor, part.sources, wanted, number, to_slot, row, slot.rows)
                 if part.sources.scale is not None:
                     start, sources = wanted.start + to_slot, rows_in_order(items)
-                    self._requantize_items.append(
-                        RequantizeItem(number, start, wanted.numel, None, -1, 0, sources, part.sources.scale)
-                    )
+                    summed = RequantizeItem(number, start, wanted.numel, None, -1, 0, sources, part.sources.scale)
+                    self._requantize_items.append(summed)
                 else:  # chunks tile their shard, so that each element is written once
                     self._items += items
 
@@ -248,7 +238,7 @@ class PlanBuilder:
                 problem = f"{live.key} is quantized, and would have to be averaged or added up over ranks"
                 remedy = '"elastic_checkpoint": {"replicated_params": "first"}, or load_optimizer_states=False'
                 both = "a state of plain values", "8-bit codes"
-                raise self._metadata.error(MismatchError, problem, part.fragment.name, *both, remedy)
+                raise self.metadata.error(MismatchError, problem, part.fragment.name, *both, remedy)
             if not part.tensor.is_empty:  # else it does not show whether it was quantized
                 saved = _VALUES_DTYPE if part.tensor.is_quantized else part.tensor.dtype
                 self._check_dtype(part, live.key, saved, live.dtype if target is None else _VALUES_DTYPE)
@@ -271,13 +261,12 @@ class PlanBuilder:
                 to_slot = part.to_slot(row, row_numel)
                 wanted = part.fragment.range
                 sources += rows_in_order(read_items(part.tensor, part.sources, wanted, number, to_slot, row, rows))
-            whole_row = RequantizeItem(
-                number, row * row_numel, row_numel, target, scales_slot, row * blocks, tuple(sources)
-            )
+            to_scales = scales_slot, row * blocks
+            whole_row = RequantizeItem(number, row * row_numel, row_numel, target, *to_scales, tuple(sources))
             items, requantize = split_row(whole_row)
             self._items += items
             self._requantize_items += requantize
-            if not self._may_change:
+            if not self.may_change:
                 self._refuse_requantization(live, parts, requantize, blocks)
 
     def _refuse_requantization(
@@ -290,7 +279,7 @@ class PlanBuilder:
             found = f"{changed} of {blocks} blocks of this partition mix elements of several saved blocks"
             remedy = '"elastic_checkpoint": {"on_change": "warn"}; or load at the topology it was saved with; under '
             remedy += '"align_partitions", a change of the data-parallel degree alone never needs it'
-            raise self._metadata.error(MismatchError, problem, name, expected, found, remedy)
+            raise self.metadata.error(MismatchError, problem, name, expected, found, remedy)
 
     def _add_replicated(self, flat: FlatPartition, live: LiveState, saved: ReplicatedState) -> None:
         """Every rank reads it: it is small."""
@@ -298,19 +287,19 @@ class PlanBuilder:
             problem = f"optimizer state {live.key!r}, which is one for all partitions, is of another kind"
             live_side, saved_side = (f"{each.dtype} of shape {each.shape}" for each in (live, saved))
             both = f"{live_side} in the live optimizer", f"{saved_side} in the checkpoint"
-            raise MismatchError(problem, self._metadata.files[saved.file].path, *both, remedy=OTHER_OPTIMIZER)
+            raise MismatchError(problem, self.metadata.files[saved.file].path, *both, remedy=OTHER_OPTIMIZER)
         numel = math.prod(saved.shape)
         self._items.append(ReadItem(saved.file, saved.byte_offset, len(self._slots), 0, numel, saved.dtype))
         self._slots.append(Slot(live.key, flat.index, "", numel, saved.dtype, (), False, REPLICATED, 1, saved.shape))
 
     def _tensor(self, name: str, key: str) -> TensorMetadata:
-        tensor = self._metadata.tensors.get((name, key))
+        tensor = self.metadata.tensors.get((name, key))
         if tensor is None:
             problem = f"the checkpoint knows this parameter but holds no {key} for it"
             remedy = "the save is incomplete: take another tag, or load with load_optimizer_states=False"
-            raise self._metadata.error(DamagedError, problem, name, f"a tensor for {key}", "none", remedy)
+            raise self.metadata.error(DamagedError, problem, name, f"a tensor for {key}", "none", remedy)
         if (name, key) not in self._tiled:
-            check_tiling(self._metadata, tensor)
+            check_tiling(self.metadata, tensor)
             self._tiled.add((name, key))
         return tensor
 
@@ -320,21 +309,21 @@ class PlanBuilder:
             problem = f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs"
             both = f"{live_shape} in the live model", f"{saved} in the checkpoint"
             remedy = "build the model with the sizes it was saved with; no loader option makes shapes fit"
-            raise self._metadata.error(MismatchError, problem, tensor.name, *both, remedy)
+            raise self.metadata.error(MismatchError, problem, tensor.name, *both, remedy)
 
     def _check_dtype(self, part: FragmentSource, key: str, saved: str, dtype: str) -> None:
         tensor = part.tensor
         if converts_exactly(saved, dtype):
             return
         rounds = converts_by_rounding(saved, dtype) and not tensor.is_quantized
-        if rounds and self._may_change:
+        if rounds and self.may_change:
             self._rounded[key, saved, dtype] = None
             return
         remedy = "resume with the dtype of master weights and states that the checkpoint was saved with"
         if rounds:
             remedy += '; or "elastic_checkpoint": {"on_change": "warn"}, which rounds them'
         problem, name = f"{key} of this parameter would lose precision", part.fragment.name
-        file = next((self._metadata.files[chunk.file].path for chunk in tensor.chunks), None)
+        file = next((self.metadata.files[chunk.file].path for chunk in tensor.chunks), None)
         both = f"{dtype}, which the live optimizer keeps", f"{tensor.dtype} in the checkpoint"
         raise MismatchError(problem, file, *both, parameter=name, remedy=remedy)
 
