@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from elastic_ckpt.core.chunks import PartitionedChunks
 from elastic_ckpt.core.flat_ranges import FlatRange
@@ -71,8 +72,8 @@ class PlanBuilder:
         at = self.local_state.model.coordinates
         self._sharing, self._tp_rank = BroadcastRanges(at.dp, at.dp_rank), at.tp_rank
 
-    def add_all(self, matching: Matching, states: StateMatching) -> None:
-        """Add everything that is restored.
+    def build(self, matching: Matching, states: StateMatching) -> ReadPlan:
+        """The plan of everything that is restored.
 
         Raises :class:`MismatchError` if shapes or dtypes do not fit, :class:`DamagedError` if chunks do not tile.
         """
@@ -91,9 +92,6 @@ class PlanBuilder:
         for whole in self.local_state.wholes:
             if (whole.name, whole.key) in matching.wholes:
                 self._add_whole(whole)
-
-    def reads(self) -> ReadPlan:
-        """The plan of everything added."""
         return ReadPlan(
             files=self.metadata.files,
             slots=tuple(self._slots),
@@ -130,7 +128,13 @@ class PlanBuilder:
             numel, shape = math.prod(live.shape), live.shape
             restored = [replace(each, shape=shape, range=FlatRange(0, numel), flat_offset=0) for each in restored]
         elif live.layout == TOUCHED:
-            restored, numel = _touched(fragments, restored)
+            names, numels = {each.name for each in restored}, [math.prod(each.shape) for each in fragments]
+            starts, numel = accumulate(numels, initial=0), sum(numels)
+            restored = [  # whole and concatenated
+                replace(each, range=FlatRange(0, own), flat_offset=start)
+                for each, own, start in zip(fragments, numels, starts, strict=False)
+                if each.name in names
+            ]
             shape = (numel,)
         parts = [self._part(fragment, link.source) for fragment in restored]
         for part in parts:
@@ -331,15 +335,3 @@ class PlanBuilder:
 def _state_slot(flat: FlatPartition, live: LiveState, numel: int, dtype: str, shape: tuple[int, ...] = ()) -> Slot:
     fill = live.initial if live.blocks is None else live.blocks.codebook.zero
     return Slot(live.key, flat.index, "", numel, dtype, (), flat.replicated, live.layout, live.rows, shape, fill)
-
-
-def _touched(fragments: Sequence[Fragment], restored: Sequence[Fragment]) -> tuple[list[Fragment], int]:
-    """The restored parameters, whole and concatenated, and the elements of all."""
-    names = {fragment.name for fragment in restored}
-    wholes, position = [], 0
-    for fragment in fragments:
-        numel = math.prod(fragment.shape)
-        if fragment.name in names:
-            wholes.append(replace(fragment, range=FlatRange(0, numel), flat_offset=position))
-        position += numel
-    return wholes, position

@@ -96,9 +96,8 @@ def plan_load(
     metadata, resharding, states = found.metadata, found.resharding, found.states
     sources, hyperparameters = found.groups
     builder = PlanBuilder(metadata, local_state, resharding.transfers, may_change=config.on_change == "warn")
-    builder.add_all(found.parameters, states)
     return LoadPlan(
-        reads=builder.reads(),
+        reads=builder.build(found.parameters, states),
         replica_checks=compare_replicas(
             metadata, local_state.model, resharding, found.parameters.names, options.optimizer_states, found.saved
         ),

@@ -93,18 +93,13 @@ def compare_replicas(
 _Wanted = tuple[ReplicaCheck, Sequence[tuple[TensorMetadata, ShardSources]]]
 
 
-def _cost(wanted: _Wanted) -> int:
-    """In bytes."""
-    return sum(wanted[0].numel * ITEMSIZE[tensor.dtype] + _READ_NBYTES for tensor, _ in wanted[1])
-
-
 def _dealt(wanted: Sequence[_Wanted], rank: int, ranks: int) -> Iterator[ReplicaCheck]:
     """What begins in span ``rank`` of as many equal ones as there are ranks, in whole grains."""
-    total = sum(map(_cost, wanted))
-    first, last = (total * border // ranks for border in (rank, rank + 1))
+    costs = [sum(check.numel * ITEMSIZE[t.dtype] + _READ_NBYTES for t, _ in copies) for check, copies in wanted]
+    first, last = (sum(costs) * border // ranks for border in (rank, rank + 1))
     base = 0
-    for one in wanted:
-        (check, copies), numel, cost = one, one[0].numel, _cost(one)
+    for (check, copies), cost in zip(wanted, costs, strict=True):
+        numel = check.numel
         if numel and base < last and base + cost > first:
             grains = -(-numel // GRAIN_NUMEL)
             # grain g begins at base + g * GRAIN_NUMEL * cost / numel
@@ -114,8 +109,7 @@ def _dealt(wanted: Sequence[_Wanted], rank: int, ranks: int) -> Iterator[Replica
             if start < stop:
                 start, stop = start * GRAIN_NUMEL, min(stop * GRAIN_NUMEL, numel)
                 found = (read_items(*copy, FlatRange(start, stop), to_slot=-start) for copy in copies)
-                replicas = tuple(map(rows_in_order, found))
-                yield replace(check, numel=stop - start, replicas=replicas, start=start)
+                yield replace(check, numel=stop - start, replicas=tuple(map(rows_in_order, found)), start=start)
         base += cost
 
 
