@@ -87,8 +87,7 @@ def test_each_command_says_of_itself_what_the_list_says(name: str) -> None:
 #: Tests of what no unit test imports: by test, the modules that it covers through what others do with them.
 COVERED_BY = {
     "test_run.py": "__main__",
-    "distributed/test_cli_convert.py": "cli/write",
-    "distributed/test_cli_diff.py": "cli/diff",
+    "distributed/test_cli_diff.py": "cli/tensors",
     "distributed/test_cli_latest.py": "tools/latest",
     "distributed/test_cli_verify.py": "cli/check",
     "distributed/test_parallel.py": "megatron",

@@ -19,11 +19,10 @@ from typer.main import get_command_from_info
 
 _MODULES = {
     "check": ("latest", "verify"),
-    "diff": ("diff",),
     "environment": ("disable", "doctor", "enable", "exec"),
     "inspect": ("inspect",),
     "plan": ("plan",),
-    "write": ("convert", "export"),
+    "tensors": ("convert", "diff", "export"),
 }
 #: Each command, and its module.
 COMMANDS = dict(sorted((name, module) for module, names in _MODULES.items() for name in names))

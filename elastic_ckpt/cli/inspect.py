@@ -16,8 +16,7 @@ from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, a
 from elastic_ckpt.cli.output import end_with, errors_end_the_command, print_json, print_wide, table
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.report import size, title
-from elastic_ckpt.tools.findings import ERROR
-from elastic_ckpt.tools.inspection import TRAINED, inspect_folder
+from elastic_ckpt.tools.inspection import ERROR, TRAINED, inspect_folder
 from elastic_ckpt.tools.opened import config_of
 
 _ABOUT = "Metadata only: elastic-ckpt verify lists all problems of a checkpoint, with --full those of every byte."

@@ -20,7 +20,7 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences, find_drift, united, without_untrained
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import Preset
-from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
+from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import Opened
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.scale_models import scale_metadata
-from elastic_ckpt.cli.scatter import scatter, write_scatter
+from elastic_ckpt.cli.plan import scatter, write_scatter
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.planning.planner import LoadOptions

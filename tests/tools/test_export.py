@@ -21,8 +21,7 @@ from elastic_ckpt.cli import app
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError, NotFoundError, UnsupportedError
 from elastic_ckpt.tools import export as exporting
-from elastic_ckpt.tools.export import converted
-from elastic_ckpt.tools.export.selection import of_adapter, optimizer_facts
+from elastic_ckpt.tools.export import converted, of_adapter, optimizer_facts
 from elastic_ckpt.tools.logical import LogicalTensor
 from tests.formats.test_dcp import save
 from tests.unpartitioned import Model, indexed, trained

@@ -42,7 +42,7 @@ from elastic_ckpt.core.values import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.sharding.rules import ShardingRules
-from elastic_ckpt.tools.findings import Finding
+from elastic_ckpt.tools.inspection import Finding
 from elastic_ckpt.tools.inspection import inspected as inspect_metadata
 from elastic_ckpt.tools.verification.files import OTHER, expected_files, files_by_kind
 

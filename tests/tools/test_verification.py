@@ -37,10 +37,10 @@ from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.tools import verification as scan
 from elastic_ckpt.tools.comparison import check_copies
-from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, check_metadata, kind_of, of_error
-from elastic_ckpt.tools.verification import scan
-from elastic_ckpt.tools.verification.scan import Record, Span, scan_file, spans_of
+from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, kind_of, of_error
+from elastic_ckpt.tools.verification import Record, Span, scan_file, spans_of
 
 
 def written(folder: Path, nbytes: int, seed: int = 0) -> Path:

@@ -26,7 +26,7 @@ from elastic_ckpt.formats.naming import (
 from elastic_ckpt.formats.pickled import open_file, open_pickled, refuse_unmade
 from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.storage.local import file_names
-from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
+from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, kind_of, of_error
 from elastic_ckpt.tools.opened import open_checkpoint
 
 #: How the files of formats that are not DeepSpeed's end.
