@@ -325,7 +325,7 @@ def module_tensors(
 def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_file: int) -> TensorMetadata:
     """A frozen parameter under ZeRO-3: each rank's file has its padded partition."""
     refs, numel = [shard.frozen_fragments[name] for shard in models], math.prod(shape)
-    first = refs[0]  # "align_partitions" may have made partitions longer than need be
+    first = refs[0]  # padding may have made partitions longer than need be
     rule = PartitionRule(numel, max(first.numel, per_parameter_numel(numel, len(models))))
     for rank in rule.ranks:
         mine, ref = min(rule.step, numel - rank * rule.step), refs[rank]

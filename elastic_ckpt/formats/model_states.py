@@ -20,6 +20,7 @@ from functools import reduce
 from itertools import chain
 from typing import Any, ClassVar
 
+from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
@@ -93,7 +94,7 @@ class ModelShard(SourceFile):
         frozen_recorded: whether the file lists frozen parameters, even none (ZeRO-2 and 3 do, unless excluded).
         shared: tied name -> name with the data.
         zero, run: the DeepSpeed config's ``zero_optimization`` section, and plain values among the run's arguments.
-        alignment: multiple that ZeRO-3's partitions were padded to, in elements (``"align_partitions"``); 1: none.
+        alignment: declared padding: the multiple that ZeRO-3's partitions were padded to, in elements; 1: none.
         optimizer: the optimizer's state if it was not partitioned (ZeRO stage 0).
         without_states: whether no file has any (:func:`saved_without_states`).
         features: what only DeepSpeed's own loader restores.
@@ -159,7 +160,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         counters={key: file.section(key) for key in COUNTERS[:1] + COUNTERS[2:]} | read_counters(file),
         ds_version="" if before_0_19_4 else str(file.section("ds_version")),
         zero=dict(config_section(file, "zero_optimization")),
-        alignment=positive_int(config_section(file, "elastic_checkpoint"), "align_partitions") or 1,
+        alignment=positive_int(config_section(file, CONFIG_KEY), "align_partitions") or 1,
         features=features_in(file),
         optimizer=index_unpartitioned(file, options),
         without_states=saved_without_states(file),

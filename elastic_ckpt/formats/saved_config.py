@@ -110,13 +110,10 @@ def read_counters(file: PickledFile) -> dict[str, int]:
     counters = {key: file.tree[key] for key in COUNTERS if key in file.tree}
     for key, value in counters.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
-            problem, expected = (
-                "a counter of this file is no number of steps, samples or ranks",
-                f"{key}: an integer >= 0",
-            )
+            problem = "a counter of this file is no number of steps, samples or ranks"
             found = repr(value)[:100] if isinstance(value, (int, float, str)) else type(value).__name__
             remedy = f"leave {key} out of the saved client state, where it replaces DeepSpeed's own; take another tag"
-            raise LayoutError(problem, file.path, expected, found, remedy=remedy)
+            raise LayoutError(problem, file.path, f"{key}: an integer >= 0", found, remedy=remedy)
     return counters
 
 
