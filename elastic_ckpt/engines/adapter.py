@@ -65,7 +65,12 @@ class EngineAdapter(ABC):
             param: self._experts.get(name, name) for param, name in engine.param_names.items()
         }
         #: The experts' slices of stacked parameters; of any other, all of it.
-        self._parts = {param: self._parts_of(name, param) for param, name in self.param_names.items()}
+        self._parts: dict[torch.nn.Parameter, list[ExpertSlice]] = {}
+        for param, name in self.param_names.items():
+            shape = tuple(getattr(param, "ds_shape", param.shape))
+            all_of_it = ExpertSlice(name, shape, FlatRange(0, math.prod(shape)))
+            is_stacked = name in self._stacked
+            self._parts[param] = list(slices(name, shape, self._stacked[name])) if is_stacked else [all_of_it]
         saved = engine.module.state_dict(keep_vars=True)
         buffers = dict(engine.module.named_buffers(remove_duplicate=False))
         named = buffers.keys() | dict(engine.module.named_parameters(remove_duplicate=False)).keys()
@@ -82,8 +87,12 @@ class EngineAdapter(ABC):
         for param, name in self.param_names.items():
             if name in self._stacked:
                 fqns_of_experts.update(part.name for part in self._parts[param])
+                if id(param) not in owned and zero_stage == 3:
+                    problem = "frozen experts of AutoEP are not supported in ZeRO-3, whose checkpoints lack them"
+                    raise UnsupportedError(problem, parameter=name, expected="experts that train, or ZeRO-0, 1 or 2")
             if id(param) not in owned:
-                self.frozen |= self._unstacked(name, param) if name in self._stacked else {name: param}
+                tensors: Iterable[Any] = param if name in self._stacked else [param]
+                self.frozen |= {part.name: each for part, each in zip(self._parts[param], tensors, strict=False)}
         self._fqns_of_experts = frozenset(fqns_of_experts)
         # ZeRO-3 puts one master at a time into its param group, and now none
         self._positions = {id(p): at for group in self.base.param_groups for at, p in enumerate(group["params"])}
@@ -118,6 +127,12 @@ class EngineAdapter(ABC):
                         own = FlatRange(mine.start - part.range.start, mine.stop - part.range.start)
                         offset = at.flat_offset + mine.start - at.range.start
                         fragments.append(Fragment(part.name, part.shape, own, index, offset))
+        groups = []
+        for params, group in zip(self.numbered(), self.base.param_groups, strict=True):
+            values = {key: value for key, value in group.items() if key != "params"}
+            if self.schema.decoupled is not None:  # torch's flag for the kind of weight decay
+                values["decoupled_weight_decay"] = self.schema.decoupled
+            groups.append(LiveGroup(self._names_of(params), values))
         return LocalState(
             zero_stage=self.zero_stage,
             optimizer=self.schema.optimizer,
@@ -130,10 +145,7 @@ class EngineAdapter(ABC):
                 *(self.whole(name, BUFFER, buffer) for name, buffer in self.buffers.items()),
                 *(self.whole(name, FROZEN, param) for name, param in self.frozen.items()),
             ),
-            groups=tuple(
-                LiveGroup(self._names_of(params), self._hyperparameters(number))
-                for number, params in enumerate(self.numbered())
-            ),
+            groups=tuple(groups),
             model=model_of(self._engine, self.dp_group, self._experts, self._stacked),
         )
 
@@ -156,25 +168,6 @@ class EngineAdapter(ABC):
     def _names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:
         return tuple(part.name for param in params for part in self._parts[param])
 
-    def _parts_of(self, name: str, param: Any) -> list[ExpertSlice]:
-        shape = tuple(getattr(param, "ds_shape", param.shape))
-        whole = ExpertSlice(name, shape, FlatRange(0, math.prod(shape)))
-        return list(slices(name, shape, self._stacked[name])) if name in self._stacked else [whole]
-
-    def _unstacked(self, name: str, param: Any) -> dict[str, Any]:
-        """The slices of a stacked parameter that is frozen, by FQN."""
-        if self.zero_stage == 3:
-            problem = "frozen experts of AutoEP are not supported in ZeRO-3, whose checkpoints lack them"
-            raise UnsupportedError(problem, parameter=name, expected="experts that train, or ZeRO-0, 1 or 2")
-        return {part.name: param[number] for number, part in enumerate(self._parts[param])}
-
-    def _hyperparameters(self, number: int) -> dict[str, Any]:
-        """Hyperparameters of one live group, with torch's flag for the kind of weight decay."""
-        group = {key: value for key, value in self.base.param_groups[number].items() if key != "params"}
-        if self.schema.decoupled is not None:
-            group["decoupled_weight_decay"] = self.schema.decoupled
-        return group
-
     def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """Read every slot of the plan into live memory, allocated where the engine has none yet. Local.
 
@@ -193,15 +186,15 @@ class EngineAdapter(ABC):
                 states.setdefault(slot.flat, []).append(slot)
         for flat, slots in states.items():
             self.schema.allocate(self.param(flat), slots)
-        return [self._tensor(slot) for slot in plan.slots]
-
-    def _tensor(self, slot: Slot) -> torch.Tensor:
-        if slot.key in WEIGHTS:
-            return self.masters[slot.flat].data if slot.key == MASTER else self.whole_data(slot)
-        tensor: torch.Tensor = self.base.state[self.masters[slot.flat]][slot.key]
-        for gap in slot.gaps:
-            tensor.view(-1)[gap.start : gap.stop].fill_(slot.fill)
-        return tensor
+        tensors: list[torch.Tensor] = []
+        for slot in plan.slots:
+            if slot.key in WEIGHTS:
+                tensors.append(self.masters[slot.flat].data if slot.key == MASTER else self.whole_data(slot))
+                continue
+            tensors.append(self.base.state[self.masters[slot.flat]][slot.key])
+            for gap in slot.gaps:
+                tensors[-1].view(-1)[gap.start : gap.stop].fill_(slot.fill)
+        return tensors
 
     def whole_data(self, slot: Slot) -> torch.Tensor:
         """Live memory of a buffer or a frozen parameter."""
@@ -211,10 +204,8 @@ class EngineAdapter(ABC):
         """Set scalar states and hyperparameters, if the plan restores them. Local."""
         if not plan.restores_states:
             return
-        for number, values in enumerate(plan.hyperparameters):
-            group = self.base.param_groups[number]
-            for key, value in values.items():
-                group[key] = _restored(group.get(key), value)
+        for group, values in zip(self.base.param_groups, plan.hyperparameters, strict=False):
+            group.update({key: _restored(group.get(key), value) for key, value in values.items()})
         for flat, scalars in enumerate(plan.scalars):
             if scalars is None:
                 self.base.state.pop(self.masters[flat], None)
@@ -253,7 +244,6 @@ def _can_hold(tensor: torch.Tensor, saved: Any) -> bool:
     if not isinstance(saved, (int, float, complex)) or tensor.numel() != 1:
         return False
     try:
-        held = torch.empty((), dtype=tensor.dtype).fill_(saved)
-        return torch.can_cast(torch.tensor(saved).dtype, held.dtype)
+        return torch.can_cast(torch.tensor(saved).dtype, torch.empty((), dtype=tensor.dtype).fill_(saved).dtype)
     except (RuntimeError, TypeError, OverflowError):
         return False
