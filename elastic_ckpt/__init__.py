@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_ckpt.config import ElasticConfig as ElasticConfig
     from elastic_ckpt.errors import ElasticCkptError as ElasticCkptError
-    from elastic_ckpt.load.flags import add_arguments as add_arguments
+    from elastic_ckpt.load.installation import add_arguments as add_arguments
     from elastic_ckpt.load.installation import install as install
     from elastic_ckpt.load.installation import uninstall as uninstall
     from elastic_ckpt.report import LoadReport as LoadReport
@@ -25,7 +25,7 @@ _MODULES = {
     "ElasticCkptError": "elastic_ckpt.errors",
     "ElasticConfig": "elastic_ckpt.config",
     "LoadReport": "elastic_ckpt.report",
-    "add_arguments": "elastic_ckpt.load.flags",
+    "add_arguments": "elastic_ckpt.load.installation",
     "export": "elastic_ckpt.tools.export",
     "find_latest": "elastic_ckpt.tools.latest",
     "install": "elastic_ckpt.load.installation",

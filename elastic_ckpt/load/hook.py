@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -127,17 +127,37 @@ def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
     Raises :class:`ConfigError` on every rank if it is wrong, or ranks disagree about it and would deadlock.
     """
     configs: list[ElasticConfig] = []
-    calls: list[Mapping[str, Any]] = []
+    mine: dict[str, Any] = {}
 
-    def call() -> bytes:
-        configs.append(config := elastic_config.read_config(ds_config(engine)))
-        calls.append(mine := _meaning(arguments, config))
-        mine["use_node_local_storage"] = bool(engine.use_node_local_storage())
+    def digest() -> bytes:
+        configs.append(elastic_config.read_config(ds_config(engine)))
+        mine.update(_meaning(arguments, configs[0]), use_node_local_storage=bool(engine.use_node_local_storage()))
         return hashlib.sha256(repr(mine).encode()).digest()
 
-    if len(set(distributed.all_gather("read the configuration", call))) > 1:
-        everybody = distributed.all_gather("read the configuration", lambda: (calls[0], _identity(arguments.load_dir)))
-        _refuse_different_calls(everybody)
+    def call() -> tuple[dict[str, Any], str, Any]:
+        """With what two paths of one folder have in common."""
+        try:
+            path, status = os.path.realpath(arguments.load_dir), os.stat(arguments.load_dir)
+            return mine, path, (status.st_dev, status.st_ino, status.st_mtime_ns)
+        except (OSError, TypeError, ValueError):  # of no folder, or of what is none
+            return mine, str(arguments.load_dir), None
+
+    if len(set(distributed.all_gather("read the configuration", digest))) == 1:
+        return configs[0]
+    (first, path, inode), *others = distributed.all_gather("read the configuration", call)
+    for rank, (other, other_path, other_inode) in enumerate(others, 1):
+        differ = {key for key, value in first.items() if other[key] != value}
+        if first["use_node_local_storage"] or path == other_path or (inode is not None and inode == other_inode):
+            differ.discard("load_dir")
+        if differ:
+            keys = sorted(differ)
+            raise ConfigError(
+                f"ranks call load_checkpoint with different arguments or options: {', '.join(keys)}",
+                expected=f"{ ({key: first[key] for key in keys}) }, as on rank 0",
+                found=f"{ ({key: other[key] for key in keys}) } on rank {rank}",
+                remedy="give every rank the same arguments and the same DeepSpeed config",
+                rank=rank,
+            )
     return configs[0]
 
 
@@ -160,32 +180,6 @@ def _meaning(arguments: LoadArguments, config: ElasticConfig) -> dict[str, Any]:
         "tag": None if tag is None else os.path.normpath(str(tag)),
         **config.model_dump(exclude={"report"}),
     }
-
-
-def _identity(folder: Any) -> tuple[str, tuple[int, ...] | None]:
-    """What two paths of one folder have in common."""
-    try:
-        status = os.stat(folder)
-        return os.path.realpath(folder), (status.st_dev, status.st_ino, status.st_mtime_ns)
-    except (OSError, TypeError, ValueError):  # of no folder, or of what is none
-        return str(folder), None
-
-
-def _refuse_different_calls(calls: Sequence[tuple[Mapping[str, Any], tuple[str, Any]]]) -> None:
-    first, (path, inode) = calls[0]
-    for rank, (other, (other_path, other_inode)) in enumerate(calls):
-        differ = {key for key, value in first.items() if other[key] != value}
-        if first["use_node_local_storage"] or path == other_path or (inode is not None and inode == other_inode):
-            differ.discard("load_dir")
-        if differ:
-            keys = sorted(differ)
-            raise ConfigError(
-                f"ranks call load_checkpoint with different arguments or options: {', '.join(keys)}",
-                expected=f"{ ({key: first[key] for key in keys}) }, as on rank 0",
-                found=f"{ ({key: other[key] for key in keys}) } on rank {rank}",
-                remedy="give every rank the same arguments and the same DeepSpeed config",
-                rank=rank,
-            )
 
 
 def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bool) -> Prepared | None:

@@ -69,7 +69,10 @@ class RetryPolicy:
             try:
                 return find_checkpoint(self._load_dir, tag, self._prefer_universal, config.trust_pickle), []
             except NotFoundError:
-                if not self._may_start_fresh():
+                # where DeepSpeed's own loader returns without a checkpoint: scripts that start a run rely on it
+                asks = self._prefer_universal or config.mode == "require" or config.on_damage != "error"
+                latest = (os.path.join(self._load_dir, name) for name in (LATEST, LATEST_UNIVERSAL))
+                if tag is not None or asks or any(map(os.path.lexists, latest)):
                     raise
                 return None, list_tags(self._load_dir)
 
@@ -85,12 +88,6 @@ class RetryPolicy:
         if found is not None and self._own_folders:
             return replace(found, folder=os.path.abspath(os.path.join(self._load_dir, found.tag)))
         return found
-
-    def _may_start_fresh(self) -> bool:
-        """Whether DeepSpeed's own loader returns without a checkpoint: scripts that start a run rely on it. Local."""
-        asks = self._prefer_universal or self._config.mode == "require" or self._config.on_damage != "error"
-        named = (os.path.lexists(os.path.join(self._load_dir, latest)) for latest in (LATEST, LATEST_UNIVERSAL))
-        return self._tag is None and not asks and not any(named)
 
     def will_overwrite(self, ready: Prepared) -> None:
         """Note what a load restores. Collective if a failed one has left its values in the engine.

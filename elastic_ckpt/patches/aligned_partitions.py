@@ -57,13 +57,13 @@ def unwatch_alignment() -> None:
             unwrap(owner, name)
 
 
-def align_engine(config: Any) -> None:
-    """Wrap what pads partitions if the ``DeepSpeedConfig`` of an engine to be has the option. Idempotent."""
-    _align(getattr(config, "_param_dict", None) or {})
+def align_engine(config: Any) -> int:
+    """:func:`_align` for the ``DeepSpeedConfig`` of an engine to be."""
+    return _align(getattr(config, "_param_dict", None) or {})
 
 
 def _align(config: Mapping[str, Any]) -> int:
-    """Wrap what pads partitions if a DeepSpeed config has the option, which is returned; 0: it has not."""
+    """Wrap what pads partitions if a DeepSpeed config has the option, which is returned, else 0. Idempotent."""
     section = config.get(CONFIG_KEY)  # other errors in it are raised when it is used
     asked = isinstance(section, Mapping) and section.get("align_partitions")
     numel = read_config(config).align_partitions if asked else 0
@@ -92,7 +92,7 @@ def _aligned_to(numel: int) -> Iterator[None]:
 
 
 def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
-    numel = _align(engine._config._param_dict or {})
+    numel = align_engine(engine._config)
     if numel:
         _refuse_other_paths(engine, numel)
     with _aligned_to(numel):
@@ -104,9 +104,8 @@ def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any
     _aligned.add(made)
     with distributed.agree("align the partitions"):
         _check_parameters(made, numel)
-        flats = (
-            *getattr(made, "single_partition_of_fp32_groups", ()),
-            *getattr(made, "fp32_groups_flat_partition", ()),
+        flats = getattr(made, "single_partition_of_fp32_groups", None) or getattr(
+            made, "fp32_groups_flat_partition", ()
         )
         for number, flat in enumerate(flats):
             if flat.numel() % numel:
@@ -128,11 +127,9 @@ def _refuse_other_paths(engine: Any, numel: int) -> None:
     )
     for present, option in each if engine.zero_optimization_stage() == 3 else flat:
         if present:
-            raise ConfigError(
-                f'"align_partitions" cannot be used together with {option}',
-                expected=f'"{CONFIG_KEY}": {{"align_partitions": 0}}, or ZeRO-3 without that option',
-                found=f'"align_partitions": {numel}',
-            )
+            expected = f'"{CONFIG_KEY}": {{"align_partitions": 0}}, or ZeRO-3 without that option'
+            problem, found = f'"align_partitions" cannot be used together with {option}', f'"align_partitions": {numel}'
+            raise ConfigError(problem, expected=expected, found=found)
 
 
 def _check_parameters(optimizer: Any, numel: int) -> None:
@@ -151,23 +148,16 @@ def _check_parameters(optimizer: Any, numel: int) -> None:
 
 
 def _not_reached(what: str, expected: str, found: Any) -> ConfigError:
-    return ConfigError(
-        '"align_partitions" of the engine is not what the model was partitioned with',
-        parameter=what,
-        expected=expected,
-        found=found,
-        remedy="call elastic_ckpt.install() first, and give deepspeed.zero.Init the engine's config: "
-        "zero.Init(config_dict_or_path=ds_config)",
-    )
+    problem = '"align_partitions" of the engine is not what the model was partitioned with'
+    remedy = "call elastic_ckpt.install() first, and give deepspeed.zero.Init the engine's config: "
+    remedy += "zero.Init(config_dict_or_path=ds_config)"
+    return ConfigError(problem, parameter=what, expected=expected, found=found, remedy=remedy)
 
 
-def _flatten(
-    original: Callable[..., Any], optimizer: Any, tensors: Any, alignment: int, *args: Any, **kwargs: Any
-) -> Any:
+def _flatten(original: Callable[..., Any], optimizer: Any, tensors: Any, alignment: int, *args: Any, **kw: Any) -> Any:
     """Raise DeepSpeed's ``alignment``, 2 elements per rank, to a common multiple with ours. Gradients follow."""
     numel = _numel.get()
-    padded = alignment * numel // math.gcd(numel, 2) if numel else alignment
-    return original(optimizer, tensors, padded, *args, **kwargs)
+    return original(optimizer, tensors, alignment * numel // math.gcd(numel, 2) if numel else alignment, *args, **kw)
 
 
 def _init(original: Callable[..., Any], init: Any, *args: Any, **kwargs: Any) -> None:

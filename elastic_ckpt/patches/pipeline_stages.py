@@ -19,6 +19,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -49,14 +50,14 @@ def unwatch_pipe() -> None:
 
 def _init(original: Callable[..., None], module: Any, *args: Any, **kwargs: Any) -> None:
     method = argument(original, "partition_method", (module, *args), kwargs)
-    if isinstance(method, str) and is_weighted(method):
+    if is_weighted(method):
         wrap(PipelineModule, _METHOD, _partition_layers)
     original(module, *args, **kwargs)
 
 
 def _partition_layers(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    method = args[0] if args else kwargs.get("method")
-    if not isinstance(method, str) or not is_weighted(method):
+    method: Any = args[0] if args else kwargs.get("method")
+    if not is_weighted(method):
         return original(module, *args, **kwargs)
     weights = layer_weights(method, [layer_name(layer) for layer in module._layer_specs])
     module.parts = partition_weights(weights, module.num_stages)
@@ -83,17 +84,13 @@ def _alternatives(method: str) -> Iterator[tuple[str, str]]:
         yield (regex.strip(), weight.strip()) if regex or text.startswith(":") else (weight.strip(), "")
 
 
-def is_weighted(method: str) -> bool:
+def is_weighted(method: Any) -> bool:
     """Whether a partition method is ours: ``type:`` with a number, valid or not, after an alternative."""
-
-    def is_number(text: str) -> bool:
-        try:
-            float(text)
-        except ValueError:
-            return False
-        return True
-
-    return method.lower().startswith("type:") and any(is_number(weight) for _, weight in _alternatives(method))
+    for _, weight in _alternatives(method) if isinstance(method, str) and method.lower().startswith("type:") else ():
+        with suppress(ValueError):
+            float(weight)
+            return True
+    return False
 
 
 def layer_weights(method: str, names: Sequence[str | None]) -> list[Fraction]:
@@ -124,12 +121,10 @@ def layer_weights(method: str, names: Sequence[str | None]) -> list[Fraction]:
 
 
 def _wrong(method: str, found: str) -> ConfigError:
-    return ConfigError(
-        f"the partition method {method!r} cannot be used",
-        expected="'type:regex:weight|regex:weight', such as 'type:embed:2|transformer:1'",
-        found=found,
-        remedy="write a regex that matches layers, and a weight from 0 on, in every alternative",
-    )
+    problem = f"the partition method {method!r} cannot be used"
+    expected = "'type:regex:weight|regex:weight', such as 'type:embed:2|transformer:1'"
+    remedy = "write a regex that matches layers, and a weight from 0 on, in every alternative"
+    return ConfigError(problem, expected=expected, found=found, remedy=remedy)
 
 
 def partition_weights(weights: Sequence[Fraction | int], num_parts: int) -> list[int]:

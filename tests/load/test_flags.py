@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, flag_given, flags, read_config
-from elastic_ckpt.load.flags import add_arguments
+from elastic_ckpt.load.installation import add_arguments
 
 
 @pytest.fixture(autouse=True)
