@@ -104,10 +104,8 @@ def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any
     _aligned.add(made)
     with distributed.agree("align the partitions"):
         _check_parameters(made, numel)
-        flats = getattr(made, "single_partition_of_fp32_groups", None) or getattr(
-            made, "fp32_groups_flat_partition", ()
-        )
-        for number, flat in enumerate(flats):
+        flats = getattr(made, "fp32_groups_flat_partition", ())
+        for number, flat in enumerate(getattr(made, "single_partition_of_fp32_groups", flats)):
             if flat.numel() % numel:
                 expected = f"a partition of a multiple of {numel} elements"
                 raise _not_reached(f"param group {number}", expected, flat.numel())
