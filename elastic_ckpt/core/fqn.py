@@ -190,11 +190,6 @@ def cannot_slice(key: str, name: str) -> UnsupportedError:
     return UnsupportedError(problem, None, expected, key, parameter=name, remedy=remedy)
 
 
-def stacked_name(name: str) -> str:
-    """The stacked parameter of a slice's FQN."""
-    return name.rpartition(".")[0]
-
-
 def with_slices(metadata: CheckpointMetadata) -> CheckpointMetadata:
     """``metadata`` whose stacked parameters hold all experts, each in one chunk, with the slices of these instead.
 

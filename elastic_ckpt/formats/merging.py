@@ -19,7 +19,7 @@ from operator import or_
 from typing import Any, ClassVar
 
 from elastic_ckpt.core.chunks import ChunkSource, listed
-from elastic_ckpt.core.fqn import expert_name, stacked_name
+from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
@@ -283,7 +283,7 @@ class ExpertShard(SourceFile):
         """Where its layer is in the model."""
         name = next(iter(self.weights))
         parts = expert_name(name)
-        return stacked_name(name).rpartition(".")[0] if parts is None else parts.layer
+        return name.rpartition(".")[0].rpartition(".")[0] if parts is None else parts.layer
 
 
 def index_expert(file: PickledFile) -> ExpertShard:

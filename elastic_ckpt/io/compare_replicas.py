@@ -121,7 +121,9 @@ def _apart(copies: Sequence[torch.Tensor]) -> tuple[float, int] | None:
     found = None
     first = copies[0]
     for number, other in enumerate(copies[1:], 1):
-        if _same_bytes(first, other):
+        a, b = (each.view(torch.uint8) for each in (first, other))
+        words = a.numel() // _WORD_NBYTES * _WORD_NBYTES  # compared six times as fast as bytes
+        if a[:words].view(torch.int64).equal(b[:words].view(torch.int64)) and a[words:].equal(b[words:]):
             continue
         for start in range(0, first.numel(), _STEP_NUMEL):
             here = slice(start, start + _STEP_NUMEL)
@@ -129,13 +131,6 @@ def _apart(copies: Sequence[torch.Tensor]) -> tuple[float, int] | None:
             if not same.all():
                 found = max(found or (0.0, number), (apart.max().item(), number), key=lambda each: each[0])
     return found
-
-
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors have the same bytes, compared by words: six times as fast as one by one."""
-    words = left.nbytes // _WORD_NBYTES * _WORD_NBYTES
-    a, b = left.view(torch.uint8), right.view(torch.uint8)
-    return torch.equal(a[:words].view(torch.int64), b[:words].view(torch.int64)) and torch.equal(a[words:], b[words:])
 
 
 def differences(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,6 @@ from elastic_ckpt.core.fqn import (
     Shape,
     expert_name,
     rename,
-    stacked_name,
 )
 from elastic_ckpt.core.local_state import LiveGroup
 from elastic_ckpt.errors import MismatchError, listed
@@ -75,7 +74,7 @@ def _named_on_rank(names: Sequence[str], experts: ExpertRank) -> tuple[str, ...]
     found: list[str] = []
     for layer, run in groupby(names, key=lambda name: getattr(expert_name(name), "layer", None)):
         if layer is None or layer not in experts.local:
-            stacks = ((name, stacked_name(name)) for name in run)
+            stacks = ((name, name.rpartition(".")[0]) for name in run)
             found += dict.fromkeys(stack if stack in experts.stacked else name for name, stack in stacks)
             continue
         parts = [part for part in map(expert_name, run) if part is not None]
