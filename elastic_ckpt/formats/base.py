@@ -16,7 +16,6 @@ from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.naming import FolderFiles, is_another_file
 from elastic_ckpt.formats.pickled import PickledFile
 
-T = TypeVar("T")
 FileT = TypeVar("FileT", bound=SourceFile)
 #: Class attribute: the fields of a dataclass in which files differ, whatever they have in common.
 OWN_FIELDS = "OWN_FIELDS"

@@ -93,7 +93,8 @@ def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entrie
         roots = (path[:at] for word in (_STATE, _GROUPS) for at in _places(path, word))
         root = next((root for root in roots if root in optimizers), None)
         if root is None:
-            if any(path[:at] in optimizers for at in _flat_groups(path)):
+            keys_above = enumerate(path[:-1])  # of a hyperparameter in a flattened state dict
+            if any(str(key).startswith(f"{_GROUPS}.") and path[:at] in optimizers for at, key in keys_above):
                 raise _unknown_layout(folder, f"{entry}, {_COLLECTION}", WITHOUT_STATES)
             rest.append(entry)
             continue
@@ -152,11 +153,6 @@ def _places(path: Path, word: str) -> Iterator[int]:
     for at, key in enumerate(path):
         if key == word or (at == len(path) - 1 and type(key) is str and key.startswith(f"{word}.")):
             yield at
-
-
-def _flat_groups(path: Path) -> Iterator[int]:
-    """Where a path enters a hyperparameter of a flattened state dict."""
-    return (at for at, key in enumerate(path[:-1]) if type(key) is str and key.startswith(f"{_GROUPS}."))
 
 
 def _model(

@@ -76,7 +76,12 @@ def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpo
     """
     names = {name for name in file_names(found.folder) if name.endswith((SUFFIX, INDEX_SUFFIX))}
     headers: dict[str, _Header] = {}
-    for stem in _chosen({_stem(name) for name in names}, found.folder):
+    stems = {_stem(name) for name in names}
+    if len(models := stems - {_OPTIMIZER}) > 1 and _MODEL not in models:
+        problem, expected = "this folder has safetensors files of several models", f"{_MODEL}{SUFFIX}, or files of one"
+        remedy = "put the files of the one that you mean into a folder of their own"
+        raise MismatchError(problem, found.folder, expected, shown(models), remedy=remedy)
+    for stem in sorted(({_MODEL} if len(models) > 1 else models) | (stems & {_OPTIMIZER})):
         headers |= _read_indexed(found, stem) if stem + INDEX_SUFFIX in names else _read_plain(found, stem, names)
     owner: dict[tuple[bool, str], int] = {}
     for number, (file, header) in enumerate(headers.items()):
@@ -99,15 +104,6 @@ def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpo
 def _stem(name: str) -> str:
     """What the files and the index of one model have in common: ``model`` of ``model-00001-of-00002.safetensors``."""
     return _NUMBER.sub("", name.removesuffix(INDEX_SUFFIX).removesuffix(SUFFIX))
-
-
-def _chosen(stems: set[str], folder: str) -> list[str]:
-    models = sorted(stems - {_OPTIMIZER})
-    if len(models) > 1 and _MODEL not in models:
-        problem, expected = "this folder has safetensors files of several models", f"{_MODEL}{SUFFIX}, or files of one"
-        remedy = "put the files of the one that you mean into a folder of their own"
-        raise MismatchError(problem, folder, expected, shown(models), remedy=remedy)
-    return sorted({_MODEL if len(models) > 1 else stem for stem in models} | (stems & {_OPTIMIZER}))
 
 
 def _read_plain(found: CheckpointInfo, stem: str, names: set[str]) -> dict[str, _Header]:

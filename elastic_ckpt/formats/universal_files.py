@@ -124,21 +124,13 @@ def _rule_of(name: str, tree: Any) -> ShardSpec | None:
         return ShardSpec(pattern=pattern, kind=VOCABULARY)
     if isinstance(count := tree.get("param_n_sub_params"), int) and 0 < count <= _MOST_SUB_PARAMETERS:
         return ShardSpec(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * count)
-    parts = _sub_parameters(tree.get("sub_param_shape"))
-    if parts is not None:
-        return ShardSpec(pattern=pattern, kind=COLUMN, dim=parts[0], sub_parameters=parts[1])
-    return ShardSpec(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
-
-
-def _sub_parameters(noted: Any) -> tuple[int, list[int]] | None:
-    """Dimension and relative widths of a ``SubparamShape``; ``None``: it is none, or empty."""
+    noted = tree.get("sub_param_shape")
     dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
-    if not isinstance(dim, int) or not isinstance(shape, (list, tuple)) or not 0 <= dim < len(shape):
-        return None
-    widths = shape[dim]
-    if not isinstance(widths, (list, tuple)) or not all(isinstance(width, int) and width > 0 for width in widths):
-        return None
-    return (dim, [width // math.gcd(*widths) for width in widths]) if widths else None
+    widths = shape[dim] if isinstance(shape, list | tuple) and isinstance(dim, int) and 0 <= dim < len(shape) else None
+    if isinstance(widths, list | tuple) and widths and all(isinstance(width, int) and width > 0 for width in widths):
+        parts = [width // math.gcd(*widths) for width in widths]
+        return ShardSpec(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=parts)
+    return ShardSpec(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
 
 
 def index_optimizer(file: PickledFile) -> OptimizerFile:

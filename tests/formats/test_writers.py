@@ -10,8 +10,8 @@ import torch
 
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.detect import look_at
+from elastic_ckpt.formats.native import refuse_mixture, refuse_writers
 from elastic_ckpt.formats.pickled import open_file, open_pickled
-from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
 
 MODEL = "mp_rank_00_model_states.pt"
 _BLOCK = 4096
