@@ -72,9 +72,15 @@ def assemble(
     """Combine the files of a checkpoint, given the model-parallel rank and the contents of each."""
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(mp_ranks, indexed)
-    for each in ranks.values():
-        if each.model.before_0_19_4:
-            each.models = {at: _completed(model, each) for at, model in each.models.items()}
+    for rank in (rank for rank in ranks.values() if rank.model.before_0_19_4):
+        # its files lack names of buffers, which dtypes tell as far as they can, and the version
+        in_files = [rank.model.weights, *(each.weights for each in rank.experts)]
+        refs = {name: ref for each in in_files for name, ref in each.items()}
+        names = tuple(sorted(name for name, ref in refs.items() if not is_floating(ref.dtype)))
+        version = next((shard.ds_version for shard in rank.optimizers.values()), "")
+        for at, model in rank.models.items():
+            own = tuple(name for name in names if name in model.weights)
+            rank.models[at] = replace(model, buffers=own, buffer_names=names, ds_version=version)
     firsts = {mp: rank.model for mp, rank in ranks.items()}
     grid = grid_of(firsts, found.folder, options.coordinates)
     model_states.check_same_save(list(firsts.values()), one_rank=False)
@@ -139,15 +145,6 @@ def _by_rank(mp_ranks: Sequence[int], indexed: Sequence[Any]) -> dict[int, RankF
                 mine = {name: target for name, target in shared.items() if name in model.weights}
                 rank.models[position] = replace(model, shared=known.setdefault(id(model.weights), mine))
     return ranks
-
-
-def _completed(model: ModelShard, rank: RankFiles) -> ModelShard:
-    """``model`` with what its file lacks: names of buffers, as far as dtypes tell them, and the version."""
-    weights = dict(model.weights) | {name: ref for expert in rank.experts for name, ref in expert.weights.items()}
-    found = tuple(sorted(name for name, ref in weights.items() if not is_floating(ref.dtype)))
-    version = next((shard.ds_version for shard in rank.optimizers.values()), "")
-    buffers = tuple(name for name in found if name in model.weights)
-    return replace(model, buffers=buffers, buffer_names=found, ds_version=version)
 
 
 def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int], layers: Sequence[LayerShard]) -> None:
@@ -237,10 +234,7 @@ def _fit_together(
 
 
 def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> list[int]:
-    """The flat tensors of one model-parallel rank without those of experts that tensor-parallel ranks do not slice.
-
-    Raises :class:`LayoutError` unless all experts are there, :class:`UnsupportedError` for unsliced ones without ZeRO.
-    """
+    """The flat tensors of one model-parallel rank without those of experts that its ranks do not slice."""
     model, optimizers = rank.model, list(rank.optimizers.values())
     numbers = list(range(len(model.param_shapes)))
     if not (rank.experts or model.features.experts):

@@ -113,10 +113,7 @@ def _spot_check(files: Assembled, opened: Collection[int]) -> None:
 
 
 def _expected_files(found: CheckpointInfo, options: StateOptions) -> list[tuple[int, str, Indexer]]:
-    """Model-parallel rank, name and indexer of each file: model-states, optimizer-states, then those of layers.
-
-    Raises :class:`LayoutError` for holes.
-    """
+    """Model-parallel rank, name and indexer of each file; :class:`LayoutError` for holes."""
     files, index_model = found.files, model_indexer(options)
     models: list[tuple[int, str, Indexer]] = []
     optimizers: list[tuple[int, str, Indexer]] = []

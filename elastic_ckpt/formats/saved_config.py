@@ -342,10 +342,7 @@ def loss_scale_of(saved: Any) -> LossScale | None:
 
 
 def _batch_sizes(file: PickledFile, sequence: SequenceParallel) -> BatchSizes:
-    """Batch sizes of the saved config, completed as in ``DeepSpeedConfig._set_batch_related_parameters``.
-
-    The global batch follows from the others where it can, as in ``compare_batches`` (engines/training_state.py).
-    """
+    """Batch sizes of the config, completed as in ``DeepSpeedConfig._set_batch_related_parameters``."""
     config = saved_config(file) or {}
     dp = sequence.data_degree(int(file.tree.get("dp_world_size") or 0))
     batch = positive_int(config, "train_batch_size")

@@ -37,7 +37,6 @@ _MOST_REPLICATED_NUMEL = 1 << 24
 _QMAPS = frozenset(qmap for _, qmap in COMPANIONS.values())
 #: Entry under which bitsandbytes hides quantized tensors from FSDP in ``state_dict`` since 0.49.2.
 NESTED = "__bnb_optimizer_quant_state__"
-_STEP = "step"
 _NOT_READ = ("params", "param_names")
 #: Hyperparameters of pytorch_optimizer's, some of which have ``bias_correction`` too.
 _OF_OTHERS = frozenset({"weight_decouple", "foreach", "growth_rate"})
@@ -235,15 +234,15 @@ def settings(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def with_group_step(scalars: Scalars, has_states: bool, group: Mapping[str, Any]) -> Scalars:
     """A parameter's scalar states, with the step that NVIDIA apex's FusedAdam counts per group (``fused_adam.py``)."""
-    counts = _is_fused(group) and has_states and _STEP not in dict(scalars) and isinstance(group.get(_STEP), int)
-    return tuple(sorted((*scalars, (_STEP, group[_STEP])), key=itemgetter(0))) if counts else scalars
+    counts = _is_fused(group) and has_states and "step" not in dict(scalars) and isinstance(group.get("step"), int)
+    return tuple(sorted((*scalars, ("step", group["step"])), key=itemgetter(0))) if counts else scalars
 
 
 def normal_groups(groups: Sequence[Mapping[str, Any]], is_bitsandbytes: bool) -> Groups:
     """Groups without the step count where it is a state, and bitsandbytes' kind of weight decay under torch's name."""
     decoupled = {"decoupled_weight_decay": True} if is_bitsandbytes else {}
     return tuple(
-        {**{k: v for k, v in group.items() if k != _STEP or not _is_fused(group)}, **decoupled} for group in groups
+        {**{k: v for k, v in group.items() if k != "step" or not _is_fused(group)}, **decoupled} for group in groups
     )
 
 

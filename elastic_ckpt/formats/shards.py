@@ -241,11 +241,7 @@ def check_same_save(shards: Sequence[OptimizerShard]) -> None:
 
 
 def _swap_files(file: PickledFile, folder: str, master: TensorRef, state: Mapping[str, Any]) -> dict[str, SourceFile]:
-    """The swap files of one sub-group: metadata key -> file; empty if the shard itself has its data.
-
-    Raises :class:`DamagedError` for a missing file or an invalid name, :class:`UnsupportedError` if it is not known
-    whether it was swapped.
-    """
+    """The swap files of one sub-group by metadata key; empty if the shard itself has its data."""
     states = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.swap_id is not None}
     if not states:  # it may be on NVMe, and have no states yet
         if master.swap_id is None or (state and master.numel):

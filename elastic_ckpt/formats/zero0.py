@@ -92,10 +92,7 @@ def unpartitioned_metadata(
 def _add_unpartitioned(
     builder: MetadataBuilder, model: ModelShard, state: UnpartitionedState, names: Members, file: int
 ) -> list[str]:
-    """Add the masters and states of an optimizer that is whole in one file, given the names of its members.
-
-    Returns the FQNs of all that were added.
-    """
+    """Add masters and states of an optimizer that is whole in one file; returns the FQNs of all that were added."""
     every: list[str] = []
     for group, members in enumerate(names):
         masters: list[tuple[list[str], int, TensorRef]]
@@ -176,10 +173,7 @@ def _member_names(
     name_states: NameStates,
     experts: ExpertRank | None = None,
 ) -> NamedStates | None:
-    """Names of every saved group's members, and notes; ``None`` if they are numbered, and nobody needs them.
-
-    They are the optimizer's own, if they are the module's and shapes agree, or those that ``name_states`` tells.
-    """
+    """Names of each saved group's members: the optimizer's own if they fit the module, else of ``name_states``."""
     weights = {name: ref.shape for name, ref in model.weights.items()}
     shapes: list[list[Shape | None]] = [[master.shape for master in masters] for masters in state.masters]
     if state.kind == PLAIN:  # unknown for lack of a state: never a gradient
@@ -226,10 +220,7 @@ def _degree(
 def _on_rank(
     model: ModelShard, experts: Sequence[ExpertShard], of: ExpertOptimizer, local: Mapping[str, int], first_file: int
 ) -> tuple[ModelShard, dict[str, int]]:
-    """The model with the weights of one expert-parallel rank's experts, and the file of each weight.
-
-    Stacked parameters have no weights of their own, only a shape.
-    """
+    """The model with the weights of one rank's experts (of stacked ones, a shape alone), and the file of each."""
     weights, files = dict(model.weights), dict.fromkeys(model.weights, 0)
     stacked = {name: (placed[of.ep_rank],) for name, placed in model.stacked.items()}
     for file, each in enumerate(experts, first_file):
