@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
+from difflib import SequenceMatcher, get_close_matches
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -22,10 +22,8 @@ CONFIG_KEY = "elastic_checkpoint"
 #: Environment variable with a mode; also 0 and 1, see :mod:`elastic_ckpt.load.startup`.
 VARIABLE = "ELASTIC_CKPT"
 Mode = Literal["auto", "require", "off"]
-
-
-#: Marks an option that DeepSpeed's own loader ignores: a load that sets it is never left to DeepSpeed.
-_ELASTIC_ONLY = object()
+#: Options that need not be at their default where DeepSpeed's own loader takes over, which ignores all.
+_FOR_ANY_LOADER = {"mode", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
 #: A key of ``"states"`` about unknown states of at most so many elements.
 _THRESHOLD = re.compile(r"numel<=(\d{1,9})", re.ASCII)
 
@@ -90,36 +88,36 @@ class ElasticConfig(BaseModel):
         description="whether rank 0 prints the load report, and a progress bar on a terminal; or the path of a file to "
         "which it writes the report as JSON, too",
     )
-    rename: Annotated[list[Annotated[tuple[str, str], Field(strict=False)]], _ELASTIC_ONLY] = Field(
+    rename: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
         [],
         description="[pattern, replacement] for names in the checkpoint, as for Python's re.sub "
         '([["^old\\\\.(.*)", "new.\\\\1"]]); only the first pattern found in a name applies. "megatron-core-local" in '
         "place of a pair: from the names that Megatron Core saves to those of its layers without Transformer Engine",
     )
-    param_groups: Annotated[Literal["match", "keep_live"], _ELASTIC_ONLY] = Field(
+    param_groups: Literal["match", "keep_live"] = Field(
         "match",
         description="match: each live param group takes the hyperparameters of its members' saved group; "
         "keep_live: all keep those of the live run",
     )
-    states: Annotated[dict[str, Literal["replicated", "elementwise", "fresh"]], _ELASTIC_ONLY] = Field(
+    states: dict[str, Literal["replicated", "elementwise", "fresh"]] = Field(
         dict.fromkeys(NON_SHARD_KEYS, "replicated"),
         description="layouts of optimizer states, by exact name, merged over the default. replicated: never sharded, "
         "the same tensor for every partition; elementwise: sharded like their parameters; fresh: not restored, nor a "
         'hyperparameter of that name. "numel<=256": "replicated" is about states of unknown layout with at most so '
         "many elements",
     )
-    convert_optimizer: Annotated[bool, _ELASTIC_ONLY] = Field(
+    convert_optimizer: bool = Field(
         False,
         description="accept the states of another optimizer of the same family: Adam and AdamW of torch, DeepSpeed, "
         "apex and bitsandbytes",
     )
-    on_change: Annotated[Literal["warn", "error"], _ELASTIC_ONLY] = Field(
+    on_change: Literal["warn", "error"] = Field(
         "warn",
         description="on a load that changes what is trained: another global batch or number of micro-batches per step; "
         "8-bit blocks that resharding splits and that are requantized, with an error of at most 0.7 % of the largest "
         "value of the block; fp32 masters that an engine with bf16_master_weights_and_grads rounds",
     )
-    align_partitions: Annotated[int, _ELASTIC_ONLY] = Field(
+    align_partitions: int = Field(
         0,
         ge=0,
         le=1 << 20,
@@ -127,22 +125,22 @@ class ElasticConfig(BaseModel):
         "the start of training; with 4096, 8-bit states of bitsandbytes move between data-parallel degrees exactly. "
         "0: DeepSpeed's own padding",
     )
-    tp_rules: Annotated[list[ShardSpec], _ELASTIC_ONLY] = Field(
+    tp_rules: list[ShardSpec] = Field(
         [],
         strict=False,
         description="how tensor-parallel ranks shard parameters, if their degree changes: pattern of the name, kind "
         "(column, row, vocabulary, replicated, averaged, summed), sub_parameters of fused ones",
     )
-    tp_preset: Annotated[str | None, _ELASTIC_ONLY] = Field(
+    tp_preset: str | None = Field(
         None,
         description="rules of a code base (bloom, gpt-neox, megatron-core ...), or the path of a JSON file of rules",
     )
-    replicated_params: Annotated[Literal["strict", "first", "mean"], _ELASTIC_ONLY] = Field(
+    replicated_params: Literal["strict", "first", "mean"] = Field(
         "strict",
         description="parameters that every tensor-parallel rank saved whole, with different values: "
         "strict: an error; first: the first rank's; mean: the mean of all",
     )
-    on_unreadable_entry: Annotated[Literal["error", "skip"], _ELASTIC_ONLY] = Field(
+    on_unreadable_entry: Literal["error", "skip"] = Field(
         "error",
         description="on an entry of the client state that cannot be read without running code of the file; "
         "skip: it is left out, with a warning",
@@ -177,11 +175,7 @@ class ElasticConfig(BaseModel):
 
 def requires_elastic(config: ElasticConfig) -> bool:
     """Whether DeepSpeed's own loader would ignore some of these options, so that it must not load."""
-    fields = ElasticConfig.model_fields.items()
-    marked = [(name, field) for name, field in fields if _ELASTIC_ONLY in field.metadata]
-    return config.mode == "require" or any(
-        getattr(config, name) != field.get_default(call_default_factory=True) for name, field in marked
-    )
+    return config.mode == "require" or bool(config.model_dump(exclude_defaults=True).keys() - _FOR_ANY_LOADER)
 
 
 def state_options(config: ElasticConfig) -> StateOptions:
@@ -221,56 +215,50 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
     section = ds_config.get(CONFIG_KEY, {})
     if not isinstance(section, Mapping):
         raise ConfigError(
-            f'"{CONFIG_KEY}" must be an object', expected='"elastic_checkpoint": {"mode": "auto"}', found=repr(section)
+            f'"{CONFIG_KEY}" must be an object',
+            expected='"elastic_checkpoint": {"mode": "auto"}',
+            found=repr(section),
         )
     section = {key: value for key, value in section.items() if key != AHEAD}  # an engine's own note, in a copied config
-    _refuse_unknown(section, ElasticConfig, "")
-    if isinstance(reading := section.get("reading"), Mapping):
-        _refuse_unknown(reading, Reading, '"reading" of ')
     given = _flags_and_variable()
     try:
-        config = ElasticConfig(**{**section, **given})
+        return ElasticConfig.model_validate({**section, **given})
     except ValidationError as error:
-        first = error.errors()[0]
-        key, *inside = map(str, first["loc"])
+        errors = error.errors()
+        first = next((each for each in errors if each["type"] in ("extra_forbidden", "invalid_key")), None) or errors[0]
+        path = [str(word) for word in first["loc"]]
+        is_inside = path[0] == "reading" and len(path) > 1
+        fields, key = (Reading if is_inside else ElasticConfig).model_fields, path[is_inside]
+        if key not in fields:
+            outer = '"reading" of ' * is_inside
+            raise ConfigError(
+                f'unknown key "{key}" under {outer}"{CONFIG_KEY}"',
+                expected=f"one of {', '.join(fields)}",
+                found=key,
+                remedy=f'did you mean "{get_close_matches(key, fields, n=1, cutoff=0.0)[0]}"?',
+            ) from error
         where = f"on the command line, or of {VARIABLE}," if key in given else f'under "{CONFIG_KEY}"'
-        field = ElasticConfig.model_fields[key]
-        if key == "reading" and inside:
-            key, field = f"{key}.{inside[0]}", Reading.model_fields[inside[0]]
         raise ConfigError(
-            f'the value of "{key}" {where} is not understood',
-            expected=f"{first['msg']} ({field.description})",
+            f'the value of "{".".join(path[: is_inside + 1])}" {where} is not understood',
+            expected=f"{first['msg']} ({fields[key].description})",
             found=repr(first["input"]),
         ) from error
-    return config
-
-
-def _refuse_unknown(section: Mapping[Any, Any], model: type[BaseModel], where: str) -> None:
-    known = list(model.model_fields)
-    for key in section:
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise ConfigError(
-                f'unknown key "{key}" under {where}"{CONFIG_KEY}"',
-                expected=f"one of {', '.join(known)}",
-                found=key,
-                remedy=f'did you mean "{nearest[0]}"?',
-            )
 
 
 def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
     section = ds_config.get("checkpoint")
-    wrong = [(key, "", ds_config, _LOAD_UNIVERSAL) for key in (*_WRONG_KEYS, "load_universal")]
-    if isinstance(section, Mapping):
-        wrong += [(key, ' under "checkpoint"', section, _LOAD_UNIVERSAL) for key in (*_WRONG_KEYS, "universal")]
-    for key in ds_config:
-        if key != CONFIG_KEY and difflib.SequenceMatcher(None, str(key).lower(), CONFIG_KEY).ratio() >= _SIMILAR:
-            wrong.append((key, "", ds_config, f'"{CONFIG_KEY}": {{...}}'))
-    for key, where, values, right in wrong:
-        if key in values:
-            raise ConfigError(
-                f'"{key}"{where} in the DeepSpeed config is ignored by DeepSpeed',
-                expected=right,
-                found=f'"{key}": {values[key]!r}',
-                remedy=f"write {right}",
-            )
+    keys = [("", key, value) for key, value in ds_config.items()]
+    keys += [(' under "checkpoint"', *item) for item in section.items()] if isinstance(section, Mapping) else []
+    for where, key, value in keys:
+        if key in (*_WRONG_KEYS, "universal" if where else "load_universal"):
+            right = _LOAD_UNIVERSAL
+        elif where or key == CONFIG_KEY or SequenceMatcher(None, str(key).lower(), CONFIG_KEY).ratio() < _SIMILAR:
+            continue
+        else:
+            right = f'"{CONFIG_KEY}": {{...}}'
+        raise ConfigError(
+            f'"{key}"{where} in the DeepSpeed config is ignored by DeepSpeed',
+            expected=right,
+            found=f'"{key}": {value!r}',
+            remedy=f"write {right}",
+        )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 _NAMES_SHOWN = 8
@@ -80,9 +79,6 @@ class ElasticCkptError(Exception):
     def details(self) -> dict[str, Any]:
         """Everything but the problem, as arguments of another error."""
         return {name: getattr(self, name) for name in _DETAILS}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self.details), (self.problem,)
 
 
 class ConfigError(ElasticCkptError):
