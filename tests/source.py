@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from elastic_ckpt.engines.privates import Privates
+from elastic_ckpt.engines.versions import Privates
 
 
 @cache

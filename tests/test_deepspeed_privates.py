@@ -1,4 +1,4 @@
-"""The list of DeepSpeed's private names in engines/privates.py, and that no other room uses any."""
+"""The list of DeepSpeed's private names in engines/versions.py, and that no other room uses any."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import elastic_ckpt
-from elastic_ckpt.engines import privates
-from elastic_ckpt.engines.privates import PRIVATES, Privates
+from elastic_ckpt.engines import versions as privates
+from elastic_ckpt.engines.versions import PRIVATES, Privates
 from elastic_ckpt.errors import UnsupportedError
 from tests.source import missing
 

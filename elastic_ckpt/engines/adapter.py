@@ -18,8 +18,7 @@ from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, Slot
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
-from elastic_ckpt.engines.coordinates import model_of
-from elastic_ckpt.engines.experts import expert_fqns, stacked_experts
+from elastic_ckpt.engines.coordinates import expert_fqns, model_of, stacked_experts
 from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, dtype_name, tensor_of
 from elastic_ckpt.errors import UnsupportedError
 

@@ -14,9 +14,8 @@ from elastic_ckpt.core.values import ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer, swaps_to_nvme
 from elastic_ckpt.engines.optimizers import KNOWN, BitsAndBytesSchema, StateSchema, class_name, is_bitsandbytes
-from elastic_ckpt.engines.privates import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
-from elastic_ckpt.engines.zero012 import LISTS, Zero012Adapter
-from elastic_ckpt.engines.zero3 import Zero3Adapter
+from elastic_ckpt.engines.versions import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
+from elastic_ckpt.engines.zero import LISTS, Zero012Adapter, Zero3Adapter
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, UnsupportedError
 
 #: float32, or the result of ``bf16_master_weights_and_grads`` and ``fp16_master_weights_and_grads``.

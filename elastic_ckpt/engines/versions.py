@@ -1,15 +1,20 @@
-"""The versions that elastic_ckpt was tried on, and what is known of single ones.
+"""The versions that elastic_ckpt was tried on, and the private names of DeepSpeed that it uses.
 
 Nothing here imports torch or DeepSpeed.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import platform
+import re
+import sys
+from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
@@ -84,3 +89,159 @@ def warn_of_newer() -> None:
         tried = ", ".join(map(str, REQUIREMENTS))
         text = "elastic_ckpt was not tried on %s, but on %s; loads that lack a private name of DeepSpeed are refused"
         logger.warning(text, ", ".join(found), tried)
+
+
+#: What names are needed for: ``install()``, every load into an engine that has their owner, and some loads alone.
+LOAD, ZERO3, NVME, EXPERTS = "loading", "ZeRO-3", "NVMe offload", "mixtures of experts"
+#: Below ``deepspeed.``, a module or a class in it; indented, its attributes, and its functions with their first
+#: parameters. Before a colon, the first version that has them, and what they are needed for, if not for every load.
+_TABLE = """
+runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer
+    bit16_groups averaged_gradients micro_step_id round_robin_bit16_groups partition_size
+    single_partition_of_fp32_groups parallel_partitioned_bit16_groups real_dp_process_group dp_process_group
+    _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state() _restore_from_bit16_weights()
+    update_lp_params() cpu_offload loss_scaler overflow
+    0.19.7: round_robin_bit16_offsets
+    0.17.6: all_grad_tensors
+    align_partitions: flatten_dense_tensors_aligned(tensor_list,alignment)
+runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3
+    0.18.5: _epilogue_ran_this_backward
+    fp16_groups fp16_partitioned_groups fp16_partitioned_groups_flat fp32_partitioned_groups_flat
+    sub_group_to_group_id parameter_offload refresh_fp32_params() swap_optimizer params_in_nvme_and_cpu
+    averaged_gradients micro_step_id unflatten dp_process_group
+    0.18.9: use_muon save_muon_momentum_buffer_in_memory
+    NVMe offload: _swappable_optimizer_subgroup(sub_group_id) optimizer_swapper fp16_partitioned_groups_flat_numel
+    NVMe offload: _optimizer_states_and_gradient_swap_in(sub_group_id,timer_names)
+    NVMe offload: _reassign_or_swap_out_partitioned_parameters(sub_group_id)
+    align_partitions: __avg_scatter_grads(params_to_reduce) reduce_scatter_coalesced
+runtime.zero.parameter_offload:DeepSpeedZeRoOffload
+    partition_all_parameters() persistent_parameters
+runtime.bf16_optimizer:BF16_Optimizer
+    bf16_groups bf16_partitioned_groups fp32_groups_flat_partition fp32_groups_has_gradients real_dp_process_group
+    dp_process_group _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state()
+    _restore_from_bit16_weights() update_lp_params()
+    align_partitions: _flatten_dense_tensors_aligned(tensor_list,alignment)
+runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer
+    fp16_groups fp32_groups refresh_fp32_params() overflow
+    0.18.6: loss_scale_config
+runtime.fp16.fused_optimizer:FP16_Optimizer
+    fp16_groups fp32_groups_flat refresh_fp32_params() overflow
+    0.18.6: loss_scale_config
+runtime.fp16.loss_scaler:LossScaleConfig
+    0.18.6: dynamic_loss_scale cur_scale cur_iter last_overflow_iter scale_factor scale_window
+runtime.fp16.loss_scaler:DynamicLossScaler
+    dynamic cur_scale cur_iter last_overflow_iter cur_hysteresis min_scale
+runtime.zero.partition_parameters:Init
+    ds_tensor ds_tensor.status ds_tensor.final_location ds_shape ds_numel ds_secondary_tensor ds_process_group
+    all_gather(param_list) all_gather_coalesced(params)
+    align_partitions: _padding_size(param) _partition_param(param) _aligned_size _dist_allgather_fn
+runtime.torch_autocast
+    0.17.6, ZeRO-3: has_comm_dtype(param)
+runtime.swap_tensor.optimizer_utils:OptimizerSwapper
+    NVMe offload: swap_params_info
+runtime.swap_tensor.optimizer_utils:OptimizerStateSwapInfo
+    NVMe offload: tensors has_state_tensors
+runtime.swap_tensor.partitioned_optimizer_swapper:PartitionedOptimizerSwapper
+    NVMe offload: swap_out_optimizer_state(parameter,async_swap) swap_in_optimizer_state
+runtime.swap_tensor.pipelined_optimizer_swapper:PipelinedOptimizerSwapper
+    NVMe offload: swap_out_optimizer_state(parameter,async_swap) swap_in_optimizer_state
+runtime.checkpoint_engine.decoupled_checkpoint_engine:DecoupledCheckpointEngine
+    0.17.1: is_decoupled() commit_info ckpt_process
+runtime.checkpoint_engine.datastates_checkpoint_engine:DataStatesCheckpointEngine
+    0.18.1: is_decoupled() commit_info
+runtime.engine:DeepSpeedEngine
+    0.17.1: _commit_decoupled_checkpoint()
+    install(): load_checkpoint(load_dir,tag)
+    align_partitions: _configure_zero_optimizer(optimizer) _configure_bf16_optimizer(optimizer)
+    _get_zero_param_shapes() seq_data_parallel_group num_experts fp16_enabled param_names mp_world_size
+    seq_dp_world_size sequence_parallel_size has_moe_layers loaded_checkpoint_dp_world_size
+    loaded_checkpoint_mp_world_size random_ltd_enabled curriculum_learning_enabled load_universal_checkpoint
+    use_node_local_storage _config checkpoint_engine
+runtime.pipe.module:PipelineModule
+    weighted pipeline stages: _partition_layers(method) _layer_specs _topo _set_bounds(start,stop) parts
+    tied_weight_attrs
+runtime.zero.partition_parameters:NoGatherHandle
+    align_partitions: param.ds_tensor.data
+runtime.zero.partition_parameters:NoGatherCoalescedHandle
+    align_partitions: param.ds_tensor.data
+runtime.zero.partition_parameters
+    align_partitions: _dist_allgather_fn(input_tensor,output_tensor,group)
+runtime.comm.coalesced_collectives
+    align_partitions: reduce_scatter_coalesced(tensors,group)
+moe.layer:MoE
+    mixtures of experts: expert_group_name num_local_experts deepspeed_moe enable_expert_tensor_parallelism
+moe.experts:Experts
+    mixtures of experts: deepspeed_experts
+utils.groups
+    mixtures of experts: _get_expert_parallel_rank(group_name) _get_expert_parallel_world_size(group_name)
+    mixtures of experts: _get_max_expert_size_name()
+"""
+
+
+class Privates(NamedTuple):
+    """Names that a class or module of DeepSpeed must define, call or touch: a line of the table.
+
+    Before the version ``since``, :mod:`elastic_ckpt.engines.compat` does without them.
+    """
+
+    module: str
+    owner: str
+    names: tuple[str, ...]
+    since: str = "0"
+    use: str = LOAD
+
+    def missing_in(self, live: Any) -> list[str]:
+        """Those that a live object lacks, with their owner."""
+        return [f"{self.owner or self.module}.{name}" for name in self.names if not _has(live, name)]
+
+
+def _has(live: Any, name: str) -> bool:
+    plain, _, parameters = name.removesuffix(")").partition("(")
+    try:
+        found = attrgetter(plain)(live)
+    except AttributeError:
+        return False
+    wanted = [each for each in parameters.split(",") if each]
+    takes = list(inspect.signature(found).parameters.values()) if wanted else []
+    is_wrapped = any(each.kind == each.VAR_POSITIONAL for each in takes)
+    return is_wrapped or [each.name for each in takes][: len(wanted)] == wanted
+
+
+def _listed() -> Iterator[Privates]:
+    module = owner = ""
+    for line in _TABLE.strip().splitlines():
+        if line.startswith(" "):
+            head, _, names = line.strip().rpartition(": ")
+            since, use = re.fullmatch(r"([\d.]*)(?:, )?(.*)", head).groups()  # type: ignore[union-attr]
+            yield Privates(module, owner, tuple(names.split()), since or "0", use or LOAD)
+        else:
+            module, _, owner = line.partition(":")
+
+
+PRIVATES = tuple(_listed())
+
+
+def needed() -> list[Privates]:
+    """Those that the installed version of DeepSpeed must have."""
+    found = Version(version("deepspeed"))
+    return [each for each in PRIVATES if Version(each.since).release <= found.release]
+
+
+def refuse_missing(engine: Any, uses: Collection[str]) -> None:
+    """Refuse to load into an engine whose own objects lack a name that this needs (:class:`UnsupportedError`)."""
+    optimizer, module = engine.optimizer, engine.module
+    writer = getattr(engine, "checkpoint_engine", None)
+    objects = [engine, optimizer, module, writer, *getattr(optimizer, "__dict__", {}).values()]
+    objects += module.modules() if EXPERTS in uses else ()
+    live = {kind.__name__: each for each in objects for kind in type(each).__mro__}
+    live["Init"] = next(module.parameters(), None) if ZERO3 in uses else None
+    lacking: list[str] = []
+    for each in needed():
+        owner = live.get(each.owner) if each.owner else sys.modules.get(f"deepspeed.{each.module}")
+        if each.use in uses and owner is not None:
+            lacking += each.missing_in(owner)
+    if lacking:
+        problem = "this version of DeepSpeed lacks private names that elastic_ckpt needs to load into such an engine"
+        remedy = "install a version of DeepSpeed that was tried (elastic-ckpt doctor), or a newer elastic_ckpt"
+        expected, found = ", ".join(lacking), f"DeepSpeed {version('deepspeed')} without them"
+        raise UnsupportedError(problem, expected=expected, found=found, remedy=remedy)

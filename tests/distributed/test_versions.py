@@ -13,7 +13,7 @@ import deepspeed
 import pytest
 import torch
 
-from elastic_ckpt.engines.privates import needed
+from elastic_ckpt.engines.versions import needed
 from tests.distributed.conftest import Launch
 from tests.distributed.expert_jobs import Experts
 from tests.distributed.model import Setup

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from elastic_ckpt.engines.experts import stacked_experts, unsliced_experts
+from elastic_ckpt.engines.coordinates import stacked_experts, unsliced_experts
 from elastic_ckpt.errors import UnsupportedError
 
 

@@ -13,8 +13,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from elastic_ckpt.engines import select
 from elastic_ckpt.engines.compat import has_optimizer
 from elastic_ckpt.engines.select import select_adapter
-from elastic_ckpt.engines.zero012 import Zero012Adapter
-from elastic_ckpt.engines.zero3 import Zero3Adapter
+from elastic_ckpt.engines.zero import Zero012Adapter, Zero3Adapter
 
 
 def engine(optimizer: Any, stage: int) -> SimpleNamespace:

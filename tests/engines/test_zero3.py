@@ -11,9 +11,9 @@ import torch
 
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, RequantizeItem, Slot
-from elastic_ckpt.engines import zero3
+from elastic_ckpt.engines import zero
 from elastic_ckpt.engines.compat import swaps_to_nvme
-from elastic_ckpt.engines.zero3 import Zero3Adapter, _gathering_buckets
+from elastic_ckpt.engines.zero import Zero3Adapter, _gathering_buckets
 from elastic_ckpt.errors import UnsupportedError
 
 
@@ -70,7 +70,7 @@ class Persistent:
 def test_deepspeed_gathers_what_did_not_travel_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an optimizer as with one; no test model has parameters that do not travel together."""
     params = [Persistent(), Persistent(), Persistent()]
-    monkeypatch.setattr(zero3, "_gathering_buckets", lambda persistent: [[each] for each in persistent[1:2]])
+    monkeypatch.setattr(zero, "_gathering_buckets", lambda persistent: [[each] for each in persistent[1:2]])
     adapter = Zero3Adapter.__new__(Zero3Adapter)
     adapter.param_names, adapter.masters, adapter.optimizer = dict.fromkeys(params, ""), (), None
     adapter._swaps = False
