@@ -98,12 +98,14 @@ def join_neighbours(items: Iterable[ReadItem]) -> list[ReadItem]:
     joined: list[ReadItem] = []
     end = -1  # the byte behind the last one
     for item in items:
-        if item.byte_offset == end and joined[-1].slot_stop == item.slot_offset and joined[-1].rows == 1:
+        if item.byte_offset == end:
             last = joined[-1]
-            both = replace(last, numel=last.numel + item.numel)
-            if both.clip(last.slot_stop, both.slot_stop) == item:
+            code = last.code and replace(last.code, position=last.code.position + last.numel)
+            behind = last.file, last.slot, last.slot_offset + last.numel, last.dtype, last.rows * item.rows, code
+            if behind == (item.file, item.slot, item.slot_offset, item.dtype, 1, item.code):
                 joined.pop()
-                item = both  # noqa: PLW2901
+                place, numel = (last.file, last.byte_offset, last.slot, last.slot_offset), last.numel + item.numel
+                item = ReadItem(*place, numel, last.dtype, code=last.code)  # noqa: PLW2901
         joined.append(item)
         end = item.byte_offset + item.numel * ITEMSIZE[item.dtype]
     return joined
