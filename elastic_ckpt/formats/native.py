@@ -19,16 +19,10 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats import merging
 from elastic_ckpt.formats.assembling import Assembled, assemble, missing_file
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
-from elastic_ckpt.formats.merging import (
-    ExpertOptimizer,
-    ExpertShard,
-    LayerShard,
-    index_expert,
-    index_expert_optimizer,
-    index_layer,
-)
+from elastic_ckpt.formats.merging import ExpertOptimizer, ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.naming import number_of_writers, plain_name
 from elastic_ckpt.formats.pickled import PickledFile, open_file
@@ -142,16 +136,13 @@ def _expected_files(found: CheckpointInfo, options: StateOptions) -> list[tuple[
         models += [(mp, name, partial(index_whole_model, dp_rank=dp)) for dp, name in ranks]
         ranks = sorted(optimizer.items())
         optimizers += [(mp, name, partial(index_shard, dp_rank=dp, options=options)) for dp, name in ranks]
-    layers = [
-        (-1, name, partial(index_layer, layer=layer, tp_rank=tp_rank))
-        for (layer, tp_rank), name in sorted(files.layers.items())
-    ]
-    of_experts = [
-        (mp, name, partial(index_expert_optimizer, ep_rank=ep_rank, options=options))
-        for (ep_rank, mp), name in sorted(files.expert_optimizers.items())
-    ]
+    every = [*models, *optimizers]
+    for (layer, tp_rank), name in sorted(files.layers.items()):
+        every.append((-1, name, partial(merging.index_layer, layer=layer, tp_rank=tp_rank)))
+    for (ep_rank, mp), name in sorted(files.expert_optimizers.items()):
+        every.append((mp, name, partial(merging.index_expert_optimizer, ep_rank=ep_rank, options=options)))
     experts = sorted((mp, layer, expert, name) for (layer, expert, mp), name in files.experts.items())
-    return [*models, *optimizers, *layers, *of_experts, *((mp, name, index_expert) for mp, _, _, name in experts)]
+    return [*every, *((mp, name, merging.index_expert) for mp, _, _, name in experts)]
 
 
 def refuse_writers(found: CheckpointInfo, trust_pickle: bool) -> None:
