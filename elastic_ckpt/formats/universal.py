@@ -155,11 +155,7 @@ def _stateful(states: States) -> set[str]:
 
 
 def _build_metadata(
-    found: CheckpointInfo,
-    models: list[ModelShard],
-    optimizer: OptimizerFile | None,
-    states: States,
-    grid: Grid,
+    found: CheckpointInfo, models: list[ModelShard], optimizer: OptimizerFile | None, states: States, grid: Grid
 ) -> CheckpointMetadata:
     first = models[0]
     files = (SourceFile(state_path(found, *at), item.nbytes, records=item.records) for at, item in states.items())

@@ -13,12 +13,7 @@ from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
-from elastic_ckpt.planning.matching import (
-    Matching,
-    adopt_live_kinds,
-    adopt_live_names,
-    match_parameters,
-)
+from elastic_ckpt.planning.matching import Matching, adopt_live_kinds, adopt_live_names, match_parameters
 from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, with_own_values
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage, with_own_copies
