@@ -8,7 +8,7 @@ are not used: gpt-neox's would suggest another topology.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 
@@ -82,11 +82,14 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
             problem, file = "files of model-parallel ranks are missing", folder
         remedy = "restore the missing files, or remove those of another save; or take another tag"
         raise LayoutError(problem, file, wanted, f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}", remedy=remedy)
-    if tp:
-        stages: list[list[int]] | None = [ranks[at : at + tp] for at in range(0, len(ranks), tp)]
-    else:
-        stages = _by_names([models[rank] for rank in ranks])
-    if stages is None or len({len(stage) for stage in stages}) > 1:
+    stages, names = [ranks[at : at + tp] for at in range(0, len(ranks), tp or 1)], []
+    if not tp:  # neighbours with the same names form a stage
+        for each in (models[rank] for rank in ranks):
+            names.append(
+                frozenset(name for name, _ in chain.from_iterable(each.param_shapes)) or frozenset(each.weights)
+            )
+        stages = [[rank for rank, _ in stage] for _, stage in groupby(enumerate(names), key=lambda named: named[1])]
+    if (len(ranks) > 1 and not all(names)) or len({len(stage) for stage in stages}) > 1:
         problem = "it is not known which model-parallel file is of which pipeline stage and tensor-parallel rank"
         wanted = "checkpoint_parallel_dimensions, or parameters that are the same within a stage"
         raise UnsupportedError(problem, first.path, wanted, f"{len(ranks)} model-parallel ranks")
@@ -98,12 +101,3 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
     same_ranks = (grid.tp, grid.pp, grid.partition_degree) == (coordinates.tp, coordinates.pp, coordinates.dp)
     agrees = coordinates.sequence.partitioned and coordinates.sequence.degree in stated.possible
     return replace(grid, sequence=coordinates.sequence) if same_ranks and agrees else grid
-
-
-def _by_names(models: Sequence[ModelShard]) -> list[list[int]] | None:
-    """Neighbours with the same names form a stage; ``None``: files without names."""
-    listed = ((frozenset(name for name, _ in chain.from_iterable(each.param_shapes)), each.weights) for each in models)
-    names = [mine or frozenset(weights) for mine, weights in listed]
-    if len(models) > 1 and not all(names):
-        return None
-    return [[rank for rank, _ in stage] for _, stage in groupby(enumerate(names), key=lambda named: named[1])]
