@@ -181,12 +181,7 @@ class TensorTable(Mapping[Place, TensorMetadata]):
 
 
 class DerivedTensors(Mapping[Place, TensorMetadata]):
-    """Tensors that are made of other places' when they are first asked for.
-
-    Args:
-        sources: place -> the place that it is made of.
-        make: makes the tensor of a place, given both.
-    """
+    """Tensors that ``make`` makes of other places' when they are first asked for, given both places."""
 
     def __init__(self, sources: Mapping[Place, Place], make: Callable[[Place, Place], TensorMetadata]) -> None:
         self._sources, self._make = sources, make

@@ -37,16 +37,11 @@ SUMMED_AT_ONCE_NBYTES = 1 << 20
 
 
 class ReadSums:
-    """Sums of what was read of each record. Thread-safe.
-
-    Attributes:
-        sums: by (index of the file, number of its record).
-        nbytes: bytes read, whether they are of a record or not.
-    """
+    """Sums of what was read of each record. Thread-safe."""
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
-        self.sums: dict[tuple[int, int], PartialSum] = {}
-        self.nbytes = 0
+        self.sums: dict[tuple[int, int], PartialSum] = {}  # by (index of the file, number of its record)
+        self.nbytes = 0  # bytes read, whether they are of a record or not
         self._files = files
         self._lock = threading.Lock()
 
@@ -87,9 +82,7 @@ def execute(
     show_progress: bool,
     sums: ReadSums | None = None,
 ) -> ReadStats:
-    """Execute every item of a plan, whose slots are these tensors. Local; call it on every rank.
-
-    ``sums`` sums up what is read.
+    """Execute every item of a plan, whose slots are these tensors; ``sums`` sums up what is read. Local.
 
     Raises :class:`DamagedError` for a file that ended early or could not be read; slots are then partly overwritten.
     """

@@ -117,13 +117,11 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, codebook: Codebook) -> tor
 
 
 def encode(values: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Quantize whole blocks, each value to the nearest code.
+    """Quantize whole blocks, each value to the nearest code. ``values``: fp32 ``[blocks, elements of a block]``.
 
     The scale of a block is the smallest that maps every value into the codebook's range, whose negative end is -0.99297
-    in bitsandbytes' signed map, not -1. ``values``: fp32 ``[blocks, elements of a block]``; padding is zero.
-
-    Returns codes, uint8, one per element; scales, fp32, one per block; and the largest error as a fraction of its
-    block's scale, without blocks of denormal numbers, which change by one rounding.
+    in bitsandbytes' signed map, not -1. Returns codes, uint8, one per element; scales, fp32, one per block; and the
+    largest error as a fraction of its block's scale, without blocks of denormal numbers, which change by one rounding.
 
     Raises :class:`DamagedError` for a value that is not finite, or negative where the codebook has no negative values.
     """

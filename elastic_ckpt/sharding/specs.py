@@ -28,13 +28,7 @@ BY_DEFAULT = "the checkpoint's universal_checkpoint_info, by its default"
 class Sharding:
     """How one parameter or buffer is sharded, saved and live; without a live model, the latter has no shapes.
 
-    Attributes:
-        checkpoint, metadata, tensor, live: what is known of the checkpoint, the saved tensor, and of the live shards.
-        name, saved_name: in the live model and in the checkpoint, which differ for tied and renamed parameters.
-        shapes: of the saved shards.
-        is_fused: whether it is made of several sub-parameters.
-        specs: all that is said of it, by precedence.
-        chosen: the spec that counts; ``None``: nothing says how it is sharded. Without a live model, no guess.
+    ``saved_name`` differs from ``name`` for tied and renamed parameters.
     """
 
     def __init__(self, checkpoint: Shardings, tensor: TensorMetadata, live: LiveShards | None) -> None:
@@ -43,15 +37,12 @@ class Sharding:
         self.name, self.shapes = tensor.name, tensor.shard_shapes
         self.saved_name = self.metadata.saved_names.get(self.name, self.name)
         self.is_fused = checkpoint.shapes.is_fused(self.name, self.saved_name)
-        self.specs: Sequence[ShardSpec] = ()
-        self.chosen: ShardSpec | None = None
+        self.specs: Sequence[ShardSpec] = ()  # all that is said of it, by precedence
+        self.chosen: ShardSpec | None = None  # the one that counts: without a live model, no guess
         self._is_offline = live is None
 
     def choose(self) -> None:
-        """Find :attr:`specs` and :attr:`chosen`.
-
-        Raises :class:`CannotSplit` if the checkpoint's declaration cannot be understood.
-        """
+        """Find ``specs`` and ``chosen``; :class:`CannotSplit` if the checkpoint's declaration cannot be understood."""
         self.specs = self.checkpoint.rules.specs_for(self)
         chosen = self.specs[0] if self.specs else None
         if chosen is not None and chosen.kind == COLUMN and chosen.cut_dim == 0 and chosen.sub_parameters is None:
@@ -70,7 +61,7 @@ class Sharding:
     def layouts(self) -> tuple[TPLayout | None, TPLayout | None, bool]:
         """The saved and the live layout (``None`` if unknown), and whether they are recorded in full.
 
-        Raises :class:`CannotSplit` if the recorded layout or the spec contradicts the shapes.
+        Raises :class:`CannotSplit` if one contradicts the shapes.
         """
         by_user, is_alone = self.chosen is not None and self.chosen.origin == USER, len(self.shapes) == 1
         recorded = None if is_alone or by_user else self.metadata.declared.layout(self.saved_name, self.shapes)
@@ -234,9 +225,7 @@ def virtual_layouts(
 ) -> dict[str, LiveShards]:
     """The layout of each parameter, frozen weight and buffer over ``tp`` ranks.
 
-    A vector or buffer without a spec is taken for replicated: a guess, which a load (and a conversion) verifies by
-    comparing the saved copies.
-
+    A vector or buffer without a spec is taken for replicated: a guess, which a comparison of the saved copies verifies.
     Raises, or collects in ``errors`` by name: :class:`DamagedError` if a name has no tensor, :class:`MismatchError` if
     a matrix has no spec, a spec does not fit, or a dimension is not divisible.
     """
