@@ -85,9 +85,8 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
     stages, names = [ranks[at : at + tp] for at in range(0, len(ranks), tp or 1)], []
     if not tp:  # neighbours with the same names form a stage
         for each in (models[rank] for rank in ranks):
-            names.append(
-                frozenset(name for name, _ in chain.from_iterable(each.param_shapes)) or frozenset(each.weights)
-            )
+            listed = frozenset(name for name, _ in chain.from_iterable(each.param_shapes))
+            names.append(listed or frozenset(each.weights))
         stages = [[rank for rank, _ in stage] for _, stage in groupby(enumerate(names), key=lambda named: named[1])]
     if (len(ranks) > 1 and not all(names)) or len({len(stage) for stage in stages}) > 1:
         problem = "it is not known which model-parallel file is of which pipeline stage and tensor-parallel rank"
