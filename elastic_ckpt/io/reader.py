@@ -119,11 +119,7 @@ class _Reader:
     """At most one open file per thread: reads come in file order, and a checkpoint may have thousands of files."""
 
     def __init__(
-        self,
-        plan: ReadPlan,
-        tensors: Sequence[torch.Tensor],
-        sums: ReadSums | None,
-        staging: Sequence[StagingBuffers],
+        self, plan: ReadPlan, tensors: Sequence[torch.Tensor], sums: ReadSums | None, staging: Sequence[StagingBuffers]
     ) -> None:
         self._plan, self._tensors, self._sums = plan, tensors, sums
         self._prefault = Prefault()

@@ -155,9 +155,7 @@ class ShardingRules:
         live, saved = {key: live_run[key] for key in unsaved if key in live_run}, metadata.run
         other = [key for key in live if key in saved and saved[key] != live[key]]
         if other:
-            problem = (
-                "the live model was built with other arguments than the configuration beside the checkpoint states"
-            )
+            problem = "the live model was built with other arguments than the configuration beside the checkpoint has"
             expected, found = (", ".join(f"{key}: {side[key]}" for key in other) for side in (saved, live))
             remedy = 'build the model as it was saved, or correct the files in the folder "configs"'
             raise MismatchError(problem, metadata.source.folder, expected, found, remedy=remedy)
