@@ -39,6 +39,7 @@ from elastic_ckpt.patches import unwrap, wrap
 
 #: Alignment of the engine that is being built or reduces gradients, in elements; 0 for DeepSpeed's own.
 _numel: ContextVar[int] = ContextVar("align_partitions", default=0)
+#: Of a live optimizer or ``deepspeed.zero.Init``: the alignment of its partitions.
 _ATTRIBUTE = "_elastic_ckpt_alignment"
 #: Optimizers with aligned partitions.
 _aligned: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -75,11 +76,6 @@ def _align(config: Mapping[str, Any]) -> int:
             problem = '"align_partitions" needs private names of DeepSpeed that this version does not have'
             raise UnsupportedError(problem, found=str(error), remedy="install a version that was tried") from error
     return numel
-
-
-def _alignment_of(owner: Any) -> int:
-    """Alignment of partitions in a live optimizer or ``deepspeed.zero.Init``, in elements; 0 for DeepSpeed's own."""
-    return int(getattr(owner, _ATTRIBUTE, 0))
 
 
 @contextmanager
@@ -172,23 +168,24 @@ def _init(original: Callable[..., Any], init: Any, *args: Any, **kwargs: Any) ->
 
 
 def _padding_size(original: Callable[..., Any], init: Any, param: Any) -> int:
-    if not _alignment_of(init):
+    numel = getattr(init, _ATTRIBUTE, 0)
+    if not numel:
         return int(original(init, param))
     world_size = dist.get_world_size(param.ds_process_group)
-    return per_parameter_numel(param.ds_numel, world_size, _alignment_of(init)) * world_size - int(param.ds_numel)
+    return per_parameter_numel(param.ds_numel, world_size, numel) * world_size - int(param.ds_numel)
 
 
 def _partition_param(original: Callable[..., Any], init: Any, param: Any, *args: Any, **kwargs: Any) -> None:
     is_new = param.ds_tensor is None
     original(init, param, *args, **kwargs)
     partition = param.ds_tensor
-    if _alignment_of(init) and is_new and partition.numel():  # empty: it is on NVMe
+    if getattr(init, _ATTRIBUTE, 0) and is_new and partition.numel():  # empty: it is on NVMe
         start = dist.get_rank(param.ds_process_group) * partition.numel()
         partition[max(0, min(param.ds_numel - start, partition.numel())) :] = 0
 
 
 def _scatter(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    with _aligned_to(_alignment_of(optimizer)):
+    with _aligned_to(getattr(optimizer, _ATTRIBUTE, 0)):
         return original(optimizer, *args, **kwargs)
 
 

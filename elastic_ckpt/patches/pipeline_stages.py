@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -138,7 +137,12 @@ def partition_weights(weights: Sequence[Fraction | int], num_parts: int) -> list
         return [min(stage, count) for stage in range(num_parts + 1)]
     scale = math.lcm(*(weight.denominator for weight in weights))
     sums = [0, *itertools.accumulate(int(weight * scale) for weight in weights)]
-    bound = _least_bound(sums, num_parts)
+    bounds = sums  # by number of layers, the least possible weight of the heaviest stage
+    for _ in range(num_parts - 1):
+        bounds = [
+            min(max(bounds[start], sums[stop] - sums[start]) for start in range(stop + 1)) for stop in range(count + 1)
+        ]
+    bound = bounds[-1]
     # three criteria in one number, each outweighing any sum of the following ones: weight beyond the bound, its square,
     # the square of the number of layers
     for_weight = len(sums) ** 2
@@ -160,14 +164,3 @@ def partition_weights(weights: Sequence[Fraction | int], num_parts: int) -> list
     for last in reversed(cuts):
         parts.append(last[parts[-1]])
     return parts[::-1]
-
-
-def _least_bound(sums: Sequence[int], num_parts: int) -> int:
-    """The least possible weight of the heaviest stage; ``sums`` are the weights of the first 0, 1, 2, ... layers."""
-    low, high = max(stop - start for start, stop in itertools.pairwise(sums)), sums[-1]
-    while low < high:
-        middle, position = (low + high) // 2, 0
-        for _ in range(num_parts):  # each stage takes all that it can carry
-            position = bisect_right(sums, sums[position] + middle) - 1
-        low, high = (low, middle) if position == len(sums) - 1 else (middle + 1, high)
-    return low
