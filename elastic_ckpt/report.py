@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -126,12 +127,12 @@ class LoadReport:
         rows += [("now", f"{now}, at step {self.global_steps}"), ("restored", done or "nothing")]
         for what in ("fresh", "skipped", "ignored"):
             rows += [(what, _shown(outcome)) for outcome in self.outcomes if outcome.what == what]
-        rows += _work_rows(self.ranks)
-        rows += [] if self.verified is None else [("verified", str(self.verified))]
+        rows += _work_rows(self.ranks) + ([] if self.verified is None else [("verified", str(self.verified))])
+        rows += [("note", note) for note in self.notes]
         table = Table(title="elastic_ckpt: checkpoint restored", title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        for name, text in (*rows, *(("note", note) for note in self.notes)):
+        for name, text in rows:
             table.add_row(name, escape(text))
         return table
 
@@ -180,10 +181,10 @@ def size(nbytes: float) -> str:
 
 def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:
     """Merge the outcomes of all pipeline stages into one model's."""
-    names: dict[tuple[str, str, str], dict[str, None]] = {}
-    for outcome in (outcome for outcomes in stages for outcome in outcomes):
-        names.setdefault((outcome.role, outcome.what, outcome.reason), {}).update(dict.fromkeys(outcome.names))
-    return tuple(Outcome(role, what, tuple(found), reason) for (role, what, reason), found in names.items())
+    names: dict[Outcome, dict[str, None]] = {}
+    for outcome in chain.from_iterable(stages):
+        names.setdefault(replace(outcome, names=()), {}).update(dict.fromkeys(outcome.names))
+    return tuple(replace(outcome, names=tuple(found)) for outcome, found in names.items())
 
 
 def _shown(outcome: Outcome) -> str:
@@ -200,19 +201,16 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
         return []
     opened, files = sum(work.files_opened for work in ranks), _span([work.files_read for work in ranks], "{:,}".format)
     rows = [("files", f"{opened:,} opened for metadata, {files} read per rank")]
-    rows.append(("read per rank", _span([work.nbytes_read for work in ranks], size)))
+    rows += [("read per rank", _span([work.nbytes_read for work in ranks], size))]
     received = [work.nbytes_received for work in ranks]
-    if any(received):
-        rows.append(("received per rank", _span(received, size)))
-    blocks = sum(work.blocks for work in ranks)
-    if blocks:
+    rows += [("received per rank", _span(received, size))] if any(received) else []
+    if blocks := sum(work.blocks for work in ranks):
         requantized = sum(work.blocks_requantized for work in ranks)
         worst = max(work.worst_requantization_error for work in ranks)
         change = f", values changed by at most {100 * worst:.3f} % of their block's largest" if requantized else ""
-        rows.append(("8-bit blocks", f"{blocks - requantized} exact, {requantized} of {blocks} requantized{change}"))
+        rows += [("8-bit blocks", f"{blocks - requantized} exact, {requantized} of {blocks} requantized{change}")]
     phases = [f"{phase} {max(work.seconds.get(phase, 0.0) for work in ranks):.2f}" for phase in ranks[0].seconds]
-    rows.append(("seconds, slowest rank", ", ".join(phases)))
-    return rows
+    return [*rows, ("seconds, slowest rank", ", ".join(phases))]
 
 
 def _span(numbers: Sequence[int], text: Callable[[int], str]) -> str:
