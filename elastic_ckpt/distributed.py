@@ -290,19 +290,21 @@ def _any(flag: bool) -> bool:
 
 def _all_gather_bytes(mine: bytes) -> list[bytes]:
     """The bytes of all ranks, which must have the same length."""
-    torch = _torch()
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
-    received = [torch.empty_like(sent) for _ in range(world_size())]
-    wait(torch.distributed.all_gather(received, sent, async_op=True))
+    sent = _sendable(mine)
+    received = [_torch().empty_like(sent) for _ in range(world_size())]
+    wait(_torch().distributed.all_gather(received, sent, async_op=True))
     return [bytes(each.cpu().numpy()) for each in received]
 
 
 def _broadcast_bytes(mine: bytes, src: int) -> bytes:
     """The bytes of rank ``src``; the others pass as many."""
-    torch = _torch()
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
-    wait(torch.distributed.broadcast(sent, src=src, async_op=True))
+    sent = _sendable(mine)
+    wait(_torch().distributed.broadcast(sent, src=src, async_op=True))
     return bytes(sent.cpu().numpy())
+
+
+def _sendable(mine: bytes) -> Any:
+    return _torch().frombuffer(bytearray(mine), dtype=_torch().uint8).to(_collective_device())
 
 
 def _collective_device() -> Any:

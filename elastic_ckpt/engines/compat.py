@@ -54,11 +54,10 @@ def _first(owner: Any, *names: str) -> Any:
     return next((getattr(owner, name) for name in names if getattr(owner, name, None) is not None), None)
 
 
-def flat_master_numels(engine: Any) -> list[int] | None:
-    """Elements of each flat fp32 master of this rank, padding included, in ZeRO-3, 1 and 2; ``None`` without ZeRO."""
+def flat_master_numels(engine: Any) -> list[int]:
+    """Elements of each flat fp32 master of this rank, padding included, in ZeRO-3, 1 and 2; none without ZeRO."""
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-    masters = _first(engine.optimizer, *names)
-    return None if masters is None else [master.numel() for master in masters]
+    return [master.numel() for master in _first(engine.optimizer, *names) or ()]
 
 
 def partition_group(engine: Any) -> Any:

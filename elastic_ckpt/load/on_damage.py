@@ -152,11 +152,8 @@ class RetryPolicy:
         damaged = found.folder if found is not None else cause.file or self._load_dir
         where = f" ({', '.join(filter(None, (cause.parameter, cause.file)))})"
         skipped = f"skipped {os.path.basename(damaged)}: {cause.problem}{where}"
-
-        def choose() -> tuple[CheckpointInfo | None, tuple[int, ...], str]:
-            return self._choose(damaged, found)
-
-        self._older, self._steps, why = distributed.broadcast("look for an older checkpoint", choose)
+        choice = distributed.broadcast("look for an older checkpoint", lambda: self._choose(damaged, found))
+        self._older, self._steps, why = choice
         if self._older is None:
             return "; ".join((why, *self._skipped))
         if distributed.rank() == 0:
@@ -175,14 +172,13 @@ class RetryPolicy:
         if not steps and (limit is not None or self._tag is not None):
             return None, (), "which checkpoints are older is not known, since no file of this one tells its step"
         others = [(global_steps(each, trust), each) for each in list_checkpoints(load_dir) if each.folder != damaged]
-        older = [(step, each.by_rank, each.tag, each) for step, each in others if step is not None]
-        older = [each for each in older if not steps or each[0] < steps[-1]]
         notes = [f"{each.tag} is left out, since no file tells its step" for step, each in others if step is None]
+        older = [(step, each) for step, each in others if step is not None and (not steps or step < steps[-1])]
         if not older:
             around = os.path.dirname(os.path.abspath(load_dir))
             why = f"no older checkpoint is in {load_dir} (elastic-ckpt latest {around} looks beside it)"
             return None, (), "; ".join((why, *notes))
-        step, *_, newest = max(older, key=lambda each: each[:-1])
+        step, newest = max(older, key=lambda each: (each[0], each[1].by_rank, each[1].tag))
         back = f"{steps[0] - step} steps back" if steps else f"at step {step}"
         if limit is not None and steps[0] - step > limit:
             return None, (), f'the newest older checkpoint, {newest.tag}, is {back}, "on_damage" allows {limit}'
@@ -191,11 +187,10 @@ class RetryPolicy:
 
 def _restored(ready: Prepared) -> frozenset[tuple[str, str]]:
     """Roles and names of everything that a load takes from the checkpoint on this rank."""
-    outcomes = [outcome for outcome in ready.plan.outcomes if outcome.what == "restored"]
-    restored = {(outcome.role, name) for outcome in outcomes for name in outcome.names or ("",)}
     saved = ready.checkpoint.training_state
-    others = {key for key in ("random_ltd", "data_sampler") if saved.checkpoint.get(key) is not None}
-    others |= {"lr scheduler"} if ready.runs_code else set()
-    return frozenset(
-        restored | {(role, "") for role in (*others, f"{saved.loss_scale and saved.loss_scale.kind} loss scale")}
+    others = [key for key in ("random_ltd", "data_sampler") if saved.checkpoint.get(key) is not None]
+    others += [f"{saved.loss_scale and saved.loss_scale.kind} loss scale", *["lr scheduler"] * ready.runs_code]
+    outcomes = [outcome for outcome in ready.plan.outcomes if outcome.what == "restored"]
+    return frozenset({(outcome.role, name) for outcome in outcomes for name in outcome.names or ("",)}).union(
+        (role, "") for role in others
     )

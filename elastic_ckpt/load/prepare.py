@@ -64,23 +64,14 @@ class LoadCall:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What the other ranks need to know of a rank's plan.
+    """What the other ranks need to know of a rank's plan."""
 
-    Attributes:
-        mp_rank: its tensor- and pipeline-parallel rank.
-        digest: equal on ranks that divide replicated tensors in the same way.
-        differences, may_differ: where replicas differ in this rank's share of the comparisons, and the parameters that
-            may; only ranks of their stage know.
-        notes: of its plan.
-        runs_code: whether the rank loads an lr scheduler's state, or those of DeepSpeed's own schedulers.
-    """
-
-    mp_rank: int
-    digest: str
-    differences: Sequence[Drift]
-    may_differ: frozenset[str]
+    mp_rank: int  # tensor- and pipeline-parallel
+    digest: str  # equal on ranks that divide replicated tensors in the same way
+    differences: Sequence[Drift]  # of replicas in this rank's share of the comparisons
+    may_differ: frozenset[str]  # the parameters that may; only ranks of their stage know
     notes: tuple[str, ...]
-    runs_code: bool
+    runs_code: bool  # loads an lr scheduler's state, or those of DeepSpeed's own schedulers
 
 
 @dataclass(frozen=True)
