@@ -180,8 +180,8 @@ class TrainingStateCommit:
         if random and not (self._saved.same_ranks and self._saved.degrees == (at.tp, at.pp)):
             reason = (
                 "the job has other ranks than the save; no generator is touched, and the client state holds rank 0's "
-                "entries: give each rank a seed of its own rather than these"
             )
+            reason += "entries: give each rank a seed of its own rather than these"
             self._outcomes.append(Outcome("random state", "skipped", random, reason))
         return {key: value for key, value in saved.items() if key not in own}
 
@@ -334,12 +334,10 @@ def _reorder(key: str, saved: Sequence[Any], live: Any, sources: Sequence[Sequen
 
 
 def _unknown(key: str, value: Any, expected: str) -> MismatchError:
-    return MismatchError(
-        "param groups were rebuilt since the save, and it is not known how this lr scheduler keeps its state by group",
-        expected=expected,
-        found=f"{key}: {value!r}"[:200],
-        remedy="build the groups as they were saved, or load with load_lr_scheduler_states=False",
-    )
+    what = "it is not known how this lr scheduler keeps its state by group"
+    problem, found = f"param groups were rebuilt since the save, and {what}", f"{key}: {value!r}"[:200]
+    remedy = "build the groups as they were saved, or load with load_lr_scheduler_states=False"
+    return MismatchError(problem, expected=expected, found=found, remedy=remedy)
 
 
 def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bool) -> tuple[str, ...]:

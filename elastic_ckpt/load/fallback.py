@@ -124,10 +124,8 @@ def on_own_disks(engine: Any, found: CheckpointInfo) -> bool:
 def deepspeed_loads_it_right(call: LoadCall, found: CheckpointInfo, check_steps: bool, own_files: bool = False) -> bool:
     """Whether DeepSpeed's own loader restores a folder correctly, all its files being of one save. Collective.
 
-    Args:
-        call, found: the call of ``load_checkpoint``, and the checkpoint.
-        check_steps: whether states must have the step of the counters: if elastic_ckpt did not understand the files.
-        own_files: whether each rank looks at its own files only: if each node saves to its own disk.
+    ``check_steps``: whether states must have the step of the counters, not just one: if elastic_ckpt did not understand
+    the files; ``own_files``: whether each rank looks at its own files only, where each node saves to its own disk.
     """
 
     def save() -> tuple[Any, ...] | None:
@@ -153,10 +151,7 @@ def _save_of(call: LoadCall, found: CheckpointInfo, check_steps: bool, own_files
 
 
 class _Comparison:
-    """Compares a live engine with the files that DeepSpeed's loader would give to its model-parallel rank. Local.
-
-    DeepSpeed's loader trusts pickles in any case; this comparison needs no trust.
-    """
+    """Compares a live engine with the files that DeepSpeed's loader would give to its model-parallel rank. Local."""
 
     def __init__(self, call: LoadCall, found: CheckpointInfo, own_files: bool) -> None:
         self.engine, self.arguments, self.found, self.own_files = call.engine, call.arguments, found, own_files
@@ -198,10 +193,7 @@ class _Comparison:
         return not self.with_states and in_one_file and self.stage < 3 and plain
 
     def one_save(self, check_steps: bool) -> tuple[Any, ...] | None:
-        """The counters and DeepSpeed version of all files; ``None`` if some are missing, or of another save or size.
-
-        ``check_steps``: see :func:`deepspeed_loads_it_right`; without it, states must still be of one step.
-        """
+        """The counters and DeepSpeed version of all files; ``None`` if some are missing, or of another save or size."""
         with_optimizer = self.arguments.has_optimizer
         partitions = 1 if self.own_files else self.engine.seq_dp_world_size
         needed = partitions if self.stage and with_optimizer else len(self._optimizers)
@@ -243,10 +235,7 @@ class _Comparison:
         return self.with_states and counts.contradiction(exact=self.stage == 3) is not None
 
     def _pipeline_fits(self) -> bool:
-        """A pipeline without ZeRO: whether this rank's file holds states of exactly its stage's parameters.
-
-        With ZeRO, elastic_ckpt restores pipelines itself, and what it refuses DeepSpeed cannot restore either.
-        """
+        """Whether this rank's file holds states of exactly its stage's parameters; with ZeRO, DeepSpeed's fails too."""
         if self.stage:
             return False
         model = self._open(self.files.model[self.engine.checkpoint_mp_rank])
@@ -282,11 +271,7 @@ class _Comparison:
         )
 
     def _same_optimizer(self, model: PickledFile, optimizer: PickledFile) -> bool:
-        """Whether the saved optimizer is of the live one's kind and updates the same tensors in the same order.
-
-        DeepSpeed's own loader assigns states by position, between any two optimizers; the names of hyperparameters
-        distinguish most kinds.
-        """
+        """Whether the saved optimizer, told by its hyperparameters' names, updates the same tensors in this order."""
         engine, files = self.engine, self.files
         in_bf16 = any(name.startswith("bf16_") for name in files.optimizer.values())
         if files.optimizer and in_bf16 != engine.bfloat16_enabled():

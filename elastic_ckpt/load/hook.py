@@ -112,20 +112,13 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
                 policy.will_overwrite(ready)
                 return execute_load(ready)
     elif call.config.mode == "require":
-        raise NotFoundError(
-            "there is no DeepSpeed checkpoint to load",
-            file=call.arguments.load_dir,
-            expected="a checkpoint, since the mode is 'require'",
-            found="none",
-        )
+        problem, expected = "there is no DeepSpeed checkpoint to load", "a checkpoint, since the mode is 'require'"
+        raise NotFoundError(problem, file=call.arguments.load_dir, expected=expected, found="none")
     return _delegate(call, found, own)
 
 
 def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
-    """The configuration. Collective.
-
-    Raises :class:`ConfigError` on every rank if it is wrong, or ranks disagree about it and would deadlock.
-    """
+    """The configuration; :class:`ConfigError` on every rank if it is wrong, or ranks disagree about it. Collective."""
     configs: list[ElasticConfig] = []
     mine: dict[str, Any] = {}
 
@@ -151,13 +144,11 @@ def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
             differ.discard("load_dir")
         if differ:
             keys = sorted(differ)
-            raise ConfigError(
-                f"ranks call load_checkpoint with different arguments or options: {', '.join(keys)}",
-                expected=f"{ ({key: first[key] for key in keys}) }, as on rank 0",
-                found=f"{ ({key: other[key] for key in keys}) } on rank {rank}",
-                remedy="give every rank the same arguments and the same DeepSpeed config",
-                rank=rank,
-            )
+            problem = f"ranks call load_checkpoint with different arguments or options: {', '.join(keys)}"
+            expected, found = ({key: values[key] for key in keys} for values in (first, other))
+            remedy = "give every rank the same arguments and the same DeepSpeed config"
+            here, there = f"{expected}, as on rank 0", f"{found} on rank {rank}"
+            raise ConfigError(problem, expected=here, found=there, remedy=remedy, rank=rank)
     return configs[0]
 
 
@@ -167,12 +158,9 @@ def _meaning(arguments: LoadArguments, config: ElasticConfig) -> dict[str, Any]:
     if isinstance(load_dir, (str, os.PathLike)):
         load_dir = os.path.normpath(load_dir)
     elif config.mode != "off":
-        raise ConfigError(
-            "load_checkpoint was given no folder",
-            expected="load_dir as a str or a Path",
-            found=repr(load_dir)[:200],
-            remedy="give the folder that save_checkpoint was given; without one, do not call load_checkpoint",
-        )
+        remedy = "give the folder that save_checkpoint was given; without one, do not call load_checkpoint"
+        problem, expected = "load_checkpoint was given no folder", "load_dir as a str or a Path"
+        raise ConfigError(problem, expected=expected, found=repr(load_dir)[:200], remedy=remedy)
     return {
         **{key: bool(value) for key, value in vars(arguments).items()},
         "others": arguments.others,

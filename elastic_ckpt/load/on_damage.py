@@ -99,13 +99,11 @@ class RetryPolicy:
         if self.partly_overwritten:
             with distributed.agree("compare the checkpoint with the damaged one"):
                 if left := before - self._restoring:
-                    raise MismatchError(
-                        "an older checkpoint does not replace all that the damaged one has left in the engine",
-                        parameter=listed({" of ".join(filter(None, item)) for item in left}),
-                        file=ready.checkpoint.metadata.source.folder,
-                        expected="what the damaged checkpoint holds",
-                        remedy="start the job again, and load this checkpoint by its tag",
-                    )
+                    problem = "an older checkpoint does not replace all that the damaged one has left in the engine"
+                    names = listed({" of ".join(filter(None, item)) for item in left})
+                    file, expected = ready.found.folder, "what the damaged checkpoint holds"
+                    remedy = "start the job again, and load this checkpoint by its tag"
+                    raise MismatchError(problem, parameter=names, file=file, expected=expected, remedy=remedy)
 
     def recover(self, error: ElasticCkptError, found: CheckpointInfo | None) -> bool:
         """Whether there is something else to try after an error. Collective.

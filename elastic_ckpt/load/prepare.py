@@ -171,10 +171,7 @@ def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> t
 
 
 def _notes(everybody: Sequence[RankPlan], config: ElasticConfig) -> tuple[str, ...]:
-    """Notes for the report, from all ranks' plans and about replicas that differ.
-
-    Raises :class:`MismatchError` if replicas may not differ: on every rank, since all know the same.
-    """
+    """All ranks' notes, and about replicas that differ; the same :class:`MismatchError` on all if these may not."""
     notes = tuple(dict.fromkeys(chain.from_iterable(each.notes for each in everybody)))
     differences = [difference for each in everybody for difference in each.differences]
     may_differ = frozenset[str]().union(*(each.may_differ for each in everybody))
@@ -187,10 +184,10 @@ def _refuse_different_shares(everybody: Sequence[RankPlan]) -> None:
     for rank, other in enumerate(everybody):
         reference, expected = first.setdefault(other.mp_rank, (rank, other.digest))
         if other.digest != expected:
-            raise MismatchError(
-                "ranks hold different models: their buffers, frozen or unpartitioned parameters do not agree",
-                expected="the same names, sizes and dtypes on every rank",
-                found=f"rank {rank} differs from rank {reference}",
-                remedy="build the same model on every rank",
-                rank=rank,
+            problem = "ranks hold different models: their buffers, frozen or unpartitioned parameters do not agree"
+            expected, found = (
+                "the same names, sizes and dtypes on every rank",
+                f"rank {rank} differs from rank {reference}",
             )
+            remedy = "build the same model on every rank"
+            raise MismatchError(problem, expected=expected, found=found, remedy=remedy, rank=rank)

@@ -155,13 +155,9 @@ def _damaged(metadata: CheckpointMetadata, keys: Sequence[Key], found: int) -> D
         if source.records.index(chunk.byte_offset) == number
     }
     others = len({other for other, _ in keys}) - 1
-    return DamagedError(
-        "bytes of the checkpoint are not those that were saved: the checksum of a record differs"
-        + (f" (and of records in {others} more files)" if others else ""),
-        parameter=listed(names),
-        file=source.path,
-        expected=f"CRC32 {crc32:08x} of the {nbytes} bytes from byte {offset} on",
-        found=f"{found:08x}",
-        remedy="copy the file again, or take another tag (elastic-ckpt verify --full names all damage); if its writer "
-        'is known to leave wrong checksums in files: "elastic_checkpoint": {"verify": "off"}',
-    )
+    problem = "bytes of the checkpoint are not those that were saved: the checksum of a record differs"
+    problem += f" (and of records in {others} more files)" if others else ""
+    expected = f"CRC32 {crc32:08x} of the {nbytes} bytes from byte {offset} on"
+    remedy = "copy the file again, or take another tag (elastic-ckpt verify --full names all damage); if its writer "
+    remedy += 'is known to leave wrong checksums in files: "elastic_checkpoint": {"verify": "off"}'
+    return DamagedError(problem, source.path, expected, f"{found:08x}", parameter=listed(names), remedy=remedy)
