@@ -115,6 +115,8 @@ def test_an_unknown_key_of_a_section_inside_is_an_error_too() -> None:
     with pytest.raises(ConfigError, match='unknown key "thread" under "reading"') as caught:
         read(reading={"thread": 1})
     assert '"threads"' in str(caught.value.remedy)
+    with pytest.raises(ConfigError, match='value of "tp_rules"'):
+        read(tp_rules=[{"pattern": "w", "kind": "column", "kin": "row"}])
 
 
 def test_an_unknown_key_that_resembles_nothing_is_still_an_error() -> None:

@@ -30,7 +30,12 @@ _Checkpoint = Annotated[
 @app.command("convert", epilog="Example: [bold]elastic-ckpt convert checkpoints universal/global_step100[/]")
 def convert(
     folder: Folder,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make. latest_universal beside it names it.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="Folder to create; of a universal checkpoint, latest_universal beside it names it."
+        ),
+    ],
     to: Annotated[str, typer.Option("--to", help="universal, or dcp (torch.distributed.checkpoint).")] = "universal",
     tag: Tag = None,
     config: Config = None,
@@ -64,7 +69,7 @@ def convert(
 @app.command("export", epilog="Example: [bold]elastic-ckpt export checkpoints my-model --dtype bf16[/]")
 def export(
     folder: Folder,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     tag: Tag = None,
     dtype: Annotated[
         Dtype | None,
