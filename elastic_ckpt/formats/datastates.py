@@ -48,7 +48,12 @@ def read_datastates_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
     if end - at > (most_nbytes := most_pickle_nbytes(nbytes, trust_pickle)):
         raise ArchiveError(f"a pickle of {end - at} bytes, where at most {most_nbytes} can be read")
     refs = {key: _tensor_ref(key, entry, start, at) for key, entry in header.items()}
-    _refuse_overlaps(refs)
+    spans = sorted(
+        (ref.byte_offset, ref.byte_offset + ref.numel * ITEMSIZE[ref.dtype], key) for key, ref in refs.items()
+    )
+    for (_, last, key), (first, _, other) in pairwise(spans):
+        if first < last:
+            raise ArchiveError(f"its header lets the tensors {key} and {other} overlap"[:300])
     stream.seek(at)
     tree = _with_tensors(unpickled(stream.read(end - at), nbytes, trust_pickle), "", refs)
     if refs:
@@ -77,15 +82,6 @@ def _tensor_ref(key: str, entry: Any, start: int, end: int) -> TensorRef:
         raise ArchiveError(f"tensor {key} of {dtype} and shape {shape} in {last - first} bytes"[:300])
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return TensorRef(dtype, shape, tuple(strides), first)
-
-
-def _refuse_overlaps(refs: Mapping[str, TensorRef]) -> None:
-    spans = sorted(
-        (ref.byte_offset, ref.byte_offset + ref.numel * ITEMSIZE[ref.dtype], key) for key, ref in refs.items()
-    )
-    for (_, last, key), (first, _, other) in pairwise(spans):
-        if first < last:
-            raise ArchiveError(f"its header lets the tensors {key} and {other} overlap"[:300])
 
 
 def _with_tensors(node: Any, key: str | None, refs: dict[str, TensorRef]) -> Any:

@@ -189,11 +189,9 @@ class _Matcher:
                 remedy = '"elastic_checkpoint": {"convert_optimizer": true}, or load_optimizer_states=False'
                 raise metadata.error(MismatchError, problem, members, *both, remedy)
             names, self.converted = dict(renamed), True
+        shared = {live.key: self._replicated(members, live.key) for live in others if live.layout == REPLICATED}
         links = [StateLink(live, names.get(live.key, "")) for live in wanted]
-        for live in others:
-            shared = self._replicated(members, live.key) if live.layout == REPLICATED else None
-            links.append(StateLink(live, live.key, shared))
-        return tuple(links)
+        return (*links, *(StateLink(live, live.key, shared.get(live.key)) for live in others))
 
     def _adopted(self, flat: FlatPartition, members: Sequence[str], saved: Iterable[str]) -> tuple[StateLink, ...]:
         """States of an unknown optimizer, as the checkpoint has them: zeros in place of others could undo weights."""
@@ -212,10 +210,9 @@ class _Matcher:
             rows = 1 if tensor.has_own_shape or tensor.shape == shape else tensor.shape[0]
             layout = PER_PARAMETER if tensor.has_own_shape else ELEMENTWISE
             links.append(StateLink(LiveState(key, tensor.dtype, layout, rows, None, tensor.shape), key))
-        for state in metadata.parameters[members[0]].replicated:
-            live = LiveState(state.key, state.dtype, REPLICATED, shape=state.shape)
-            links.append(StateLink(live, state.key, self._replicated(members, state.key)))
-        return tuple(links)
+        replicated = (self._replicated(members, state.key) for state in metadata.parameters[members[0]].replicated)
+        kept = ((LiveState(each.key, each.dtype, REPLICATED, shape=each.shape), each) for each in replicated)
+        return (*links, *(StateLink(live, each.key, each) for live, each in kept))
 
     def _replicated(self, members: Sequence[str], key: str) -> ReplicatedState:
         """The saved copy of a replicated state, which must be the same for all members."""
