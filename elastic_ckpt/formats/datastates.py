@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.formats.json_text import MOST_JSON_NBYTES, parse_json
-from elastic_ckpt.formats.torch_archive.archive import ArchiveTree, most_pickle_nbytes, unpickled
+from elastic_ckpt.formats.torch_archive.archive import PickledFile, most_pickle_nbytes, unpickled
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tree import check_tree
@@ -36,7 +36,7 @@ def is_datastates(stream: BinaryIO) -> bool:
     return begin[_LENGTH_NBYTES:] == b"{" and nbytes <= os.fstat(stream.fileno()).st_size - _LENGTH_NBYTES
 
 
-def read_datastates_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
+def read_datastates_tree(stream: BinaryIO, path: str, trust_pickle: bool) -> PickledFile:
     """Read an open file; errors as of :func:`~elastic_ckpt.formats.torch_archive.archive.read_archive_tree`."""
     nbytes = os.fstat(stream.fileno()).st_size
     header_nbytes = int.from_bytes(stream.read(_LENGTH_NBYTES), "little")
@@ -59,7 +59,7 @@ def read_datastates_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
     if refs:
         raise ArchiveError(f"its state does not have the tensors {sorted(refs)[:8]}, which its header lists")
     check_tree(tree)
-    return ArchiveTree(nbytes, tree)
+    return PickledFile(path, nbytes, tree)
 
 
 def _offsets(entry: Any, start: int, end: int) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from elastic_ckpt.formats.pickled import PickledFile, named_errors, unreadable
 from elastic_ckpt.formats.torch_archive.archive import Trees, most_pickle_nbytes, read_archive_tree, unpickled
 from elastic_ckpt.formats.torch_archive.calls import described
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import StorageRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.formats.values import hyperparameters, read_numbers
 from elastic_ckpt.storage.local import open_stream
@@ -185,8 +186,8 @@ def read_dcp_file(
             offset = -1
             if item.sizes is not None or item.name in wanted:
                 try:
-                    archive = read_archive_tree(_Slice(stream.fileno(), item), trust_pickle, trees)  # type: ignore[arg-type]
-                    file = _moved(PickledFile(path, status.st_size, archive.tree, records=archive.records), item.start)
+                    archive = read_archive_tree(_Slice(stream.fileno(), item), path, trust_pickle, trees)  # type: ignore[arg-type]
+                    file = _moved(replace(archive, nbytes=status.st_size), item.start)
                     if item.name in wanted:
                         values[item.name] = _value_of(file, item.name in groups)
                     if item.sizes is not None:
@@ -204,7 +205,9 @@ def _moved(file: PickledFile, start: int) -> PickledFile:
     """An archive that begins at a byte of its file, with its tensors' places in that."""
 
     def moved(leaf: Any) -> Any:
-        return replace(leaf, byte_offset=leaf.byte_offset + start) if isinstance(leaf, TensorRef) else leaf
+        return (
+            replace(leaf, byte_offset=leaf.byte_offset + start) if isinstance(leaf, (TensorRef, StorageRef)) else leaf
+        )
 
     records = Records.of((offset + start, nbytes, crc32) for offset, nbytes, crc32 in file.records)
     return replace(file, tree=replace_leaves(file.tree, moved), records=records)

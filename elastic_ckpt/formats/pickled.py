@@ -10,66 +10,20 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from isal import isal_zlib
 
-from elastic_ckpt.core.checksums import Records
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError, refuse_used_up
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, refuse_used_up
 from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.naming import DCP_METADATA
+from elastic_ckpt.formats.torch_archive.archive import PickledFile as PickledFile  # noqa: PLC0414  its home
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Listing
 from elastic_ckpt.formats.torch_archive.tree import refusals
 from elastic_ckpt.storage.local import open_stream
-
-_PIECE_NBYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class PickledFile:
-    """A file's object tree, with each tensor replaced by a :class:`TensorRef`.
-
-    ``root`` is the name that the file was saved under, without its suffix; ``None`` or ``"archive"``: not recorded.
-    ``records`` are those of its tensors, if it has checksums; ``surplus_nbytes`` are bytes that no record needs.
-    """
-
-    path: str
-    nbytes: int
-    tree: Any
-    root: str | None = None
-    records: Records = field(default_factory=Records)
-    surplus_nbytes: int = 0
-
-    def section(self, *keys: str) -> Any:
-        """The entry at a path of dictionary keys; a :class:`DamagedError` if there is none."""
-        node = self.tree
-        for depth, key in enumerate(keys):
-            if not isinstance(node, Mapping) or key not in node:
-                raise LayoutError(
-                    "this file lacks an entry that DeepSpeed always writes",
-                    self.path,
-                    " / ".join(keys[: depth + 1]),
-                    sorted(map(str, node))[:12] if isinstance(node, Mapping) else type(node).__name__,
-                    remedy="the file is not of this checkpoint, or of a DeepSpeed version that is not supported",
-                )
-            node = node[key]
-        return node
-
-    def changed_record(self) -> int | None:
-        """Byte offset of a tensor's record that does not have its checksum, if there is one; reads the whole file."""
-        with open_stream(self.path) as stream:
-            for offset, nbytes, crc32 in self.records:
-                stream.seek(offset)
-                found = 0
-                for first in range(0, nbytes, _PIECE_NBYTES):
-                    found = isal_zlib.crc32(stream.read(min(nbytes - first, _PIECE_NBYTES)), found)
-                if found != crc32:
-                    return offset
-        return None
 
 
 @contextmanager
@@ -103,12 +57,9 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
         UnsupportedError: a tensor or object that cannot be read piece by piece.
     """
     with named_errors(path), open_stream(path) as stream:
-        archive = (
-            read_datastates_tree(stream, trust_pickle)
-            if is_datastates(stream)
-            else read_archive_tree(stream, trust_pickle, known)
-        )
-    return PickledFile(path, archive.nbytes, archive.tree, archive.root, archive.records, archive.surplus_nbytes)
+        if is_datastates(stream):
+            return read_datastates_tree(stream, path, trust_pickle)
+        return read_archive_tree(stream, path, trust_pickle, known)
 
 
 def read_into(file: PickledFile, stream: BinaryIO, byte_offset: int, view: memoryview) -> None:

@@ -96,7 +96,7 @@ def open_screened(path: str) -> Iterator[BinaryIO]:
     with open_stream(path) as stream:
         with named_errors(path):
             if is_datastates(stream):
-                read_datastates_tree(stream, trust_pickle=False)
+                read_datastates_tree(stream, path, trust_pickle=False)
             else:
                 screen(stream)
         stream.seek(0)

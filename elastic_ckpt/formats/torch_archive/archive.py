@@ -6,19 +6,22 @@ import hashlib
 import os
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO, NoReturn
 
+from isal import isal_zlib
+
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import ElasticCkptError, LayoutError
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layout, Layouts
 from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, storage_id
 from elastic_ckpt.formats.torch_archive.tree import check_tree, own_entries
 from elastic_ckpt.formats.torch_archive.unpickler import Machine
+from elastic_ckpt.storage.local import open_stream
 
 #: Largest pickle, and largest one that may be more than an eighth of its file: those of DeepSpeed have some hundred
 #: bytes a tensor.
@@ -28,6 +31,8 @@ _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_VERSION = 1001
 #: First part of a legacy archive that is read; four times as much each time that its pickles are longer.
 _FIRST_NBYTES = 1 << 20
+#: Read at once to compare a checksum.
+_PIECE_NBYTES = 1 << 20
 #: Turns the bytes of a pickle at an offset, in a file of some size, into an object and the offset behind it.
 Unpickle = Callable[[bytes, int, Callable[[Any], Any], int], tuple[Any, int]]
 
@@ -47,21 +52,49 @@ class Trees:
 
 
 @dataclass(frozen=True)
-class ArchiveTree:
-    """A file's object tree with references to tensors.
+class PickledFile:
+    """A file's object tree, with each tensor replaced by a :class:`TensorRef`.
 
-    ``root`` is the name it was saved under, if known; ``records`` are those of its tensors, if it has checksums;
-    ``surplus_nbytes`` lie between its directory and the end of that, where other archives have none.
+    ``root`` is the name that the file was saved under, without its suffix; ``None`` or ``"archive"``: not recorded.
+    ``records`` are those of its tensors, if it has checksums; ``surplus_nbytes`` are bytes that no record needs.
     """
 
+    path: str
     nbytes: int
     tree: Any
-    records: Records = field(default_factory=Records)
     root: str | None = None
+    records: Records = field(default_factory=Records)
     surplus_nbytes: int = 0
 
+    def section(self, *keys: str) -> Any:
+        """The entry at a path of dictionary keys; a :class:`DamagedError` if there is none."""
+        node = self.tree
+        for depth, key in enumerate(keys):
+            if not isinstance(node, Mapping) or key not in node:
+                raise LayoutError(
+                    "this file lacks an entry that DeepSpeed always writes",
+                    self.path,
+                    " / ".join(keys[: depth + 1]),
+                    sorted(map(str, node))[:12] if isinstance(node, Mapping) else type(node).__name__,
+                    remedy="the file is not of this checkpoint, or of a DeepSpeed version that is not supported",
+                )
+            node = node[key]
+        return node
 
-def read_archive_tree(stream: BinaryIO, trust_pickle: bool, known: Trees | None = None) -> ArchiveTree:
+    def changed_record(self) -> int | None:
+        """Byte offset of a tensor's record that does not have its checksum, if there is one; reads the whole file."""
+        with open_stream(self.path) as stream:
+            for offset, nbytes, crc32 in self.records:
+                stream.seek(offset)
+                found = 0
+                for first in range(0, nbytes, _PIECE_NBYTES):
+                    found = isal_zlib.crc32(stream.read(min(nbytes - first, _PIECE_NBYTES)), found)
+                if found != crc32:
+                    return offset
+        return None
+
+
+def read_archive_tree(stream: BinaryIO, path: str, trust_pickle: bool, known: Trees | None = None) -> PickledFile:
     """Read an open file.
 
     With ``trust_pickle`` its pickles may run code. Otherwise a zip archive shares the tree of one in ``known``, if
@@ -74,10 +107,10 @@ def read_archive_tree(stream: BinaryIO, trust_pickle: bool, known: Trees | None 
     """
     unpickle = _unpickle_trusting if trust_pickle else _unpickle
     if not is_legacy(stream):
-        return _read_zip(stream, unpickle, Trees() if known is None or trust_pickle else known)
-    archive = read_legacy(stream, unpickle)
-    check_tree(own_entries(archive.tree))
-    return archive
+        return _read_zip(stream, path, unpickle, Trees() if known is None or trust_pickle else known)
+    tree = read_legacy(stream, unpickle)
+    check_tree(own_entries(tree))
+    return PickledFile(path, os.fstat(stream.fileno()).st_size, tree)
 
 
 def is_legacy(stream: BinaryIO) -> bool:
@@ -87,7 +120,7 @@ def is_legacy(stream: BinaryIO) -> bool:
     return begin == _LEGACY_MAGIC
 
 
-def _read_zip(stream: BinaryIO, unpickle: Unpickle, known: Trees) -> ArchiveTree:
+def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees) -> PickledFile:
     directory = Directory(stream, known.layouts)
     order = directory.read_record("byteorder", 16) if directory.find("byteorder") else b"little"
     if order != b"little":
@@ -114,7 +147,8 @@ def _read_zip(stream: BinaryIO, unpickle: Unpickle, known: Trees) -> ArchiveTree
     digest = hashlib.blake2b(data).digest()
     key = digest, directory.layout
     if key in known.whole:
-        return ArchiveTree(directory.nbytes, *known.whole[key], directory.root, directory.surplus_nbytes)
+        tree, kept = known.whole[key]
+        return PickledFile(path, directory.nbytes, tree, directory.root, kept, directory.surplus_nbytes)
     offsets = tuple(offset_of(*storage) for storage in known.storages.get(digest, ()))
     if (digest, offsets) not in known.trees:
         records.clear()
@@ -122,10 +156,10 @@ def _read_zip(stream: BinaryIO, unpickle: Unpickle, known: Trees) -> ArchiveTree
         check_tree(own_entries(tree))
         offsets = tuple(offset for offset, _, _ in records)
         known.storages[digest], known.trees[digest, offsets] = storages, tree
-    shared = known.trees[digest, offsets], Records.of(records)
+    tree, kept = known.trees[digest, offsets], Records.of(records)
     if not directory.has_read_headers:
-        known.whole[key] = shared
-    return ArchiveTree(directory.nbytes, *shared, directory.root, directory.surplus_nbytes)
+        known.whole[key] = tree, kept
+    return PickledFile(path, directory.nbytes, tree, directory.root, kept, directory.surplus_nbytes)
 
 
 def most_pickle_nbytes(file_nbytes: int, trust_pickle: bool) -> int:
@@ -156,14 +190,14 @@ def _unpickle(
 _unpickle_trusting = partial(_unpickle, is_trusted=True)
 
 
-def read_legacy(stream: BinaryIO, unpickle: Unpickle) -> ArchiveTree:
-    """A legacy archive: pickles of magic number, version, system, object and storage keys, then the storages."""
+def read_legacy(stream: BinaryIO, unpickle: Unpickle) -> Any:
+    """The tree of a legacy archive: pickles of magic number, version, system, object and keys, then the storages."""
     nbytes, take = os.fstat(stream.fileno()).st_size, _FIRST_NBYTES
     while True:
         stream.seek(0)
         head = stream.read(take)
         try:
-            return ArchiveTree(nbytes, _legacy_tree(head, nbytes, stream, unpickle))
+            return _legacy_tree(head, nbytes, stream, unpickle)
         except (EOFError, IndexError, struct.error, pickle.UnpicklingError):
             if len(head) == nbytes or take >= most_pickle_nbytes(nbytes, unpickle is _unpickle_trusting):
                 raise

@@ -9,7 +9,7 @@ from dataclasses import replace as replaced
 from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, SUBCLASS, TENSOR, Call, Global
+from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, SUBCLASS, TENSOR, Call, Global, refuse_errors
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, kind_error
 
@@ -21,6 +21,8 @@ _MOST_IN_KEY, _MOST_OF_ONE_HASH = 512, 128
 _HASHED_WITH_SEED = frozenset({str, bytes, bool, type(None)})
 _PLAIN = frozenset({str, bool, int, float, complex, bytes, type(None)})
 _LEAVES = _PLAIN | {TensorRef, bytearray, StorageRef}
+#: What may contain itself: it is made empty, and filled behind its parts.
+_FILLED = (list, dict, set, argparse.Namespace)
 #: Entries of a model-states file that this package reads; the others are the client state, and that of schedulers.
 _OWN_ENTRIES = frozenset(
     (
@@ -41,41 +43,31 @@ def own_entries(tree: Any) -> Any:
 
 def check_tree(tree: Any) -> None:
     """Raise an error for a tree that is too deep, contains itself, shares a lot, or has parts that cannot be read."""
-    if type(tree) in _LEAVES:
-        return
     sizes: dict[int, int] = {}
     kept: list[Any] = []  # so that no id is used twice
-    odd: list[Any] = []
-    met = _size(tree, sizes, kept, odd, 0)
-    if met > 1000 + _MOST_REPEATED * sum(1 + len(each) for each in kept):
-        raise _too_entangled(f"{met} objects, most of them again and again")
-    for node in odd:
+
+    def size_of(node: Any, depth: int) -> int:
+        """Objects that a walk through a container meets."""
+        if (known := sizes.get(id(node))) is not None:
+            if not known:
+                raise _too_entangled(f"a {type(node).__name__} that contains itself")
+            return known
+        if depth > _MOST_DEPTH:
+            raise _too_entangled(f"objects {depth} deep in each other")
+        refuse_errors(node)
         if type(node) is Call and node.how in (TENSOR, SUBCLASS):
             raise kind_error(f"{node}, a tensor of a class of its own" if node.how == SUBCLASS else str(node))
-        if type(node) is not Call and node.error is not None:
-            raise node.error
+        children = _children(node)
+        sizes[id(node)] = 0
+        kept.append(children)
+        sizes[id(node)] = size = (
+            1 + len(children) + sum(size_of(child, depth + 1) for child in children if type(child) not in _LEAVES)
+        )
+        return size
 
-
-def _size(node: Any, sizes: dict[int, int], kept: list[Any], odd: list[Any], depth: int) -> int:
-    """Objects that a walk through a container meets; names, and what is not made yet or never, are kept as odd."""
-    known = sizes.get(id(node))
-    if known is not None:
-        if not known:
-            raise _too_entangled(f"a {type(node).__name__} that contains itself")
-        return known
-    if depth > _MOST_DEPTH:
-        raise _too_entangled(f"objects {depth} deep in each other")
-    children = _children(node)
-    if type(node) in (Call, Global):
-        odd.append(node)
-    sizes[id(node)] = 0
-    kept.append(children)
-    size = 1 + len(children)
-    for child in children:
-        if type(child) not in _LEAVES:
-            size += _size(child, sizes, kept, odd, depth + 1)
-    sizes[id(node)] = size
-    return size
+    met = 0 if type(tree) in _LEAVES else size_of(tree, 0)
+    if met > 1000 + _MOST_REPEATED * sum(1 + len(each) for each in kept):
+        raise _too_entangled(f"{met} objects, most of them again and again")
 
 
 def _children(node: Any) -> list[Any] | tuple[Any, ...]:
@@ -141,16 +133,16 @@ def replace_leaves(
         if stage == _ENTER and type(node) not in _PLAIN and id(node) not in met:
             met.add(id(node))
             waiting.append((node, _MAKE))
-            parts = _needed(node)
+            parts, _ = _parts(node)
         elif stage == _MAKE:
             done[id(node)] = _made(node, new, replace)
-            parts = _within(node)
+            _, parts = _parts(node)
             if parts:
                 waiting.append((node, _FILL))
             else:
                 fill(node)
         elif stage == _FILL:
-            if all(id(part) in done for part in _within(node)):
+            if all(id(part) in done for part in _parts(node)[1]):
                 fill(node)
             else:
                 late.append(node)
@@ -160,29 +152,24 @@ def replace_leaves(
     return new(root)
 
 
-def _not_plain(parts: Any) -> list[Any]:
-    return [part for part in parts if type(part) not in _PLAIN]
-
-
-def _needed(node: Any) -> list[Any]:
-    """What must be there before a node is made."""
+def _parts(node: Any) -> tuple[list[Any], list[Any]]:
+    """What must be there before a node is made, and what it gets then; both without plain values."""
+    needed: Any = ()
+    given: Any = ()
     if type(node) in (tuple, frozenset):
-        return _not_plain(node)
-    if type(node) is Call:
-        return _not_plain((*((node.function,) if type(node.function) is Call else ()), *node.args))
-    return [node.attributes] if type(node) is TensorRef and node.attributes is not None else []
-
-
-def _within(node: Any) -> list[Any]:
-    """What a node gets that was made."""
-    if type(node) is Call:
-        return _not_plain((*vars(node).values(), *(value for _, values in node.steps for value in values)))
-    is_filled = isinstance(node, (list, dict, argparse.Namespace)) or type(node) is set
-    return _not_plain(_children(node)) if is_filled else []
+        needed = node
+    elif type(node) is Call:
+        needed = [*((node.function,) if type(node.function) is Call else ()), *node.args]
+        given = [*vars(node).values(), *(value for _, values in node.steps for value in values)]
+    elif type(node) is TensorRef and node.attributes is not None:
+        needed = [node.attributes]
+    elif isinstance(node, _FILLED):
+        given = _children(node)
+    return [part for part in needed if type(part) not in _PLAIN], [part for part in given if type(part) not in _PLAIN]
 
 
 def _made(node: Any, new: Callable[[Any], Any], replace: Callable[[Any], Any]) -> Any:
-    if isinstance(node, (list, dict, argparse.Namespace)) or type(node) is set:
+    if isinstance(node, _FILLED):
         return type(node)()
     if type(node) is frozenset:
         _check_keys(node, new)
@@ -232,7 +219,7 @@ def _fill(node: Any, target: Any, new: Callable[[Any], Any], give: Any) -> None:
         _check_keys(node, new)
         for key, value in node.items():
             target[new(key)] = new(value)
-    elif type(node) is set:
+    elif isinstance(node, set):
         _check_keys(node, new)
         target.update(map(new, node))
     if isinstance(node, (dict, argparse.Namespace)) and hasattr(node, "__dict__"):

@@ -22,7 +22,7 @@ def test_a_trusted_pickle_is_imported_but_its_tensors_stay_in_the_file(tmp_path:
     torch.save(tree, tmp_path / "file.pt", _use_new_zipfile_serialization=zipped)
     raw = (tmp_path / "file.pt").read_bytes()
     with open(tmp_path / "file.pt", "rb") as stream:
-        read = read_archive_tree(stream, trust_pickle=True).tree
+        read = read_archive_tree(stream, "file.pt", trust_pickle=True).tree
     assert read["deque"].steps == [("items", [1, 2])]
     assert type(read["weight"]) is TensorRef
     at = read["weight"].byte_offset
@@ -35,11 +35,11 @@ def test_big_endian_tensors_are_refused(tmp_path: Path) -> None:
         for name in source.namelist():
             target.writestr(name, b"big" if name.endswith("byteorder") else source.read(name))
     with open(tmp_path / "big.pt", "rb") as stream, pytest.raises(ArchiveError, match="byte order"):
-        read_archive_tree(stream, trust_pickle=False)
+        read_archive_tree(stream, "file.pt", trust_pickle=False)
 
 
 def test_a_device_is_data(tmp_path: Path) -> None:
     torch.save(torch.device("cuda", 1), tmp_path / "file.pt")
     with open(tmp_path / "file.pt", "rb") as stream:
-        device = read_archive_tree(stream, trust_pickle=False).tree
+        device = read_archive_tree(stream, "file.pt", trust_pickle=False).tree
     assert type(device) is Call and device.args == ("cuda", 1)
