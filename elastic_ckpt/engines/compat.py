@@ -167,10 +167,7 @@ def autotp_affine_map(param: Any) -> Mapping[str, Any] | None:
 
 
 def separate_steps(engine: Any) -> None:
-    """Give every flat tensor its own ``step``: DeepSpeed's universal load of ZeRO-3 puts one into all of them.
-
-    torch's optimizers then advance it once for each.
-    """
+    """Give every flat tensor its own ``step``: after DeepSpeed's universal load of ZeRO-3, all advance the same one."""
     for state in getattr(base_optimizer(engine), "state", {}).values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].clone()

@@ -176,10 +176,7 @@ def _unsynchronized(module: Any) -> Iterator[str]:
 
 
 def _layouts_of(engine: Any, tp: int) -> dict[str, LiveShards]:
-    """Every parameter, by DeepSpeed's name, and every buffer, with this rank's shape only.
-
-    Tensor-parallel ranks compare the checksums of small buffers.
-    """
+    """Each parameter, by DeepSpeed's name, and buffer, with this rank's shape, and of small buffers a checksum."""
     owners = {
         id(tensor): type(module).__module__
         for module in engine.module.modules()

@@ -40,11 +40,7 @@ def enabled() -> list[Path]:
 
 
 def enable() -> Path:
-    """Write the ``.pth`` file, and try it.
-
-    Raises:
-        OSError: it cannot be written, or this interpreter does not read it.
-    """
+    """Write the ``.pth`` file, and try it; :class:`OSError` if that fails, or this interpreter does not read it."""
     own = site.getusersitepackages()
     is_own = site.ENABLE_USER_SITE and _HERE.is_relative_to(own)  # pip install --user
     file = Path(own if is_own else sysconfig.get_path("purelib"), _PTH)
@@ -59,11 +55,7 @@ def enable() -> Path:
 
 
 def disable() -> list[Path]:
-    """Remove what :func:`enable` wrote; returns the ``.pth`` files.
-
-    Raises:
-        OSError: one cannot be removed.
-    """
+    """Remove what :func:`enable` wrote and return the ``.pth`` files; :class:`OSError` if one cannot be removed."""
     found = enabled()
     for file in found:
         _remove(file)
