@@ -91,8 +91,6 @@ COVERED_BY = {
     "distributed/test_cli_latest.py": "tools/latest",
     "distributed/test_cli_verify.py": "cli/check",
     "distributed/test_parallel.py": "megatron",
-    "formats/test_client_state.py": "formats/torch_archive/checks",
-    "formats/torch_archive/test_unpickler.py": "formats/torch_archive/operations",
 }
 
 
