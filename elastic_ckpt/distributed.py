@@ -20,7 +20,6 @@ from concurrent import futures
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any, TypeVar
 
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, UnforeseenError
@@ -38,8 +37,9 @@ _BACKENDS = (("cuda", "nccl"), ("xpu", "xccl"), ("xpu", "ccl"), ("npu", "hccl"),
 #: How often a waiting rank looks for a failure that another has posted in the process group's store, and seconds after
 #: which a store that does not answer is taken for dead.
 _LOOK_EVERY, _STORE_SECONDS = timedelta(seconds=1), 5.0
-#: The outermost :func:`together` that this thread is in; all ranks enter the same ones.
-_number: ContextVar[int] = ContextVar("together", default=-1)
+#: Key in the store of the first failure of the outermost :func:`together` that this thread is in, if no collective can
+#: tell the other ranks of it; all ranks enter the same ones.
+_key: ContextVar[str] = ContextVar("together", default="")
 _numbers = itertools.count()
 
 
@@ -93,13 +93,17 @@ def _exchange(doing: str, work: Callable[[], T], src: int | None) -> list[T]:
             failure, cause = _failure(doing, error, rank())
             message = pickle.dumps((failure, None))
     head = len(message).to_bytes(LENGTH_NBYTES, "little") + message[:inline].ljust(inline, b"\0")
+    tail = message[inline:]
     with together(doing):
-        heads = _all_gather_bytes(head) if src is None else [_broadcast_bytes(head, src)]
+        heads = _exchange_bytes(head, src)
         rests = [max(int.from_bytes(head[:LENGTH_NBYTES], "little") - inline, 0) for head in heads]
-        if src is None:
-            tails = _gather_tails(message[inline:], rests)
-        else:
-            tails = [_broadcast_bytes(message[inline:] or bytes(rests[0]), src) if rests[0] else b""]
+        common = common_nbytes(rests) if src is None else 0
+        tails = _exchange_bytes(tail[:common].ljust(common, b"\0"), None) if common else [b""] * len(rests)
+        for number, count in enumerate(rests):
+            if count > common:
+                sender = number if src is None else src
+                (more,) = _exchange_bytes(tail[common:] if rank() == sender else bytes(count - common), sender)
+                tails[number] += more
     results = []
     for head, tail in zip(heads, tails, strict=True):
         failed, result = pickle.loads(head[LENGTH_NBYTES:] + tail)  # ignores the padding after its STOP
@@ -141,7 +145,7 @@ def together(doing: str) -> Iterator[None]:
     Raises:
         CommunicationError: the failure that was posted first.
     """
-    token = _number.set(next(_numbers)) if _number.get() < 0 else None
+    token = None if _key.get() else _key.set(f"elastic_ckpt/failure/{next(_numbers)}")
     try:
         yield
     except ElasticCkptError:
@@ -152,7 +156,7 @@ def together(doing: str) -> Iterator[None]:
         raise _post(doing, error) from error
     finally:
         if token is not None:
-            _number.reset(token)
+            _key.reset(token)
 
 
 def wait(work: Any) -> None:
@@ -160,12 +164,15 @@ def wait(work: Any) -> None:
 
     Only gloo's waits are on the host; NCCL's watchdog ends its own.
     """
-    while _torch().distributed.get_backend() == "gloo":
+    import torch.distributed  # noqa: PLC0415
+
+    key = _key.get()  # here: the store is asked on another thread
+    while torch.distributed.get_backend() == "gloo":
         try:
             work.wait(_LOOK_EVERY)
             return
         except RuntimeError:  # only the wait has timed out, or the collective has failed
-            if work.is_completed() or (is_posted := _ask_store(lambda store: store.check([_key()]))) is None:
+            if work.is_completed() or (is_posted := _ask_store(lambda store: store.check([key]))) is None:
                 break
             if is_posted:
                 raise
@@ -178,26 +185,20 @@ def meet() -> None:
         _any(False)
 
 
-def _key() -> str:
-    """Key in the store of the first failure of this load that no collective can tell the other ranks of."""
-    return f"elastic_ckpt/failure/{_number.get()}"
-
-
 def _post(doing: str, error: Exception) -> CommunicationError:
     """The failure that was posted first: this one, if none was."""
-    failure, _ = _failure(doing, error, rank())
+    key, (failure, _) = _key.get(), _failure(doing, error, rank())
     mine = CommunicationError(
         f"a collective failed: {failure.problem}",
         **{**failure.details, "remedy": "a rank failed, died or hangs: see the others' logs, then start the job again"},
     )
     try:
-        posted = _ask_store(lambda store: store.compare_set(_key(), "", pickle.dumps(mine).hex()))
+        posted = _ask_store(lambda store: store.compare_set(key, "", pickle.dumps(mine).hex()))
         if rank() == 0:  # whose process most often has the store: let the others look before it ends
             time.sleep(2 * _LOOK_EVERY.total_seconds())
     except RuntimeError:  # the rank that has the store is dead
         return mine
-    first: CommunicationError = pickle.loads(bytes.fromhex(posted.decode())) if posted else mine
-    return first
+    return pickle.loads(bytes.fromhex(posted.decode())) if posted else mine
 
 
 def _ask_store(question: Callable[[Any], T]) -> T | None:
@@ -251,64 +252,45 @@ def inline_nbytes(ranks: int) -> int:
     return max(min(_INLINE_NBYTES, _INLINE_TOTAL_NBYTES // ranks), _LEAST_INLINE_NBYTES)
 
 
-def _gather_tails(mine: bytes, nbytes: Sequence[int]) -> list[bytes]:
-    """What did not fit into the heads (``nbytes`` by rank): in one collective, what is longer than most one by one."""
-    common = common_nbytes(nbytes)
-    tails = [b""] * len(nbytes)
-    if common:
-        padded = _all_gather_bytes(mine[:common].ljust(common, b"\0"))
-        tails = [tail[:count] for tail, count in zip(padded, nbytes, strict=True)]
-    for src, count in enumerate(nbytes):
-        if count > common:
-            tails[src] += _broadcast_bytes(mine[common:] if rank() == src else bytes(count - common), src)
-    return tails
-
-
 def common_nbytes(nbytes: Sequence[int]) -> int:
     """How much of each message to send in one collective, for which shorter ones are padded; the rest is broadcast.
 
     The choice with the least time, so that padding never multiplies a long message by the number of ranks.
     """
-    ascending, ranks = [0, *sorted(nbytes)], len(nbytes)
-    sums, empty = list(accumulate(ascending)), nbytes.count(0)
-
-    def cost(number: int) -> int:
-        """Of sending the ``number`` shortest messages, and as much of the others, in one collective."""
-        common, longer = ascending[number], ranks - max(number, empty)
-        rest = sums[-1] - sums[number] - (ranks - number) * common
-        return ranks * common + rest + _COLLECTIVE_NBYTES * (bool(common) + longer)
-
-    return ascending[min(range(ranks + 1), key=cost)]
+    costs: dict[int, int] = {}
+    longer_nbytes = 0
+    for longer, common in enumerate([*sorted(nbytes, reverse=True), 0]):
+        rest = longer_nbytes - longer * common
+        collectives = bool(common) + longer
+        costs.setdefault(common, len(nbytes) * common + rest + _COLLECTIVE_NBYTES * collectives)
+        longer_nbytes += common
+    return min(costs, key=lambda common: (costs[common], common))
 
 
 def _any(flag: bool) -> bool:
-    torch = _torch()
+    import torch  # noqa: PLC0415
+
     flags = torch.tensor([flag], dtype=torch.int32, device=_collective_device())
     wait(torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, async_op=True))
     return bool(flags.item())
 
 
-def _all_gather_bytes(mine: bytes) -> list[bytes]:
-    """The bytes of all ranks, which must have the same length."""
-    sent = _sendable(mine)
-    received = [_torch().empty_like(sent) for _ in range(world_size())]
-    wait(_torch().distributed.all_gather(received, sent, async_op=True))
+def _exchange_bytes(mine: bytes, src: int | None) -> list[bytes]:
+    """The bytes of all ranks, or of rank ``src`` alone; all pass as many."""
+    import torch  # noqa: PLC0415
+
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
+    received = [sent] if src is not None else [torch.empty_like(sent) for _ in range(world_size())]
+    if src is None:
+        wait(torch.distributed.all_gather(received, sent, async_op=True))
+    else:
+        wait(torch.distributed.broadcast(sent, src=src, async_op=True))
     return [bytes(each.cpu().numpy()) for each in received]
 
 
-def _broadcast_bytes(mine: bytes, src: int) -> bytes:
-    """The bytes of rank ``src``; the others pass as many."""
-    sent = _sendable(mine)
-    wait(_torch().distributed.broadcast(sent, src=src, async_op=True))
-    return bytes(sent.cpu().numpy())
-
-
-def _sendable(mine: bytes) -> Any:
-    return _torch().frombuffer(bytearray(mine), dtype=_torch().uint8).to(_collective_device())
-
-
 def _collective_device() -> Any:
-    torch = _torch()
+    import torch  # noqa: PLC0415
+
     kinds = (kind for kind, _ in _BACKENDS if hasattr(torch, kind) and can_broadcast(kind, None))
     kind = None if can_broadcast("cpu", None) else next(kinds, None)
     return torch.device("cpu") if kind is None else torch.device(kind, torch.get_device_module(kind).current_device())
@@ -316,21 +298,17 @@ def _collective_device() -> Any:
 
 def pack(item: Any) -> bytes:
     """Serialize an object with tensors of any dtype, some of which plain pickle does not know. Local."""
-    buffer = io.BytesIO()
-    _torch().save(item, buffer)
+    import torch  # noqa: PLC0415
+
+    torch.save(item, buffer := io.BytesIO())
     return buffer.getvalue()
 
 
 def unpack(item: bytes) -> Any:
     """Undo :func:`pack`; the bytes come from another rank of this job. Local."""
-    return _torch().load(io.BytesIO(item), map_location="cpu", weights_only=False)
+    import torch  # noqa: PLC0415
 
-
-def _torch() -> Any:
-    """Imported when it is needed: who only looks at a checkpoint need not wait for it."""
-    import torch.distributed  # noqa: PLC0415
-
-    return torch
+    return torch.load(io.BytesIO(item), map_location="cpu", weights_only=False)
 
 
 def can_broadcast(device_type: str, group: Any) -> bool:
