@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -21,43 +21,12 @@ _PARALLELISMS = {
 }
 
 
-class MegatronMpu:
-    """DeepSpeed's model-parallel unit, backed by Megatron Core.
+def mpu() -> SimpleNamespace:
+    """The ``mpu`` for ``deepspeed.initialize`` in a job whose model is built with Megatron Core.
 
     It has ``get_*_group``, ``get_*_world_size`` and ``get_*_rank`` of each parallelism. DeepSpeed's "model parallel"
     spans all ranks of one copy of the model and numbers the files ``mp_rank_XX``: tensor-parallel ranks of the first
     pipeline stage, then of the second.
-
-    Args:
-        state: ``megatron.core.parallel_state``, with model parallelism initialised.
-    """
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-        for name, theirs in _PARALLELISMS.items():
-            for what in ("group", "world_size", "rank"):
-                setattr(self, f"get_{name}_{what}", getattr(state, f"get_{theirs}_{what}"))
-        self.get_model_parallel_group = state.get_model_parallel_group
-        self.get_tensor_model_parallel_src_rank = state.get_tensor_model_parallel_src_rank
-        self.get_slice_parallel_src_rank = state.get_tensor_model_parallel_src_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(group=self.get_model_parallel_group())
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(group=self.get_model_parallel_group())
-
-    def get_model_parallel_src_rank(self) -> int:
-        """Global rank of the first member of this rank's model-parallel group."""
-        return dist.get_global_rank(self.get_model_parallel_group(), 0)
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Global ranks of this rank's data-parallel group, in its order."""
-        return dist.get_process_group_ranks(self._state.get_data_parallel_group())
-
-
-def mpu() -> MegatronMpu:
-    """The ``mpu`` for ``deepspeed.initialize`` in a job whose model is built with Megatron Core.
 
     Raises:
         ImportError: Megatron Core is not installed.
@@ -81,4 +50,15 @@ def mpu() -> MegatronMpu:
             found=f"context_parallel_size={context_parallel}",
             remedy="train long sequences with DeepSpeed's own sequence parallelism instead",
         )
-    return MegatronMpu(parallel_state)
+    made = SimpleNamespace()
+    for name, theirs in _PARALLELISMS.items():
+        for what in ("group", "world_size", "rank"):
+            setattr(made, f"get_{name}_{what}", getattr(parallel_state, f"get_{theirs}_{what}"))
+    made.get_tensor_model_parallel_src_rank = parallel_state.get_tensor_model_parallel_src_rank
+    made.get_slice_parallel_src_rank = parallel_state.get_tensor_model_parallel_src_rank
+    made.get_model_parallel_group = model_group = parallel_state.get_model_parallel_group
+    made.get_model_parallel_world_size = lambda: dist.get_world_size(group=model_group())
+    made.get_model_parallel_rank = lambda: dist.get_rank(group=model_group())
+    made.get_model_parallel_src_rank = lambda: dist.get_global_rank(model_group(), 0)
+    made.get_data_parallel_group_ranks = lambda: dist.get_process_group_ranks(made.get_data_parallel_group())
+    return made
