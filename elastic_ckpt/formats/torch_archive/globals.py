@@ -142,7 +142,7 @@ def _users_globals() -> dict[str, Any]:
 def _closed_list() -> dict[str, Global]:
     calls: dict[str, Callable[..., Any] | None] = {
         "argparse.Namespace": argparse.Namespace,  # which takes keywords alone
-        "collections.OrderedDict": _typed(_ordered_dict, (list, tuple)),
+        "collections.OrderedDict": _ordered_dict,
         "collections.Counter": _typed(Counter, dict),
         "builtins.set": lambda items=(): set(checked_keys(items)),
         "builtins.frozenset": lambda items=(): frozenset(checked_keys(items)),
@@ -326,6 +326,10 @@ def _enum_member(enum: Any, name: Any) -> Call:
 
 
 def _ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
+    if type(items) not in (list, tuple):
+        raise pickle.UnpicklingError(f"an OrderedDict of {described(items)}")
+    if not items:  # as each tensor has
+        return OrderedDict()
     checked_keys([key for key, _value in items])
     return OrderedDict(items)
 
