@@ -196,9 +196,9 @@ def test_what_is_missing_mixed_or_of_another_model_is_named(saved: Path, tmp_pat
 
 def test_the_failure_of_one_rank_is_that_of_all(saved: Path, launch: Launch) -> None:
     places = [
-        ("elastic_ckpt.formats.native", "index_expert"),
+        ("elastic_ckpt.formats.merging", "index_expert"),
         ("elastic_ckpt.engines.adapter", "expert_fqns"),
-        ("elastic_ckpt.formats.assembling", "check_experts"),
+        ("elastic_ckpt.formats.partitioned", "check_experts"),
     ]
     arguments = {"run": Experts(4, 2, 4), "folder": str(saved / SAVED[0].name), "places": places}
     for refused in launch(4, "expert_jobs.fail_alone", arguments):
