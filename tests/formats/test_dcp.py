@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -307,6 +308,13 @@ def test_objects_of_unknown_classes_are_noted_and_the_rest_is_read(tmp_path: Pat
     assert any(note.startswith("not read: a (") for note in first.metadata.notes)
     ((records,), (others,)) = ([file.records.nbytes for file in each.metadata.files] for each in (checkpoint, first))
     assert sorted(records) == sorted(others)  # each is there once
+
+
+def test_a_storage_is_read_where_its_entry_is_in_the_file(tmp_path: Path) -> None:
+    model, optim = state_dicts()
+    odd = deque([torch.arange(3.0)._typed_storage()])  # which DCP does not take apart
+    client = read(save(tmp_path / "saved", {"model": model, "optim": optim, "odd": odd})).training_state.checkpoint
+    assert list(client["dcp"]["odd"][0]) == [0.0, 1.0, 2.0]
 
 
 def test_states_of_integers_are_opaque_and_fresh_ones_left_out(tmp_path: Path) -> None:
