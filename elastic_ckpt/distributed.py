@@ -9,7 +9,6 @@ DeepSpeed's own collectives, and where a rank dies, :func:`together` ends the wa
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
 import sys
 import threading
@@ -18,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
-from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -37,10 +35,9 @@ _BACKENDS = (("cuda", "nccl"), ("xpu", "xccl"), ("xpu", "ccl"), ("npu", "hccl"),
 #: How often a waiting rank looks for a failure that another has posted in the process group's store, and seconds after
 #: which a store that does not answer is taken for dead.
 _LOOK_EVERY, _STORE_SECONDS = timedelta(seconds=1), 5.0
-#: Key in the store of the first failure of the outermost :func:`together` that this thread is in, if no collective can
-#: tell the other ranks of it; all ranks enter the same ones.
-_key: ContextVar[str] = ContextVar("together", default="")
-_numbers = itertools.count()
+#: Key in the store of the first failure that no collective can tell the other ranks of, after which the group is of no
+#: more use. One for all: a rank may be past a broadcast in which another has failed, and must still find it.
+_KEY = "elastic_ckpt/failure"
 
 
 def rank() -> int:
@@ -145,7 +142,6 @@ def together(doing: str) -> Iterator[None]:
     Raises:
         CommunicationError: the failure that was posted first.
     """
-    token = None if _key.get() else _key.set(f"elastic_ckpt/failure/{next(_numbers)}")
     try:
         yield
     except ElasticCkptError:
@@ -154,9 +150,6 @@ def together(doing: str) -> Iterator[None]:
         if world_size() == 1:
             raise
         raise _post(doing, error) from error
-    finally:
-        if token is not None:
-            _key.reset(token)
 
 
 def wait(work: Any) -> None:
@@ -166,13 +159,12 @@ def wait(work: Any) -> None:
     """
     import torch.distributed  # noqa: PLC0415
 
-    key = _key.get()  # here: the store is asked on another thread
     while torch.distributed.get_backend() == "gloo":
         try:
             work.wait(_LOOK_EVERY)
             return
         except RuntimeError:  # only the wait has timed out, or the collective has failed
-            if work.is_completed() or (is_posted := _ask_store(lambda store: store.check([key]))) is None:
+            if work.is_completed() or (is_posted := _ask_store(lambda store: store.check([_KEY]))) is None:
                 break
             if is_posted:
                 raise
@@ -187,13 +179,13 @@ def meet() -> None:
 
 def _post(doing: str, error: Exception) -> CommunicationError:
     """The failure that was posted first: this one, if none was."""
-    key, (failure, _) = _key.get(), _failure(doing, error, rank())
+    failure, _ = _failure(doing, error, rank())
     mine = CommunicationError(
         f"a collective failed: {failure.problem}",
         **{**failure.details, "remedy": "a rank failed, died or hangs: see the others' logs, then start the job again"},
     )
     try:
-        posted = _ask_store(lambda store: store.compare_set(key, "", pickle.dumps(mine).hex()))
+        posted = _ask_store(lambda store: store.compare_set(_KEY, "", pickle.dumps(mine).hex()))
         if rank() == 0:  # whose process most often has the store: let the others look before it ends
             time.sleep(2 * _LOOK_EVERY.total_seconds())
     except RuntimeError:  # the rank that has the store is dead
