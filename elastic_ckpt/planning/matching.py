@@ -159,14 +159,16 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
         missing[FROZEN] -= excluded
     here, elsewhere = live.union(name for name, _ in wholes), local_state.model.elsewhere
     unexpected = {n for n in chain(trained, frozen, buffers) if n not in elsewhere and n not in here}  # often thousands
-    if strict and not unexpected.isdisjoint(local_state.others):
+    lost = set().union(*missing.values())
+    names = unexpected & local_state.others
+    if names and (strict or lost):  # which may be the lost ones, renamed by a hook
         problem = "the module's state dict has entries that are neither parameters nor buffers"
         remedy = "load_checkpoint(..., load_module_strict=False), if they hold nothing that training needs; or "
+        if lost:
+            remedy = f'"elastic_checkpoint": {{"rename": ...}}, if they are {listed(lost)} of the model; or '
         both = "parameters and buffers under their own names", "entries that a hook of the module adds or renames"
-        names = unexpected & local_state.others
         raise metadata.error(UnsupportedError, problem, names, *both, remedy + AT_ITS_TOPOLOGY)
-    if strict and (any(missing.values()) or unexpected):
-        lost = set().union(*missing.values())
+    if strict and (lost or unexpected):
         tied = listed(f"{name} = {metadata.aliases[name]}" for name in lost if name in metadata.aliases)
         hint = f"; tied at save time, not now: {tied}" if tied != "none" else ""
         remedy = "load_checkpoint(..., load_module_strict=False) restores what matches and reports the rest; renamed "

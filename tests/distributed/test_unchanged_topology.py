@@ -186,6 +186,7 @@ TWO_RANKS = [
     *cells("rewind", [0, 1], "bf16", trained=2),
     *cells("rewind-buffer-of-a-parameter", [3], trained=2, oddities=["buffer_of_a_frozen_parameter"]),
     *cells("renamed-entry", [0], model="HookedLM", groups="split", left="neither parameters nor buffers"),
+    *cells("renamed-entry-not-strict", [0], "bf16", model="HookedLM", left="neither parameters", loads=NOT_STRICT),
     *cells("path-and-number", [1, 3], path=True),
     *cells("tag-validation", [1], config={"checkpoint": {"tag_validation": "Fail"}}),
     *cells("parallel-write", [1, 3], config={"checkpoint": {"parallel_write": {"pipeline_stage": True}}}),

@@ -43,6 +43,13 @@ def test_entries_that_hooks_of_the_live_module_make_are_not_called_a_mismatch() 
     assert match_parameters(metadata, hooked, strict=False).restored == {"a"}
 
 
+def test_a_lost_parameter_may_be_an_entry_that_a_hook_renames() -> None:
+    metadata, engine = sides({"a": ("trained", "trained"), "kernel": (None, "trained"), "a_kernel": (BUFFER, None)})
+    with pytest.raises(UnsupportedError, match="neither parameters nor buffers") as error:
+        match_parameters(metadata, replace(engine, others=frozenset({"a_kernel"})), strict=False)
+    assert '"rename"' in str(error.value) and "kernel" in str(error.value)
+
+
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.tuples(st.sampled_from(ROLES), st.sampled_from(ROLES))))
 def test_every_name_is_restored_or_told_of_under_the_role_it_has(roles: dict[str, tuple[Any, Any]]) -> None:
     # a buffer that became a parameter, or the other way round, has no place on the other side
