@@ -71,7 +71,7 @@ def test_on_other_ranks_their_own_values_are_computed_anew_or_refused(launch: La
         optimizer, config = found["cell"]["optimizer"], found["cell"]["config"]
         if optimizer in REFUSED and not config:
             assert "UnsupportedError" in found["error"] and "differs between ranks" in found["error"]
-            assert '"states": {' in found["error"] and "DP=2" in found["error"]
+            assert '"states": {' in found["error"] and "2 partitions" in found["error"]
             continue
         assert (found["error"], found["wrong"]) == ("", []), found
         assert found["fresh"].keys() == (set(FRESH[optimizer]) if config else ANEW[optimizer]), found
