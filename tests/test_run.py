@@ -7,14 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import elastic_ckpt
+from elastic_ckpt.config import flags, read_config
+from elastic_ckpt.load import startup
 from elastic_ckpt.run import main
 
 REPO = Path(elastic_ckpt.__file__).resolve().parents[1]
@@ -64,17 +66,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    flags.clear()
+    for variable in startup.variables():  # which main() sets
+        monkeypatch.setenv(variable, "")
+    yield
+    flags.clear()
+
+
 def run(folder: Path, *arguments: str) -> Outcome:
     done = subprocess.run(
         [sys.executable, "-m", "elastic_ckpt.run", *arguments],
         cwd=folder,
-        env={
-            **os.environ,
-            "ELASTIC_CKPT": "",
-            "PYTHONPATH": str(REPO),
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-        },
+        env={**os.environ, "PYTHONPATH": str(REPO), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -155,35 +160,35 @@ def test_spawned_processes_threads_and_what_runs_at_exit_find_the_scripts_classe
         (["--universal-checkpoint=require"], "require"),
         (["--universal-checkpoint", "--universal-checkpoint", "off"], "off"),
         (["--universal-checkpoint"], "auto"),
-        ([], "1"),
     ],
 )
-@pytest.mark.parametrize("options", [["-u", "-W", "error"], ["-m", "pdb"], None])
-def test_python_runs_the_script_with_its_own_options_and_the_mode(
-    options: list[str] | None, words: list[str], mode: str, monkeypatch: pytest.MonkeyPatch
+def test_a_mode_may_be_a_word_of_its_own(words: list[str], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("elastic_ckpt.run.install", lambda: None)
+    monkeypatch.setattr("elastic_ckpt.run._run_script", ran.append)
+    monkeypatch.setattr(sys, "argv", [])
+    main([*words, "train.py", "require"])
+    assert ran == ["train.py"] and sys.argv == ["train.py", "require"]
+    assert read_config({}).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["nowhere.py"], FileNotFoundError),
+        (["-m", "nowhere"], SystemExit),
+        (["-m", "nowhere.train"], ModuleNotFoundError),
+        (["-m", "json"], SystemExit),  # a package that has no __main__
+    ],
+)
+def test_a_script_that_is_not_there_is_named(
+    arguments: list[str], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("ELASTIC_CKPT", raising=False)
-    ran: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(os, "execve", lambda _, command, environment: ran.append((command, environment)))
-    arguments = [*words, "train.py", "require", "-m"]
-    if options is not None:
-        monkeypatch.setattr(sys, "orig_argv", ["python", *options, "-m", "elastic_ckpt.run", *arguments])
-    main(arguments)
-    ((command, environment),) = ran
-    assert command == [sys.executable, *(options or ()), "train.py", "require", "-m"]
-    assert environment["ELASTIC_CKPT"] == mode
-
-
-@pytest.mark.parametrize("arguments", [["nowhere.py"], ["-m", "nowhere"], ["-m", "nowhere.train"], ["-m", "json"]])
-def test_a_script_that_is_not_there_is_named(arguments: list[str], folder: Path) -> None:
-    outcome = run(folder, *arguments)
-    assert outcome.code in (1, 2) and arguments[-1].split(".")[0] in outcome.errors
-
-
-def test_a_python_that_would_not_install_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "flags", SimpleNamespace(ignore_environment=1))
-    with pytest.raises(SystemExit, match="-E and -I"):
-        main(["train.py"])
+    monkeypatch.setattr("elastic_ckpt.run.install", lambda: None)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(error, match=arguments[-1].split(".")[0]):
+        main(arguments)
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

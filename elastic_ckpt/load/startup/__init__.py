@@ -30,7 +30,7 @@ def variables(mode: str | None = None) -> dict[str, str]:
     given = os.environ.get(VARIABLE, "")
     return {
         "PYTHONPATH": os.pathsep.join([str(_HERE), *others]),
-        VARIABLE: mode or (given if given not in ("", "0") else "1"),
+        VARIABLE: mode or (given if given != "0" else "1") or "1",
     }
 
 
