@@ -229,7 +229,7 @@ def _owner(word: str, names: Mapping[str, str]) -> str | None:
 
 def _unknown_layout(folder: str, found: str, remedy: str = "") -> UnsupportedError:
     return UnsupportedError(
-        f"the entries of {OF_FOLDER} are in no layout that is known",
+        "the entries of this torch.distributed.checkpoint folder are in no layout that is known",
         folder,
         "state dicts of torch.distributed.checkpoint.state_dict.get_state_dict, under keys of any names",
         found,
