@@ -26,7 +26,6 @@ from elastic_ckpt.core.values import BatchSizes, TensorValue, TrainingState
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
 from elastic_ckpt.formats.dcp_entries import (
-    OF_FOLDER,
     SAVE_ALONE,
     WITHOUT_STATES,
     Common,
@@ -175,7 +174,9 @@ class _Builder(MetadataBuilder):
             values = {name: value for name, entry in entries.items() for value in self._values[entry].values()}
             names = values.pop("params", None if isinstance(key, int) else [key])
             if not isinstance(names, list) or not all(type(name) is str and name in weights for name in names):
-                problem = f"a param group of {OF_FOLDER} does not list its parameters by name"
+                problem = (
+                    "a param group of this torch.distributed.checkpoint folder does not list its parameters by name"
+                )
                 expected = "names of the model's parameters, as get_state_dict saves them"
                 remedy = f"save the state dict of get_state_dict{WITHOUT_STATES}"
                 raise UnsupportedError(problem, self._found.folder, expected, f"{names!r}"[:200], remedy=remedy)
@@ -183,7 +184,7 @@ class _Builder(MetadataBuilder):
                 groups.append(values)
             if twice := sorted(members.keys() & set(names)):
                 problem, expected = (
-                    f"two param groups of {OF_FOLDER} have one parameter",
+                    "two param groups of this torch.distributed.checkpoint folder have one parameter",
                     "each parameter in one of them",
                 )
                 raise MismatchError(problem, self._found.folder, expected, parameter=listed(twice), remedy=SAVE_ALONE)

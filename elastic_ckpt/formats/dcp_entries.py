@@ -32,7 +32,6 @@ _STATE, _GROUPS = "state", "param_groups"
 #: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
 _COLLECTION = "an item of a hyperparameter that is a dictionary, or has tensors in it"
-OF_FOLDER = "this torch.distributed.checkpoint folder"
 WITHOUT_STATES = ", or load with load_optimizer_states=False"
 SAVE_ALONE = f"save the optimizer that is to be resumed alone{WITHOUT_STATES}"
 #: What wrappers (DDP, FSDP, ``torch.compile``, ``AveragedModel``) add to names.
@@ -142,7 +141,10 @@ def add_state(states: dict[tuple[str, str], str], place: tuple[str, str], entry:
     """Note the entry of a state; :class:`MismatchError` if there is one already."""
     other = states.setdefault(place, entry)
     if other != entry:
-        problem, both = f"two optimizers of {OF_FOLDER} have {place[1]} of one parameter", f"{other} and {entry}"
+        problem, both = (
+            f"two optimizers of this torch.distributed.checkpoint folder have {place[1]} of one parameter",
+            f"{other} and {entry}",
+        )
         raise MismatchError(
             problem, folder, "each parameter in one optimizer", both, parameter=place[0], remedy=SAVE_ALONE
         )
@@ -201,7 +203,7 @@ def _refuse_copies(
     if len(fitting) == 1 and (is_called and len(others) == len(copies) and not _MODEL_KEYS & set(others)):
         return
     if copies:
-        problem = f"more than one state dict of {OF_FOLDER} may be the model's"
+        problem = "more than one state dict of this torch.distributed.checkpoint folder may be the model's"
         expected = "the model's alone, or under 'model' beside copies of it"
         found = f"tensors of the same names or shapes under {_shown([model, *copies])}"
         remedy = "dcp.load of {'model': ..., 'optim': ...} without averages of the model, then dcp.save"
@@ -299,7 +301,9 @@ def unstacked(contents: DcpContents, folder: str) -> DcpContents:
             return item
         dtype, shape = contents.tensors[item.name]
         if item.sizes[:1] != (1,):
-            problem = f"a chunk of {OF_FOLDER} has not one layer, as Megatron Core saves them"
+            problem = (
+                "a chunk of this torch.distributed.checkpoint folder has not one layer, as Megatron Core saves them"
+            )
             both = "one layer of a stack of them, by the name: layers without a number", f"{item.sizes} of {shape}"
             remedy = "save with --ckpt-format torch_dist; a module that is no stack of layers needs another name"
             raise UnsupportedError(problem, folder, *both, parameter=item.name, remedy=remedy)
