@@ -35,9 +35,22 @@ _BACKENDS = (("cuda", "nccl"), ("xpu", "xccl"), ("xpu", "ccl"), ("npu", "hccl"),
 #: How often a waiting rank looks for a failure that another has posted in the process group's store, and seconds after
 #: which a store that does not answer is taken for dead.
 _LOOK_EVERY, _STORE_SECONDS = timedelta(seconds=1), 5.0
-#: Key in the store of the first failure that no collective can tell the other ranks of, after which the group is of no
-#: more use. One for all: a rank may be past a broadcast in which another has failed, and must still find it.
-_KEY = "elastic_ckpt/failure"
+#: Loads that have begun in this process: as many on every rank.
+_loads = 0
+
+
+def begin_load() -> None:
+    """Leave behind what ranks posted in earlier loads: torchrun's store outlives a group. Called by every rank."""
+    global _loads  # noqa: PLW0603
+    _loads += 1
+
+
+def _key() -> str:
+    """Key in the store of the first failure in this load that no collective can tell the other ranks of.
+
+    One for the whole load: a rank may be past a broadcast in which another has failed, and must still find it.
+    """
+    return f"elastic_ckpt/failure/{_loads}"
 
 
 def rank() -> int:
@@ -164,7 +177,7 @@ def wait(work: Any) -> None:
             work.wait(_LOOK_EVERY)
             return
         except RuntimeError:  # only the wait has timed out, or the collective has failed
-            if work.is_completed() or (is_posted := _ask_store(lambda store: store.check([_KEY]))) is None:
+            if work.is_completed() or (is_posted := _ask_store(lambda store: store.check([_key()]))) is None:
                 break
             if is_posted:
                 raise
@@ -185,7 +198,7 @@ def _post(doing: str, error: Exception) -> CommunicationError:
         **{**failure.details, "remedy": "a rank failed, died or hangs: see the others' logs, then start the job again"},
     )
     try:
-        posted = _ask_store(lambda store: store.compare_set(_KEY, "", pickle.dumps(mine).hex()))
+        posted = _ask_store(lambda store: store.compare_set(_key(), "", pickle.dumps(mine).hex()))
         if rank() == 0:  # whose process most often has the store: let the others look before it ends
             time.sleep(2 * _LOOK_EVERY.total_seconds())
     except RuntimeError:  # the rank that has the store is dead

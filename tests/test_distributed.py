@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ckpt import distributed
 from elastic_ckpt.distributed import all_gather, common_nbytes, deterministic, inline_nbytes, pack, together, unpack
-from elastic_ckpt.errors import DamagedError, ElasticCkptError
+from elastic_ckpt.errors import CommunicationError, DamagedError, ElasticCkptError
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -85,6 +86,26 @@ def test_what_all_ranks_fail_in_alike_is_no_single_ranks_failure() -> None:
 def test_a_process_alone_has_nobody_to_tell_of_its_failure() -> None:
     with pytest.raises(KeyError), together("look"):
         raise KeyError("nobody thought of it")
+
+
+def test_a_load_is_not_told_of_what_failed_in_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)  # and the other rank waits
+    monkeypatch.setattr(distributed.time, "sleep", lambda _: None)
+
+    def fails(how: str) -> str:
+        with pytest.raises(CommunicationError) as caught, together("look"):
+            raise OSError(how)
+        return str(caught.value)
+
+    try:
+        distributed.begin_load()
+        assert "the first" in fails("the first")
+        assert "the first" in fails("what follows it on another rank")
+        distributed.begin_load()
+        assert "the second" in fails("the second")
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -247,9 +247,9 @@ def _segments(layout: TPLayout) -> Sequence[tuple[int, int, Sequence[tuple[int, 
 
     Holders are (rank, offset of ``start`` in its shard), ascending.
     """
-    held = [(rank, *placed) for rank in range(layout.degree) for placed in layout.placed(rank)]
-    borders = sorted({border for _, start, stop, _ in held for border in (start, stop)})
+    placements = [(rank, *placed) for rank in range(layout.degree) for placed in layout.placed(rank)]
+    borders = sorted({border for _, start, stop, _ in placements for border in (start, stop)})
     return [
-        (low, high, [(rank, at + low - start) for rank, start, stop, at in held if start <= low and high <= stop])
+        (low, high, [(rank, at + low - start) for rank, start, stop, at in placements if start <= low and high <= stop])
         for low, high in pairwise(borders)
     ]

@@ -76,6 +76,7 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     given = inspect.signature(original).bind(engine, *args, **kwargs)
     arguments = LoadArguments.of(given, has_optimizer(engine))
     engine.elastic_report = None
+    distributed.begin_load()
     call = LoadCall(engine, arguments, _read_config(engine, arguments))
     own = functools.partial(_call, original, given)
     if call.config.mode == "off":

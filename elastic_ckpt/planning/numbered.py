@@ -54,7 +54,7 @@ def name_states(
     names = [[origins[name] for name in group.names if name in origins] for group in live]
     unnumbered = {*numbered.buffers, *numbered.aliases}
     in_order = [name for name in shapes if name not in unnumbered]
-    of_model = [in_order] if live or len(numbered.shapes) == 1 else _dealt(numbered, in_order)
+    of_model = [in_order] if live or len(numbered.shapes) == 1 else _assigned(numbered, in_order)
     candidates: dict[str, Members] = {}
     for origin, each in (("the live param groups", _in_saved_order(numbered, names, live)), ("the model", of_model)):
         fitted = None if each is None else _fit(numbered, each)
@@ -84,8 +84,8 @@ def _named_on_rank(names: Sequence[str], experts: ExpertRank) -> tuple[str, ...]
     return tuple(found)
 
 
-def _dealt(numbered: NumberedStates, names: Sequence[str]) -> Names | None:
-    """Names in the order of the model, dealt out to several saved groups; ``None`` unless shapes leave a single way.
+def _assigned(numbered: NumberedStates, names: Sequence[str]) -> Names | None:
+    """Names in the order of the model, assigned to several saved groups; ``None`` unless shapes leave a single way.
 
     As of the Trainer, whose second group has biases and norms. What did not train is passed over if no member is of its
     shape.
@@ -97,15 +97,15 @@ def _dealt(numbered: NumberedStates, names: Sequence[str]) -> Names | None:
     named = Counter(shapes[name] for name in names if shapes[name] in saved)
     if saved.total() != len(names) and saved != named:
         return None
-    dealt: list[list[str]] = [[] for _ in left]
+    assigned: list[list[str]] = [[] for _ in left]
     for name in names:
         fitting = [group for group, rest in enumerate(left) if rest and rest[0] in (None, shapes[name])]
         if len(fitting) > 1 or (not fitting and shapes[name] in saved):
             return None
         for group in fitting:
             left[group].popleft()
-            dealt[group].append(name)
-    return None if any(left) else dealt
+            assigned[group].append(name)
+    return None if any(left) else assigned
 
 
 def _in_saved_order(numbered: NumberedStates, names: Names, live: Sequence[LiveGroup]) -> Names | None:

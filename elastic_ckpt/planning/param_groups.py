@@ -3,7 +3,7 @@
 Groups get the hyperparameters of saved ones by membership, not by position. DeepSpeed saves neither class nor name of
 an optimizer: states and hyperparameters tell its kind.
 
-Scalar states and hyperparameters in which the ranks of a save differ were computed of what each rank held. A rank that
+Scalar states and hyperparameters in which the ranks of a save differ were computed of what each rank owned. A rank that
 holds just that again gets them back. Of another partition they say nothing: they are left out if each step computes
 them before it uses them, else refused.
 """
@@ -244,7 +244,7 @@ def with_own_values(
 ) -> tuple[CheckpointMetadata, tuple[Outcome, ...]]:
     """The metadata with this rank's values alone, and those that are left out.
 
-    Raises :class:`UnsupportedError` for a value of ranks that held something else, unless it is computed anew or the
+    Raises :class:`UnsupportedError` for a value of ranks that owned something else, unless it is computed anew or the
     user leaves it out.
     """
     shared = {id(saved.scalars): saved.scalars for saved in metadata.parameters.values()}  # by those of a flat tensor
@@ -305,7 +305,7 @@ def _refuse(
 
 
 def own_file(metadata: CheckpointMetadata, local_state: LocalState) -> int | None:
-    """The file of the rank that held just what this rank holds, in the same flat tensors; ``None``: there is none."""
+    """The file of the rank that owned just what this rank owns, in the same flat tensors; ``None``: there is none."""
     at, fragments = local_state.model.coordinates, local_state.fragments
     if not metadata.source.by_rank:
         return None

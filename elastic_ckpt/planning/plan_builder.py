@@ -155,7 +155,7 @@ class PlanBuilder:
         self._add_values(_state_slot(flat, live, live.rows * numel, dtype, shape), parts)
 
     def _add_padding(self, first: int, fragments: Sequence[Fragment]) -> None:
-        """Have the slots from one on filled to the last element, if one rank of the save held just these fragments.
+        """Have the slots from one on filled to the last element, if one rank of the save owned just these fragments.
 
         What an unknown optimizer has in padding is not known, and norms of partitions count it.
         """

@@ -80,20 +80,20 @@ def compare_replicas(
     stateful = names.union(model.names) if with_states else frozenset(model.unsynchronized)
     if at.pp == 1:
         wanted = [*_of_tied(metadata, names, stateful), *_of_stage(metadata, resharding, names, with_states)]
-        return tuple(_dealt(wanted, rank, ranks))
+        return tuple(_assigned(wanted, rank, ranks))
     of_all = [one for one in _of_tied(of_job or metadata, model.names, stateful) if one[0].key != BUFFER]
     known = {(check.name, check.key) for check, _ in of_all}
     alone = [one for one in _of_tied(metadata, names, stateful) if (one[0].name, one[0].key) not in known]
     alone += _of_stage(metadata, resharding, names, with_states)
-    mine = _dealt(of_all, at.pp_rank * ranks + rank, at.pp * ranks)
-    return (*mine, *_dealt(alone, rank, ranks))
+    mine = _assigned(of_all, at.pp_rank * ranks + rank, at.pp * ranks)
+    return (*mine, *_assigned(alone, rank, ranks))
 
 
 #: A comparison whose replicas are not yet located in files: tensor and sources of each.
 _Wanted = tuple[ReplicaCheck, Sequence[tuple[TensorMetadata, ShardSources]]]
 
 
-def _dealt(wanted: Sequence[_Wanted], rank: int, ranks: int) -> Iterator[ReplicaCheck]:
+def _assigned(wanted: Sequence[_Wanted], rank: int, ranks: int) -> Iterator[ReplicaCheck]:
     """What begins in span ``rank`` of as many equal ones as there are ranks, in whole grains."""
     costs = [sum(check.numel * ITEMSIZE[t.dtype] + _READ_NBYTES for t, _ in copies) for check, copies in wanted]
     first, last = (sum(costs) * border // ranks for border in (rank, rank + 1))
