@@ -2,7 +2,7 @@
 
 All ranks of a job are played in one process (:mod:`benchmarks.played`). They exchange the metadata of a ZeRO-3
 checkpoint of 70 billion parameters that as many ranks have saved, 512 at most, and what a load sends each other beside
-it: digests of their configurations and plans, and what each has done. Tensors of replicated slots and the scheduler's
+it: digests of their configurations and plans, and what each has done. Tensors of replicated targets and the scheduler's
 and client's state come on top.
 """
 

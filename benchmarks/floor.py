@@ -46,13 +46,13 @@ def record_plan() -> Iterator[Recorded]:
 
 @dataclass(frozen=True)
 class _Extent:
-    """Bytes of a file, at most a chunk of them, and where they go: a slot and the bytes before them in it."""
+    """Bytes of a file, at most a chunk of them, and where they go: a target and the bytes before them in it."""
 
     path: str
     byte_offset: int
     nbytes: int
-    slot: int
-    slot_byte_offset: int
+    target: int
+    target_byte_offset: int
 
 
 def extents_of(plan: ReadPlan) -> list[_Extent]:
@@ -64,14 +64,14 @@ def extents_of(plan: ReadPlan) -> list[_Extent]:
     chunks = []
     for copy in plan.items:
         itemsize = ITEMSIZE[copy.dtype]
-        if copy.rows != 1 or copy.dtype != plan.slots[copy.slot].dtype or plan.requantize_items:
+        if copy.rows != 1 or copy.dtype != plan.targets[copy.target].dtype or plan.requantize_items:
             raise ValueError("there is no floor for strided or converting reads")
         nbytes = copy.numel * itemsize
         for first in range(0, nbytes, _CHUNK):
             size = min(_CHUNK, nbytes - first)
             path = plan.files[copy.file].path
-            place = copy.slot_offset * itemsize + first
-            chunks.append(_Extent(path, copy.byte_offset + first, size, copy.slot, place))
+            place = copy.target_offset * itemsize + first
+            chunks.append(_Extent(path, copy.byte_offset + first, size, copy.target, place))
     return chunks
 
 
@@ -107,8 +107,8 @@ class Floor:
             self.held.scramble(RESUME)
         for buffer in self._buffers:
             buffer.fill_(-1.0)
-        slots = self._plan.slots
-        return sum(4 * slot.numel for slot in slots if self._is_new(kind, slot.key))
+        targets = self._plan.targets
+        return sum(4 * target.numel for target in targets if self._is_new(kind, target.key))
 
     @staticmethod
     def _is_new(kind: str, key: str) -> bool:
@@ -118,14 +118,14 @@ class Floor:
         """See :class:`benchmarks.contenders.Runner`."""
         if kind in (RESUME, FRESH):
             self._buffers = [
-                torch.empty(slot.numel) if self._is_new(kind, slot.key) else self.held.masters[slot.flat].data
-                for slot in self._plan.slots
+                torch.empty(target.numel) if self._is_new(kind, target.key) else self.held.masters[target.flat].data
+                for target in self._plan.targets
             ]
         read_extents(self._extents, self._buffers, self._threads)
 
     def parts(self) -> Iterator[Part]:
         """See :class:`benchmarks.contenders.Runner`."""
-        numbers = {(slot.flat, slot.key): number for number, slot in enumerate(self._plan.slots)}
+        numbers = {(target.flat, target.key): number for number, target in enumerate(self._plan.targets)}
         for piece in self.held.pieces:
             for key in ("fp32", "exp_avg", "exp_avg_sq"):
                 buffer = self._buffers[numbers[piece.flat, key]]
@@ -146,7 +146,7 @@ def read_extents(chunks: Sequence[_Extent], buffers: Sequence[torch.Tensor], thr
     descriptors = {path: os.open(path, os.O_RDONLY) for path in dict.fromkeys(each.path for each in chunks)}
 
     def read(chunk: _Extent) -> None:
-        view = views[chunk.slot][chunk.slot_byte_offset : chunk.slot_byte_offset + chunk.nbytes]
+        view = views[chunk.target][chunk.target_byte_offset : chunk.target_byte_offset + chunk.nbytes]
         offset = chunk.byte_offset
         while view:
             count = os.preadv(descriptors[chunk.path], [view], offset)

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.machine import write_document
 from elastic_ckpt.core.metadata import SourceFile
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, TargetTensor
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
 
@@ -59,14 +59,14 @@ def seconds_of(path: Path, piece_nbytes: int, pieces: int, gap_nbytes: int) -> f
     """Median seconds to read pieces of a file with gaps of their size between them; the memory is touched before."""
     numel = piece_nbytes // 4
     item = ReadItem(0, 0, 0, 0, numel, "float32", pieces, 2 * numel, numel)
-    slot = Slot("fp32", 0, "", numel * pieces, "float32", (), False)
-    plan = ReadPlan((SourceFile(str(path), path.stat().st_size),), (slot,), (item,))
-    target, found = torch.ones(numel * pieces), []
+    target = TargetTensor("fp32", 0, "", numel * pieces, "float32", (), False)
+    plan = ReadPlan((SourceFile(str(path), path.stat().st_size),), (target,), (item,))
+    memory, found = torch.ones(numel * pieces), []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()
-        execute(plan, [target], ReadOptions(gap_nbytes=gap_nbytes), show_progress=False)
+        execute(plan, [memory], ReadOptions(gap_nbytes=gap_nbytes), show_progress=False)
         found.append(time.perf_counter() - begin)
-    assert not target.any()
+    assert not memory.any()
     return median(found)
 
 

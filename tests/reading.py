@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from elastic_ckpt.core.metadata import MASTER, SourceFile
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, TargetTensor
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import check_files, execute
 from elastic_ckpt.io.requantize import ReadStats
@@ -19,8 +19,8 @@ UNTOUCHED = -7.0
 def plan_of(files: Sequence[Path], tensors: Sequence[torch.Tensor], copies: Sequence[ReadItem]) -> ReadPlan:
     return ReadPlan(
         files=tuple(SourceFile(str(path), path.stat().st_size if path.exists() else 0) for path in files),
-        slots=tuple(
-            Slot(MASTER, number, "", tensor.numel(), str(tensor.dtype).removeprefix("torch."))
+        targets=tuple(
+            TargetTensor(MASTER, number, "", tensor.numel(), str(tensor.dtype).removeprefix("torch."))
             for number, tensor in enumerate(tensors)
         ),
         items=tuple(sorted(copies, key=lambda copy: (copy.file, copy.byte_offset))),

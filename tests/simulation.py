@@ -47,7 +47,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 KEYS = (MASTER, *STATES)
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 PADDING = b"\xff"
-#: What is in a slot before anything is written.
+#: What is in a target before anything is written.
 UNTOUCHED = -1
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
 
@@ -303,8 +303,8 @@ def whole_part(case: Case, name: str, key: str, rank: int) -> list[Element]:
     return [element for element in parts[rank if cut else 0] if element is not None]
 
 
-def expected_slots(case: Case, rank: int) -> dict[tuple[str, int, str], list[int]]:
-    """The number that each element of each slot has to receive, or :data:`UNTOUCHED`."""
+def expected_targets(case: Case, rank: int) -> dict[tuple[str, int, str], list[int]]:
+    """The number that each element of each target has to receive, or :data:`UNTOUCHED`."""
     expected: dict[tuple[str, int, str], list[int]] = {}
     for flat, members in enumerate(case.target.flats):
         for key in KEYS if case.restored & set(members) else (MASTER,):
@@ -319,7 +319,7 @@ def expected_slots(case: Case, rank: int) -> dict[tuple[str, int, str], list[int
 
 
 def written(items: Iterable[ReadItem], numel: int, files: Sequence[bytearray]) -> list[int]:
-    """What some items write into a slot; nothing may be written twice, nor read beyond the end of a file."""
+    """What some items write into a target; nothing may be written twice, nor read beyond the end of a file."""
     values = [UNTOUCHED] * numel
     for item in items:
         itemsize = BYTES[item.dtype]
@@ -327,7 +327,7 @@ def written(items: Iterable[ReadItem], numel: int, files: Sequence[bytearray]) -
             first = item.byte_offset + row * item.file_stride * itemsize
             raw = bytes(files[item.file][first : first + item.numel * itemsize])
             assert len(raw) == item.numel * itemsize, f"{item} reads beyond the end of the file"
-            start = item.slot_offset + row * item.slot_stride
+            start = item.target_offset + row * item.target_stride
             there = slice(start, start + item.numel)
             assert values[there] == [UNTOUCHED] * item.numel, f"{item} writes an element a second time"
             values[there] = np.frombuffer(raw, dtype=f"<u{itemsize}").tolist()
@@ -338,12 +338,12 @@ def simulate(plan: LoadPlan, files: Sequence[bytearray]) -> dict[tuple[str, int,
     """Execute the items of a plan on lists."""
     items: dict[int, list[ReadItem]] = {}
     for item in plan.reads.items:
-        items.setdefault(item.slot, []).append(item)
+        items.setdefault(item.target, []).append(item)
     named = {
-        (slot.key, slot.flat, slot.name): written(items.get(number, ()), slot.numel, files)
-        for number, slot in enumerate(plan.reads.slots)
+        (target.key, target.flat, target.name): written(items.get(number, ()), target.numel, files)
+        for number, target in enumerate(plan.reads.targets)
     }
-    assert len(named) == len(plan.reads.slots), "two slots are the same tensor"
+    assert len(named) == len(plan.reads.targets), "two targets are the same tensor"
     return named
 
 

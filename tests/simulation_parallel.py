@@ -356,7 +356,7 @@ def whole_range(case: Case, stage: int, rank: int, dp_rank: int, name: str) -> F
 
 
 def expected(case: Case, stage: int, rank: int, dp_rank: int) -> dict[tuple[str, int, str], list[int]]:
-    """What each slot of a rank has to hold in the end; -1: it must be left alone."""
+    """What each target of a rank has to hold in the end; -1: it must be left alone."""
     side = case.target
     names, cut, found = side.stages[stage], side.cuts[stage], {}
     shapes = {name: case.shape(name, side, rank) for name in names}

@@ -50,10 +50,10 @@ def test_the_format_is_planned_and_read_at_another_topology(raw: Any, stage: int
     loaded: dict[str, list[torch.Tensor]] = {key: [] for key in values}
     for rank in range(job.topology.ranks):
         plan = job.planned(rank)[1].reads
-        tensors = [torch.full((slot.numel,), torch.nan) for slot in plan.slots]
+        tensors = [torch.full((target.numel,), torch.nan) for target in plan.targets]
         execute(plan, tensors, ReadOptions(), show_progress=False)
-        for slot, tensor in zip(plan.slots, tensors, strict=True):
-            loaded[slot.key].append(tensor)
+        for target, tensor in zip(plan.targets, tensors, strict=True):
+            loaded[target.key].append(tensor)
     for key, value in values.items():
         assert torch.equal(torch.cat(loaded[key])[: value.numel()], value.view(-1))
 

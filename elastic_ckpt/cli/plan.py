@@ -239,7 +239,7 @@ def scatter(job: VirtualJob, plans: Sequence[tuple[int, ReadPlan]]) -> str:
     names = [os.path.relpath(metadata_files[number].path, source.folder) for number in numbers]
     sizes = [metadata_files[number].nbytes for number in numbers]
     files = _row(sizes, [f"{name}, {size(nbytes)}" for name, nbytes in zip(names, sizes, strict=True)])
-    memory = [_slot_starts(plan)[-1] for _, plan in plans]
+    memory = [_target_starts(plan)[-1] for _, plan in plans]
     ranks = _row(memory, [f"rank {rank} reads {size(sum(read[rank].values()))}" for rank, _ in plans])
     total = size(sum(chain.from_iterable(each.values() for each in read.values())))
     of = "" if len(plans) == job.topology.ranks else f" of {job.topology.ranks}"
@@ -259,7 +259,7 @@ def scatter(job: VirtualJob, plans: Sequence[tuple[int, ReadPlan]]) -> str:
     for at, bar in enumerate(files):
         parts += _drawn(bar, _FILES_AT, _COLORS[at % len(_COLORS)], _FILES_AT - 8)
     for (_, plan), bar in zip(plans, ranks, strict=True):
-        parts += [*_drawn(bar, _RANKS_AT, "#333333", _RANKS_AT + _BAR + 18), *_slot_names(plan, bar)]
+        parts += [*_drawn(bar, _RANKS_AT, "#333333", _RANKS_AT + _BAR + 18), *_target_names(plan, bar)]
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -274,27 +274,27 @@ def _row(sizes: Sequence[int], labels: Sequence[str]) -> list[_Bar]:
     ]
 
 
-def _slot_starts(plan: ReadPlan) -> list[int]:
-    """Bytes of memory before each slot, and of all."""
-    return list(accumulate((slot.numel * ITEMSIZE[slot.dtype] for slot in plan.slots), initial=0))
+def _target_starts(plan: ReadPlan) -> list[int]:
+    """Bytes of memory before each target, and of all."""
+    return list(accumulate((target.numel * ITEMSIZE[target.dtype] for target in plan.targets), initial=0))
 
 
 def _ribbons(plan: ReadPlan, file: int, source: _Bar, target: _Bar) -> Iterator[str]:
     """Paths from the ranges of a file to those of a rank; what is strided is drawn as the range that it spans."""
-    starts, spans, last_slot = _slot_starts(plan), list[list[float]](), -1
+    starts, spans, last_target = _target_starts(plan), list[list[float]](), -1
     sources = chain.from_iterable(each.sources for each in plan.requantize_items)
     items = (item for item in chain(plan.items, sources) if item.file == file)
-    for item in sorted(items, key=lambda item: (item.slot, item.byte_offset)):
-        width, to = ITEMSIZE[item.dtype], ITEMSIZE[plan.slots[item.slot].dtype]
+    for item in sorted(items, key=lambda item: (item.target, item.byte_offset)):
+        width, to = ITEMSIZE[item.dtype], ITEMSIZE[plan.targets[item.target].dtype]
         numel = (item.rows - 1) * item.file_stride + item.numel
         begin, end = source.at(item.byte_offset), source.at(item.byte_offset + numel * width)
-        first = target.at(starts[item.slot] + item.slot_offset * to)
-        behind = target.at(starts[item.slot] + item.slot_stop * to)
-        if item.slot == last_slot and begin - spans[-1][1] < _JOINED and abs(first - spans[-1][3]) < _JOINED:
+        first = target.at(starts[item.target] + item.target_offset * to)
+        behind = target.at(starts[item.target] + item.target_stop * to)
+        if item.target == last_target and begin - spans[-1][1] < _JOINED and abs(first - spans[-1][3]) < _JOINED:
             spans[-1][1], spans[-1][3] = max(spans[-1][1], end), behind
         else:
             spans.append([begin, end, first, behind])
-        last_slot = item.slot
+        last_target = item.target
     top, bottom, middle = _FILES_AT + _BAR, _RANKS_AT, (_FILES_AT + _BAR + _RANKS_AT) / 2
     for begin, end, first, behind in spans:
         down = f"M{begin:.1f} {top}C{begin:.1f} {middle:g} {first:.1f} {middle:g} {first:.1f} {bottom}"
@@ -308,14 +308,14 @@ def _drawn(bar: _Bar, top: float, color: str, text_at: float) -> Iterator[str]:
         yield _text(bar.left, text_at, bar.label)
 
 
-def _slot_names(plan: ReadPlan, bar: _Bar) -> Iterator[str]:
+def _target_names(plan: ReadPlan, bar: _Bar) -> Iterator[str]:
     """What is in the memory of a rank: masters, states, buffers, where there is room to write it."""
-    starts = _slot_starts(plan)
-    for slot, start, stop in zip(plan.slots, starts, starts[1:], strict=False):
+    starts = _target_starts(plan)
+    for target, start, stop in zip(plan.targets, starts, starts[1:], strict=False):
         left = bar.at(start)
         if start:
             yield f'<rect x="{left:.1f}" y="{_RANKS_AT}" width="1" height="{_BAR}" fill="#ffffff"/>'
-        text = slot.name or ("masters" if slot.key == "fp32" else slot.key)
+        text = target.name or ("masters" if target.key == "fp32" else target.key)
         if bar.at(stop) - left > (len(text) + 2) * _CHARACTER:
             yield _text(left + 5, _RANKS_AT + _BAR - 9, text, 'fill="#ffffff"')
 

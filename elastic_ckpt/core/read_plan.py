@@ -18,7 +18,7 @@ SCALE_DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TargetTensor:
     """A live 1-D tensor that receives bytes."""
 
     key: str  # ``fp32``, a state key, ``buffer`` or ``frozen``
@@ -36,26 +36,26 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastRange:
-    """A range of a replicated slot that data-parallel rank ``owner`` reads and broadcasts."""
+    """A range of a replicated target that data-parallel rank ``owner`` reads and broadcasts."""
 
-    slot: int
+    target: int
     range: FlatRange
     owner: int
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: that takes five times as long to make, and there are millions
 class ReadItem:
-    """A strided copy from a file to a slot: ``rows`` times ``numel`` contiguous elements. Immutable."""
+    """A strided copy from a file to a target: ``rows`` times ``numel`` contiguous elements. Immutable."""
 
     file: int  # index into ``ReadPlan.files``
     byte_offset: int  # of the first element
-    slot: int  # index into ``ReadPlan.slots``
-    slot_offset: int  # where the first element goes, in elements
+    target: int  # index into ``ReadPlan.targets``
+    target_offset: int  # where the first element goes, in elements
     numel: int
-    dtype: str  # torch dtype in the file; the slot's own unless a conversion is needed
+    dtype: str  # torch dtype in the file; the target's own unless a conversion is needed
     rows: int = 1
     file_stride: int = 0  # elements from one row to the next; 0 for a single row
-    slot_stride: int = 0
+    target_stride: int = 0
     code: BlockCode | None = None  # how the elements are quantized, ``position`` being that of the first
 
     @property
@@ -63,48 +63,48 @@ class ReadItem:
         return self.rows * self.numel * ITEMSIZE[self.dtype]
 
     @property
-    def slot_stop(self) -> int:
-        """One past the last element in the slot."""
-        return self.slot_offset + (self.rows - 1) * self.slot_stride + self.numel
+    def target_stop(self) -> int:
+        """One past the last element in the target."""
+        return self.target_offset + (self.rows - 1) * self.target_stride + self.numel
 
     def row(self, number: int) -> ReadItem:
         """One row as an item."""
-        return self._part(number * self.file_stride, number * self.slot_stride, self.numel)
+        return self._part(number * self.file_stride, number * self.target_stride, self.numel)
 
     def clip(self, start: int, stop: int) -> ReadItem:
-        """The non-empty part of a single-row item that goes to ``[start, stop)`` of the slot."""
-        first = max(self.slot_offset, start)
-        skipped = first - self.slot_offset
-        return self._part(skipped, skipped, min(self.slot_stop, stop) - first)
+        """The non-empty part of a single-row item that goes to ``[start, stop)`` of the target."""
+        first = max(self.target_offset, start)
+        skipped = first - self.target_offset
+        return self._part(skipped, skipped, min(self.target_stop, stop) - first)
 
     def _part(self, skipped: int, distance: int, numel: int) -> ReadItem:
         code = self.code and replace(self.code, position=self.code.position + skipped)
-        byte_offset, slot_offset = self.byte_offset + skipped * ITEMSIZE[self.dtype], self.slot_offset + distance
-        return ReadItem(self.file, byte_offset, self.slot, slot_offset, numel, self.dtype, code=code)
+        byte_offset, target_offset = self.byte_offset + skipped * ITEMSIZE[self.dtype], self.target_offset + distance
+        return ReadItem(self.file, byte_offset, self.target, target_offset, numel, self.dtype, code=code)
 
 
 def clip_items(items: Sequence[ReadItem], start: int, stop: int, disjoint: bool = True) -> tuple[ReadItem, ...]:
-    """The parts of single-row items, sorted by ``slot_offset``, that go to ``[start, stop)`` of their slot.
+    """The parts of single-row items, sorted by ``target_offset``, that go to ``[start, stop)`` of their target.
 
     ``disjoint`` states that no two of them write the same element, so that the first can be found by bisection.
     """
-    first = max(bisect_right(items, start, key=lambda item: item.slot_offset) - 1, 0) if disjoint else 0
-    last = bisect_left(items, stop, key=lambda item: item.slot_offset)
-    return tuple(item.clip(start, stop) for item in items[first:last] if item.slot_stop > start)
+    first = max(bisect_right(items, start, key=lambda item: item.target_offset) - 1, 0) if disjoint else 0
+    last = bisect_left(items, stop, key=lambda item: item.target_offset)
+    return tuple(item.clip(start, stop) for item in items[first:last] if item.target_stop > start)
 
 
 def join_neighbours(items: Iterable[ReadItem]) -> list[ReadItem]:
-    """Join single-row items that continue their predecessor, in file and in slot; the order stays."""
+    """Join single-row items that continue their predecessor, in file and in target; the order stays."""
     joined: list[ReadItem] = []
     end = -1  # the byte behind the last one
     for item in items:
         if item.byte_offset == end:
             last = joined[-1]
             code = last.code and replace(last.code, position=last.code.position + last.numel)
-            behind = last.file, last.slot, last.slot_offset + last.numel, last.dtype, last.rows * item.rows, code
-            if behind == (item.file, item.slot, item.slot_offset, item.dtype, 1, item.code):
+            behind = last.file, last.target, last.target_offset + last.numel, last.dtype, last.rows * item.rows, code
+            if behind == (item.file, item.target, item.target_offset, item.dtype, 1, item.code):
                 joined.pop()
-                place, numel = (last.file, last.byte_offset, last.slot, last.slot_offset), last.numel + item.numel
+                place, numel = (last.file, last.byte_offset, last.target, last.target_offset), last.numel + item.numel
                 item = ReadItem(*place, numel, last.dtype, code=last.code)  # noqa: PLW2901
         joined.append(item)
         end = item.byte_offset + item.numel * ITEMSIZE[item.dtype]
@@ -113,21 +113,21 @@ def join_neighbours(items: Iterable[ReadItem]) -> list[ReadItem]:
 
 def in_file_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
     """Items sorted by file and offset, neighbours joined."""
-    in_file = operator.attrgetter("file", "byte_offset", "slot", "slot_offset")
+    in_file = operator.attrgetter("file", "byte_offset", "target", "target_offset")
     return tuple(join_neighbours(sorted(items, key=in_file)))
 
 
 @dataclass(frozen=True, slots=True)
 class RequantizeItem:
-    """Elements of a slot that are decoded, quantized or summed on their way from the files."""
+    """Elements of a target that are decoded, quantized or summed on their way from the files."""
 
-    slot: int
-    start: int  # the first element, of the slot and of a block
+    target: int
+    start: int  # the first element, of the target and of a block
     numel: int  # elements, gaps included: whole blocks, or up to the end of a row
-    target: BlockFormat | None  # how to quantize; ``None`` if the slot takes values
-    scales_slot: int
-    scales_start: int  # the first block's scale in ``scales_slot``
-    sources: tuple[ReadItem, ...]  # single-row items, sorted by ``slot_offset``
+    blocks: BlockFormat | None  # how to quantize; ``None`` if the target takes values
+    scales_target: int
+    scales_start: int  # the first block's scale in ``scales_target``
+    sources: tuple[ReadItem, ...]  # single-row items, sorted by ``target_offset``
     scale: float | None = None  # each value is so many times the sum of its sources; ``None``: each has at most one
 
     @property
@@ -140,8 +140,8 @@ class RequantizeItem:
         return sum(item.nbytes for item in self.sources)
 
     def part(self, start: int, stop: int) -> RequantizeItem:
-        """The part in ``[start, stop)`` of the slot; ``start`` is the first element of a block."""
-        blocks = (start - self.start) // self.target.numel if self.target is not None else 0
+        """The part in ``[start, stop)`` of the target; ``start`` is the first element of a block."""
+        blocks = (start - self.start) // self.blocks.numel if self.blocks is not None else 0
         sources = clip_items(self.sources, start, stop, disjoint=self.scale is None)
         return replace(self, start=start, numel=stop - start, scales_start=self.scales_start + blocks, sources=sources)
 
@@ -151,10 +151,10 @@ class ReadPlan:
     """The reads of one rank."""
 
     files: tuple[SourceFile, ...]
-    slots: tuple[Slot, ...]
+    targets: tuple[TargetTensor, ...]
     items: tuple[ReadItem, ...]  # sorted by file and offset, neighbours joined
     requantize_items: tuple[RequantizeItem, ...] = ()
-    shares: tuple[BroadcastRange, ...] = ()  # who reads what of the replicated slots; the same on every rank
+    shares: tuple[BroadcastRange, ...] = ()  # who reads what of the replicated targets; the same on every rank
 
     @property
     def files_read(self) -> set[int]:
@@ -162,21 +162,21 @@ class ReadPlan:
         return {item.file for item in chain(self.items, *(each.sources for each in self.requantize_items))}
 
     def by_flat(self) -> dict[int, tuple[list[int], ReadPlan]]:
-        """Per flat partition (``-1``: buffers and frozen parameters), the numbers of its slots, and their plan."""
+        """Per flat partition (``-1``: buffers and frozen parameters), the numbers of its targets, and their plan."""
         numbers: dict[int, list[int]] = {}
-        for number, slot in enumerate(self.slots):
-            numbers.setdefault(slot.flat, []).append(number)
+        for number, target in enumerate(self.targets):
+            numbers.setdefault(target.flat, []).append(number)
         parts = {}
         for flat, members in numbers.items():
             new = {-1: -1} | {old: at for at, old in enumerate(members)}
-            slots = tuple(self.slots[number] for number in members)
-            items = (replace(item, slot=new[item.slot]) for item in self.items if item.slot in new)
+            targets = tuple(self.targets[number] for number in members)
+            items = (replace(item, target=new[item.target]) for item in self.items if item.target in new)
             requantize = (
-                replace(each, slot=new[each.slot], scales_slot=new[each.scales_slot])
+                replace(each, target=new[each.target], scales_target=new[each.scales_target])
                 for each in self.requantize_items
-                if each.slot in new
+                if each.target in new
             )
-            parts[flat] = members, ReadPlan(self.files, slots, tuple(items), tuple(requantize))
+            parts[flat] = members, ReadPlan(self.files, targets, tuple(items), tuple(requantize))
         return parts
 
 
@@ -187,7 +187,7 @@ class ReplicaCheck:
     name: str
     key: str
     numel: int
-    replicas: tuple[tuple[ReadItem, ...], ...]  # each in single-row items, sorted by ``slot_offset``, from 0 on
+    replicas: tuple[tuple[ReadItem, ...], ...]  # each in single-row items, sorted by ``target_offset``, from 0 on
     taken: str = "first"  # how differing replicas are resolved: ``first`` or ``mean``
     is_guess: bool = False  # only equal shapes suggest that these are replicas
     start: int = 0  # first element among those that all ranks compare together
@@ -202,7 +202,7 @@ class ReplicaCheck:
     def part(self, start: int, stop: int) -> ReplicaCheck:
         """The check of a range of its elements, counted from its first one."""
         replicas = tuple(
-            tuple(replace(item, slot_offset=item.slot_offset - start) for item in clip_items(replica, start, stop))
+            tuple(replace(item, target_offset=item.target_offset - start) for item in clip_items(replica, start, stop))
             for replica in self.replicas
         )
         return replace(self, numel=stop - start, replicas=replicas, start=self.start + start)

@@ -14,7 +14,7 @@ from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.fqn import ExpertSlice, slices
 from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, WEIGHTS
-from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, Slot
+from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, TargetTensor
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
@@ -22,7 +22,7 @@ from elastic_ckpt.engines.coordinates import expert_fqns, model_of, stacked_expe
 from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, dtype_name, tensor_of
 from elastic_ckpt.errors import UnsupportedError
 
-#: Executes (part of) a plan: reads into one tensor per slot.
+#: Executes (part of) a plan: reads into one tensor per target.
 ReadPart = Callable[[ReadPlan, Sequence[torch.Tensor]], None]
 Params = Sequence[Sequence[torch.nn.Parameter]]
 
@@ -168,36 +168,36 @@ class EngineAdapter(ABC):
         return tuple(part.name for param in params for part in self._parts[param])
 
     def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
-        """Read every slot of the plan into live memory, allocated where the engine has none yet. Local.
+        """Read every target of the plan into live memory, allocated where the engine has none yet. Local.
 
-        ``read`` is called with the reads and a tensor for each slot; once per flat partition, if the engine's memory is
-        not all there at a time. Returns the tensors of slots that are still in memory, by number.
+        ``read`` is called with the reads and a tensor for each target; once per flat partition, if the engine's memory
+        is not all there at a time. Returns the tensors of targets that are still in memory, by number.
         """
         tensors = self.memory(plan.reads)
         read(plan.reads, tensors)
         return dict(enumerate(tensors))
 
     def memory(self, plan: ReadPlan) -> list[torch.Tensor]:
-        """A tensor for every slot; allocates new optimizer states, and fills gaps in states with their zero."""
-        states: dict[int, list[Slot]] = {}
-        for slot in plan.slots:
-            if slot.key not in WEIGHTS:
-                states.setdefault(slot.flat, []).append(slot)
-        for flat, slots in states.items():
-            self.schema.allocate(self.param(flat), slots)
+        """A tensor for every target; allocates new optimizer states, and fills gaps in states with their zero."""
+        states: dict[int, list[TargetTensor]] = {}
+        for target in plan.targets:
+            if target.key not in WEIGHTS:
+                states.setdefault(target.flat, []).append(target)
+        for flat, targets in states.items():
+            self.schema.allocate(self.param(flat), targets)
         tensors: list[torch.Tensor] = []
-        for slot in plan.slots:
-            if slot.key in WEIGHTS:
-                tensors.append(self.masters[slot.flat].data if slot.key == MASTER else self.whole_data(slot))
+        for target in plan.targets:
+            if target.key in WEIGHTS:
+                tensors.append(self.masters[target.flat].data if target.key == MASTER else self.whole_data(target))
                 continue
-            tensors.append(self.base.state[self.masters[slot.flat]][slot.key])
-            for gap in slot.gaps:
-                tensors[-1].view(-1)[gap.start : gap.stop].fill_(slot.fill)
+            tensors.append(self.base.state[self.masters[target.flat]][target.key])
+            for gap in target.gaps:
+                tensors[-1].view(-1)[gap.start : gap.stop].fill_(target.fill)
         return tensors
 
-    def whole_data(self, slot: Slot) -> torch.Tensor:
+    def whole_data(self, target: TargetTensor) -> torch.Tensor:
         """Live memory of a buffer or a frozen parameter."""
-        return (self.buffers if slot.key == BUFFER else self.frozen)[slot.name].data
+        return (self.buffers if target.key == BUFFER else self.frozen)[target.name].data
 
     def set_scalars_and_groups(self, plan: LoadPlan) -> None:
         """Set scalar states and hyperparameters, if the plan restores them. Local."""

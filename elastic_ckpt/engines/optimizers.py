@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ckpt.core.read_plan import Slot
+from elastic_ckpt.core.read_plan import TargetTensor
 from elastic_ckpt.core.state_kinds import (
     COMPANIONS,
     ELEMENTWISE,
@@ -125,26 +125,26 @@ class StateSchema:
         uncounted = self._step is None or self._base.param_groups[param.group].get("use_muon")
         return tuple(sorted((*self._scalars, *(() if uncounted else ("step",)))))
 
-    def allocate(self, param: OptimizerParam, slots: Sequence[Slot]) -> None:
-        """Give the optimizer's state one live tensor per slot, and no other; a tensor that fits is kept.
+    def allocate(self, param: OptimizerParam, targets: Sequence[TargetTensor]) -> None:
+        """Give the optimizer's state one live tensor per target, and no other; a tensor that fits is kept.
 
-        Tensors of the master's size are not filled: each element of a slot is read or in a gap, and writing zeros first
-        would write each page twice.
+        Tensors of the master's size are not filled: each element of a target is read or in a gap, and writing zeros
+        first would write each page twice.
         """
         master, state = param.master, self._base.state[param.master]
-        for key in set(state) - {slot.key for slot in slots}:
+        for key in set(state) - {target.key for target in targets}:
             del state[key]
-        for slot in slots:
-            rows = (slot.rows,) if slot.rows > 1 else ()
-            shape = rows + tuple(master.shape) if slot.layout == ELEMENTWISE else slot.shape
-            dtype: torch.dtype = getattr(torch, slot.dtype)
-            live = state.get(slot.key)
+        for target in targets:
+            rows = (target.rows,) if target.rows > 1 else ()
+            shape = rows + tuple(master.shape) if target.layout == ELEMENTWISE else target.shape
+            dtype: torch.dtype = getattr(torch, target.dtype)
+            live = state.get(target.key)
             if isinstance(live, torch.Tensor) and tuple(live.shape) == shape and live.dtype == dtype:
                 continue
             if shape == tuple(master.shape):
-                state[slot.key] = torch.empty_like(master.data, dtype=dtype, memory_format=torch.preserve_format)
+                state[target.key] = torch.empty_like(master.data, dtype=dtype, memory_format=torch.preserve_format)
             else:
-                state[slot.key] = torch.zeros(shape, dtype=dtype, device=master.device)
+                state[target.key] = torch.zeros(shape, dtype=dtype, device=master.device)
 
     def set_scalars(self, param: OptimizerParam, values: Mapping[str, Any]) -> None:
         """Set scalar states, each a separate object, since optimizers update them in place; unlisted ones as saved."""
@@ -307,10 +307,10 @@ class BitsAndBytesSchema(StateSchema):
                 probe.mng.pid2config[id(param.master)] = override
         return probe
 
-    def allocate(self, param: OptimizerParam, slots: Sequence[Slot]) -> None:
+    def allocate(self, param: OptimizerParam, targets: Sequence[TargetTensor]) -> None:
         """Has bitsandbytes make the tensors, which shares its codebooks."""
         state, group = self._base.state[param.master], self._base.param_groups[param.group]
-        live = [(state.get(slot.key), slot) for slot in slots]
+        live = [(state.get(target.key), target) for target in targets]
         if all(isinstance(it, torch.Tensor) and (it.numel(), dtype_name(it)) == (s.numel, s.dtype) for it, s in live):
             return
         state.clear()

@@ -22,7 +22,7 @@ from elastic_ckpt.core.chunks import group_rules, parameter_rules, placements
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.local_state import LocalState, WholeTensor
 from elastic_ckpt.core.metadata import FROZEN
-from elastic_ckpt.core.read_plan import LoadPlan, Slot
+from elastic_ckpt.core.read_plan import LoadPlan, TargetTensor
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines.adapter import EngineAdapter, Params, ReadPart
@@ -232,10 +232,10 @@ class Zero3Adapter(EngineAdapter):
                 optimizer.optimizer_swapper.swap_out_optimizer_state(parameter=master, async_swap=False)
                 master.grad = None  # a view of the swap buffer just returned
 
-    def whole_data(self, slot: Slot) -> torch.Tensor:
-        if slot.key != FROZEN:
-            return super().whole_data(slot)
-        return self.frozen[slot.name].ds_tensor.data.view(-1)[: slot.numel]
+    def whole_data(self, target: TargetTensor) -> torch.Tensor:
+        if target.key != FROZEN:
+            return super().whole_data(target)
+        return self.frozen[target.name].ds_tensor.data.view(-1)[: target.numel]
 
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         """The low-precision part follows ``_rigid_load_state_dict`` (stage3.py); on NVMe it is done.

@@ -1,4 +1,4 @@
-"""Turns a plan's items into reads: joined, split, and sorted by whether ``preadv`` can write into their slot."""
+"""Turns a plan's items into reads: joined, split, and sorted by whether ``preadv`` can write into their target."""
 
 from __future__ import annotations
 
@@ -73,20 +73,21 @@ DirectRead = tuple[int, int, int, tuple[memoryview, ...]]
 def sort_reads(
     plan: ReadPlan, tensors: Sequence[torch.Tensor], options: ReadOptions
 ) -> tuple[list[DirectRead], list[ReadItem]]:
-    """The reads that execute the items of a plan, in file order; ``tensors`` are the live tensors of its slots.
+    """The reads that execute the items of a plan, in file order; ``tensors`` are the live tensors of its targets.
 
     Returns reads straight into the tensors, and items that pass through a staging buffer, none larger than one: each
-    row is a ``preadv``, and rows are contiguous in the slot.
+    row is a ``preadv``, and rows are contiguous in the target.
     """
-    for slot, tensor in zip(plan.slots, tensors, strict=True):
-        if tensor.numel() != slot.numel:
-            raise ValueError(f"{slot.key} {slot.name}: the plan is for {slot.numel} elements, not {tensor.numel()}")
+    for target, tensor in zip(plan.targets, tensors, strict=True):
+        if tensor.numel() != target.numel:
+            what = f"{target.key} {target.name}"
+            raise ValueError(f"{what}: the plan is for {target.numel} elements, not {tensor.numel()}")
     views = [_bytes_of(tensor) for tensor in tensors]
     direct: list[Iterable[tuple[int, int, memoryview]]] = []
     staged: list[ReadItem] = []
     for item in plan.items:
-        view = views[item.slot]
-        if view is not None and item.dtype == plan.slots[item.slot].dtype:
+        view = views[item.target]
+        if view is not None and item.dtype == plan.targets[item.target].dtype:
             direct.append(_rows(item, view))
         else:
             staged += _staged(item, options.staged_nbytes)
@@ -102,7 +103,7 @@ def staged_reads(plan: ReadPlan, options: ReadOptions) -> tuple[int, int]:
 
 def parts_of(item: RequantizeItem, staging_nbytes: int) -> Iterator[RequantizeItem]:
     """Split an item into parts that need at most ``staging_nbytes`` of memory, but at least one block; skip gaps."""
-    block = 1 if item.target is None else item.target.numel
+    block = 1 if item.blocks is None else item.blocks.numel
     step = max(staging_nbytes // _NBYTES_PER_ELEMENT // block, 1) * block
     for start in range(item.start, item.stop, step):
         part = item.part(start, min(start + step, item.stop))
@@ -140,11 +141,11 @@ def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[Direct
 
 def _rows(item: ReadItem, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
     itemsize = ITEMSIZE[item.dtype]
-    nbytes, file_step, slot_step = (n * itemsize for n in (item.numel, item.file_stride, item.slot_stride))
-    start, offset = item.slot_offset * itemsize, item.byte_offset
+    nbytes, file_step, target_step = (n * itemsize for n in (item.numel, item.file_stride, item.target_stride))
+    start, offset = item.target_offset * itemsize, item.byte_offset
     for _ in range(item.rows):
         yield item.file, offset, view[start : start + nbytes]
-        start, offset = start + slot_step, offset + file_step
+        start, offset = start + target_step, offset + file_step
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
@@ -159,17 +160,17 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
 
 
 def _staged(item: ReadItem, step_nbytes: int) -> Iterator[ReadItem]:
-    """Contiguous rows of the slot, as many as fit into a buffer; longer rows are split."""
+    """Contiguous rows of the target, as many as fit into a buffer; longer rows are split."""
     itemsize = ITEMSIZE[item.dtype]
-    at_once = step_nbytes // (item.numel * itemsize) if item.rows > 1 and item.slot_stride == item.numel else 0
+    at_once = step_nbytes // (item.numel * itemsize) if item.rows > 1 and item.target_stride == item.numel else 0
     if at_once > 1:
         for first in range(0, item.rows, at_once):
             rows = min(at_once, item.rows - first)
-            yield replace(item.row(first), rows=rows, file_stride=item.file_stride, slot_stride=item.slot_stride)
+            yield replace(item.row(first), rows=rows, file_stride=item.file_stride, target_stride=item.target_stride)
         return
     step = step_nbytes // itemsize
     for row in map(item.row, range(item.rows)):
-        yield from (row.clip(start, start + step) for start in range(row.slot_offset, row.slot_stop, step))
+        yield from (row.clip(start, start + step) for start in range(row.target_offset, row.target_stop, step))
 
 
 def _joined(ranges: Iterable[tuple[int, int, memoryview]], options: ReadOptions) -> Iterator[DirectRead]:

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, SourceFile
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, in_file_order
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor, in_file_order
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -95,7 +95,7 @@ def _read(
     files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], options: ReadOptions
 ) -> list[list[torch.Tensor]]:
     """The values of each replica of each check; decoded where :func:`_dtype_of` says so."""
-    slots: list[Slot] = []
+    targets: list[TargetTensor] = []
     found: list[list[torch.Tensor]] = []
     items: list[ReadItem] = []
     requantize: list[RequantizeItem] = []
@@ -103,15 +103,15 @@ def _read(
         numel, dtype = check.numel, _dtype_of(check)
         found.append([])
         for replica in check.replicas:
-            sources = tuple(replace(item, slot=len(slots)) for item in replica)
+            sources = tuple(replace(item, target=len(targets)) for item in replica)
             if dtype == _WIDEST:
-                requantize.append(RequantizeItem(len(slots), 0, numel, None, -1, 0, sources))
+                requantize.append(RequantizeItem(len(targets), 0, numel, None, -1, 0, sources))
             else:
                 items += sources
-            slots.append(Slot("", 0, "", numel, dtype))
+            targets.append(TargetTensor("", 0, "", numel, dtype))
             is_full = sum(item.numel for item in replica) >= numel
             found[-1].append((torch.empty if is_full else torch.zeros)(numel, dtype=getattr(torch, dtype)))
-    plan = ReadPlan(files, tuple(slots), in_file_order(items), tuple(requantize))
+    plan = ReadPlan(files, tuple(targets), in_file_order(items), tuple(requantize))
     execute(plan, list(chain.from_iterable(found)), options, show_progress=False)
     return found
 

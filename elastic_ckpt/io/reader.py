@@ -1,8 +1,8 @@
-"""Executes a read plan: file bytes straight into the memory of the slots, from a pool of threads or the caller's own.
+"""Executes a read plan: file bytes straight into the memory of the targets, from a pool of threads or the caller's own.
 
-An item whose slot is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor, and
+An item whose target is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor, and
 adjacent ranges of a file share a call. Any other item (other dtype, accelerator, strided tensor) is *staged* through
-staging buffers of fixed size (:mod:`elastic_ckpt.io.staging`). Of replicated slots each data-parallel rank reads its
+staging buffers of fixed size (:mod:`elastic_ckpt.io.staging`). Of replicated targets each data-parallel rank reads its
 shares, which are broadcast afterwards.
 """
 
@@ -82,9 +82,9 @@ def execute(
     show_progress: bool,
     sums: ReadSums | None = None,
 ) -> ReadStats:
-    """Execute every item of a plan, whose slots are these tensors; ``sums`` sums up what is read. Local.
+    """Execute every item of a plan, whose targets are these tensors; ``sums`` sums up what is read. Local.
 
-    Raises :class:`DamagedError` for a file that ended early or could not be read; slots are then partly overwritten.
+    Raises :class:`DamagedError` for a file that ended early or could not be read; targets are then partly overwritten.
     """
     direct, staged = sort_reads(plan, tensors, options)
     parts = [part for item in plan.requantize_items for part in parts_of(item, options.requantize_nbytes)]
@@ -93,10 +93,10 @@ def execute(
     total, show = copied_nbytes + sum(part.nbytes for part in parts), options.progress if show_progress else False
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar("elastic_ckpt", total, show, leave=False))
-        devices = {tensors[slot].device for slot in {item.slot for item in staged}}
+        devices = {tensors[target].device for target in {item.target for item in staged}}
         staging = [StagingBuffers(options.staged_nbytes, devices) for _ in range(options.threads if staged else 0)]
         for buffers in staging:
-            stack.callback(buffers.finish)  # after a failure too: no transfer may outlive its slot
+            stack.callback(buffers.finish)  # after a failure too: no transfer may outlive its target
         reader = _Reader(plan, tensors, sums, staging)
         stack.callback(reader.close)
         run: Callable[..., Iterator[Any]] = map
@@ -143,7 +143,7 @@ class _Reader:
             for number in range(item.rows):
                 row = buffer[number * row_nbytes : (number + 1) * row_nbytes]
                 self._read(item.file, item.byte_offset + number * stride_nbytes, [row])
-            staging.deliver(nbytes, item.dtype, self._tensors[item.slot], item.slot_offset)
+            staging.deliver(nbytes, item.dtype, self._tensors[item.target], item.target_offset)
         finally:
             self._staging.put(staging)
         return nbytes
@@ -153,8 +153,8 @@ class _Reader:
             return requantize(item, self._tensors, self._read_bytes)
         except DamagedError as error:
             if error.file is None:  # values carry neither their state nor their file
-                slot = self._plan.slots[item.slot]
-                error.parameter = f"{slot.key} of flat partition {slot.flat}"
+                target = self._plan.targets[item.target]
+                error.parameter = f"{target.key} of flat partition {target.flat}"
                 error.file = self._plan.files[item.sources[0].file].path
             raise
 
@@ -229,14 +229,14 @@ def check_files(plan: ReadPlan) -> None:
 def exchange_shares(plan: ReadPlan, tensors: Mapping[int, torch.Tensor], group: Any) -> int:
     """Broadcast every share of an executed plan from its owner. Collective over the data-parallel group.
 
-    ``tensors``: of every replicated slot. Returns the bytes that this rank received.
+    ``tensors``: of every replicated target. Returns the bytes that this rank received.
     """
     members = dist.get_process_group_ranks(group) if plan.shares else []
     me = dist.get_rank(group=group) if plan.shares else 0
     received_nbytes = 0
     for bucket in _buckets(plan, tensors):
         owner = bucket[0].owner
-        parts = [tensors[s.slot].detach().view(-1)[s.range.start : s.range.stop] for s in bucket]
+        parts = [tensors[s.target].detach().view(-1)[s.range.start : s.range.stop] for s in bucket]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         # as bytes: not every backend knows every dtype
         wait(dist.broadcast(joined.view(torch.uint8), src=members[owner], group=group, async_op=True))
@@ -253,7 +253,7 @@ def _buckets(plan: ReadPlan, tensors: Mapping[int, torch.Tensor]) -> Iterator[li
     """Shares of one owner, dtype and device that fit into a bucket together, or one larger share."""
     kinds: dict[tuple[int, torch.dtype, torch.device], list[BroadcastRange]] = {}
     for share in plan.shares:
-        tensor = tensors[share.slot]
+        tensor = tensors[share.target]
         kinds.setdefault((share.owner, tensor.dtype, tensor.device), []).append(share)
     for (_, dtype, _), shares in kinds.items():
         yield from in_buckets(shares, [share.range.numel * dtype.itemsize for share in shares])

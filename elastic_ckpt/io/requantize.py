@@ -43,20 +43,20 @@ class ReadStats:
 
 
 def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: ReadBytes) -> ReadStats:
-    """Fill a range of a slot, and of the slot of its scales; :class:`DamagedError` if values cannot be quantized."""
+    """Fill a range of a target, and of that of its scales; :class:`DamagedError` if values cannot be quantized."""
     nbytes = nbytes_read(item)
     blocks, worst_error = 0, 0.0
-    if item.target is not None:
-        blocks, worst_error = _to_codes(item, item.target, tensors, read)
+    if item.blocks is not None:
+        blocks, worst_error = _to_codes(item, item.blocks, tensors, read)
     elif item.scale is None:
         for source in item.sources:
-            write_flat(tensors[item.slot], source.slot_offset, _source(source, read)[0])
+            write_flat(tensors[item.target], source.target_offset, _source(source, read)[0])
     else:  # in double precision, in which equal shares sum exactly to the original
         total = torch.zeros(item.numel, dtype=torch.float64)
         for source in item.sources:
-            here = slice(source.slot_offset - item.start, source.slot_stop - item.start)
+            here = slice(source.target_offset - item.start, source.target_stop - item.start)
             total[here] += _source(source, read)[0]
-        write_flat(tensors[item.slot], item.start, total * item.scale)
+        write_flat(tensors[item.target], item.start, total * item.scale)
     return ReadStats(nbytes, 1, nbytes, blocks, worst_error)
 
 
@@ -71,7 +71,7 @@ def _to_codes(
     # the least and greatest scale among a block's source elements: if equal, its codes can stay
     least, greatest = torch.full((padded,), torch.inf), torch.full((padded,), -torch.inf)
     for source in item.sources:
-        here = slice(source.slot_offset - item.start, source.slot_stop - item.start)
+        here = slice(source.target_offset - item.start, source.target_stop - item.start)
         values[here], raw, source_scales = _source(source, read)
         if source_scales is not None and source.code is not None and source.code.format.codebook == target.codebook:
             codes[here] = raw
@@ -85,8 +85,8 @@ def _to_codes(
     if mixed.any():
         mixed_codes, scales[mixed], worst_error = encode(values.view(blocks, -1)[mixed], target.codebook)
         codes.view(blocks, -1)[mixed] = mixed_codes
-    tensors[item.slot].view(-1)[item.start : item.stop].copy_(codes[: item.numel])
-    tensors[item.scales_slot].view(-1)[item.scales_start : item.scales_start + blocks].copy_(scales)
+    tensors[item.target].view(-1)[item.start : item.stop].copy_(codes[: item.numel])
+    tensors[item.scales_target].view(-1)[item.scales_start : item.scales_start + blocks].copy_(scales)
     return int(mixed.sum()), worst_error
 
 

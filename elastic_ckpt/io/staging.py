@@ -1,6 +1,6 @@
 """The memory that is read into: pages of fresh tensors, mapped beforehand, and staging buffers for all others.
 
-A read into a staging buffer takes one of two: while it is read into, the other is copied into its slot. For an
+A read into a staging buffer takes one of two: while it is read into, the other is copied into its target. For an
 accelerator the copy is asynchronous, from pinned memory on a stream of its own, so that disk and bus overlap. Memory is
 bounded, whatever the size of the plan.
 """
@@ -71,18 +71,18 @@ def _libc() -> Any:
 
 
 class Transfer:
-    """Copies values from host buffers into slots of one device.
+    """Copies values from host buffers into targets of one device.
 
     Into an accelerator, on a stream beside the computation's: bytes travel in the file's dtype and are converted there,
     which halves the traffic if 16-bit values become 32-bit ones. Into host memory, synchronously. Create it on the
-    thread that prepared the slots: its stream is waited for, and to its device pinned memory belongs.
+    thread that prepared the targets: its stream is waited for, and to its device pinned memory belongs.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         if self._stream is not None:
-            # slots were allocated, and their gaps filled, on the stream of the computation
+            # targets were allocated, and their gaps filled, on the stream of the computation
             self._stream.wait_stream(torch.get_device_module(device).current_stream(device))
 
     def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None] | None:
@@ -98,13 +98,13 @@ class Transfer:
             return self._stream.record_event().synchronize
 
     def finish(self) -> None:
-        """Wait until all is written. Slots may then be used on any stream."""
+        """Wait until all is written. Targets may then be used on any stream."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class StagingBuffers:
-    """Two host buffers in turn, for one thread at a time and slots on some devices; created as :class:`Transfer`."""
+    """Two host buffers in turn, for one thread at a time and targets on some devices; created as :class:`Transfer`."""
 
     def __init__(self, buffer_nbytes: int, devices: Collection[torch.device]) -> None:
         pinned = any(device.type != "cpu" for device in devices)
@@ -126,7 +126,7 @@ class StagingBuffers:
         self._turn = 1 - self._turn
 
     def finish(self) -> None:
-        """Wait until everything delivered is in its slots."""
+        """Wait until everything delivered is in its targets."""
         for transfer in self._transfers.values():
             transfer.finish()
 

@@ -129,7 +129,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             with clock("metadata"):
                 differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
             look_again(reopen=False)
-            shared = [(s.key, s.name, s.flat, s.numel, s.dtype) for s in plan.reads.slots if s.replicated]
+            shared = [(s.key, s.name, s.flat, s.numel, s.dtype) for s in plan.reads.targets if s.replicated]
             digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
             return RankPlan(at.mp_rank, digest, differences, plan.may_differ, plan.notes, host.runs_code)
 

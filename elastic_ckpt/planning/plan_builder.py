@@ -1,4 +1,4 @@
-"""Collects the slots of one rank's plan, and the items that fill them. Pure."""
+"""Collects the targets of one rank's plan, and the items that fill them. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from elastic_ckpt.core.metadata import (
     converts_exactly,
     is_floating,
 )
-from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem, Slot, in_file_order
+from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem, TargetTensor, in_file_order
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
@@ -46,7 +46,7 @@ _VALUES_DTYPE = "float32"
 
 @dataclass
 class PlanBuilder:
-    """Collects slots and the items that fill them.
+    """Collects targets and the items that fill them.
 
     Args:
         metadata, local_state: the checkpoint, under live names, and the live engine.
@@ -60,7 +60,7 @@ class PlanBuilder:
     may_change: bool
     blocks: int = 0
     _tiled: set[tuple[str, str]] = field(default_factory=set)
-    _slots: list[Slot] = field(default_factory=list)
+    _targets: list[TargetTensor] = field(default_factory=list)
     _items: list[ReadItem] = field(default_factory=list)
     _requantize_items: list[RequantizeItem] = field(default_factory=list)
     #: (key, saved dtype, live dtype) of rounded masters and states
@@ -82,7 +82,7 @@ class PlanBuilder:
             by_flat[fragment.flat].append(fragment)
         for flat in self.local_state.flats:
             fragments = by_flat[flat.index]
-            link, first = StateLink(LiveState(MASTER, flat.dtype), MASTER), len(self._slots)
+            link, first = StateLink(LiveState(MASTER, flat.dtype), MASTER), len(self._targets)
             self._add_state(flat, link, fragments, [each for each in fragments if each.name in matching.restored])
             stateful = [fragment for fragment in fragments if fragment.name in states.stateful]
             for link in states.links.get(flat.index, ()):
@@ -94,7 +94,7 @@ class PlanBuilder:
                 self._add_whole(whole)
         return ReadPlan(
             files=self.metadata.files,
-            slots=tuple(self._slots),
+            targets=tuple(self._targets),
             items=in_file_order(self._items),
             requantize_items=tuple(self._requantize_items),
             shares=tuple(self._sharing.shares),
@@ -152,38 +152,38 @@ class PlanBuilder:
         dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
         for part in parts:
             self._check_dtype(part, live.key, part.tensor.dtype, dtype)
-        self._add_values(_state_slot(flat, live, live.rows * numel, dtype, shape), parts)
+        self._add_values(_state_target(flat, live, live.rows * numel, dtype, shape), parts)
 
     def _add_padding(self, first: int, fragments: Sequence[Fragment]) -> None:
-        """Have the slots from one on filled to the last element, if one rank of the save owned just these fragments.
+        """Have the targets from one on filled to the last element, if one rank of the save owned just these fragments.
 
         What an unknown optimizer has in padding is not known, and norms of partitions count it.
         """
-        for number, slot in enumerate(self._slots[first:], start=first):
+        for number, target in enumerate(self._targets[first:], start=first):
             # below ZeRO-3, masters are saved without it
-            if slot.layout != ELEMENTWISE or (slot.key == MASTER and self.metadata.source.zero_stage < 3):
+            if target.layout != ELEMENTWISE or (target.key == MASTER and self.metadata.source.zero_stage < 3):
                 continue
-            if (place := self._flat_tensor_of(slot, fragments)) is not None:
-                self._slots[number] = replace(slot, gaps=())
-                for gap in slot.gaps:
-                    begin = place[1] + gap.start * ITEMSIZE[slot.dtype]
-                    self._items.append(ReadItem(place[0], begin, number, gap.start, gap.numel, slot.dtype))
+            if (place := self._flat_tensor_of(target, fragments)) is not None:
+                self._targets[number] = replace(target, gaps=())
+                for gap in target.gaps:
+                    begin = place[1] + gap.start * ITEMSIZE[target.dtype]
+                    self._items.append(ReadItem(place[0], begin, number, gap.start, gap.numel, target.dtype))
 
-    def _flat_tensor_of(self, slot: Slot, fragments: Sequence[Fragment]) -> tuple[int, int] | None:
-        """File and byte offset of the one saved flat tensor that is just a slot, padding included."""
+    def _flat_tensor_of(self, target: TargetTensor, fragments: Sequence[Fragment]) -> tuple[int, int] | None:
+        """File and byte offset of the one saved flat tensor that is just a target, padding included."""
         places: set[tuple[int, int, int]] = set()
         for fragment in fragments:
-            tensor = self.metadata.tensors.get((fragment.name, slot.key))
-            if tensor is None or slot.rows > 1 or slot.dtype != tensor.dtype or self._is_resharded(fragment.name):
+            tensor = self.metadata.tensors.get((fragment.name, target.key))
+            if tensor is None or target.rows > 1 or target.dtype != tensor.dtype or self._is_resharded(fragment.name):
                 return None
             source = tensor.sources[self._tp_rank if tensor.shards else 0]
             chunks = source.within(fragment.range.start, fragment.range.stop)
             if not isinstance(source, PartitionedChunks) or [chunk.range for chunk in chunks] != [fragment.range]:
                 return None
-            begin = chunks[0].byte_offset - fragment.flat_offset * ITEMSIZE[slot.dtype]
+            begin = chunks[0].byte_offset - fragment.flat_offset * ITEMSIZE[target.dtype]
             places.add((chunks[0].file, begin, source.flat.numel))
         (file, begin, numel) = places.pop() if len(places) == 1 else (0, 0, -1)
-        return (file, begin) if numel == slot.numel else None
+        return (file, begin) if numel == target.numel else None
 
     def _add_whole(self, whole: WholeTensor) -> None:
         part = self._part(Fragment(whole.name, whole.shape, whole.range, -1, 0), whole.key)
@@ -194,8 +194,8 @@ class PlanBuilder:
             problem, both = f"dtype of this {whole.key} differs", (f"{whole.dtype} in the live model", f"{saved} saved")
             raise self.metadata.error(MismatchError, problem, whole.name, *both)
         replicated = whole.replicated and not (whole.key == BUFFER and self.metadata.buffers_of_this_rank)
-        slot = Slot(whole.key, -1, whole.name, whole.range.numel, whole.dtype, (), replicated)
-        self._add_values(slot, [part])
+        target = TargetTensor(whole.key, -1, whole.name, whole.range.numel, whole.dtype, (), replicated)
+        self._add_values(target, [part])
         if saved != whole.dtype:
             self._converted.setdefault((whole.key, saved, whole.dtype), []).append(whole.name)
 
@@ -211,22 +211,22 @@ class PlanBuilder:
     def _is_resharded(self, name: str) -> bool:
         return (name, "") in self.resharding
 
-    def _add_values(self, slot: Slot, parts: Sequence[FragmentSource]) -> None:
-        """A slot filled with values: unchanged, converted or summed."""
-        number, row_numel = len(self._slots), slot.numel // slot.rows
-        self._slots.append(replace(slot, gaps=gaps_of(parts, slot.rows, row_numel)))
-        mine = self._sharing.mine(number, slot.numel, slot.dtype) if slot.replicated else None
+    def _add_values(self, target: TargetTensor, parts: Sequence[FragmentSource]) -> None:
+        """A target filled with values: unchanged, converted or summed."""
+        number, row_numel = len(self._targets), target.numel // target.rows
+        self._targets.append(replace(target, gaps=gaps_of(parts, target.rows, row_numel)))
+        mine = self._sharing.mine(number, target.numel, target.dtype) if target.replicated else None
         for part in parts:
-            for row in range(slot.rows):
-                to_slot, wanted = part.to_slot(row, row_numel), part.fragment.range
+            for row in range(target.rows):
+                to_target, wanted = part.to_target(row, row_numel), part.fragment.range
                 if mine is not None:
-                    inside = FlatRange(wanted.start + to_slot, wanted.stop + to_slot).intersect(mine)
+                    inside = FlatRange(wanted.start + to_target, wanted.stop + to_target).intersect(mine)
                     if inside is None:
                         continue
-                    wanted = FlatRange(inside.start - to_slot, inside.stop - to_slot)
-                items = read_items(part.tensor, part.sources, wanted, number, to_slot, row, slot.rows)
+                    wanted = FlatRange(inside.start - to_target, inside.stop - to_target)
+                items = read_items(part.tensor, part.sources, wanted, number, to_target, row, target.rows)
                 if part.sources.scale is not None:
-                    start, sources = wanted.start + to_slot, rows_in_order(items)
+                    start, sources = wanted.start + to_target, rows_in_order(items)
                     summed = RequantizeItem(number, start, wanted.numel, None, -1, 0, sources, part.sources.scale)
                     self._requantize_items.append(summed)
                 else:  # chunks tile their shard, so that each element is written once
@@ -236,7 +236,7 @@ class PlanBuilder:
         self, flat: FlatPartition, live: LiveState, parts: Sequence[FragmentSource], row_numel: int
     ) -> None:
         """A state that is quantized in the checkpoint, in the live optimizer, or in both."""
-        number, rows, target = len(self._slots), live.rows, live.blocks
+        number, rows, live_blocks = len(self._targets), live.rows, live.blocks
         for part in parts:
             if part.sources.scale is not None:
                 problem = f"{live.key} is quantized, and would have to be averaged or added up over ranks"
@@ -245,28 +245,30 @@ class PlanBuilder:
                 raise self.metadata.error(MismatchError, problem, part.fragment.name, *both, remedy)
             if not part.tensor.is_empty:  # else it does not show whether it was quantized
                 saved = _VALUES_DTYPE if part.tensor.is_quantized else part.tensor.dtype
-                self._check_dtype(part, live.key, saved, live.dtype if target is None else _VALUES_DTYPE)
-        slots = [replace(_state_slot(flat, live, rows * row_numel, live.dtype), gaps=gaps_of(parts, rows, row_numel))]
-        blocks, scales_slot = 0, -1
-        if target is not None:
-            blocks, scales_slot = target.blocks(row_numel), number + 1
+                self._check_dtype(part, live.key, saved, live.dtype if live_blocks is None else _VALUES_DTYPE)
+        values = _state_target(flat, live, rows * row_numel, live.dtype)
+        targets = [replace(values, gaps=gaps_of(parts, rows, row_numel))]
+        blocks, scales_target = 0, -1
+        if live_blocks is not None:
+            blocks, scales_target = live_blocks.blocks(row_numel), number + 1
             scales = rows * blocks
             every = (FlatRange(0, scales),)  # scales of blocks without saved elements
-            slots.append(Slot(target.scales, flat.index, "", scales, SCALE_DTYPE, every, flat.replicated, rows=rows))
+            what = live_blocks.scales, flat.index, "", scales, SCALE_DTYPE
+            targets.append(TargetTensor(*what, every, flat.replicated, rows=rows))
             self.blocks += scales
-        self._slots += slots
+        self._targets += targets
         if flat.replicated:
-            together = [(number + index, slot.numel, slot.dtype) for index, slot in enumerate(slots)]
+            together = [(number + index, target.numel, target.dtype) for index, target in enumerate(targets)]
             if not self._sharing.whole(together):
                 return
         for row in range(rows):
             sources: list[ReadItem] = []
             for part in parts:
-                to_slot = part.to_slot(row, row_numel)
+                to_target = part.to_target(row, row_numel)
                 wanted = part.fragment.range
-                sources += rows_in_order(read_items(part.tensor, part.sources, wanted, number, to_slot, row, rows))
-            to_scales = scales_slot, row * blocks
-            whole_row = RequantizeItem(number, row * row_numel, row_numel, target, *to_scales, tuple(sources))
+                sources += rows_in_order(read_items(part.tensor, part.sources, wanted, number, to_target, row, rows))
+            to_scales = scales_target, row * blocks
+            whole_row = RequantizeItem(number, row * row_numel, row_numel, live_blocks, *to_scales, tuple(sources))
             items, requantize = split_row(whole_row)
             self._items += items
             self._requantize_items += requantize
@@ -293,8 +295,9 @@ class PlanBuilder:
             both = f"{live_side} in the live optimizer", f"{saved_side} in the checkpoint"
             raise MismatchError(problem, self.metadata.files[saved.file].path, *both, remedy=OTHER_OPTIMIZER)
         numel = math.prod(saved.shape)
-        self._items.append(ReadItem(saved.file, saved.byte_offset, len(self._slots), 0, numel, saved.dtype))
-        self._slots.append(Slot(live.key, flat.index, "", numel, saved.dtype, (), False, REPLICATED, 1, saved.shape))
+        self._items.append(ReadItem(saved.file, saved.byte_offset, len(self._targets), 0, numel, saved.dtype))
+        what = live.key, flat.index, "", numel, saved.dtype
+        self._targets.append(TargetTensor(*what, (), False, REPLICATED, 1, saved.shape))
 
     def _tensor(self, name: str, key: str) -> TensorMetadata:
         tensor = self.metadata.tensors.get((name, key))
@@ -332,6 +335,9 @@ class PlanBuilder:
         raise MismatchError(problem, file, *both, parameter=name, remedy=remedy)
 
 
-def _state_slot(flat: FlatPartition, live: LiveState, numel: int, dtype: str, shape: tuple[int, ...] = ()) -> Slot:
+def _state_target(
+    flat: FlatPartition, live: LiveState, numel: int, dtype: str, shape: tuple[int, ...] = ()
+) -> TargetTensor:
     fill = live.initial if live.blocks is None else live.blocks.codebook.zero
-    return Slot(live.key, flat.index, "", numel, dtype, (), flat.replicated, live.layout, live.rows, shape, fill)
+    what = live.key, flat.index, "", numel, dtype
+    return TargetTensor(*what, (), flat.replicated, live.layout, live.rows, shape, fill)

@@ -80,7 +80,7 @@ def plan_load(
 ) -> LoadPlan:
     """Plan the load of one rank; ``known`` is the result of :func:`match`, if already computed.
 
-    The items, with those of the other data-parallel ranks for replicated slots, write exactly once each element that
+    The items, with those of the other data-parallel ranks for replicated targets, write exactly once each element that
     the checkpoint has for this rank: of master weights, states, buffers and frozen weights.
 
     Raises:

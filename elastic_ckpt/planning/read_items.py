@@ -27,7 +27,7 @@ _SMALL_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FragmentSource:
-    """A fragment of a live shard, at its flat offset in each row of the slot; its saved tensor and sources there."""
+    """A fragment of a live shard, at its flat offset in each row of the target; its saved tensor and sources there."""
 
     fragment: Fragment
     tensor: TensorMetadata
@@ -37,13 +37,13 @@ class FragmentSource:
     def offset(self) -> int:
         return self.fragment.flat_offset
 
-    def to_slot(self, row: int, row_numel: int) -> int:
-        """The difference between a position in the slot and one in the live shard."""
+    def to_target(self, row: int, row_numel: int) -> int:
+        """The difference between a position in the target and one in the live shard."""
         return row * row_numel + self.offset - self.fragment.range.start
 
 
 def gaps_of(parts: Sequence[FragmentSource], rows: int, numel: int) -> tuple[FlatRange, ...]:
-    """The elements of a slot of ``rows`` times ``numel`` that no part fills; parts are sorted by offset."""
+    """The elements of a target of ``rows`` times ``numel`` that no part fills; parts are sorted by offset."""
     gaps = []
     for row in range(rows):
         position = 0
@@ -55,7 +55,7 @@ def gaps_of(parts: Sequence[FragmentSource], rows: int, numel: int) -> tuple[Fla
             for missing in part.sources.missing:
                 gap = missing.intersect(part.fragment.range)
                 if gap is not None:
-                    distance = part.to_slot(row, numel)
+                    distance = part.to_target(row, numel)
                     gaps.append(FlatRange(gap.start + distance, gap.stop + distance))
             position = part.offset + part.fragment.range.numel
         if position < numel:
@@ -67,20 +67,20 @@ def read_items(
     tensor: TensorMetadata,
     sources: ShardSources,
     wanted: FlatRange,
-    slot: int = 0,
-    to_slot: int = 0,
+    target: int = 0,
+    to_target: int = 0,
     row: int = 0,
     rows: int = 1,
 ) -> Iterator[ReadItem]:
     """The items that read some elements of a live shard.
 
-    ``to_slot``: what to add to a position in the live shard for one in the slot; ``row``, ``rows``: of a state with
+    ``to_target``: what to add to a position in the live shard for one in the target; ``row``, ``rows``: of a state with
     several rows, which one, and their number.
     """
     for shard, copy in sources.copies:
         base = row * (math.prod(tensor.shard_shapes[shard]) // rows)
         if copy.rows == 1:
-            yield from _of_one_row(tensor, shard, copy, base, wanted, slot, to_slot)
+            yield from _of_one_row(tensor, shard, copy, base, wanted, target, to_target)
             continue
         for part in clip_target(replace(copy, source=copy.source + base), wanted):
             start, stop = part.source, part.source + (part.rows - 1) * part.source_stride + part.width
@@ -88,12 +88,12 @@ def read_items(
                 is_all = chunk.range.start <= start and stop <= chunk.range.stop
                 for inside in (part,) if is_all else clip_source(part, chunk.range):
                     strides = inside.rows, inside.source_stride, inside.target_stride
-                    skipped, slot_offset = inside.source - chunk.range.start, inside.target + to_slot
-                    yield _item(tensor.dtype, chunk, skipped, slot, slot_offset, inside.width, *strides)
+                    skipped, target_offset = inside.source - chunk.range.start, inside.target + to_target
+                    yield _item(tensor.dtype, chunk, skipped, target, target_offset, inside.width, *strides)
 
 
 def _of_one_row(
-    tensor: TensorMetadata, shard: int, copy: StridedCopy, base: int, wanted: FlatRange, slot: int, to_slot: int
+    tensor: TensorMetadata, shard: int, copy: StridedCopy, base: int, wanted: FlatRange, target: int, to_target: int
 ) -> Iterator[ReadItem]:
     """The hot path of most plans: a parameter that is not strided."""
     start, stop = max(wanted.start, copy.target), min(wanted.stop, copy.target + copy.width)
@@ -105,30 +105,30 @@ def _of_one_row(
         found = chunk.range
         left = found.start if found.start > source_start else source_start
         right = found.stop if found.stop < source_stop else source_stop
-        slot_offset = left - to_source + to_slot
-        yield _item(tensor.dtype, chunk, left - found.start, slot, slot_offset, right - left)
+        target_offset = left - to_source + to_target
+        yield _item(tensor.dtype, chunk, left - found.start, target, target_offset, right - left)
 
 
 def _item(
     dtype: str,
     chunk: StorageChunk,
     skipped: int,
-    slot: int,
-    slot_offset: int,
+    target: int,
+    offset: int,
     numel: int,
     rows: int = 1,
     file_stride: int = 0,
-    slot_stride: int = 0,
+    target_stride: int = 0,
 ) -> ReadItem:
     byte_offset = chunk.byte_offset + skipped * ITEMSIZE[dtype]
     code = chunk.code and replace(chunk.code, position=chunk.code.position + skipped)
-    return ReadItem(chunk.file, byte_offset, slot, slot_offset, numel, dtype, rows, file_stride, slot_stride, code)
+    return ReadItem(chunk.file, byte_offset, target, offset, numel, dtype, rows, file_stride, target_stride, code)
 
 
 def rows_in_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
-    """Each row as a single-row item, sorted by ``slot_offset``."""
+    """Each row as a single-row item, sorted by ``target_offset``."""
     rows = (item.row(number) for item in items for number in range(item.rows))
-    return tuple(sorted(rows, key=lambda row: row.slot_offset))
+    return tuple(sorted(rows, key=lambda row: row.target_offset))
 
 
 def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
@@ -153,54 +153,54 @@ def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
 
 
 class BroadcastRanges:
-    """Assigns replicated slots to data-parallel ranks; deterministic given the order of calls."""
+    """Assigns replicated targets to data-parallel ranks; deterministic given the order of calls."""
 
     def __init__(self, dp: int, dp_rank: int) -> None:
         self._dp_rank = dp_rank
         self._load_nbytes = [0] * dp
         self.shares: list[BroadcastRange] = []
 
-    def mine(self, slot: int, numel: int, dtype: str) -> FlatRange:
-        """Assign one slot; returns the (possibly empty) range of elements that this rank reads."""
+    def mine(self, target: int, numel: int, dtype: str) -> FlatRange:
+        """Assign one target; returns the (possibly empty) range of elements that this rank reads."""
         dp = len(self._load_nbytes)
         if numel * ITEMSIZE[dtype] <= _SMALL_NBYTES * dp:
-            return FlatRange(0, numel if self.whole([(slot, numel, dtype)]) else 0)
+            return FlatRange(0, numel if self.whole([(target, numel, dtype)]) else 0)
         step = -(-numel // dp)
         ranges = [FlatRange(min(rank * step, numel), min((rank + 1) * step, numel)) for rank in range(dp)]
         for owner, range_ in enumerate(ranges):
-            self._deal(slot, range_, dtype, owner)
+            self._deal(target, range_, dtype, owner)
         return ranges[self._dp_rank]
 
-    def whole(self, slots: Sequence[tuple[int, int, str]]) -> bool:
-        """Assign slots, as (slot, elements, dtype), that are read together; returns whether this rank reads them."""
+    def whole(self, targets: Sequence[tuple[int, int, str]]) -> bool:
+        """Assign targets, as (number, elements, dtype), that are read together; whether this rank reads them."""
         owner = self._load_nbytes.index(min(self._load_nbytes))
-        for slot, numel, dtype in slots:
-            self._deal(slot, FlatRange(0, numel), dtype, owner)
+        for target, numel, dtype in targets:
+            self._deal(target, FlatRange(0, numel), dtype, owner)
         return owner == self._dp_rank
 
-    def _deal(self, slot: int, elements: FlatRange, dtype: str, owner: int) -> None:
+    def _deal(self, target: int, elements: FlatRange, dtype: str, owner: int) -> None:
         if elements.numel:
-            self.shares.append(BroadcastRange(slot, elements, owner))
+            self.shares.append(BroadcastRange(target, elements, owner))
             self._load_nbytes[owner] += elements.numel * ITEMSIZE[dtype]
 
 
 def split_row(row: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeItem]]:
     """Split a row, of which no two sources write the same element, into plain copies and items to requantize."""
-    row, target = replace(row, sources=tuple(join_neighbours(row.sources))), row.target
-    if target is None:
+    row, live = replace(row, sources=tuple(join_neighbours(row.sources))), row.blocks
+    if live is None:
         coded = tuple(item for item in row.sources if item.code is not None)
         plain = [item for item in row.sources if item.code is None]
         return plain, [replace(row, sources=coded)] if coded else []
     copies: list[ReadItem] = []
     rest: list[tuple[int, int]] = []
-    step = target.numel
+    step = live.numel
     for item in row.sources:
-        code, start, stop = item.code, item.slot_offset - row.start, item.slot_stop - row.start
-        end = target.blocks(stop)
-        begin, whole = target.blocks(start), end if stop == row.numel else stop // step
+        code, start, stop = item.code, item.target_offset - row.start, item.target_stop - row.start
+        end = live.blocks(stop)
+        begin, whole = live.blocks(start), end if stop == row.numel else stop // step
         in_grid = (
             code is not None
-            and (code.format.numel, code.format.codebook) == (step, target.codebook)
+            and (code.format.numel, code.format.codebook) == (step, live.codebook)
             and not (start - code.position) % step
         )
         first, last = (begin, whole) if in_grid and begin < whole else (end, end)
@@ -208,7 +208,7 @@ def split_row(row: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeItem]
             codes = item.clip(row.start + first * step, min(row.start + last * step, row.stop))
             assert codes.code is not None
             scales = codes.code.scales_offset + codes.code.position // step * ITEMSIZE[SCALE_DTYPE]
-            to_scales = row.scales_slot, row.scales_start + first, last - first
+            to_scales = row.scales_target, row.scales_start + first, last - first
             copies += [replace(codes, code=None), ReadItem(item.file, scales, *to_scales, SCALE_DTYPE)]
         rest += [(start // step, first), (last, end)]
     parts = [(row.start + first * step, min(row.start + last * step, row.stop)) for first, last in _union(rest)]
@@ -217,19 +217,19 @@ def split_row(row: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeItem]
 
 def requantized_blocks(item: RequantizeItem) -> int:
     """Number of blocks that mix elements of several source blocks, or take values that none of their codes has."""
-    if (target := item.target) is None:
+    if (live := item.blocks) is None:
         return 0
     sources: dict[int, set[tuple[int, int, int]]] = {}
     for source in item.sources:
-        code, start = source.code, source.slot_offset
-        while start < source.slot_stop:
-            stop, block = source.slot_stop, (-1, -1, -1)  # of values, and of codes of another codebook
-            if code is not None and code.format.codebook == target.codebook:
-                position = code.position + start - source.slot_offset
+        code, start = source.code, source.target_offset
+        while start < source.target_stop:
+            stop, block = source.target_stop, (-1, -1, -1)  # of values, and of codes of another codebook
+            if code is not None and code.format.codebook == live.codebook:
+                position = code.position + start - source.target_offset
                 number = position // code.format.numel
                 stop = min(stop, start + (number + 1) * code.format.numel - position)
                 block = source.file, code.scales_offset, number
-            for at in range((start - item.start) // target.numel, target.blocks(stop - item.start)):
+            for at in range((start - item.start) // live.numel, live.blocks(stop - item.start)):
                 sources.setdefault(at, set()).add(block)
             start = stop
     return sum(len(found) > 1 or (-1, -1, -1) in found for found in sources.values())

@@ -108,7 +108,7 @@ def _assigned(wanted: Sequence[_Wanted], rank: int, ranks: int) -> Iterator[Repl
             )
             if start < stop:
                 start, stop = start * GRAIN_NUMEL, min(stop * GRAIN_NUMEL, numel)
-                found = (read_items(*copy, FlatRange(start, stop), to_slot=-start) for copy in copies)
+                found = (read_items(*copy, FlatRange(start, stop), to_target=-start) for copy in copies)
                 yield replace(check, numel=stop - start, replicas=tuple(map(rows_in_order, found)), start=start)
         base += cost
 

@@ -17,7 +17,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, in_file_order
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor, in_file_order
 from elastic_ckpt.core.strided import Shape, ShardSources, copied
 from elastic_ckpt.core.values import TensorValue, common
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
@@ -180,13 +180,13 @@ class LogicalReader:
         for row in range(wanted.start // max(row_numel, 1), -(-wanted.stop // max(row_numel, 1))):
             base = row * row_numel
             inside = FlatRange(max(wanted.start - base, 0), min(wanted.stop - base, row_numel))
-            items += read_items(tensor, sources, inside, to_slot=base - wanted.start, row=row, rows=logical.rows)
+            items += read_items(tensor, sources, inside, to_target=base - wanted.start, row=row, rows=logical.rows)
         requantize: tuple[RequantizeItem, ...] = ()
         if tensor.is_quantized or sources.scale is not None:
             requantize = (RequantizeItem(0, 0, wanted.numel, None, -1, 0, rows_in_order(items), sources.scale),)
             items = []
-        slot = Slot(logical.key, 0, logical.name, wanted.numel, logical.dtype)
-        plan = ReadPlan(self.metadata.files, (slot,), in_file_order(items), requantize)
+        target = TargetTensor(logical.key, 0, logical.name, wanted.numel, logical.dtype)
+        plan = ReadPlan(self.metadata.files, (target,), in_file_order(items), requantize)
         execute(plan, [out], self.options, show_progress=False)
 
     def _sources(self, tensor: TensorMetadata) -> ShardSources | None:

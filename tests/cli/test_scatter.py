@@ -63,7 +63,9 @@ def test_ribbons_tile_the_memory_of_each_rank(job: VirtualJob) -> None:
         left = float(bar.get("x", "nan"))
         right = left + float(bar.get("width", "nan"))
         here = [(first, last) for first, last in spans if left - 0.1 <= first and last <= right + 0.1]
-        padding = sum(gap.numel for slot in plan.slots for gap in slot.gaps) / sum(slot.numel for slot in plan.slots)
+        padding = sum(gap.numel for target in plan.targets for gap in target.gaps) / sum(
+            target.numel for target in plan.targets
+        )
         assert all(first >= last - 0.2 for (_, last), (first, _) in pairwise(sorted(here))), "two ribbons overlap"
         covered = sum(last - first for first, last in here) / (right - left)
         assert covered == pytest.approx(1 - padding, abs=0.02)

@@ -16,7 +16,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-from elastic_ckpt.core.read_plan import Slot
+from elastic_ckpt.core.read_plan import TargetTensor
 from elastic_ckpt.core.state_kinds import (
     ELEMENTWISE,
     PER_PARAMETER,
@@ -138,20 +138,20 @@ def scalars_in(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> li
     return sorted(numbers | (counts & set(state)))
 
 
-def slots_of(schema: StateSchema, stepped: OptimizerParam, shape: Shape) -> list[Slot]:
-    """A slot for every state, as the planner makes them, scratch left out."""
-    slots = []
+def targets_of(schema: StateSchema, stepped: OptimizerParam, shape: Shape) -> list[TargetTensor]:
+    """A target for every state, as the planner makes them, scratch left out."""
+    targets = []
     for state in schema.states(stepped) or ():
         if state.layout == SCRATCH:
             continue
         numel = torch.Size(shape_of(state, shape)).numel()
-        slots.append(
-            Slot(state.key, 0, "", numel, state.dtype, layout=state.layout, rows=state.rows, shape=state.shape)
+        targets.append(
+            TargetTensor(state.key, 0, "", numel, state.dtype, layout=state.layout, rows=state.rows, shape=state.shape)
         )
         if state.blocks is not None:
             scales = state.rows * state.blocks.blocks(stepped.numel)
-            slots.append(Slot(state.blocks.scales, 0, "", scales, "float32", rows=state.rows))
-    return slots
+            targets.append(TargetTensor(state.blocks.scales, 0, "", scales, "float32", rows=state.rows))
+    return targets
 
 
 def same(ours: Mapping[str, Any], theirs: Mapping[str, Any], values: bool = True) -> None:
@@ -176,12 +176,12 @@ def restore(
     fresh = make([copied])
     schema, stepped = schema_of(fresh), stepped_of(copied)
     shape, state = tuple(param.shape), saved.state[param]
-    slots = slots_of(schema, stepped, shape)
-    schema.allocate(stepped, slots)
-    for slot in slots:
-        tensor = fresh.state[copied][slot.key]
-        assert tensor.numel() == slot.numel
-        tensor.view(-1).copy_(state[slot.key].reshape(-1))
+    targets = targets_of(schema, stepped, shape)
+    schema.allocate(stepped, targets)
+    for target in targets:
+        tensor = fresh.state[copied][target.key]
+        assert tensor.numel() == target.numel
+        tensor.view(-1).copy_(state[target.key].reshape(-1))
     keys = schema.scalars(stepped) or ()
     schema.set_scalars(stepped, {key: float(state[key]) for key in keys})
     return fresh, copied
@@ -269,7 +269,7 @@ def test_scalars_are_objects_of_their_own() -> None:
     values = {"step": 3.0}
     for position, param in enumerate(params):
         schema, stepped = schema_of(optimizer), stepped_of(param, position=position)
-        schema.allocate(stepped, slots_of(schema, stepped, tuple(param.shape)))
+        schema.allocate(stepped, targets_of(schema, stepped, tuple(param.shape)))
         schema.set_scalars(stepped, values)
     step(optimizer, params[0], gradients((2,), 1))
     assert [float(optimizer.state[param]["step"]) for param in params] == [4.0, 3.0]
@@ -289,18 +289,18 @@ def test_allocation_keeps_what_fits_makes_what_is_missing_and_drops_the_rest() -
     optimizer = optim.Adam([param], amsgrad=True)
     step(optimizer, param, gradients((3, 4)))
     schema, stepped = schema_of(optimizer), stepped_of(param)
-    slots = [slot for slot in slots_of(schema, stepped, (3, 4)) if slot.key != "max_exp_avg_sq"]
+    targets = [target for target in targets_of(schema, stepped, (3, 4)) if target.key != "max_exp_avg_sq"]
     state = optimizer.state[param]
     kept = state["exp_avg"]
     values = kept.clone()
     state["exp_avg_sq"] = state["exp_avg_sq"].double()
-    schema.allocate(stepped, slots)
+    schema.allocate(stepped, targets)
     assert set(state) == {"exp_avg", "exp_avg_sq"}
     assert state["exp_avg"] is kept
     assert torch.equal(kept, values)
     assert (state["exp_avg_sq"].dtype, state["exp_avg_sq"].shape) == (torch.float32, (3, 4))
     state["exp_avg"] = torch.ones(12)
-    schema.allocate(stepped, slots)
+    schema.allocate(stepped, targets)
     assert state["exp_avg"].shape == (3, 4)
 
 
@@ -308,7 +308,7 @@ def test_plain_states_take_the_strides_of_their_parameter() -> None:
     param = torch.nn.Parameter(torch.randn(4, 3).t())
     optimizer = optim.AdamW([param])
     stepped = stepped_of(param)
-    schema_of(optimizer).allocate(stepped, slots_of(schema_of(optimizer), stepped, (3, 4)))
+    schema_of(optimizer).allocate(stepped, targets_of(schema_of(optimizer), stepped, (3, 4)))
     assert optimizer.state[param]["exp_avg"].stride() == param.stride() == (1, 3)
 
 
@@ -390,7 +390,7 @@ def test_apex_gets_its_step_count_in_the_param_group() -> None:
     schema, stepped = schema_of(optimizer), stepped_of(params[1], group=1)
     assert described(schema, stepped, (5,)) == dict.fromkeys(("exp_avg", "exp_avg_sq"), ("float32", (5,)))
     assert (schema.scalars(stepped), schema.family, schema.decoupled) == (("step",), "adam", True)
-    schema.allocate(stepped, slots_of(schema, stepped, (5,)))
+    schema.allocate(stepped, targets_of(schema, stepped, (5,)))
     schema.set_scalars(stepped, {"step": 7.0})
     assert optimizer.param_groups[1]["step"] == 7
     assert type(optimizer.param_groups[1]["step"]) is int
@@ -571,7 +571,7 @@ def test_allocation_of_bitsandbytes_keeps_what_fits_with_its_values(name: str) -
     step(optimizer, param, gradients((5000,)))
     schema, stepped = schema_of(optimizer), stepped_of(param)
     before, copied = dict(optimizer.state[param]), copy.deepcopy(dict(optimizer.state[param]))
-    schema.allocate(stepped, slots_of(schema, stepped, (5000,)))
+    schema.allocate(stepped, targets_of(schema, stepped, (5000,)))
     after = optimizer.state[param]
     assert {key: id(value) for key, value in after.items()} == {key: id(value) for key, value in before.items()}
     same(after, copied)
@@ -593,7 +593,7 @@ def test_allocation_of_bitsandbytes_replaces_what_does_not_fit(damage: str) -> N
         state["absmax1"] = torch.zeros(19)
     state["foreign"] = torch.zeros(3)
     schema, stepped = schema_of(optimizer), stepped_of(param)
-    schema.allocate(stepped, slots_of(schema, stepped, (5000,)))
+    schema.allocate(stepped, targets_of(schema, stepped, (5000,)))
     fresh = bnb.optim.Adam8bit([parameter((5000,))])
     fresh_param = fresh.param_groups[0]["params"][0]
     fresh.init_state(fresh.param_groups[0], fresh_param, 0, 0)
@@ -606,7 +606,7 @@ def test_parameters_share_their_quantization_maps() -> None:
     schema = schema_of(optimizer)
     for position, param in enumerate(params):
         stepped = stepped_of(param, position=position)
-        schema.allocate(stepped, slots_of(schema, stepped, tuple(param.shape)))
+        schema.allocate(stepped, targets_of(schema, stepped, tuple(param.shape)))
     for qmap in ("qmap1", "qmap2"):
         assert optimizer.state[params[0]][qmap] is optimizer.state[params[1]][qmap]
 
@@ -617,21 +617,21 @@ def test_allocation_works_while_the_group_is_empty_and_leaves_it_so() -> None:
     optimizer = bnb.optim.Adam8bit([param])
     optimizer.param_groups[0]["params"] = []
     schema, stepped = schema_of(optimizer), stepped_of(param)
-    slots = slots_of(schema, stepped, (5000,))
-    schema.allocate(stepped, slots)
+    targets = targets_of(schema, stepped, (5000,))
+    schema.allocate(stepped, targets)
     assert optimizer.param_groups[0]["params"] == []
     assert optimizer.state[param]["state1"].dtype == torch.uint8
-    assert {slot.key for slot in slots} == {"state1", "state2", "absmax1", "absmax2"}
+    assert {target.key for target in targets} == {"state1", "state2", "absmax1", "absmax2"}
 
 
 def test_the_group_has_its_params_again_when_allocation_fails() -> None:
     param = parameter((5000,))
     optimizer = bnb.optim.Adam8bit([param])
     schema, stepped = schema_of(optimizer), stepped_of(param)
-    slots = slots_of(schema, stepped, (5000,))
+    targets = targets_of(schema, stepped, (5000,))
     optimizer.args.optim_bits = 5
     with pytest.raises(NotImplementedError):
-        schema.allocate(stepped, slots)
+        schema.allocate(stepped, targets)
     assert [id(found) for found in optimizer.param_groups[0]["params"]] == [id(param)]
 
 
@@ -707,14 +707,14 @@ def test_an_unknown_optimizer_takes_what_the_checkpoint_has() -> None:
     assert schema.states(stepped) is None
     assert schema.scalars(stepped) is None
     assert (schema.family, schema.decoupled, schema.optimizer) == (None, None, f"{__name__}.Lion")
-    slots = [
-        Slot("m", 0, "", 12, "bfloat16"),
-        Slot("two", 0, "", 24, "float32", rows=2),
-        Slot("factor", 0, "", 3, "float64", layout=PER_PARAMETER, shape=(3, 1)),
-        Slot("table", 0, "", 5, "uint8", layout=REPLICATED, shape=(5,)),
+    targets = [
+        TargetTensor("m", 0, "", 12, "bfloat16"),
+        TargetTensor("two", 0, "", 24, "float32", rows=2),
+        TargetTensor("factor", 0, "", 3, "float64", layout=PER_PARAMETER, shape=(3, 1)),
+        TargetTensor("table", 0, "", 5, "uint8", layout=REPLICATED, shape=(5,)),
     ]
     optimizer.state[param]["stale"] = torch.ones(2)
-    schema.allocate(stepped, slots)
+    schema.allocate(stepped, targets)
     assert held(optimizer.state[param], []) == {
         "m": ("bfloat16", (3, 4)),
         "two": ("float32", (2, 3, 4)),
@@ -723,7 +723,7 @@ def test_an_unknown_optimizer_takes_what_the_checkpoint_has() -> None:
     }
     before = dict(optimizer.state[param])
     before["two"].fill_(3.0)
-    schema.allocate(stepped, slots)
+    schema.allocate(stepped, targets)
     assert all(optimizer.state[param][key] is value for key, value in before.items())
     assert (optimizer.state[param]["two"] == 3.0).all()
 

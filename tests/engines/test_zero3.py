@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, RequantizeItem, Slot
+from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, RequantizeItem, TargetTensor
 from elastic_ckpt.engines import zero
 from elastic_ckpt.engines.compat import swaps_to_nvme
 from elastic_ckpt.engines.zero import Zero3Adapter, _gathering_buckets
@@ -84,7 +84,7 @@ def test_deepspeed_gathers_what_did_not_travel_with_the_others(monkeypatch: pyte
 
 def test_on_nvme_a_plan_without_buffers_is_executed_once() -> None:
     item = RequantizeItem(0, 0, 4, None, -1, 0, ())
-    plan = LoadPlan(ReadPlan((), (Slot(MASTER, 0, "", 4, "float32"),), (), (item,)))
+    plan = LoadPlan(ReadPlan((), (TargetTensor(MASTER, 0, "", 4, "float32"),), (), (item,)))
     adapter = Zero3Adapter.__new__(Zero3Adapter)
     adapter.masters, adapter._swaps = [torch.ones(4)], True
     adapter._offload = SimpleNamespace(partition_all_parameters=lambda: None)

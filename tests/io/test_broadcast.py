@@ -19,27 +19,27 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
 def plan_of(shares: Sequence[BroadcastRange]) -> ReadPlan:
-    return ReadPlan(files=(), slots=(), items=(), shares=tuple(shares))
+    return ReadPlan(files=(), targets=(), items=(), shares=tuple(shares))
 
 
 def on_meta(sizes: Sequence[tuple[int, torch.dtype]]) -> dict[int, torch.Tensor]:
     """Tensors of any size that need no memory."""
-    return {slot: torch.empty(numel, dtype=dtype, device="meta") for slot, (numel, dtype) in enumerate(sizes)}
+    return {target: torch.empty(numel, dtype=dtype, device="meta") for target, (numel, dtype) in enumerate(sizes)}
 
 
 def nbytes(bucket: Sequence[BroadcastRange], tensors: Mapping[int, torch.Tensor]) -> int:
-    return sum(share.range.numel * tensors[share.slot].dtype.itemsize for share in bucket)
+    return sum(share.range.numel * tensors[share.target].dtype.itemsize for share in bucket)
 
 
 @st.composite
 def dealings(draw: st.DrawFn) -> tuple[list[BroadcastRange], dict[int, torch.Tensor]]:
     shares, sizes = [], []
-    for slot in range(draw(st.integers(0, 12))):
+    for target in range(draw(st.integers(0, 12))):
         numel = draw(st.sampled_from([1, 5, BUCKET // 16, BUCKET // 4, BUCKET // 4 + 1, BUCKET]))
         sizes.append((numel, draw(st.sampled_from(DTYPES))))
         cut = draw(st.integers(0, numel))
         pieces = [FlatRange(0, cut), FlatRange(cut, numel)]
-        shares += [BroadcastRange(slot, piece, draw(st.integers(0, 2))) for piece in pieces if piece.numel]
+        shares += [BroadcastRange(target, piece, draw(st.integers(0, 2))) for piece in pieces if piece.numel]
     return shares, on_meta(sizes)
 
 
@@ -53,9 +53,9 @@ def test_every_share_travels_once_with_others_of_its_kind_and_no_bucket_is_too_b
     flat = [share for bucket in buckets for share in bucket]
     assert sorted(flat, key=shares.index) == shares
     for bucket in buckets:
-        assert len({(share.owner, tensors[share.slot].dtype) for share in bucket}) == 1
+        assert len({(share.owner, tensors[share.target].dtype) for share in bucket}) == 1
         assert len(bucket) == 1 or nbytes(bucket, tensors) <= BUCKET
-    kinds = [(bucket[0].owner, tensors[bucket[0].slot].dtype) for bucket in buckets]
+    kinds = [(bucket[0].owner, tensors[bucket[0].target].dtype) for bucket in buckets]
     for (kind, bucket), (next_kind, next_bucket) in zip(
         zip(kinds, buckets, strict=True), list(zip(kinds, buckets, strict=True))[1:], strict=False
     ):
@@ -65,13 +65,13 @@ def test_every_share_travels_once_with_others_of_its_kind_and_no_bucket_is_too_b
 
 def test_shares_of_other_owners_in_between_do_not_end_a_bucket() -> None:
     tensors = on_meta([(4, torch.float32)] * 4)
-    shares = [BroadcastRange(slot, FlatRange(0, 4), slot % 2) for slot in range(4)]
+    shares = [BroadcastRange(target, FlatRange(0, 4), target % 2) for target in range(4)]
     assert list(_buckets(plan_of(shares), tensors)) == [[shares[0], shares[2]], [shares[1], shares[3]]]
 
 
 def test_a_bucket_that_is_just_full_is_one_and_a_byte_more_is_two() -> None:
     half = BUCKET // 2
-    shares = [BroadcastRange(slot, FlatRange(0, half), 0) for slot in range(2)]
+    shares = [BroadcastRange(target, FlatRange(0, half), 0) for target in range(2)]
     assert len(list(_buckets(plan_of(shares), on_meta([(half, torch.int8)] * 2)))) == 1
     shares[1] = BroadcastRange(1, FlatRange(0, half + 1), 0)
     assert len(list(_buckets(plan_of(shares), on_meta([(half + 1, torch.int8)] * 2)))) == 2
@@ -79,13 +79,13 @@ def test_a_bucket_that_is_just_full_is_one_and_a_byte_more_is_two() -> None:
 
 def test_a_share_bigger_than_a_bucket_travels_alone() -> None:
     tensors = on_meta([(1, torch.int8), (BUCKET + 1, torch.int8), (1, torch.int8)])
-    shares = [BroadcastRange(slot, FlatRange(0, tensor.numel()), 0) for slot, tensor in tensors.items()]
+    shares = [BroadcastRange(target, FlatRange(0, tensor.numel()), 0) for target, tensor in tensors.items()]
     assert list(_buckets(plan_of(shares), tensors)) == [[share] for share in shares]
 
 
 def test_tensors_on_different_devices_do_not_travel_together() -> None:
     tensors = {0: torch.zeros(1), 1: torch.zeros(1, device="meta")}
-    shares = [BroadcastRange(slot, FlatRange(0, 1), 0) for slot in range(2)]
+    shares = [BroadcastRange(target, FlatRange(0, 1), 0) for target in range(2)]
     assert len(list(_buckets(plan_of(shares), tensors))) == 2
 
 
@@ -104,11 +104,11 @@ def test_what_others_own_is_overwritten_and_counted_and_the_rest_left_alone(
         BroadcastRange(1, FlatRange(1, 3), 1),
         BroadcastRange(2, FlatRange(0, 4), 1),
     ]
-    mine = {slot: torch.full_like(tensor, -1) for slot, tensor in truth.items()}
+    mine = {target: torch.full_like(tensor, -1) for target, tensor in truth.items()}
     for share in shares:
         if share.owner == me:
-            read = truth[share.slot].view(-1)[share.range.start : share.range.stop]
-            mine[share.slot].view(-1)[share.range.start : share.range.stop] = read
+            read = truth[share.target].view(-1)[share.range.start : share.range.stop]
+            mine[share.target].view(-1)[share.range.start : share.range.stop] = read
     sent: list[int] = []
 
     def broadcast(raw: torch.Tensor, src: int, group: object, async_op: bool) -> None:
@@ -117,7 +117,7 @@ def test_what_others_own_is_overwritten_and_counted_and_the_rest_left_alone(
         sent.append(owner)
         if owner != me:
             bucket = list(_buckets(plan_of(shares), truth))[len(sent) - 1]
-            values = [truth[s.slot].view(-1)[s.range.start : s.range.stop] for s in bucket]
+            values = [truth[s.target].view(-1)[s.range.start : s.range.stop] for s in bucket]
             raw.copy_(torch.cat(values).view(torch.uint8))
 
     monkeypatch.setattr(elastic_ckpt.io.reader.dist, "broadcast", broadcast)

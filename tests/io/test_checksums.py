@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import SourceFile
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, TargetTensor
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import ReadSums, Unwanted, execute, first_bytes
 
@@ -35,11 +35,11 @@ def source(folder: Path) -> tuple[SourceFile, bytes]:
 def test_a_record_that_is_read_in_any_parts_has_its_checksum(
     tmp_path: Path, cuts: list[int], threads: int, chunk_nbytes: int, live: str
 ) -> None:
-    """Straight into the slot, or through bounce buffers to another dtype."""
+    """Straight into the target, or through bounce buffers to another dtype."""
     file, raw = source(tmp_path)
     bounds = sorted({0, RECORD // 4, *cuts})
     items = [ReadItem(0, BEGIN + 4 * start, 0, start, stop - start, "float32") for start, stop in pairwise(bounds)]
-    plan = ReadPlan((file,), (Slot("fp32", 0, "", RECORD // 4, live),), tuple(items))
+    plan = ReadPlan((file,), (TargetTensor("fp32", 0, "", RECORD // 4, live),), tuple(items))
     sums = ReadSums(plan.files)
     target = torch.empty(RECORD // 4, dtype=getattr(torch, live))
     execute(plan, [target], ReadOptions(threads=threads, chunk_nbytes=chunk_nbytes), False, sums=sums)
@@ -50,7 +50,7 @@ def test_a_record_that_is_read_in_any_parts_has_its_checksum(
 def test_bytes_between_two_reads_are_not_summed(tmp_path: Path) -> None:
     file, raw = source(tmp_path)
     items = (ReadItem(0, BEGIN, 0, 0, 10, "float32"), ReadItem(0, BEGIN + 80, 0, 10, 10, "float32"))
-    plan = ReadPlan((file,), (Slot("fp32", 0, "", 20, "float32"),), items)
+    plan = ReadPlan((file,), (TargetTensor("fp32", 0, "", 20, "float32"),), items)
     sums = ReadSums(plan.files)
     stats = execute(plan, [torch.empty(20)], ReadOptions(gap_nbytes=4096), False, sums=sums)
     assert stats.calls == 1

@@ -24,7 +24,7 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor
 from elastic_ckpt.core.shard_specs import ShardSpec, declared_by
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import TPLayout, duplicates, fused, reshard
@@ -161,7 +161,7 @@ def test_equal_copies_are_read_once_and_never_turned_into_values(
     (plan,) = plans  # all of them in one go
     assert sum(copy.numel for copy in plan.items) == 200
     assert not plan.requantize_items
-    assert {slot.dtype for slot in plan.slots} == {"float32"}
+    assert {target.dtype for target in plan.targets} == {"float32"}
 
 
 def test_quantized_copies_are_compared_by_their_values(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def taken(metadata: CheckpointMetadata, name: str, resharding: ReshardPlan, nume
     items = rows_in_order(read_items(tensor, transfer, FlatRange(0, numel)))
     recode = RequantizeItem(0, 0, numel, None, -1, 0, items, transfer.scale)
     execute(
-        ReadPlan(metadata.files, (Slot(MASTER, 0, "", numel, "float64"),), (), (recode,)),
+        ReadPlan(metadata.files, (TargetTensor(MASTER, 0, "", numel, "float64"),), (), (recode,)),
         [values],
         OPTIONS,
         False,

@@ -50,7 +50,7 @@ def test_tensors_of_any_dtype_are_read_bit_by_bit(tmp_path: Path, dtype: str) ->
     assert stats.staged_nbytes == 0
 
 
-def test_neighbours_in_a_file_are_read_in_one_call_whatever_their_slots(tmp_path: Path) -> None:
+def test_neighbours_in_a_file_are_read_in_one_call_whatever_their_targets(tmp_path: Path) -> None:
     file = write(tmp_path / "a", torch.arange(12.0))
     tensors = [untouched(4) for _ in range(3)]
     copies = [ReadItem(0, 16 * number, 2 - number, 0, 4, "float32") for number in range(3)]
@@ -95,7 +95,7 @@ def test_ranges_of_several_files_are_kept_apart(tmp_path: Path) -> None:
     assert target.tolist() == [20, 21, 22, 23, 10, 11, 12, 13, 0, 1, 2, 3]
 
 
-def test_bf16_in_the_file_is_widened_into_an_fp32_slot(tmp_path: Path) -> None:
+def test_bf16_in_the_file_is_widened_into_an_fp32_target(tmp_path: Path) -> None:
     values = torch.tensor([1.0, -2.5, 3.140625, float("inf"), 2.0**-126]).bfloat16()
     target = untouched(7)
     stats = run([write(tmp_path / "a", values, header=6)], [target], [ReadItem(0, 6, 0, 1, 5, "bfloat16")])
@@ -134,7 +134,7 @@ def test_contiguous_tensors_of_any_shape_are_written_in_place(
     assert torch.equal(target, values.float().reshape(shape))
 
 
-def test_an_empty_tensor_is_a_slot_like_any_other(tmp_path: Path) -> None:
+def test_an_empty_tensor_is_a_target_like_any_other(tmp_path: Path) -> None:
     target, other = torch.empty(0, 3), untouched(2)
     run([write(tmp_path / "a", torch.arange(2.0))], [target, other], [ReadItem(0, 0, 1, 0, 2, "float32")])
     assert other.tolist() == [0, 1]
@@ -142,7 +142,9 @@ def test_an_empty_tensor_is_a_slot_like_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bool"])
 @pytest.mark.parametrize("numel", [0, 1])
-def test_a_slice_too_short_to_show_its_stride_is_a_slot_like_any_other(tmp_path: Path, numel: int, dtype: str) -> None:
+def test_a_slice_too_short_to_show_its_stride_is_a_target_like_any_other(
+    tmp_path: Path, numel: int, dtype: str
+) -> None:
     memory = torch.zeros(6, dtype=getattr(torch, dtype))
     target = memory[1::2][:numel]
     assert target.is_contiguous() and target.stride() == (2,), "torch ignores strides of single elements"
@@ -200,7 +202,7 @@ def test_direct_and_staged_copies_of_one_file_add_up(tmp_path: Path) -> None:
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Lengths of pieces of a file, and the order in which they go into the slot."""
+    """Lengths of pieces of a file, and the order in which they go into the target."""
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=30))
     return lengths, draw(st.permutations(range(len(lengths))))
 
@@ -360,11 +362,11 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
 
 # --- rows at regular distances ----------------------------------------------------------------------------------
 
-STRIDED = ReadItem(0, 3 + 4 * 2, 0, 1, 3, "float32", rows=4, file_stride=6, slot_stride=5)
+STRIDED = ReadItem(0, 3 + 4 * 2, 0, 1, 3, "float32", rows=4, file_stride=6, target_stride=5)
 
 
 def strided_truth() -> list[float]:
-    """Rows of three, six apart in a file of 0, 1, 2 ..., from the third element on; five apart in the slot."""
+    """Rows of three, six apart in a file of 0, 1, 2 ..., from the third element on; five apart in the target."""
     expected = [UNTOUCHED] * 24
     for row in range(4):
         for column in range(3):
@@ -372,7 +374,7 @@ def strided_truth() -> list[float]:
     return expected
 
 
-def test_rows_go_straight_into_the_slot(tmp_path: Path) -> None:
+def test_rows_go_straight_into_the_target(tmp_path: Path) -> None:
     target = untouched(24)
     stats = run([write(tmp_path / "a", torch.arange(30.0), header=3)], [target], [STRIDED])
     assert target.tolist() == strided_truth()

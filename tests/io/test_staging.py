@@ -1,4 +1,4 @@
-"""Bounce buffers, on the way into slots that take their time: a device that copies later, and one in hand if there is."""
+"""Bounce buffers, on the way into targets that take their time: a device that copies later, and one in hand if there is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elastic_ckpt.core.metadata import MASTER, SourceFile
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, TargetTensor
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io import staging
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -61,10 +61,12 @@ class ForgetfulTransfer(LateTransfer):
 
 
 def plan_into(tensors: list[torch.Tensor], path: Path, dtype: str, numel: int) -> ReadPlan:
-    slots = tuple(Slot(MASTER, n, "", t.numel(), str(t.dtype).removeprefix("torch.")) for n, t in enumerate(tensors))
+    targets = tuple(
+        TargetTensor(MASTER, n, "", t.numel(), str(t.dtype).removeprefix("torch.")) for n, t in enumerate(tensors)
+    )
     itemsize = getattr(torch, dtype).itemsize
     copies = tuple(ReadItem(0, n * numel * itemsize, n, 0, numel, dtype) for n in range(len(tensors)))
-    return ReadPlan((SourceFile(str(path), path.stat().st_size),), slots, copies)
+    return ReadPlan((SourceFile(str(path), path.stat().st_size),), targets, copies)
 
 
 @pytest.fixture
@@ -168,7 +170,7 @@ def test_tensors_of_an_accelerator_are_filled(halves: tuple[Path, torch.Tensor],
 
 @needs_accelerator
 @pytest.mark.gpu
-def test_a_stream_waits_for_what_prepared_the_slot() -> None:
+def test_a_stream_waits_for_what_prepared_the_target() -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     target = torch.zeros(1 << 22, device=device)

@@ -78,7 +78,7 @@ def test_pieces_of_any_extent_are_added_up_whatever_the_chunks(data: st.DataObje
             pieces.append(ReadItem(len(files), 4, 0, start + place, width, "float32"))
             files.append(torch.cat([torch.tensor([-5.0]), values[place : place + width]]))
             place += width
-    pieces.sort(key=lambda item: item.slot_offset)
+    pieces.sort(key=lambda item: item.target_offset)
     target = torch.full((numel + start + 3,), -7.0)
     recode = RequantizeItem(0, start, numel, None, -1, 0, tuple(pieces), 0.5)
     stats = fill(recode, files, target, data.draw(st.integers(1, 2000)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from elastic_ckpt.core.chunks import StorageChunk
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import LoadPlan, ReadItem, Slot
+from elastic_ckpt.core.read_plan import LoadPlan, ReadItem, TargetTensor
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.sharding.rules import is_vocabulary, tensor_of
 from tests.oracle.source_coverage import SCALES, Fault
@@ -23,7 +23,7 @@ from tests.oracle.source_coverage import SCALES, Fault
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Elements of a tensor that lie one behind the other, in a file or in a slot.
+    """Elements of a tensor that lie one behind the other, in a file or in a target.
 
     Attributes:
         name: of the parameter or buffer.
@@ -62,33 +62,38 @@ class Correspondence:
         where += f", data-parallel rank {local_state.model.coordinates.dp_rank}"
         places = _places(local_state)
         for copy in _copies(plan):
-            slot = plan.reads.slots[copy.slot]
-            if slot.layout == ELEMENTWISE and slot.key not in SCALES:
+            target = plan.reads.targets[copy.target]
+            if target.layout == ELEMENTWISE and target.key not in SCALES:
                 for number in sorted({0, copy.rows - 1}):  # what lies between them is between them on both sides
-                    yield from self._compare(copy.row(number), slot, places, local_state, where)
+                    yield from self._compare(copy.row(number), target, places, local_state, where)
 
     def _compare(
-        self, copy: ReadItem, slot: Slot, places: dict[int | str, _Places], local_state: LocalState, where: str
+        self,
+        copy: ReadItem,
+        target: TargetTensor,
+        places: dict[int | str, _Places],
+        local_state: LocalState,
+        where: str,
     ) -> Iterator[Fault]:
         done = 0
         while done < copy.numel:
             source = self._source(copy, done)
-            target = places[slot.flat if slot.flat >= 0 else slot.name].at(slot, copy.slot_offset + done)
-            if source is None or target is None:
-                return  # no tensor, or padding: the coverage of files and slots tells
-            step = min(source.left, target.left, copy.numel - done)
-            if source.name != target.name or not self._is_of(source.key, slot):
+            place = places[target.flat if target.flat >= 0 else target.name].at(target, copy.target_offset + done)
+            if source is None or place is None:
+                return  # no tensor, or padding: the coverage of files and targets tells
+            step = min(source.left, place.left, copy.numel - done)
+            if source.name != place.name or not self._is_of(source.key, target):
                 problem = f"is filled from {source.key} {source.name}"
-                yield Fault(problem, target.name, slot.key, where, target.first, target.first + step)
-            elif not self._agree(source, target, local_state):
+                yield Fault(problem, place.name, target.key, where, place.first, place.first + step)
+            elif not self._agree(source, place, local_state):
                 problem = f"is filled from elements {source.first} to {source.first + step}"
-                yield Fault(problem, target.name, slot.key, where, target.first, target.first + step)
+                yield Fault(problem, place.name, target.key, where, place.first, place.first + step)
             done += step
 
-    def _is_of(self, key: str, slot: Slot) -> bool:
+    def _is_of(self, key: str, target: TargetTensor) -> bool:
         """A frozen weight may have become a master, or the other way round."""
         weights = {MASTER, FROZEN}
-        return key == slot.key or {key, slot.key} <= weights
+        return key == target.key or {key, target.key} <= weights
 
     def _source(self, copy: ReadItem, done: int) -> _Run | None:
         size = ITEMSIZE[copy.dtype]
@@ -131,15 +136,15 @@ class _Places:
         self._starts.append(offset)
         self._held.append((name, first, numel, shard_numel))
 
-    def at(self, slot: Slot, position: int) -> _Run | None:
-        """What lies there, in whichever row of the slot."""
+    def at(self, target: TargetTensor, position: int) -> _Run | None:
+        """What lies there, in whichever row of the target."""
         row, inside = divmod(position, self._numel) if self._numel else (0, position)
         index = bisect_right(self._starts, inside) - 1
-        if index < 0 or row >= slot.rows:
+        if index < 0 or row >= target.rows:
             return None
         name, first, numel, shard_numel = self._held[index]
         skipped = inside - self._starts[index]
-        return _Run(name, slot.key, row * shard_numel + first + skipped, numel - skipped) if skipped < numel else None
+        return _Run(name, target.key, row * shard_numel + first + skipped, numel - skipped) if skipped < numel else None
 
 
 def _places(local_state: LocalState) -> dict[int | str, _Places]:

@@ -2,8 +2,8 @@
 
 What is proven, of all that is restored:
 
-1. *Written.* On every rank, items and requantize items write each element of each slot exactly once, but for padding and rows
-   of a vocabulary that the checkpoint lacks. A slot that all data-parallel ranks fill together is written exactly once
+1. *Written.* On every rank, items and requantize items write each element of each target exactly once, but for padding and rows
+   of a vocabulary that the checkpoint lacks. A target that all data-parallel ranks fill together is written exactly once
    by all of them.
 2. *Whole.* At each pipeline stage and tensor-parallel rank, the data-parallel ranks' fragments tile each live shard:
    each element of it belongs to exactly one of them (without ZeRO: to each of them, once). With 1: each element of a
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from elastic_ckpt.core.local_state import FlatPartition, LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
-from elastic_ckpt.core.read_plan import LoadPlan, Slot
+from elastic_ckpt.core.read_plan import LoadPlan, TargetTensor
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from tests.oracle.correspondence import Correspondence
 from tests.oracle.intervals import Intervals, coverage, covers_exactly, intervals, strided, together
@@ -45,7 +45,7 @@ class Proof:
 
     Attributes:
         ranks: how many plans were looked at.
-        numel_written: elements of all slots of all ranks that were written, each once; what data-parallel ranks fill
+        numel_written: elements of all targets of all ranks that were written, each once; what data-parallel ranks fill
             together counts once.
         numel_saved: elements of the checkpoint's logical tensors, each shard and each tied copy by itself.
         faults: what speaks against it; none: it holds.
@@ -85,7 +85,7 @@ class _Place:
         held: (name, key) -> (start, stop) of what each data-parallel rank holds.
         everywhere: (name, key) of what every one of them holds whole.
         ranks: data-parallel ranks that were seen.
-        shared: slots that they fill together.
+        shared: targets that they fill together.
         written: what they have written there.
     """
 
@@ -101,53 +101,53 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Line:
-    """Some slots of a plan, one behind the other; ``bases``: slot -> where it begins."""
+    """Some targets of a plan, one behind the other; ``bases``: target -> where it begins."""
 
-    slots: tuple[Slot, ...]
+    targets: tuple[TargetTensor, ...]
     bases: dict[int, int]
 
     def wanted(self) -> Intervals:
         """Everything but gaps."""
         pairs = []
-        for slot, base in zip(self.slots, self.bases.values(), strict=True):
+        for target, base in zip(self.targets, self.bases.values(), strict=True):
             position = 0
-            for gap in sorted(slot.gaps, key=lambda gap: gap.start):
+            for gap in sorted(target.gaps, key=lambda gap: gap.start):
                 pairs.append((base + position, base + gap.start))
                 position = gap.stop
-            pairs.append((base + position, base + slot.numel))
+            pairs.append((base + position, base + target.numel))
         return intervals(pairs)
 
-    def at(self, position: int) -> tuple[Slot, int]:
-        """The slot there, and where it begins."""
+    def at(self, position: int) -> tuple[TargetTensor, int]:
+        """The target there, and where it begins."""
         bases = list(self.bases.values())
         number = max(index for index, base in enumerate(bases) if base <= position)
-        return self.slots[number], bases[number]
+        return self.targets[number], bases[number]
 
 
 def _line(plan: LoadPlan, replicated: bool) -> _Line:
-    """Its slots that data-parallel ranks fill together, or those of its own; no scales, which are no elements."""
-    slots, bases, end = [], {}, 0
-    for number, slot in enumerate(plan.reads.slots):
-        if slot.replicated == replicated and slot.numel and slot.key not in SCALES:
-            slots.append(slot)
+    """Its targets that data-parallel ranks fill together, or those of its own; no scales, which are no elements."""
+    targets, bases, end = [], {}, 0
+    for number, target in enumerate(plan.reads.targets):
+        if target.replicated == replicated and target.numel and target.key not in SCALES:
+            targets.append(target)
             bases[number] = end
-            end += slot.numel
-    return _Line(tuple(slots), bases)
+            end += target.numel
+    return _Line(tuple(targets), bases)
 
 
 def _writes(plan: LoadPlan, line: _Line) -> Intervals:
-    """What a plan writes into these slots."""
+    """What a plan writes into these targets."""
     rows = [
-        (line.bases[copy.slot] + copy.slot_offset, copy.numel, copy.rows, copy.slot_stride)
+        (line.bases[copy.target] + copy.target_offset, copy.numel, copy.rows, copy.target_stride)
         for copy in plan.reads.items
-        if copy.slot in line.bases
+        if copy.target in line.bases
     ]
     for item in plan.reads.requantize_items:
-        base = line.bases.get(item.slot)
+        base = line.bases.get(item.target)
         if base is not None and item.scale is not None:  # added up: all of it, from several sources
             rows.append((base + item.start, item.numel, 1, 0))
         elif base is not None:
-            rows += [(base + source.slot_offset, source.numel, 1, 0) for source in item.sources]
+            rows += [(base + source.target_offset, source.numel, 1, 0) for source in item.sources]
     return strided(rows)
 
 
@@ -198,34 +198,36 @@ class Coverage:
 
     def _check_beyond(self, place: _Place, plan: LoadPlan) -> None:
         for copy in plan.reads.items:
-            numel = plan.reads.slots[copy.slot].numel
-            last = copy.slot_offset + (copy.rows - 1) * copy.slot_stride + copy.numel
-            if copy.slot_offset < 0 or last > numel:
-                slot = plan.reads.slots[copy.slot]
-                self._fault("is written beyond its ends", _name(slot), slot.key, place.where, copy.slot_offset, last)
+            numel = plan.reads.targets[copy.target].numel
+            last = copy.target_offset + (copy.rows - 1) * copy.target_stride + copy.numel
+            if copy.target_offset < 0 or last > numel:
+                target = plan.reads.targets[copy.target]
+                self._fault(
+                    "is written beyond its ends", _name(target), target.key, place.where, copy.target_offset, last
+                )
 
     def _check_written(self, place: _Place, local_state: LocalState, plan: LoadPlan) -> None:
-        """Each slot of its own exactly once; what ranks fill together is looked at when all of them are there."""
+        """Each target of its own exactly once; what ranks fill together is looked at when all of them are there."""
         where = f"{place.where}, data-parallel rank {local_state.model.coordinates.dp_rank}"
         own, shared = _line(plan, replicated=False), _line(plan, replicated=True)
         self._compare(_writes(plan, own), own, where)
         if place.shared is None:
             place.shared = shared
-        elif shared.slots != place.shared.slots:
-            self._fault("are not the same on all data-parallel ranks", "shared slots", "", place.where, 0, 0)
+        elif shared.targets != place.shared.targets:
+            self._fault("are not the same on all data-parallel ranks", "shared targets", "", place.where, 0, 0)
             return
         written = _writes(plan, shared)
         mine = intervals(
-            (shared.bases[share.slot] + share.range.start, shared.bases[share.slot] + share.range.stop)
+            (shared.bases[share.target] + share.range.start, shared.bases[share.target] + share.range.stop)
             for share in plan.reads.shares
-            if share.owner == local_state.model.coordinates.dp_rank and share.slot in shared.bases
+            if share.owner == local_state.model.coordinates.dp_rank and share.target in shared.bases
         )
         found = coverage([(written, 1), (mine, 1)])
         for start, stop, (times, allowed) in zip(found.starts, found.stops, found.counts, strict=True):
             if times and not allowed:
-                slot, base = shared.at(int(start))
+                target, base = shared.at(int(start))
                 problem = "is read by a rank that does not send it to the others"
-                self._fault(problem, _name(slot), slot.key, where, int(start) - base, int(stop) - base)
+                self._fault(problem, _name(target), target.key, where, int(start) - base, int(stop) - base)
         place.written.append(written)
 
     def _compare(self, written: Intervals, line: _Line, where: str) -> None:
@@ -236,10 +238,10 @@ class Coverage:
         found = coverage([(written, 1), (wanted, 1)])
         for start, stop, (times, once) in zip(found.starts, found.stops, found.counts, strict=True):
             if times != once:
-                slot, base = line.at(int(start))
+                target, base = line.at(int(start))
                 problem = "is not written" if times == 0 else f"is written {times} times"
                 problem = problem if once else "is written, and should be left alone"
-                self._fault(problem, _name(slot), slot.key, where, int(start) - base, int(stop) - base)
+                self._fault(problem, _name(target), target.key, where, int(start) - base, int(stop) - base)
 
     def _remember(self, place: _Place, local_state: LocalState) -> None:
         """What the rank holds of each live shard."""
@@ -275,9 +277,9 @@ class Coverage:
                 self._fault(problem, name, key, place.where, start, stop)
 
     def _check_restored(self, place: _Place, local_state: LocalState, plan: LoadPlan) -> None:
-        """What the checkpoint holds for this rank is restored, and has a slot without gaps where its fragments lie."""
+        """What the checkpoint holds for this rank is restored, and has a target without gaps where its fragments lie."""
         restored = {(name, out.role) for out in plan.outcomes if out.what == "restored" for name in out.names}
-        slots = {(slot.flat, slot.name, slot.key): slot for slot in plan.reads.slots}
+        targets = {(target.flat, target.name, target.key): target for target in plan.reads.targets}
         places: dict[int, list[tuple[str, int, int]]] = {flat.index: [] for flat in local_state.flats}
         for part in local_state.fragments:
             places[part.flat].append((part.name, part.flat_offset, part.flat_offset + part.range.numel))
@@ -289,31 +291,31 @@ class Coverage:
                 for name in members:
                     if (name, key) not in restored:
                         self._fault("is not restored", name, key, place.where, 0, 0)
-                slot = slots.get((flat.index, "", key))
-                if members and slot is None:
-                    self._fault("has no slot", members[0], key, place.where, 0, flat.numel)
-                elif members and slot is not None and slot.layout == ELEMENTWISE:
+                target = targets.get((flat.index, "", key))
+                if members and target is None:
+                    self._fault("has no target", members[0], key, place.where, 0, flat.numel)
+                elif members and target is not None and target.layout == ELEMENTWISE:
                     held = set(members)
-                    self._check_gaps(place, flat, slot, [part for part in places[flat.index] if part[0] in held])
+                    self._check_gaps(place, flat, target, [part for part in places[flat.index] if part[0] in held])
         for whole in local_state.wholes:
-            if (whole.name, whole.key) in self._catalog.tensors and (-1, whole.name, whole.key) not in slots:
-                self._fault("has no slot", whole.name, whole.key, place.where, 0, whole.range.numel)
+            if (whole.name, whole.key) in self._catalog.tensors and (-1, whole.name, whole.key) not in targets:
+                self._fault("has no target", whole.name, whole.key, place.where, 0, whole.range.numel)
 
     def _check_gaps(
-        self, place: _Place, flat: FlatPartition, slot: Slot, parts: Sequence[tuple[str, int, int]]
+        self, place: _Place, flat: FlatPartition, target: TargetTensor, parts: Sequence[tuple[str, int, int]]
     ) -> None:
         """Gaps are padding, or rows of a vocabulary that the checkpoint lacks."""
-        if not slot.gaps or not parts:
+        if not target.gaps or not parts:
             return
-        places = [(a + row * flat.numel, b + row * flat.numel) for row in range(slot.rows) for _, a, b in parts]
-        gaps = intervals((gap.start, gap.stop) for gap in slot.gaps)
+        places = [(a + row * flat.numel, b + row * flat.numel) for row in range(target.rows) for _, a, b in parts]
+        gaps = intervals((gap.start, gap.stop) for gap in target.gaps)
         found = coverage([(gaps, 1), (intervals(places), 1)])
         for number in (found.counts.min(axis=1) > 0).nonzero()[0]:
             start = int(found.starts[number])
             name = next(name for name, a, b in parts if a <= start % flat.numel < b)
             if not self._source.is_padded(name):
                 problem = "is left out, although it is no padding"
-                self._fault(problem, name, slot.key, place.where, start, int(found.stops[number]))
+                self._fault(problem, name, target.key, place.where, start, int(found.stops[number]))
 
     def _check_complete(self) -> None:
         """Every name of the checkpoint has a place in the job."""
@@ -338,5 +340,5 @@ def _not_tiled(pieces: Sequence[tuple[int, int]], numel: int, times: int) -> Ite
             yield int(start), int(stop), what
 
 
-def _name(slot: Slot) -> str:
-    return slot.name or f"flat partition {slot.flat}"
+def _name(target: TargetTensor) -> str:
+    return target.name or f"flat partition {target.flat}"

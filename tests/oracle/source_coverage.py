@@ -16,7 +16,7 @@ from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.sharding.rules import is_vocabulary, tensor_of
 from tests.oracle.intervals import Intervals, Numbers, Stretches, coverage, covers_exactly, rows_of, strided
 
-#: Keys of slots that hold the scales of 8-bit blocks, which are no logical tensors.
+#: Keys of targets that hold the scales of 8-bit blocks, which are no logical tensors.
 SCALES = frozenset(scales for scales, _ in COMPANIONS.values())
 #: Of an chunk: each element is read just so often; at least once, or compared; not more often than that.
 _EXACTLY, _AT_LEAST, _AT_MOST = range(3)
@@ -32,7 +32,7 @@ class Fault:
         problem: what is wrong with them (``"is not written"``).
         name, key: of what.
         where: place in the job, or file.
-        start, stop: the elements: of a slot, of a live shard, or of a saved one.
+        start, stop: the elements: of a target, of a live shard, or of a saved one.
     """
 
     problem: str
@@ -96,13 +96,13 @@ class SourceCoverage:
         for flat in local_state.flats:
             for name in flat.members:
                 self._stages.setdefault((name, MASTER), set()).add(stage)
-        shared = {slot.name for slot in plan.reads.slots if slot.flat < 0 and slot.replicated}
+        shared = {target.name for target in plan.reads.targets if target.flat < 0 and target.replicated}
         for whole in local_state.wholes:
             self._stages.setdefault((whole.name, whole.key), set()).add(stage)
             if whole.name not in shared and (whole.key == BUFFER or local_state.zero_stage < 3):
                 self._alone.add((whole.name, whole.key))
-        apart = [slot.key in SCALES or slot.layout == REPLICATED for slot in plan.reads.slots]
-        read = [_bytes_of(item) for item in plan.reads.items if not apart[item.slot]]
+        apart = [target.key in SCALES or target.layout == REPLICATED for target in plan.reads.targets]
+        read = [_bytes_of(item) for item in plan.reads.items if not apart[item.target]]
         read += [_bytes_of(source) for item in plan.reads.requantize_items for source in item.sources]
         self._read.append(rows_of(read, 5))
         compared = (replica for check in plan.replica_checks for replica in check.replicas)

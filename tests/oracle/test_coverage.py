@@ -230,7 +230,7 @@ def test_a_copy_that_is_there_twice(number: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"slot_offset": lambda copy: copy.slot_offset + 1}, {"is not written"}),
+        ({"target_offset": lambda copy: copy.target_offset + 1}, {"is not written"}),
         ({"numel": lambda copy: copy.numel - 1}, {"is not written", "is not read"}),
         ({"numel": lambda copy: copy.numel + 1}, set()),
         ({"byte_offset": lambda copy: copy.byte_offset + 4}, {"is not read"}),
@@ -253,7 +253,7 @@ def test_rows_of_a_strided_copy() -> None:
         for changes in (
             {"rows": lambda copy: copy.rows - 1},
             {"file_stride": lambda copy: copy.file_stride + 1},
-            {"slot_stride": lambda copy: copy.slot_stride + 1},
+            {"target_stride": lambda copy: copy.target_stride + 1},
         ):
 
             def change(ranks: list[Rank], changes: dict[str, Any] = changes, number: int = number) -> None:
@@ -271,10 +271,11 @@ def test_a_copy_from_another_tensor_of_the_same_file() -> None:
     def change(ranks: list[Rank]) -> None:
         plan = ranks[5][1]
         numbers = [
-            next(n for n, slot in enumerate(plan.reads.slots) if slot.key == key) for key in ("exp_avg", "exp_avg_sq")
+            next(n for n, target in enumerate(plan.reads.targets) if target.key == key)
+            for key in ("exp_avg", "exp_avg_sq")
         ]
         turned = dict(zip(numbers, reversed(numbers), strict=True))
-        copies = [dataclasses.replace(copy, slot=turned.get(copy.slot, copy.slot)) for copy in plan.reads.items]
+        copies = [dataclasses.replace(copy, target=turned.get(copy.target, copy.target)) for copy in plan.reads.items]
         ranks[5] = with_copies(ranks[5], copies)
 
     found = proof_after(change)
@@ -304,7 +305,7 @@ def test_the_fault_names_the_elements() -> None:
     number = next(
         n
         for n, copy in enumerate(plan.reads.items)
-        if copy.numel > 4 and copy.rows == 1 and plan.reads.slots[copy.slot].key == MASTER
+        if copy.numel > 4 and copy.rows == 1 and plan.reads.targets[copy.target].key == MASTER
     )
     copy = plan.reads.items[number]
     ranks[5] = with_copies(
@@ -313,7 +314,7 @@ def test_the_fault_names_the_elements() -> None:
     )
     written, read = prove(job.metadata, ranks).faults
     assert (written.problem, written.name, written.key) == ("is not written", "flat partition 0", MASTER)
-    assert (written.start, written.stop) == (copy.slot_offset + copy.numel - 2, copy.slot_offset + copy.numel)
+    assert (written.start, written.stop) == (copy.target_offset + copy.numel - 2, copy.target_offset + copy.numel)
     assert written.where == "pipeline stage 0, tensor-parallel rank 1, data-parallel rank 1"
     assert (read.problem, read.key, read.where) == ("is not read", MASTER, job.metadata.files[copy.file].path)
     chunk = next(
@@ -355,10 +356,10 @@ def test_a_gap_that_is_no_padding() -> None:
     def change(ranks: list[Rank]) -> None:
         local_state, plan = ranks[5]
         copy = plan.reads.items[0]
-        slots = list(plan.reads.slots)
-        hidden = FlatRange(copy.slot_offset, copy.slot_offset + copy.numel)
-        slots[copy.slot] = dataclasses.replace(slots[copy.slot], gaps=(*slots[copy.slot].gaps, hidden))
-        reads = dataclasses.replace(plan.reads, slots=tuple(slots), items=plan.reads.items[1:])
+        targets = list(plan.reads.targets)
+        hidden = FlatRange(copy.target_offset, copy.target_offset + copy.numel)
+        targets[copy.target] = dataclasses.replace(targets[copy.target], gaps=(*targets[copy.target].gaps, hidden))
+        reads = dataclasses.replace(plan.reads, targets=tuple(targets), items=plan.reads.items[1:])
         ranks[5] = local_state, dataclasses.replace(plan, reads=reads)
 
     assert {"is left out, although it is no padding", "is not read"} <= problems(proof_after(change))
@@ -367,14 +368,14 @@ def test_a_gap_that_is_no_padding() -> None:
 def test_a_state_that_is_forgotten() -> None:
     def change(ranks: list[Rank]) -> None:
         local_state, plan = ranks[5]
-        number = next(n for n, slot in enumerate(plan.reads.slots) if slot.key == "exp_avg_sq")
-        kept = [copy for copy in plan.reads.items if copy.slot != number]
-        moved = [dataclasses.replace(copy, slot=copy.slot - (copy.slot > number)) for copy in kept]
-        slots = plan.reads.slots[:number] + plan.reads.slots[number + 1 :]
-        reads = dataclasses.replace(plan.reads, slots=slots, items=tuple(moved))
+        number = next(n for n, target in enumerate(plan.reads.targets) if target.key == "exp_avg_sq")
+        kept = [copy for copy in plan.reads.items if copy.target != number]
+        moved = [dataclasses.replace(copy, target=copy.target - (copy.target > number)) for copy in kept]
+        targets = plan.reads.targets[:number] + plan.reads.targets[number + 1 :]
+        reads = dataclasses.replace(plan.reads, targets=targets, items=tuple(moved))
         ranks[5] = local_state, dataclasses.replace(plan, reads=reads)
 
-    assert {"has no slot", "is not read"} <= problems(proof_after(change))
+    assert {"has no target", "is not read"} <= problems(proof_after(change))
 
 
 def test_a_parameter_that_is_not_restored() -> None:
@@ -434,10 +435,10 @@ def test_bytes_that_belong_to_no_tensor() -> None:
     assert "is read, and is of no tensor" in problems(proof_after(change))
 
 
-def test_a_slot_that_is_written_beyond_its_end() -> None:
+def test_a_target_that_is_written_beyond_its_end() -> None:
     def change(ranks: list[Rank]) -> None:
         copies = list(ranks[5][1].reads.items)
-        copies[-1] = dataclasses.replace(copies[-1], slot_offset=10**6)
+        copies[-1] = dataclasses.replace(copies[-1], target_offset=10**6)
         ranks[5] = with_copies(ranks[5], copies)
 
     assert "is written beyond its ends" in problems(proof_after(change))
@@ -452,7 +453,7 @@ def test_buffers_that_each_rank_reads_for_itself() -> None:
     ranks = ranks_of(job)
     assert prove(job.metadata, ranks).holds
     plan = ranks[1][1]
-    kept = [copy for copy in plan.reads.items if plan.reads.slots[copy.slot].key != BUFFER]
+    kept = [copy for copy in plan.reads.items if plan.reads.targets[copy.target].key != BUFFER]
     assert problems(prove(job.metadata, [ranks[0], with_copies(ranks[1], kept)])) == {
         "is not written",
         "is read 1 times, not 2",
@@ -464,5 +465,5 @@ def test_rows_of_a_vocabulary_that_was_not_saved_are_padding() -> None:
     job = VirtualJob(sharded(2), Topology(tp=8), LoadOptions(rules=RULES))
     ranks = ranks_of(job)
     assert prove(job.metadata, ranks).holds
-    gaps = [slot.gaps for _, plan in ranks for slot in plan.reads.slots if slot.key == MASTER]
+    gaps = [target.gaps for _, plan in ranks for target in plan.reads.targets if target.key == MASTER]
     assert np.sum([gap.numel for held in gaps for gap in held]) >= 4 * 4

@@ -26,7 +26,7 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import BroadcastRange, LoadPlan, ReadItem, ReadPlan, RequantizeItem, Slot
+from elastic_ckpt.core.read_plan import BroadcastRange, LoadPlan, ReadItem, ReadPlan, RequantizeItem, TargetTensor
 from elastic_ckpt.core.state_kinds import PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, BlockFormat, LiveState
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -145,11 +145,11 @@ def one_flat_each(
 
 
 def memory_of(plan: ReadPlan) -> list[torch.Tensor]:
-    """A tensor for each slot, with its gaps filled as an engine does it."""
-    tensors = [torch.full((slot.numel,), UNTOUCHED, dtype=getattr(torch, slot.dtype)) for slot in plan.slots]
-    for slot, tensor in zip(plan.slots, tensors, strict=True):
-        for gap in slot.gaps:
-            tensor[gap.start : gap.stop] = slot.fill
+    """A tensor for each target, with its gaps filled as an engine does it."""
+    tensors = [torch.full((target.numel,), UNTOUCHED, dtype=getattr(torch, target.dtype)) for target in plan.targets]
+    for target, tensor in zip(plan.targets, tensors, strict=True):
+        for gap in target.gaps:
+            tensor[gap.start : gap.stop] = target.fill
     return tensors
 
 
@@ -163,15 +163,15 @@ def carry_out(
 
 
 def loaded(plan: LoadPlan, disk: Disk, folder: Path) -> dict[str, NDArray[Any]]:
-    """What is in the slots afterwards, of a plan with one flat partition."""
+    """What is in the targets afterwards, of a plan with one flat partition."""
     tensors = memory_of(plan.reads)
     carry_out(plan.reads, disk, folder, tensors)
-    assert len({slot.key for slot in plan.reads.slots}) == len(plan.reads.slots)
-    return {slot.key: tensor.numpy() for slot, tensor in zip(plan.reads.slots, tensors, strict=True)}
+    assert len({target.key for target in plan.reads.targets}) == len(plan.reads.targets)
+    return {target.key: tensor.numpy() for target, tensor in zip(plan.reads.targets, tensors, strict=True)}
 
 
-def slot_of(plan: LoadPlan, key: str) -> Slot:
-    (found,) = [slot for slot in plan.reads.slots if slot.key == key]
+def target_of(plan: LoadPlan, key: str) -> TargetTensor:
+    (found,) = [target for target in plan.reads.targets if target.key == key]
     return found
 
 
@@ -221,11 +221,11 @@ def test_a_state_of_two_rows_is_cut_row_by_row(tmp_path: Path, dp: int, step: in
             TWO, [LiveState("m1_m2", "float32", rows=2)], numel=step, dp=dp, rank=rank, fragments=cut(TWO, step, rank)
         )
         plan = plan_load(metadata, engine, LoadOptions())
-        slot = slot_of(plan, "m1_m2")
-        assert (slot.numel, slot.rows, slot.shape, slot.dtype) == (2 * step, 2, (), "float32")
+        target = target_of(plan, "m1_m2")
+        assert (target.numel, target.rows, target.shape, target.dtype) == (2 * step, 2, (), "float32")
         held = truth[:, rank * step : (rank + 1) * step]
         padding = [row * step + place for row in range(2) for place in range(held.shape[1], step)]
-        assert elements(slot.gaps) == padding
+        assert elements(target.gaps) == padding
         got = loaded(plan, disk, tmp_path)["m1_m2"].reshape(2, step)
         assert got[:, : held.shape[1]].tolist() == held.tolist()
         assert not got[:, held.shape[1] :].any()
@@ -240,7 +240,7 @@ def test_a_coded_state_of_two_rows_has_blocks_of_its_own_in_each_row(tmp_path: P
     for rank in range(dp):
         engine = engine_of(TWO, [live], numel=step, dp=dp, rank=rank, fragments=cut(TWO, step, rank))
         plan = plan_load(metadata, engine, LoadOptions())
-        codes, scales = slot_of(plan, "m1_m2"), slot_of(plan, "absmax1")
+        codes, scales = target_of(plan, "m1_m2"), target_of(plan, "absmax1")
         blocks = FOUR.blocks(step)
         assert (codes.numel, codes.rows, scales.numel, scales.rows, plan.blocks) == (
             2 * step,
@@ -277,12 +277,12 @@ def test_a_state_of_two_rows_that_all_ranks_hold_is_shared_whole(tmp_path: Path)
         plan = plan_load(metadata, one_flat_each(shapes, [live], dp=2, rank=rank, replicated=True), LoadOptions())
         tensors = memory_of(plan.reads)
         carry_out(plan.reads, disk, tmp_path, tensors)
-        for number, slot in enumerate(plan.reads.slots):
-            (share,) = [share for share in plan.reads.shares if share.slot == number]
-            assert share.range == FlatRange(0, slot.numel)
-            if slot.key == "m":
-                truth = parts["ab"[slot.flat]].values.tolist()
-                assert tensors[number].tolist() == (truth if share.owner == rank else [UNTOUCHED] * slot.numel)
+        for number, target in enumerate(plan.reads.targets):
+            (share,) = [share for share in plan.reads.shares if share.target == number]
+            assert share.range == FlatRange(0, target.numel)
+            if target.key == "m":
+                truth = parts["ab"[target.flat]].values.tolist()
+                assert tensors[number].tolist() == (truth if share.owner == rank else [UNTOUCHED] * target.numel)
 
 
 def test_what_is_not_restored_leaves_a_gap_in_each_row(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_what_is_not_restored_leaves_a_gap_in_each_row(tmp_path: Path) -> None:
     states = {(name, "m"): tensor_in(part, name, "m", (2, *saved[name])) for name, part in parts.items()}
     engine = engine_of(shapes, [LiveState("m", "float32", rows=2, initial=0.5)], numel=9)
     plan = plan_load(catalog_of(disk, saved, states), engine, LoadOptions(strict=False))
-    assert elements(slot_of(plan, "m").gaps) == [0, 1, 5, 8, 9, 10, 14, 17]
+    assert elements(target_of(plan, "m").gaps) == [0, 1, 5, 8, 9, 10, 14, 17]
     a, b = parts["a"].values, parts["b"].values
     rows = [[0.5, 0.5, *a[3 * row :][:3], 0.5, *b[2 * row :][:2], 0.5] for row in range(2)]
     assert loaded(plan, disk, tmp_path)["m"].tolist() == [*rows[0], *rows[1]]
@@ -324,9 +324,14 @@ def test_a_touched_state_holds_whole_parameters_whatever_part_of_them_is_here(tm
         engine = replace(engine, fragments=held_between(shapes, *bounds))
         assert "".join(part.name for part in engine.fragments) == touched
         plan = plan_load(metadata, engine, LoadOptions())
-        slot = slot_of(plan, "momentum")
+        target = target_of(plan, "momentum")
         expected = np.concatenate([parts[name].values for name in touched])
-        assert (slot.layout, slot.numel, slot.shape, slot.gaps) == (TOUCHED, len(expected), (len(expected),), ())
+        assert (target.layout, target.numel, target.shape, target.gaps) == (
+            TOUCHED,
+            len(expected),
+            (len(expected),),
+            (),
+        )
         assert loaded(plan, disk, tmp_path)["momentum"].tolist() == expected.tolist()
 
 
@@ -353,8 +358,12 @@ def test_parameters_that_are_not_restored_leave_gaps_of_their_whole_size_in_a_to
     live = LiveState("momentum", "float32", TOUCHED, initial=0.25)
     engine = engine_of(shapes, [live], fragments=held_between(shapes, 2, 15), numel=13)
     plan = plan_load(catalog_of(disk, old, states), engine, LoadOptions(strict=False))
-    slot = slot_of(plan, "momentum")
-    assert (slot.numel, slot.gaps, slot.fill) == (18, (FlatRange(0, 3), FlatRange(7, 12), FlatRange(14, 18)), 0.25)
+    target = target_of(plan, "momentum")
+    assert (target.numel, target.gaps, target.fill) == (
+        18,
+        (FlatRange(0, 3), FlatRange(7, 12), FlatRange(14, 18)),
+        0.25,
+    )
     expected = [*[0.25] * 3, *part.values[:4], *[0.25] * 5, *part.values[4:], *[0.25] * 4]
     assert loaded(plan, disk, tmp_path)["momentum"].tolist() == expected
 
@@ -372,7 +381,7 @@ def test_a_whole_state_keeps_a_shape_of_its_own(tmp_path: Path) -> None:
     live = [LiveState("row", "float32", PER_PARAMETER, shape=(2, 1)), LiveState("col", "", PER_PARAMETER, shape=(1, 3))]
     engine = one_flat_each(shapes, live, dp=1, rank=0, replicated=False)
     plan = plan_load(catalog_of(disk, shapes, states), engine, LoadOptions())
-    row, col = slot_of(plan, "row"), slot_of(plan, "col")
+    row, col = target_of(plan, "row"), target_of(plan, "col")
     assert (row.layout, row.shape, row.numel, row.dtype, row.gaps) == (PER_PARAMETER, (2, 1), 2, "float32", ())
     assert (col.layout, col.shape, col.numel, col.dtype) == (PER_PARAMETER, (1, 3), 3, "bfloat16"), (
         "no dtype of its own"
@@ -410,16 +419,16 @@ def test_whole_states_that_all_ranks_hold_are_read_by_one(tmp_path: Path) -> Non
         for rank in range(2)
     ]
     assert plans[0].reads.shares == plans[1].reads.shares
-    owned = {(share.slot, share.owner) for share in plans[0].reads.shares}
-    assert len(owned) == len(plans[0].reads.slots) == 4
+    owned = {(share.target, share.owner) for share in plans[0].reads.shares}
+    assert len(owned) == len(plans[0].reads.targets) == 4
     for rank, plan in enumerate(plans):
-        assert all(slot.replicated for slot in plan.reads.slots)
-        assert {copy.slot for copy in plan.reads.items} == {slot for slot, owner in owned if owner == rank}
+        assert all(target.replicated for target in plan.reads.targets)
+        assert {copy.target for copy in plan.reads.items} == {target for target, owner in owned if owner == rank}
         tensors = memory_of(plan.reads)
         carry_out(plan.reads, disk, tmp_path, tensors)
-        for number, slot in enumerate(plan.reads.slots):
-            if slot.key == "row":
-                truth = parts["ab"[slot.flat]].values.tolist()
+        for number, target in enumerate(plan.reads.targets):
+            if target.key == "row":
+                truth = parts["ab"[target.flat]].values.tolist()
                 assert tensors[number].tolist() == (truth if (number, rank) in owned else [UNTOUCHED] * 2)
 
 
@@ -435,22 +444,28 @@ def test_a_replicated_state_is_read_by_every_rank_by_itself(tmp_path: Path, repl
     for rank in range(2):
         engine = one_flat_each(shapes, live, dp=2, rank=rank, replicated=replicated)
         plan = plan_load(metadata, engine, LoadOptions())
-        slot = slot_of(plan, "table")
-        assert (slot.layout, slot.shape, slot.numel, slot.gaps, slot.replicated) == (REPLICATED, (2, 3), 6, (), False)
-        assert slot.flat == 0
-        assert plan.reads.slots.index(slot) not in {share.slot for share in plan.reads.shares}
+        target = target_of(plan, "table")
+        assert (target.layout, target.shape, target.numel, target.gaps, target.replicated) == (
+            REPLICATED,
+            (2, 3),
+            6,
+            (),
+            False,
+        )
+        assert target.flat == 0
+        assert plan.reads.targets.index(target) not in {share.target for share in plan.reads.shares}
         assert loaded(plan, disk, tmp_path)["table"].tolist() == shared.values.tolist()
 
 
-def test_a_scratch_state_has_no_slot() -> None:
+def test_a_scratch_state_has_no_target() -> None:
     shapes = {"a": (3,)}
     disk = Disk()
     moment = disk.raw(numbers(3))
     metadata = catalog_of(disk, shapes, {("a", "state1"): tensor_in(moment, "a", "state1", (3,))})
     live = [LiveState("buffer", "float32", SCRATCH, shape=(1,)), LiveState("state1", "float32")]
     plan = plan_load(metadata, engine_of(shapes, live), LoadOptions())
-    assert [slot.key for slot in plan.reads.slots] == [MASTER, "state1"]
-    assert [copy.slot for copy in plan.reads.items] == [1, 0]
+    assert [target.key for target in plan.reads.targets] == [MASTER, "state1"]
+    assert [copy.target for copy in plan.reads.items] == [1, 0]
 
 
 # --- 8-bit states -----------------------------------------------------------------------------------------------
@@ -470,16 +485,16 @@ def coded_states(
 
 
 @pytest.mark.parametrize(("blocks", "zero"), [(FOUR, 100), (POSITIVE, 0)])
-def test_a_coded_state_fills_two_slots_with_zeros_in_the_gaps(tmp_path: Path, blocks: BlockFormat, zero: int) -> None:
+def test_a_coded_state_fills_two_targets_with_zeros_in_the_gaps(tmp_path: Path, blocks: BlockFormat, zero: int) -> None:
     saved, live = {"a": (6,), "b": (4,)}, {"a": (6,), "new": (9,), "b": (4,)}
     disk = Disk()
     states, part = coded_states(disk, saved, blocks=blocks)
     engine = engine_of(live, [LiveState("state1", "uint8", blocks=blocks, initial=3.0)], numel=22)
     plan = plan_load(catalog_of(disk, saved, states), engine, LoadOptions(strict=False))
-    assert [slot.key for slot in plan.reads.slots] == [MASTER, "state1", blocks.scales]
-    _, codes, scales = plan.reads.slots
-    assert codes == Slot("state1", 0, "", 22, "uint8", (FlatRange(6, 15), FlatRange(19, 22)), fill=zero)
-    assert scales == Slot(blocks.scales, 0, "", 6, "float32", (FlatRange(0, 6),))
+    assert [target.key for target in plan.reads.targets] == [MASTER, "state1", blocks.scales]
+    _, codes, scales = plan.reads.targets
+    assert codes == TargetTensor("state1", 0, "", 22, "uint8", (FlatRange(6, 15), FlatRange(19, 22)), fill=zero)
+    assert scales == TargetTensor(blocks.scales, 0, "", 6, "float32", (FlatRange(0, 6),))
     assert plan.blocks == 6
     got = loaded(plan, disk, tmp_path)
     values = decoded(got["state1"], got[blocks.scales], blocks)
@@ -501,9 +516,9 @@ def test_codes_become_values_where_the_live_optimizer_keeps_values(tmp_path: Pat
         engine_of(TWO, [live], numel=18),
         LoadOptions(ElasticConfig(on_change="error")),
     )
-    slot = slot_of(plan, "state1")
-    assert (slot.dtype, slot.numel, slot.gaps, slot.fill) == ("float32", 18, (FlatRange(16, 18),), 0.5)
-    assert ([slot.key for slot in plan.reads.slots], plan.blocks) == ([MASTER, "state1"], 0)
+    target = target_of(plan, "state1")
+    assert (target.dtype, target.numel, target.gaps, target.fill) == ("float32", 18, (FlatRange(16, 18),), 0.5)
+    assert ([target.key for target in plan.reads.targets], plan.blocks) == ([MASTER, "state1"], 0)
     assert loaded(plan, disk, tmp_path)["state1"].tolist() == [*part.values.tolist(), 0.5, 0.5]
 
 
@@ -596,21 +611,21 @@ def test_coded_states_that_all_ranks_hold_are_dealt_out_whole(tmp_path: Path, dp
         plan_load(metadata, one_flat_each(shapes, [CODED], dp=dp, rank=rank, replicated=True), LoadOptions())
         for rank in range(dp)
     ]
-    slots, shares = plans[0].reads.slots, plans[0].reads.shares
-    owner = {share.slot: share.owner for share in shares}
-    assert sorted(owner) == list(range(len(slots))) == sorted(share.slot for share in shares)
-    assert all(share.range == FlatRange(0, slots[share.slot].numel) for share in shares)
+    targets, shares = plans[0].reads.targets, plans[0].reads.shares
+    owner = {share.target: share.owner for share in shares}
+    assert sorted(owner) == list(range(len(targets))) == sorted(share.target for share in shares)
+    assert all(share.range == FlatRange(0, targets[share.target].numel) for share in shares)
     assert len(set(owner.values())) == dp
-    pairs = [number for number, slot in enumerate(slots) if slot.key == "state1"]
+    pairs = [number for number, target in enumerate(targets) if target.key == "state1"]
     assert all(owner[number] == owner[number + 1] for number in pairs), "codes and scales belong together"
     together = memory_of(plans[0].reads)
     for rank, plan in enumerate(plans):
-        assert (plan.reads.slots, plan.reads.shares, plan.blocks) == (slots, shares, 3 + 3 + 2 + 1)
+        assert (plan.reads.targets, plan.reads.shares, plan.blocks) == (targets, shares, 3 + 3 + 2 + 1)
         mine = {number for number, held in owner.items() if held == rank}
-        recoded = {recode.slot for recode in plan.reads.requantize_items} | {
-            recode.scales_slot for recode in plan.reads.requantize_items
+        recoded = {recode.target for recode in plan.reads.requantize_items} | {
+            recode.scales_target for recode in plan.reads.requantize_items
         }
-        assert {copy.slot for copy in plan.reads.items} | recoded == mine
+        assert {copy.target for copy in plan.reads.items} | recoded == mine
         tensors = memory_of(plan.reads)
         carry_out(plan.reads, disk, tmp_path, tensors)
         for number in mine:
@@ -625,7 +640,7 @@ def test_coded_states_that_all_ranks_hold_are_dealt_out_whole(tmp_path: Path, dp
         assert (np.abs(values - truth) <= (FOUR.codebook.bound + ROUNDING) * np.repeat(scales, 4)[: len(codes)]).all()
 
 
-def test_slots_that_are_read_together_go_to_whoever_has_least() -> None:
+def test_targets_that_are_read_together_go_to_whoever_has_least() -> None:
     offered = [(100, 10), (8, 2), (8, 2), (50, 1), (0, 0), (200, 50), (1, 1)]
     mine = []
     for rank in range(2):
@@ -633,7 +648,7 @@ def test_slots_that_are_read_together_go_to_whoever_has_least() -> None:
         mine.append(
             [sharing.whole([(2 * n, c, "uint8"), (2 * n + 1, s, "float32")]) for n, (c, s) in enumerate(offered)]
         )
-        owners = {share.slot: share.owner for share in sharing.shares}
+        owners = {share.target: share.owner for share in sharing.shares}
         # bytes so far: 140|0, 140|16, 140|32, 140|86, 140|86, 140|486
         assert owners == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1, 10: 1, 11: 1, 12: 0, 13: 0}
         assert mine[rank] == [(0, 1, 1, 1, 1, 1, 0)[n] == rank for n in range(len(offered))]
@@ -660,7 +675,7 @@ def test_a_decoded_state_that_would_lose_precision_does_not_fit() -> None:
 # --- parts of a plan, and reading it ----------------------------------------------------------------------------
 
 
-def test_a_plan_is_divided_by_flat_partitions_and_requantize_items_go_with_their_slots(tmp_path: Path) -> None:
+def test_a_plan_is_divided_by_flat_partitions_and_requantize_items_go_with_their_targets(tmp_path: Path) -> None:
     shapes = {"a": (6,), "b": (5,), "c": (5,)}
     disk = Disk()
     states, part = coded_states(disk, shapes)
@@ -674,12 +689,12 @@ def test_a_plan_is_divided_by_flat_partitions_and_requantize_items_go_with_their
     assert sum(len(each.requantize_items) for each in every) == len(plan.reads.requantize_items) > 0
     assert sum(len(each.items) for each in every) == len(plan.reads.items)
     (widened,) = parts[1][1].requantize_items
-    assert (widened.slot, widened.scales_slot, widened.target) == (1, -1, None)
-    assert {(item.slot, item.scales_slot) for item in parts[2][1].requantize_items} == {(1, 2)}
+    assert (widened.target, widened.scales_target, widened.blocks) == (1, -1, None)
+    assert {(item.target, item.scales_target) for item in parts[2][1].requantize_items} == {(1, 2)}
     at_once = memory_of(plan.reads)
     carry_out(plan.reads, disk, tmp_path, at_once)
     for members, each in parts.values():
-        assert each.slots == tuple(plan.reads.slots[number] for number in members)
+        assert each.targets == tuple(plan.reads.targets[number] for number in members)
         tensors = memory_of(each)
         carry_out(each, disk, tmp_path, tensors)
         for number, tensor in zip(members, tensors, strict=True):
@@ -687,13 +702,15 @@ def test_a_plan_is_divided_by_flat_partitions_and_requantize_items_go_with_their
     assert at_once[4].tolist() == part.values[6:11].tolist()
 
 
-def test_slots_of_one_flat_partition_need_not_be_neighbours() -> None:
+def test_targets_of_one_flat_partition_need_not_be_neighbours() -> None:
     part = Disk().coded(range(8), (1.0, 2.0), FOUR)
-    slots = [Slot("state1", flat, "", 4, "uint8") for flat in (1, 0)] + [Slot("absmax1", 0, "", 1, "float32")]
-    slots += [Slot("buffer", -1, "x", 4, "float32"), Slot("absmax1", 1, "", 1, "float32")]
+    targets = [TargetTensor("state1", flat, "", 4, "uint8") for flat in (1, 0)] + [
+        TargetTensor("absmax1", 0, "", 1, "float32")
+    ]
+    targets += [TargetTensor("buffer", -1, "x", 4, "float32"), TargetTensor("absmax1", 1, "", 1, "float32")]
     sources = (part.piece(2, 0, 4),)
-    requantize = tuple(RequantizeItem(slot, 0, 4, FOUR, scales, 0, sources) for slot, scales in ((0, 4), (1, 2)))
-    plan = ReadPlan((), tuple(slots), (ReadItem(0, 0, 3, 0, 4, "float32"),), requantize)
+    requantize = tuple(RequantizeItem(target, 0, 4, FOUR, scales, 0, sources) for target, scales in ((0, 4), (1, 2)))
+    plan = ReadPlan((), tuple(targets), (ReadItem(0, 0, 3, 0, 4, "float32"),), requantize)
     parts = plan.by_flat()
     assert {flat: (members, each.requantize_items, each.items) for flat, (members, each) in parts.items()} == {
         1: ([0, 4], (RequantizeItem(0, 0, 4, FOUR, 1, 0, sources),), ()),
@@ -756,7 +773,7 @@ def test_shares_of_an_empty_flat_partition_are_not_dealt_out() -> None:
     )
     engine = one_flat_each(shapes, [CODED], dp=1, rank=0, replicated=True)
     plan = plan_load(metadata, engine, LoadOptions())
-    assert [slot.numel for slot in plan.reads.slots] == [0, 0, 0, 3, 3, 1]
+    assert [target.numel for target in plan.reads.targets] == [0, 0, 0, 3, 3, 1]
     assert plan.reads.shares == tuple(
-        BroadcastRange(slot, FlatRange(0, plan.reads.slots[slot].numel), 0) for slot in (3, 4, 5)
+        BroadcastRange(target, FlatRange(0, plan.reads.targets[target].numel), 0) for target in (3, 4, 5)
     )

@@ -30,7 +30,7 @@ from tests.simulation import (
     Shape,
     cases,
     engine_of,
-    expected_slots,
+    expected_targets,
     live,
     names_of,
     saved,
@@ -72,12 +72,12 @@ def test_every_rank_gets_exactly_its_own_elements(case: Case) -> None:
     strict = not (case.missing or case.extra)
     for rank in range(case.target.dp):
         plan = plan_load(case.metadata, engine_of(case, rank), LoadOptions(strict=strict))
-        expected = expected_slots(case, rank)
+        expected = expected_targets(case, rank)
         assert simulate(plan, case.disk.files) == expected
-        for slot in plan.reads.slots:
-            wanted = expected[slot.key, slot.flat, slot.name]
-            assert slot.numel == len(wanted)
-            assert list(slot.gaps) == runs_of_none(wanted)
+        for target in plan.reads.targets:
+            wanted = expected[target.key, target.flat, target.name]
+            assert target.numel == len(wanted)
+            assert list(target.gaps) == runs_of_none(wanted)
         assert list(plan.reads.items) == sorted(plan.reads.items, key=lambda copy: (copy.file, copy.byte_offset))
         assert plan.reads.files == case.metadata.files
         assert plan.reads.shares == ()
@@ -116,8 +116,8 @@ def test_a_lost_piece_is_an_error_on_every_rank_that_holds_some_of_the_parameter
 # --- directed ---------------------------------------------------------------------------------------------------
 
 
-def slot_names(plan: LoadPlan) -> list[tuple[str, int, str]]:
-    return [(slot.key, slot.flat, slot.name) for slot in plan.reads.slots]
+def target_names(plan: LoadPlan) -> list[tuple[str, int, str]]:
+    return [(target.key, target.flat, target.name) for target in plan.reads.targets]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -195,7 +195,7 @@ def test_a_parameter_that_the_checkpoint_lacks_is_an_error_when_strict() -> None
 def test_a_parameter_that_the_checkpoint_lacks_stays_fresh_when_not_strict() -> None:
     plan = plan_load(saved({"a.weight": (2, 5)}), live(TWO), LoadOptions(strict=False))
     assert names_with(plan.outcomes, "fresh") == names_of(plan, MASTER, "fresh") == ("b.weight",)
-    assert [slot.gaps for slot in plan.reads.slots] == [(FlatRange(10, 13),)] * 3
+    assert [target.gaps for target in plan.reads.targets] == [(FlatRange(10, 13),)] * 3
     assert sum(copy.numel for copy in plan.reads.items) == 30
 
 
@@ -230,7 +230,7 @@ def test_missing_and_extra_buffers_and_frozen_weights_are_treated_like_parameter
     plan = plan_load(metadata, engine, LoadOptions(strict=False))
     assert names_of(plan, key, "fresh") == names_with(plan.outcomes, "fresh") == ("new",)
     assert names_of(plan, key, "ignored") == names_with(plan.outcomes, "ignored") == ("old",)
-    assert all(slot.name != "new" for slot in plan.reads.slots)
+    assert all(target.name != "new" for target in plan.reads.targets)
 
 
 def test_a_name_that_was_tied_at_save_time_is_explained() -> None:
@@ -244,10 +244,10 @@ def test_a_parameter_that_was_trained_and_is_frozen_now_gets_its_masters_and_no_
     metadata = saved(TWO)
     engine = live({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "bfloat16")})
     plan = plan_load(metadata, engine, LoadOptions(strict=strict))
-    slot = slot_names(plan).index((FROZEN, -1, "b.weight"))
-    assert plan.reads.slots[slot].dtype == "bfloat16"
+    target = target_names(plan).index((FROZEN, -1, "b.weight"))
+    assert plan.reads.targets[target].dtype == "bfloat16"
     start = metadata.tensors["b.weight", MASTER].chunks[0].byte_offset
-    assert [copy for copy in plan.reads.items if copy.slot == slot] == [ReadItem(0, start, slot, 0, 3, "float32")]
+    assert [copy for copy in plan.reads.items if copy.target == target] == [ReadItem(0, start, target, 0, 3, "float32")]
     assert sum(copy.numel for copy in plan.reads.items) == 30 + 3
     assert [note for note in plan.notes if "b.weight" in note and "float32 to bfloat16" in note]
     assert names_of(plan, FROZEN, "restored") == ("b.weight",)
@@ -261,7 +261,7 @@ def test_a_parameter_that_was_frozen_and_is_trained_now_gets_its_weights_and_fre
     plan = plan_load(metadata, live(TWO), LoadOptions(strict=strict))
     chunk = metadata.tensors["b.weight", FROZEN].chunks[0]
     assert ReadItem(0, chunk.byte_offset, 0, 10, 3, "bfloat16") in plan.reads.items
-    assert [slot.gaps for slot in plan.reads.slots] == [(), (FlatRange(10, 13),), (FlatRange(10, 13),)]
+    assert [target.gaps for target in plan.reads.targets] == [(), (FlatRange(10, 13),), (FlatRange(10, 13),)]
     assert sum(copy.numel for copy in plan.reads.items) == 13 + 10 + 10
     assert plan.scalars == ({"step": 4.0},)
     assert names_of(plan, MASTER, "restored") == ("a.weight", "b.weight")
@@ -273,7 +273,7 @@ def test_a_flat_tensor_of_parameters_that_were_all_frozen_gets_no_states() -> No
     metadata = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "float32")})
     plan = plan_load(metadata, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
     assert plan.scalars == ({"step": 4.0}, None)
-    assert slot_names(plan) == [(MASTER, 0, ""), ("exp_avg", 0, ""), ("exp_avg_sq", 0, ""), (MASTER, 1, "")]
+    assert target_names(plan) == [(MASTER, 0, ""), ("exp_avg", 0, ""), ("exp_avg_sq", 0, ""), (MASTER, 1, "")]
     assert plan.group_sources == ((0,), ())
     assert plan.hyperparameters == (ADAM, {})
 
@@ -330,7 +330,7 @@ def test_a_master_that_would_lose_precision_is_refused(source: str, target: str)
 @pytest.mark.parametrize("source", ["float32", "float16"])
 def test_masters_and_states_are_rounded_to_bfloat16_with_a_note(source: str) -> None:
     plan = plan_load(saved(TWO, dtype=source), live(TWO, dtype="bfloat16"), LoadOptions())
-    assert {copy.dtype for copy in plan.reads.items if plan.reads.slots[copy.slot].key == MASTER} == {source}
+    assert {copy.dtype for copy in plan.reads.items if plan.reads.targets[copy.target].key == MASTER} == {source}
     assert f"masters rounded from {source} to bfloat16, in which the live engine keeps them" in plan.notes
 
 
@@ -345,12 +345,12 @@ def test_a_master_that_might_leave_the_range_is_refused_whatever_the_options(sou
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
+    ("source", "wider"),
     [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64"), ("bfloat16", "float64")],
 )
-def test_a_master_that_becomes_wider_is_planned_with_the_dtype_of_the_file(source: str, target: str) -> None:
-    plan = plan_load(saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions())
-    assert {slot.dtype for slot in plan.reads.slots} == {target}
+def test_a_master_that_becomes_wider_is_planned_with_the_dtype_of_the_file(source: str, wider: str) -> None:
+    plan = plan_load(saved(TWO, dtype=source), live(TWO, dtype=wider), LoadOptions())
+    assert {target.dtype for target in plan.reads.targets} == {wider}
     assert {copy.dtype for copy in plan.reads.items} == {source}
     assert sum(copy.numel for copy in plan.reads.items) == 39
 
@@ -405,16 +405,16 @@ def test_a_buffer_of_every_dtype_of_torch_is_planned_with_the_right_item_size(dt
     tensor = TensorMetadata("buffer", BUFFER, (6,), dtype, listed(*chunks))
     metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("buffer", BUFFER): tensor})
     plan = plan_load(metadata, live({"a": (1,)}, wholes=wholes), LoadOptions())
-    slot = slot_names(plan).index((BUFFER, -1, "buffer"))
-    assert [copy for copy in plan.reads.items if copy.slot == slot] == [ReadItem(0, 100, slot, 0, 6, dtype)]
+    target = target_names(plan).index((BUFFER, -1, "buffer"))
+    assert [copy for copy in plan.reads.items if copy.target == target] == [ReadItem(0, 100, target, 0, 6, dtype)]
 
 
-def test_a_buffer_without_elements_has_a_slot_and_no_copy() -> None:
+def test_a_buffer_without_elements_has_a_target_and_no_copy() -> None:
     wholes = {("empty", BUFFER): ((0, 3), "float32")}
     plan = plan_load(saved({"a": (1,)}, wholes=wholes), live({"a": (1,)}, wholes=wholes), LoadOptions())
-    slot = slot_names(plan).index((BUFFER, -1, "empty"))
-    assert plan.reads.slots[slot].numel == 0
-    assert all(copy.slot != slot for copy in plan.reads.items)
+    target = target_names(plan).index((BUFFER, -1, "empty"))
+    assert plan.reads.targets[target].numel == 0
+    assert all(copy.target != target for copy in plan.reads.items)
 
 
 def test_different_step_counts_inside_one_flat_tensor_are_an_error() -> None:
@@ -456,7 +456,7 @@ def test_a_stateless_parameter_in_a_saved_group_of_its_own_is_no_damage() -> Non
 
 def test_without_partitions_a_stateless_parameter_may_share_a_flat_tensor_with_stateful_ones() -> None:
     plan = plan_load(unpartitioned(without_states(saved(TWO), "b.weight")), live(TWO), LoadOptions())
-    assert [slot.gaps for slot in plan.reads.slots] == [(), (FlatRange(10, 13),), (FlatRange(10, 13),)]
+    assert [target.gaps for target in plan.reads.targets] == [(), (FlatRange(10, 13),), (FlatRange(10, 13),)]
     assert plan.scalars == ({"step": 4.0},)
     told = next(outcome for outcome in plan.outcomes if outcome.role == "optimizer states")
     assert (told.what, told.names) == ("fresh", ("b.weight",))
@@ -468,7 +468,7 @@ def test_a_flat_tensor_whose_parameters_have_no_state_yet_gets_none() -> None:
     metadata = unpartitioned(without_states(saved(TWO), "b.weight"))
     plan = plan_load(metadata, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
     assert plan.scalars == ({"step": 4.0}, None)
-    assert slot_names(plan) == [(MASTER, 0, ""), ("exp_avg", 0, ""), ("exp_avg_sq", 0, ""), (MASTER, 1, "")]
+    assert target_names(plan) == [(MASTER, 0, ""), ("exp_avg", 0, ""), ("exp_avg_sq", 0, ""), (MASTER, 1, "")]
 
 
 def test_a_group_that_mixes_different_hyperparameters_is_an_error() -> None:
@@ -555,7 +555,7 @@ def test_other_scalar_states_are_an_error_too() -> None:
 def test_a_checkpoint_without_any_state_leaves_states_fresh_and_says_so() -> None:
     plan = plan_load(saved(TWO, states=()), live(TWO), LoadOptions())
     assert plan.scalars == (None,)
-    assert slot_names(plan) == [(MASTER, 0, "")]
+    assert target_names(plan) == [(MASTER, 0, "")]
     assert plan.restores_states
     assert plan.hyperparameters == (ADAM,)
     told = [outcome for outcome in plan.outcomes if outcome.role == "optimizer states"]
@@ -567,14 +567,14 @@ def test_an_optimizer_without_scalar_states_keeps_its_elementwise_ones() -> None
     states = ("momentum_buffer",)
     metadata = saved(TWO, states=states, scalars=dict.fromkeys(TWO, ()))
     plan = plan_load(metadata, live(TWO, states=states, scalar_keys=()), LoadOptions())
-    assert slot_names(plan) == [(MASTER, 0, ""), ("momentum_buffer", 0, "")]
+    assert target_names(plan) == [(MASTER, 0, ""), ("momentum_buffer", 0, "")]
     assert plan.scalars == ({},)
     assert not [outcome for outcome in plan.outcomes if outcome.role == "optimizer states"]
 
 
 def test_without_optimizer_states_only_masters_are_planned() -> None:
     plan = plan_load(saved(TWO), live(TWO), LoadOptions(optimizer_states=False))
-    assert slot_names(plan) == [(MASTER, 0, "")]
+    assert target_names(plan) == [(MASTER, 0, "")]
     assert not plan.restores_states
     assert plan.hyperparameters == ()
     assert plan.scalars == (None,)
@@ -600,23 +600,23 @@ Move = tuple[int, int, int, int, str]
 
 @st.composite
 def copies(draw: st.DrawFn) -> list[ReadItem]:
-    """Copies that overlap neither in the files nor in the slots, many of them neighbours, in any order."""
-    file_ends, slot_ends = [3, 0], [0, 2]
+    """Copies that overlap neither in the files nor in the targets, many of them neighbours, in any order."""
+    file_ends, target_ends = [3, 0], [0, 2]
     found = []
     for _ in range(draw(st.integers(0, 14))):
-        file, slot = draw(st.integers(0, 1)), draw(st.integers(0, 1))
+        file, target = draw(st.integers(0, 1)), draw(st.integers(0, 1))
         numel, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(["float32", "float32", "bfloat16"]))
         byte_offset = file_ends[file] + draw(st.sampled_from([0, 0, 0, 1, 4]))
-        slot_offset = slot_ends[slot] + draw(st.sampled_from([0, 0, 0, 1]))
-        found.append(ReadItem(file, byte_offset, slot, slot_offset, numel, dtype))
-        file_ends[file], slot_ends[slot] = byte_offset + numel * BYTES[dtype], slot_offset + numel
+        target_offset = target_ends[target] + draw(st.sampled_from([0, 0, 0, 1]))
+        found.append(ReadItem(file, byte_offset, target, target_offset, numel, dtype))
+        file_ends[file], target_ends[target] = byte_offset + numel * BYTES[dtype], target_offset + numel
     return draw(st.permutations(found))
 
 
 def moves(some: Iterable[ReadItem]) -> Counter[Move]:
     """Every element that is moved: from which byte of which file to which place."""
     return Counter(
-        (copy.file, copy.byte_offset + step * BYTES[copy.dtype], copy.slot, copy.slot_offset + step, copy.dtype)
+        (copy.file, copy.byte_offset + step * BYTES[copy.dtype], copy.target, copy.target_offset + step, copy.dtype)
         for copy in some
         for step in range(copy.numel)
     )
@@ -624,9 +624,9 @@ def moves(some: Iterable[ReadItem]) -> Counter[Move]:
 
 def touching_pairs(some: Sequence[ReadItem]) -> int:
     return sum(
-        (left.file, left.slot, left.dtype) == (right.file, right.slot, right.dtype)
+        (left.file, left.target, left.dtype) == (right.file, right.target, right.dtype)
         and left.byte_offset + left.numel * BYTES[left.dtype] == right.byte_offset
-        and left.slot_offset + left.numel == right.slot_offset
+        and left.target_offset + left.numel == right.target_offset
         for left in some
         for right in some
     )
@@ -642,7 +642,7 @@ def test_merging_joins_exactly_the_neighbours_and_moves_the_same_bytes(some: lis
     assert merged == sorted(merged, key=lambda copy: (copy.file, copy.byte_offset))
 
 
-def test_neighbours_in_the_file_alone_or_in_the_slot_alone_stay_apart() -> None:
+def test_neighbours_in_the_file_alone_or_in_the_target_alone_stay_apart() -> None:
     first = ReadItem(0, 0, 0, 0, 2, "float32")
     for other in (
         ReadItem(0, 8, 0, 3, 2, "float32"),

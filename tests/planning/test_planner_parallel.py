@@ -9,7 +9,7 @@ from unittest.mock import patch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.read_plan import LoadPlan, ReplicaCheck, Slot, names_with
+from elastic_ckpt.core.read_plan import LoadPlan, ReplicaCheck, TargetTensor, names_with
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import simulate, written
 from tests.simulation_parallel import (
@@ -27,8 +27,8 @@ from tests.simulation_parallel import (
 slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-def gap_places(slot: Slot) -> list[int]:
-    return [place for gap in slot.gaps for place in range(gap.start, gap.stop)]
+def gap_places(target: TargetTensor) -> list[int]:
+    return [place for gap in target.gaps for place in range(gap.start, gap.stop)]
 
 
 def holes(values: Sequence[int]) -> list[int]:
@@ -39,15 +39,15 @@ def holes(values: Sequence[int]) -> list[int]:
 @given(parallel_cases())
 def test_every_live_rank_gets_exactly_the_elements_of_its_shards(case: Case) -> None:
     saved, options = save(case), LoadOptions(rules=rules_of(case))
-    target = case.target
-    for stage in range(len(target.stages)):
-        for rank in range(target.tp):
-            for dp_rank in range(target.dp):
+    side = case.target
+    for stage in range(len(side.stages)):
+        for rank in range(side.tp):
+            for dp_rank in range(side.dp):
                 plan = plan_load(saved.metadata, engine(case, stage, rank, dp_rank), options)
                 wanted = expected(case, stage, rank, dp_rank)
                 assert simulate(plan, saved.files) == wanted
-                for slot in plan.reads.slots:
-                    assert gap_places(slot) == holes(wanted[slot.key, slot.flat, slot.name])
+                for target in plan.reads.targets:
+                    assert gap_places(target) == holes(wanted[target.key, target.flat, target.name])
                 assert not plan.reads.requantize_items
                 assert names_with(plan.outcomes, "fresh") == names_with(plan.outcomes, "ignored") == ()
 

@@ -32,7 +32,7 @@ NUMPY = {"uint8": np.uint8, "float32": np.float32}
 ROUNDING = 2e-6
 #: Equal scales are to be met often, and a block of zeros now and then.
 SCALES = (1.0, 0.5, 0.37, 2e-9, 41.0, 0.0)
-#: What is in slots before anything is written.
+#: What is in targets before anything is written.
 UNTOUCHED = {"uint8": 77, "float32": -7.0}
 PLENTY = 1 << 20
 
@@ -131,15 +131,15 @@ class Disk:
 
 
 def row_of(
-    slot: int, start: int, numel: int, target: BlockFormat | None, scales_slot: int = -1, scales_start: int = 0
+    target: int, start: int, numel: int, blocks: BlockFormat | None, scales_target: int = -1, scales_start: int = 0
 ) -> RequantizeItem:
     """A row that has no sources yet."""
-    return RequantizeItem(slot, start, numel, target, scales_slot, scales_start, ())
+    return RequantizeItem(target, start, numel, blocks, scales_target, scales_start, ())
 
 
 def plan_row(row: RequantizeItem, items: Sequence[ReadItem]) -> tuple[list[ReadItem], list[RequantizeItem]]:
-    """Plan a row from items whose ``slot_offset`` counts from its first element."""
-    return split_row(replace(row, sources=tuple(replace(i, slot_offset=row.start + i.slot_offset) for i in items)))
+    """Plan a row from items whose ``target_offset`` counts from its first element."""
+    return split_row(replace(row, sources=tuple(replace(i, target_offset=row.start + i.target_offset) for i in items)))
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ def fill(
     staging: int = PLENTY,
     behind: int = 0,
 ) -> Filled:
-    """Do copies and recodes on slots 0 (codes or values) and 1 (scales), with ``behind`` more elements in each."""
-    dtype = "float32" if row.target is None else "uint8"
-    blocks = 0 if row.target is None else row.target.blocks(row.numel)
+    """Do copies and recodes on targets 0 (codes or values) and 1 (scales), with ``behind`` more elements in each."""
+    dtype = "float32" if row.blocks is None else "uint8"
+    blocks = 0 if row.blocks is None else row.blocks.blocks(row.numel)
     tensors = [
         torch.full((row.start + row.numel + behind,), UNTOUCHED[dtype], dtype=getattr(torch, dtype)),
         torch.full((row.scales_start + blocks + behind,), UNTOUCHED["float32"]),
@@ -172,9 +172,11 @@ def fill(
     for copy in copies:
         raw = disk.files[copy.file][copy.byte_offset : copy.byte_offset + copy.numel * ITEMSIZE[copy.dtype]]
         assert len(raw) == copy.numel * ITEMSIZE[copy.dtype] > 0
-        here = slice(copy.slot_offset, copy.slot_offset + copy.numel)
-        tensors[copy.slot][here] = torch.frombuffer(raw, dtype=getattr(torch, copy.dtype)).to(tensors[copy.slot].dtype)
-        written[copy.slot][here] += 1
+        here = slice(copy.target_offset, copy.target_offset + copy.numel)
+        tensors[copy.target][here] = torch.frombuffer(raw, dtype=getattr(torch, copy.dtype)).to(
+            tensors[copy.target].dtype
+        )
+        written[copy.target][here] += 1
     stats = ReadStats()
     for recode in recodes:
         for chunk in parts_of(recode, staging):
@@ -188,12 +190,12 @@ def fill(
 
 def mark(part: RequantizeItem, written: Sequence[NDArray[np.int64]]) -> None:
     """Count what a part writes: whole blocks, or just the elements that it has."""
-    if part.target is not None:
+    if part.blocks is not None:
         written[0][part.start : part.stop] += 1
-        written[1][part.scales_start : part.scales_start + part.target.blocks(part.numel)] += 1
+        written[1][part.scales_start : part.scales_start + part.blocks.blocks(part.numel)] += 1
         return
     for source in part.sources:
-        written[0][source.slot_offset : source.slot_stop] += 1
+        written[0][source.target_offset : source.target_stop] += 1
 
 
 #: For each element of a row: its source partition and its position there; ``None``: a gap.
@@ -213,8 +215,8 @@ class Case:
     @property
     def blocks(self) -> list[list[tuple[Partition, int]]]:
         """The source elements of each block of the row."""
-        assert self.row.target is not None
-        step = self.row.target.numel
+        assert self.row.blocks is not None
+        step = self.row.blocks.numel
         cuts = [self.sources[start : start + step] for start in range(0, len(self.sources), step)]
         return [[source for source in block if source is not None] for block in cuts]
 
@@ -283,11 +285,11 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         disk=disk,
         row=row_of(
-            slot=0,
+            target=0,
             start=random.randrange(10),
             numel=len(held),
-            target=None if target is None else BlockFormat(target, "scales", books[0]),
-            scales_slot=1,
+            blocks=None if target is None else BlockFormat(target, "scales", books[0]),
+            scales_target=1,
             scales_start=random.randrange(6),
         ),
         pieces=pieces_of(held, sources),
@@ -323,7 +325,7 @@ def check_values(case: Case, filled: Filled) -> None:
 
 def check_codes(case: Case, filled: Filled) -> float:
     """A row of codes; returns the largest change, as a fraction of its block's scale."""
-    row, target, worst = case.row, case.row.target, 0.0
+    row, target, worst = case.row, case.row.blocks, 0.0
     assert target is not None
     table = np.float32(target.codebook.values)
     for number, sources in enumerate(case.blocks):
@@ -356,7 +358,7 @@ def check_codes(case: Case, filled: Filled) -> float:
 def check_nothing_else_is_written(case: Case, filled: Filled) -> None:
     outside = np.ones(len(filled.written), bool)
     outside[case.row.start : case.row.start + case.row.numel] = False
-    blocks = 0 if case.row.target is None else case.row.target.blocks(case.row.numel)
+    blocks = 0 if case.row.blocks is None else case.row.blocks.blocks(case.row.numel)
     scales_outside = np.ones(len(filled.scales), bool)
     scales_outside[case.row.scales_start : case.row.scales_start + blocks] = False
     assert not filled.written[outside].any()
@@ -376,12 +378,12 @@ def test_every_element_of_a_row_is_that_of_its_source(case: Case) -> None:
     copies, recodes = plan_row(case.row, case.pieces)
     filled = fill(case.disk, case.row, copies, recodes, behind=3)
     check_nothing_else_is_written(case, filled)
-    if case.row.target is None:
+    if case.row.blocks is None:
         check_values(case, filled)
         worst, recoded = 0.0, []
     else:
         worst = check_codes(case, filled)
-        recoded = [block for block in case.blocks if block and not one_scale(block, case.row.target.codebook)]
+        recoded = [block for block in case.blocks if block and not one_scale(block, case.row.blocks.codebook)]
     assert filled.stats.blocks == len(recoded)
     assert filled.stats.worst_error == pytest.approx(worst, abs=ROUNDING)
 
@@ -390,7 +392,7 @@ def test_every_element_of_a_row_is_that_of_its_source(case: Case) -> None:
 @given(cases())
 def test_small_chunks_give_what_one_big_one_does(case: Case) -> None:
     copies, recodes = plan_row(case.row, case.pieces)
-    step = 1 if case.row.target is None else case.row.target.numel
+    step = 1 if case.row.blocks is None else case.row.blocks.numel
     whole = fill(case.disk, case.row, copies, recodes)
     parts = fill(case.disk, case.row, copies, recodes, case.staging)
     assert np.array_equal(whole.values, parts.values)
@@ -407,7 +409,7 @@ def test_small_chunks_give_what_one_big_one_does(case: Case) -> None:
         assert all((chunk.start - recode.start) % step == 0 and chunk.sources for chunk in cut)
         for chunk in cut:
             held = case.sources[chunk.start - case.row.start : chunk.stop - case.row.start]
-            coded_only = case.row.target is None
+            coded_only = case.row.blocks is None
             parts_held = [s[0] for s in held if s is not None and not (coded_only and s[0].format is None)]
             assert chunk.nbytes == sum(ITEMSIZE[part.dtype] for part in parts_held)
 
@@ -417,8 +419,8 @@ def test_small_chunks_give_what_one_big_one_does(case: Case) -> None:
 def test_blocks_that_mix_several_source_blocks_are_counted(case: Case) -> None:
     _, recodes = plan_row(case.row, case.pieces)
     expected = 0
-    for sources in case.blocks if case.row.target else ():
-        same_map = case.row.target.codebook
+    for sources in case.blocks if case.row.blocks else ():
+        same_map = case.row.blocks.codebook
         raw = any(part.format is None or part.format.codebook != same_map for part, _ in sources)
         found = {(id(part), position // part.format.numel) for part, position in sources if part.format is not None}
         expected += raw or len(found) > 1
@@ -428,13 +430,13 @@ def test_blocks_that_mix_several_source_blocks_are_counted(case: Case) -> None:
 @quick
 @given(cases())
 def test_blocks_that_lie_whole_on_both_sides_are_plain_copies(case: Case) -> None:
-    target = case.row.target
+    target = case.row.blocks
     assume(target is not None)
     copies, recodes = plan_row(case.row, case.pieces)
     copied = {
-        (copy.slot_offset - case.row.start) // target.numel + number
+        (copy.target_offset - case.row.start) // target.numel + number
         for copy in copies
-        if copy.slot == 0
+        if copy.target == 0
         for number in range(target.blocks(copy.numel))
     }
     for number, sources in enumerate(case.blocks):
@@ -453,9 +455,11 @@ def test_blocks_that_lie_whole_on_both_sides_are_plain_copies(case: Case) -> Non
         assert (recode.start - case.row.start) % target.numel == 0
         ends = recode.start + recode.numel - case.row.start
         assert ends % target.numel == 0 or ends == case.row.numel
-        starts = [source.slot_offset for source in recode.sources]
+        starts = [source.target_offset for source in recode.sources]
         assert starts == sorted(starts)
-        assert all(recode.start <= source.slot_offset and source.slot_stop <= recode.stop for source in recode.sources)
+        assert all(
+            recode.start <= source.target_offset and source.target_stop <= recode.stop for source in recode.sources
+        )
 
 
 # --- directed ---------------------------------------------------------------------------------------------------
@@ -597,7 +601,7 @@ def test_values_that_were_not_quantized_are_counted_once_a_block() -> None:
     part, raw = sixteen(disk), disk.raw([0.5, -0.25, 1.0, 0.125, 3.0, 0.0])
     row = coded_row(12)
     copies, recodes = plan_row(row, [part.piece(0, 0, 4), raw.piece(0, 4, 5), part.piece(9, 9, 3)])
-    assert [copy.slot_offset for copy in copies] == [0, 0]
+    assert [copy.target_offset for copy in copies] == [0, 0]
     assert [(recode.start, recode.numel, requantized_blocks(recode)) for recode in recodes] == [(4, 8, 2)]
     filled = fill(disk, row, copies, recodes)
     assert filled.stats.nbytes == 5 * 4 + 3 + 4
@@ -611,7 +615,7 @@ def test_codes_and_values_side_by_side_become_values(dtype: str) -> None:
     row = row_of(0, 7, 12, None)
     copies, recodes = plan_row(row, [part.piece(3, 0, 3), raw.piece(1, 3, 2), part.piece(8, 6, 5)])
     assert copies == [ReadItem(raw.file, raw.byte_offset + ITEMSIZE[dtype], 0, 10, 2, dtype)]
-    assert [(recode.start, recode.numel, recode.scales_slot) for recode in recodes] == [(7, 12, -1)]
+    assert [(recode.start, recode.numel, recode.scales_target) for recode in recodes] == [(7, 12, -1)]
     filled = fill(disk, row, copies, recodes)
     untouched = np.float32([UNTOUCHED["float32"]])
     expected = [untouched.repeat(7), part.values[3:6], raw.values[1:3], untouched, part.values[8:13], untouched]

@@ -98,11 +98,11 @@ def test_the_items_of_a_range_read_its_elements_once(
         for found in (items, rows_in_order(items)):
             got = torch.full_like(inside, -1)
             for item in found:
-                assert (item.slot, item.dtype) == (3, saved.tensor.dtype)
+                assert (item.target, item.dtype) == (3, saved.tensor.dtype)
                 first, rest = divmod(item.byte_offset, itemsize)
                 assert rest == 0
                 for step in range(item.rows):
-                    start = item.slot_offset - offset + step * item.slot_stride
+                    start = item.target_offset - offset + step * item.target_stride
                     here = first + step * item.file_stride
                     assert (got[start : start + item.numel] == -1).all(), "written twice"
                     got[start : start + item.numel] = saved.files[item.file][here : here + item.numel]
@@ -111,7 +111,7 @@ def test_the_items_of_a_range_read_its_elements_once(
                 else:  # the place of its first element among the blocks of its file
                     assert item.code == BlockCode(FORMAT, 100 * item.file + first - 3, 7)
             assert torch.equal(got, inside)
-        starts = [item.slot_offset for item in rows_in_order(items)]
+        starts = [item.target_offset for item in rows_in_order(items)]
         assert starts == sorted(starts)
         assert {item.rows for item in rows_in_order(items)} <= {1}
 
@@ -120,9 +120,9 @@ def test_strided_columns_of_one_chunk_are_one_item() -> None:
     whole = torch.arange(6 * 8).view(6, 8)
     saved = save([whole], [[]], "float32", False)
     sources = reshard(fused((6, 8), 1, [[8]]), fused((6, 8), 1, [[4, 4]]), 1)
-    (item,) = read_items(saved.tensor, sources, FlatRange(0, 24), to_slot=2)
+    (item,) = read_items(saved.tensor, sources, FlatRange(0, 24), to_target=2)
     assert (item.rows, item.numel, item.file_stride, item.byte_offset) == (6, 4, 8, (3 + 4) * 4)
-    assert [row.slot_offset for row in rows_in_order([item])] == [2, 6, 10, 14, 18, 22]
+    assert [row.target_offset for row in rows_in_order([item])] == [2, 6, 10, 14, 18, 22]
 
 
 def test_each_source_of_what_is_added_up_is_found() -> None:

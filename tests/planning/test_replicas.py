@@ -122,7 +122,7 @@ def elements_of(comparison: ReplicaCheck) -> Iterator[Element]:
         assert sum(item.numel for item in items) == comparison.numel
         position = 0
         for item in items:
-            assert (item.rows, item.slot_offset) == (1, position)
+            assert (item.rows, item.target_offset) == (1, position)
             position += item.numel
             for number in range(item.numel):
                 yield item.file, item.byte_offset + number * ITEMSIZE[item.dtype], what

@@ -19,15 +19,15 @@ from tests.simulation import BYTES, Case, cases, engine_of, live, saved
 
 #: A tensor of more than this for each rank is cut.
 SMALL = 1 << 20
-Slots = list[tuple[int, str]]
+Targets = list[tuple[int, str]]
 
 sizes = st.one_of(st.integers(0, 5), st.integers(0, 3 << 20), st.sampled_from([SMALL, SMALL // 2, SMALL // 4]))
-slots = st.lists(st.tuples(sizes, st.sampled_from(["float32", "float16", "int8", "float64"])), max_size=12)
+targets = st.lists(st.tuples(sizes, st.sampled_from(["float32", "float16", "int8", "float64"])), max_size=12)
 ITEMSIZES = {"float32": 4, "float16": 2, "int8": 1, "float64": 8}
 
 
-def dealt(dp: int, offered: Slots) -> tuple[list[list[FlatRange]], list[list[BroadcastRange]]]:
-    """What each rank is told to read of each slot, and the shares that it writes down."""
+def dealt(dp: int, offered: Targets) -> tuple[list[list[FlatRange]], list[list[BroadcastRange]]]:
+    """What each rank is told to read of each target, and the shares that it writes down."""
     mine, shares = [], []
     for rank in range(dp):
         sharing = BroadcastRanges(dp, rank)
@@ -37,12 +37,12 @@ def dealt(dp: int, offered: Slots) -> tuple[list[list[FlatRange]], list[list[Bro
 
 
 @settings(deadline=None)
-@given(st.integers(1, 7), slots)
-def test_every_element_has_exactly_one_owner_and_all_ranks_agree(dp: int, offered: Slots) -> None:
+@given(st.integers(1, 7), targets)
+def test_every_element_has_exactly_one_owner_and_all_ranks_agree(dp: int, offered: Targets) -> None:
     mine, shares = dealt(dp, offered)
     assert all(other == shares[0] for other in shares)
     for number, (numel, _) in enumerate(offered):
-        pieces = sorted((share for share in shares[0] if share.slot == number), key=lambda share: share.range)
+        pieces = sorted((share for share in shares[0] if share.target == number), key=lambda share: share.range)
         position = 0
         for share in pieces:
             assert share.range.start == position
@@ -55,12 +55,12 @@ def test_every_element_has_exactly_one_owner_and_all_ranks_agree(dp: int, offere
 
 
 @settings(deadline=None)
-@given(st.integers(1, 7), slots)
-def test_no_rank_has_more_to_read_than_its_part_and_one_small_tensor(dp: int, offered: Slots) -> None:
+@given(st.integers(1, 7), targets)
+def test_no_rank_has_more_to_read_than_its_part_and_one_small_tensor(dp: int, offered: Targets) -> None:
     _, shares = dealt(dp, offered)
     loads: Counter[int] = Counter(dict.fromkeys(range(dp), 0))
     for share in shares[0]:
-        loads[share.owner] += share.range.numel * ITEMSIZES[offered[share.slot][1]]
+        loads[share.owner] += share.range.numel * ITEMSIZES[offered[share.target][1]]
     # each cut tensor may leave one rank short by an element for each other rank
     rounding = sum(dp * ITEMSIZES[dtype] for _, dtype in offered)
     assert max(loads.values()) - min(loads.values()) <= SMALL * dp + rounding
@@ -84,7 +84,7 @@ def test_bytes_count_and_not_elements() -> None:
 
 def test_a_tensor_is_cut_from_the_first_byte_beyond_small_on() -> None:
     _, shares = dealt(3, [(3 * SMALL // 4, "float32"), (3 * SMALL // 4 + 1, "float32")])
-    assert [(share.slot, share.owner) for share in shares[0]] == [(0, 0), (1, 0), (1, 1), (1, 2)]
+    assert [(share.target, share.owner) for share in shares[0]] == [(0, 0), (1, 0), (1, 1), (1, 2)]
     step = SMALL // 4 + 1
     assert [share.range for share in shares[0][1:]] == [
         FlatRange(0, step),
@@ -122,9 +122,9 @@ def without_items(plan: LoadPlan) -> LoadPlan:
 
 
 def read_by(plan: LoadPlan) -> Counter[tuple[int, int, int, int]]:
-    """Every (slot, element) that a rank reads, with the byte and the file that it comes from."""
+    """Every (target, element) that a rank reads, with the byte and the file that it comes from."""
     return Counter(
-        (copy.slot, copy.slot_offset + step, copy.file, copy.byte_offset + step * BYTES[copy.dtype])
+        (copy.target, copy.target_offset + step, copy.file, copy.byte_offset + step * BYTES[copy.dtype])
         for copy in plan.reads.items
         for step in range(copy.numel)
     )
@@ -149,17 +149,17 @@ def test_all_ranks_together_read_each_element_once_and_each_what_its_shares_say(
         assert without_items(plan) == without_items(alone)
         mine = read_by(plan)
         owned = {
-            (share.slot, element)
+            (share.target, element)
             for share in plan.reads.shares
             if share.owner == rank
             for element in range(share.range.start, share.range.stop)
         }
-        assert {(slot, element) for slot, element, _, _ in mine} <= owned
+        assert {(target, element) for target, element, _, _ in mine} <= owned
         together += mine
     assert together == read_by(alone)
     assert set(together.values()) <= {1}
-    dealt_out = {share.slot for share in plans[0].reads.shares}
-    assert dealt_out == {number for number, slot in enumerate(alone.reads.slots) if slot.numel}
+    dealt_out = {share.target for share in plans[0].reads.shares}
+    assert dealt_out == {number for number, target in enumerate(alone.reads.targets) if target.numel}
 
 
 def test_buffers_that_each_rank_reads_from_its_own_file_are_not_shared() -> None:
@@ -173,18 +173,18 @@ def test_buffers_that_each_rank_reads_from_its_own_file_are_not_shared() -> None
     )
     plan = plan_load(metadata, engine, LoadOptions())
     assert plan.reads.shares == ()
-    slot = next(number for number, slot in enumerate(plan.reads.slots) if slot.key == BUFFER)
-    assert not plan.reads.slots[slot].replicated
-    assert sum(copy.numel for copy in plan.reads.items if copy.slot == slot) == 4
+    target = next(number for number, target in enumerate(plan.reads.targets) if target.key == BUFFER)
+    assert not plan.reads.targets[target].replicated
+    assert sum(copy.numel for copy in plan.reads.items if copy.target == target) == 4
     shared = plan_load(replace(metadata, buffers_of_this_rank=False), engine, LoadOptions())
-    assert shared.reads.shares == (BroadcastRange(slot, FlatRange(0, 4), 0),)
-    assert shared.reads.slots[slot].replicated
-    assert not [copy for copy in shared.reads.items if copy.slot == slot]
+    assert shared.reads.shares == (BroadcastRange(target, FlatRange(0, 4), 0),)
+    assert shared.reads.targets[target].replicated
+    assert not [copy for copy in shared.reads.items if copy.target == target]
 
 
-def test_partitioned_slots_are_not_shared() -> None:
+def test_partitioned_targets_are_not_shared() -> None:
     engine = replace(live({"a": (3,)}), model=ModelLayout(RankCoordinates(2, 1)))
     plan = plan_load(saved({"a": (3,)}), engine, LoadOptions())
     assert plan.reads.shares == ()
     assert sum(copy.numel for copy in plan.reads.items) == 9
-    assert {slot.key for slot in plan.reads.slots} == {MASTER, "exp_avg", "exp_avg_sq"}
+    assert {target.key for target in plan.reads.targets} == {MASTER, "exp_avg", "exp_avg_sq"}

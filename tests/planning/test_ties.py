@@ -24,7 +24,7 @@ def test_a_tied_parameter_is_found_under_another_of_its_live_names() -> None:
     engine = replace(live({"head": (2, 5)}), model=ModelLayout(ties={"head": ("embedding",)}))
     plan = plan_load(saved({"embedding": (2, 5)}), engine, LoadOptions())
     assert sum(copy.numel for copy in plan.reads.items) == 30
-    assert {slot.key for slot in plan.reads.slots} >= {MASTER}
+    assert {target.key for target in plan.reads.targets} >= {MASTER}
     assert any("embedding" in note and "head" in note for note in plan.notes)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, SourceFile
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Slot
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, TargetTensor
 from elastic_ckpt.io.coalesce import ReadOptions, sort_reads, staged_reads
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
@@ -23,7 +23,7 @@ from tests.tools.test_virtual import RULES, sharded
 
 @st.composite
 def copies(draw: st.DrawFn) -> list[ReadItem]:
-    """Copies into one slot of floats, often neighbours in the file, some of them strided, some of another dtype."""
+    """Copies into one target of floats, often neighbours in the file, some of them strided, some of another dtype."""
     found: list[ReadItem] = []
     file, offset = 0, 0
     for _ in range(draw(st.integers(1, 8))):
@@ -44,8 +44,8 @@ def copies(draw: st.DrawFn) -> list[ReadItem]:
 @settings(deadline=None, max_examples=150)
 @given(copies(), st.sampled_from([4, 8, 12, 20, 64, 100, 4096, 1 << 24]), st.sampled_from([16, 64, 1 << 20]))
 def test_reads_are_those_of_the_reader(held: list[ReadItem], chunk_nbytes: int, staging_nbytes: int) -> None:
-    numel = max(2, *((copy.rows - 1) * copy.slot_stride + copy.numel for copy in held))
-    plan = ReadPlan((), (Slot("fp32", 0, "", numel, "float32"),), tuple(held))
+    numel = max(2, *((copy.rows - 1) * copy.target_stride + copy.numel for copy in held))
+    plan = ReadPlan((), (TargetTensor("fp32", 0, "", numel, "float32"),), tuple(held))
     options = ReadOptions(2, chunk_nbytes, staging_nbytes)
     direct, staged = sort_reads(plan, [torch.zeros(2 * numel)[::2]], options)  # which preadv cannot write into
     assert not direct
@@ -58,9 +58,9 @@ def test_means_are_read_in_chunks(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(torch.ones(12_000, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
     pieces = tuple(ReadItem(0, start * 2, 0, 0, 5_000, "bfloat16") for start in (100, 6_000))
-    slots = (Slot("fp32", 0, "", 5_000, "float32"),)
+    targets = (TargetTensor("fp32", 0, "", 5_000, "float32"),)
     recode = RequantizeItem(0, 0, 5_000, None, -1, 0, pieces, 0.5)
-    plan = ReadPlan((SourceFile(str(path), 24_000),), slots, (), (recode,))
+    plan = ReadPlan((SourceFile(str(path), 24_000),), targets, (), (recode,))
     options = ReadOptions(threads=2, staging_nbytes=2 * 48 * 1_500)
     stats = execute(plan, [torch.zeros(5_000)], options, show_progress=False)
     assert staged_reads(plan, options) == (stats.nbytes, stats.calls) == (20_000, 4)

@@ -153,8 +153,8 @@ def test_ranks_of_an_unchanged_zero_3_job_read_their_own_buffers(zero_stage: int
     source = dataclasses.replace(metadata.source, zero_stage=zero_stage, partition_degree=2)
     job = job_of(dataclasses.replace(metadata, source=source), dp=dp, zero_stage=3)
     for rank in range(dp):
-        slot = next(slot for slot in job.planned(rank)[1].reads.slots if slot.key == BUFFER)
-        assert slot.replicated != own
+        target = next(target for target in job.planned(rank)[1].reads.targets if target.key == BUFFER)
+        assert target.replicated != own
 
 
 def test_names_are_those_after_the_users_renames() -> None:

@@ -320,16 +320,16 @@ def forecast(rank: int, local_state: LocalState, plan: LoadPlan, options: ReadOp
     replicas = (replica for check in plan.replica_checks for replica in check.replicas)
     received = (share for share in reads.shares if share.owner != local_state.model.coordinates.dp_rank)
     filled: dict[tuple[str, str], tuple[int, int, int]] = {}
-    for slot in reads.slots:
-        tensors, numel, left = filled.get((slot.key, slot.dtype), (0, 0, 0))
-        gaps = sum(gap.numel for gap in slot.gaps)
-        filled[slot.key, slot.dtype] = tensors + 1, numel + slot.numel, left + gaps
+    for target in reads.targets:
+        tensors, numel, left = filled.get((target.key, target.dtype), (0, 0, 0))
+        gaps = sum(gap.numel for gap in target.gaps)
+        filled[target.key, target.dtype] = tensors + 1, numel + target.numel, left + gaps
     return RankForecast(
         rank,
         nbytes_read=nbytes_read,
         reads=calls,
         nbytes_compared=sum(item.nbytes for replica in replicas for item in replica),
-        nbytes_received=sum(share.range.numel * ITEMSIZE[reads.slots[share.slot].dtype] for share in received),
+        nbytes_received=sum(share.range.numel * ITEMSIZE[reads.targets[share.target].dtype] for share in received),
         by_file=bytes_by_file(reads),
         filled=filled,
         notes=plan.notes,
