@@ -55,11 +55,8 @@ def name_states(
     unnumbered = {*numbered.buffers, *numbered.aliases}
     in_order = [name for name in shapes if name not in unnumbered]
     of_model = [in_order] if live or len(numbered.shapes) == 1 else _assigned(numbered, in_order)
-    candidates: dict[str, Members] = {}
-    for origin, each in (("the live param groups", _in_saved_order(numbered, names, live)), ("the model", of_model)):
-        fitted = None if each is None else _fit(numbered, each)
-        if fitted is not None and each is not None and not _loses(numbered, fitted, each):
-            candidates[origin] = fitted
+    orders = {"the live param groups": _in_saved_order(numbered, names, live), "the model": of_model}
+    candidates = {origin: fitted for origin, each in orders.items() if (fitted := _fit(numbered, each)) is not None}
     distinct = {tuple(map(tuple, members)) for members in candidates.values()}
     if candidates and (len(distinct) == 1 or numbered.compared):
         origin, chosen = next(iter(candidates.items()))
@@ -126,15 +123,24 @@ def _are_in_another_order(numbered: NumberedStates, live: Sequence[LiveGroup]) -
     return saved != now and sorted(saved) == sorted(now)
 
 
-def _fit(numbered: NumberedStates, names: Names) -> Members | None:
-    """``names`` as the members of the saved groups, or ``None`` if they do not fit."""
-    if len(names) != len(numbered.shapes):
+def _fit(numbered: NumberedStates, names: Names | None) -> Members | None:
+    """``names`` as the members of the saved groups; ``None`` if they do not fit.
+
+    Nor do they if a skipped saved state may belong to a live parameter that is left without one.
+    """
+    if names is None or len(names) != len(numbered.shapes):
         return None
     if numbered.is_flat:
         numels = [sum(math.prod(numbered.weights[name]) for name in group) for group in names]
         return names if numels == [math.prod(shape or ()) for (shape,) in numbered.shapes] else None
     fitted = [align(saved, group, numbered.weights) for saved, group in zip(numbered.shapes, names, strict=True)]
-    return None if any(members is None for members in fitted) else [members or [] for members in fitted]
+    members = [group for group in fitted if group is not None]
+    if len(members) < len(fitted):
+        return None
+    placed = set(chain.from_iterable(members))
+    without = {numbered.weights[name] for name in chain.from_iterable(names) if name not in placed}
+    pairs = zip(chain.from_iterable(numbered.shapes), chain.from_iterable(members), strict=True)
+    return None if any(name is None and shape in without for shape, name in pairs) else members
 
 
 def align(saved: Sequence[Shape | None], names: Sequence[str], shapes: Mapping[str, Shape]) -> list[str | None] | None:
@@ -161,16 +167,6 @@ def _earliest(short: Sequence[Shape | None], long: Sequence[Shape | None]) -> li
     return None if -1 in chosen else chosen
 
 
-def _loses(numbered: NumberedStates, fitted: Members, names: Names) -> bool:
-    """Whether a skipped saved state may belong to a live parameter that is left without one."""
-    if numbered.is_flat:
-        return False
-    placed = set(chain.from_iterable(fitted))
-    without = {numbered.weights[name] for name in chain.from_iterable(names) if name not in placed}
-    pairs = zip(chain.from_iterable(numbered.shapes), chain.from_iterable(fitted), strict=True)
-    return any(name is None and shape is not None and shape in without for shape, name in pairs)
-
-
 def _notes(numbered: NumberedStates, chosen: Members, origin: str) -> tuple[str, ...]:
     proof = "shapes and values agree" if numbered.compared else "shapes agree"
     notes = [f"without ZeRO, DeepSpeed saves optimizer states without names: taken in the order of {origin}; {proof}"]
@@ -184,27 +180,21 @@ def _notes(numbered: NumberedStates, chosen: Members, origin: str) -> tuple[str,
 
 
 def _unnamed(numbered: NumberedStates, live: Sequence[LiveGroup], fitting: Sequence[str]) -> MismatchError:
-    sizes = [len(members) for members in numbered.shapes]
+    problem = "without ZeRO, DeepSpeed saves optimizer states without names, and "
+    found = f"{[len(members) for members in numbered.shapes]} tensors in the saved groups"
     if not live:
-        return MismatchError(
-            "without ZeRO, DeepSpeed saves optimizer states without names, and only a load, which knows the live param "
-            "groups, can tell which parameter is which",
-            numbered.path,
-            "one param group in the order of the model, or several of which shapes tell the members",
-            f"{sizes} tensors in the saved groups",
-            remedy="leave the optimizer states out; torch.optim with model.named_parameters() saves names",
-        )
-    found = f"{sizes} tensors in the saved groups, {[len(group.names) for group in live]} in the live ones"
+        problem += "only a load, which knows the live param groups, can tell which parameter is which"
+        expected = "one param group in the order of the model, or several of which shapes tell the members"
+        remedy = "leave the optimizer states out; torch.optim with model.named_parameters() saves names"
+        return MismatchError(problem, numbered.path, expected, found, remedy=remedy)
+    found += f", {[len(group.names) for group in live]} in the live ones"
     if fitting:
         found = f"the orders of {' and of '.join(fitting)} both fit, and differ"
     elif _are_in_another_order(numbered, live):
         found = "live param groups with the saved hyperparameters, in another order, and no name in each group"
-    return MismatchError(
-        "without ZeRO, DeepSpeed saves optimizer states without names, and which parameter is which is not known",
-        numbered.path,
-        "live param groups with the parameters of the saved ones, in their order",
-        found,
-        parameter=listed(name for group in live for name in group.names),
-        remedy="build the param groups as when the checkpoint was saved, frozen parameters included, or load with "
-        "load_optimizer_states=False",
-    )
+    problem += "which parameter is which is not known"
+    expected = "live param groups with the parameters of the saved ones, in their order"
+    remedy = "build the param groups as when the checkpoint was saved, frozen parameters included, or load with "
+    remedy += "load_optimizer_states=False"
+    names = listed(name for group in live for name in group.names)
+    return MismatchError(problem, numbered.path, expected, found, parameter=names, remedy=remedy)
