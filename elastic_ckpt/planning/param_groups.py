@@ -114,10 +114,8 @@ def _mixed(
     differ = [key for key in keys if any(values.get(key) != first.get(key) for values in saved.values())]
     shown = {source: {key: values.get(key) for key in differ} for source, values in saved.items()}
     live = {key: group.hyperparameters.get(key) for key in differ}
-    members: dict[int, list[str]] = {source: [] for source in saved}
-    for name in group.names:
-        if name in metadata.parameters:
-            members[metadata.parameters[name].group].append(name)
+    group_of = {name: metadata.parameters[name].group for name in group.names if name in metadata.parameters}
+    members = {source: [name for name in group_of if group_of[name] == source] for source in saved}
     changed = [name for source, names in members.items() if shown[source] != live for name in names]
     found = "; ".join(
         f"saved group {source}, {len(members[source])} parameters such as {members[source][0]}: {values}"
@@ -164,35 +162,14 @@ def renamed_states(
         return None
     if saved == set(_FAMILIES["adam"][0]) and not _is_adam(metadata.groups[parameter.group]):
         return None  # another optimizer with states of these names
-    spellings = _FAMILIES.get(local_state.family or "", ())
-    theirs = next((names for names in spellings if set(names) == saved), None)
-    ours = next((names for names in spellings if set(names) == live), None)
-    return None if theirs is None or ours is None else dict(zip(ours, theirs, strict=True))
-
-
-def refuse_lost_choices(
-    metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
-) -> None:
-    """Refuse a hyperparameter that only one Adam has, unless its value is the other's (:class:`MismatchError`)."""
-    live = _hyperparameters(local_state, flat)
-    for number in sorted({metadata.parameters[name].group for name in members}):
-        saved = metadata.groups[number]
-        for key, usual in _USUAL.items():
-            if saved and live and (key in saved) != (key in live) and bool({**live, **saved}[key]) != usual:
-                problem = f'"{key}" of param group {number} cannot be expressed in the other optimizer'
-                expected, found = (group.get(key, f"{usual}, always") for group in (live, saved))
-                both = f"{expected} (live optimizer {local_state.optimizer})", f"{found} in the checkpoint"
-                raise metadata.error(MismatchError, problem, members, *both, OTHER_OPTIMIZER)
+    of_family = {frozenset(names): names for names in _FAMILIES.get(local_state.family or "", ())}
+    return dict(zip(of_family[live], of_family[saved], strict=True)) if {live, saved} <= of_family.keys() else None
 
 
 def saved_optimizer(metadata: CheckpointMetadata) -> str:
-    """The optimizer that saved a checkpoint, for messages."""
-    return optimizer_of(metadata.state_keys, metadata.groups[0] if metadata.groups else {})
-
-
-def optimizer_of(keys: Sequence[str], group: Mapping[str, Any]) -> str:
-    """The optimizer with these tensor states and hyperparameters, for messages."""
-    if {"state1"} <= set(keys):
+    """The optimizer that saved a checkpoint, for messages: its tensor states and hyperparameters tell."""
+    keys, group = metadata.state_keys, metadata.groups[0] if metadata.groups else {}
+    if "state1" in keys:
         return f"a bitsandbytes optimizer with {listed(keys)}"
     if set(keys) == {"exp_avg", "exp_avg_sq"} and _is_adam(group):
         if "bias_correction" in group:
@@ -202,9 +179,16 @@ def optimizer_of(keys: Sequence[str], group: Mapping[str, Any]) -> str:
 
 
 def refuse_other_kind(
-    metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
+    flat: FlatPartition,
+    members: Sequence[str],
+    converted: bool = False,
 ) -> None:
-    """Refuse states that, by the hyperparameters, another kind of optimizer saved (:class:`MismatchError`)."""
+    """Refuse states that, by the hyperparameters, another kind of optimizer saved, unless they are ``converted``.
+
+    Also a hyperparameter that only one Adam has, unless its value is the other's. Raises :class:`MismatchError`.
+    """
 
     def other_kind(live: Iterable[str], saved: Iterable[str]) -> MismatchError:
         problem = "the checkpoint was saved by another kind of optimizer, whose states have the same names"
@@ -212,27 +196,29 @@ def refuse_other_kind(
         found = listed(saved) if saved else "nothing"
         return metadata.error(MismatchError, problem, members, expected, found, OTHER_OPTIMIZER)
 
-    own = _hyperparameters(local_state, flat)
+    own = local_state.groups[flat.group].hyperparameters if flat.group < len(local_state.groups) else {}
     live = {key: value for key, value in own.items() if key in local_state.defaults or not local_state.defaults}
     for number in sorted({metadata.parameters[name].group for name in members}):
         saved = metadata.groups[number]
         if not saved:  # as in BLOOM's universal checkpoint, which a note reports
             continue
-        if "use_muon" in own and "use_muon" in saved:  # its Adam half takes over what its helper optimizer knows
-            continue
-        # a user may have added entries that the optimizer does not know
-        adams = _is_adam(saved) and (_is_adam(live) or bool(_ADAM_MARKS & (set(saved) - set(live))))
-        unlike = not _MARKS & set(live) <= set(saved) or ("eps" in saved and "eps" not in live)
-        if adams != _is_adam(live) or (unlike and not adams):
-            raise other_kind(live, list(map(str, saved)))
+        # the Adam half of Muon takes over what its helper optimizer knows
+        if not converted and not ("use_muon" in own and "use_muon" in saved):
+            # a user may have added entries that the optimizer does not know
+            adams = _is_adam(saved) and (_is_adam(live) or bool(_ADAM_MARKS & (set(saved) - set(live))))
+            unlike = not _MARKS & set(live) <= set(saved) or ("eps" in saved and "eps" not in live)
+            if adams != _is_adam(live) or (unlike and not adams):
+                raise other_kind(live, list(map(str, saved)))
+        for key, usual in _USUAL.items():
+            if own and (key in saved) != (key in own) and bool({**own, **saved}[key]) != usual:
+                problem = f'"{key}" of param group {number} cannot be expressed in the other optimizer'
+                expected, found = (group.get(key, f"{usual}, always") for group in (own, saved))
+                both = f"{expected} (live optimizer {local_state.optimizer})", f"{found} in the checkpoint"
+                raise metadata.error(MismatchError, problem, members, *both, OTHER_OPTIMIZER)
     replicated = {state.key for state in metadata.parameters[members[0]].replicated}
     scratch = {state.key for state in flat.states or () if state.layout == SCRATCH}
-    if (UPDATE_NORM in replicated) != (UPDATE_NORM in scratch) and flat.states is not None:
+    if (UPDATE_NORM in replicated) != (UPDATE_NORM in scratch) and flat.states is not None and not converted:
         raise other_kind(scratch, replicated)
-
-
-def _hyperparameters(local_state: LocalState, flat: FlatPartition) -> Mapping[str, Any]:
-    return local_state.groups[flat.group].hyperparameters if flat.group < len(local_state.groups) else {}
 
 
 def _is_adam(group: Mapping[str, Any]) -> bool:

@@ -17,7 +17,6 @@ from elastic_ckpt.planning.matching import Matching
 from elastic_ckpt.planning.param_groups import (
     OTHER_OPTIMIZER,
     UPDATE_NORM,
-    refuse_lost_choices,
     refuse_other_kind,
     renamed_states,
     saved_optimizer,
@@ -140,7 +139,6 @@ class _Matcher:
             if values is None:
                 continue
             self.links[flat.index] = links = self._link(flat, members)
-            refuse_lost_choices(self.metadata, self.local_state, flat, members)
             self._refuse_other_scalars(flat, values)
             for link in links:
                 if link.live.layout != SCRATCH and link.source:
@@ -177,9 +175,8 @@ class _Matcher:
         if strange:
             raise self._other_states(flat, members, saved | strange)
         names = {live.key: live.key for live in wanted if live.key not in metadata.states.fresh}
-        if set(names) == saved:
-            refuse_other_kind(metadata, local_state, flat, members)
-        else:
+        is_converted = set(names) != saved
+        if is_converted:
             renamed = renamed_states(metadata, local_state, members[0], saved, frozenset(names))
             if renamed is None:
                 raise self._other_states(flat, members, saved)
@@ -189,6 +186,7 @@ class _Matcher:
                 remedy = '"elastic_checkpoint": {"convert_optimizer": true}, or load_optimizer_states=False'
                 raise metadata.error(MismatchError, problem, members, *both, remedy)
             names, self.converted = dict(renamed), True
+        refuse_other_kind(metadata, local_state, flat, members, is_converted)
         shared = {live.key: self._replicated(members, live.key) for live in others if live.layout == REPLICATED}
         links = [StateLink(live, names.get(live.key, "")) for live in wanted]
         return (*links, *(StateLink(live, live.key, shared.get(live.key)) for live in others))
