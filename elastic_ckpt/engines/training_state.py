@@ -40,12 +40,7 @@ _OWN_SCHEDULERS = ("random_ltd", "data_sampler")
 
 @dataclass(frozen=True)
 class LoadArguments:
-    """Arguments of ``DeepSpeedEngine.load_checkpoint``, by their DeepSpeed names.
-
-    Attributes:
-        others: names of those given that only DeepSpeed's own loader knows what to do with.
-        has_optimizer: whether the engine has one.
-    """
+    """Arguments of ``DeepSpeedEngine.load_checkpoint``, by their DeepSpeed names."""
 
     load_dir: str
     tag: str | None = None
@@ -53,8 +48,8 @@ class LoadArguments:
     load_optimizer_states: bool = True
     load_lr_scheduler_states: bool = True
     load_module_only: bool = False
-    others: tuple[str, ...] = ()
-    has_optimizer: bool = field(default=True, kw_only=True)
+    others: tuple[str, ...] = ()  # names of those given that only DeepSpeed's own loader knows what to do with
+    has_optimizer: bool = field(default=True, kw_only=True)  # of the engine
 
     @classmethod
     def of(cls, given: inspect.BoundArguments, has_optimizer: bool) -> LoadArguments:
@@ -81,45 +76,37 @@ class TrainingStateCommit:
     Then :meth:`load_schedulers` runs code of DeepSpeed and of the user, undone until every rank has succeeded; and
     :meth:`finish`, after tensors were overwritten, assigns attributes.
 
-    Attributes:
-        client_state: what DeepSpeed's own loader returns, and the states of its schedulers that the engine lacks.
-        loads_scheduler: whether the lr scheduler's state is restored; ``None`` is the state of some.
-        runs_code: whether :meth:`load_schedulers` has any to load.
     """
 
-    def __init__(
-        self, engine: Any, saved: TrainingState, arguments: LoadArguments, coordinates: RankCoordinates | None = None
-    ) -> None:
+    def __init__(self, engine: Any, saved: TrainingState, arguments: LoadArguments, at: RankCoordinates) -> None:
         self._engine, self._saved, self._arguments = engine, saved, arguments
-        self._coordinates = coordinates or RankCoordinates()
         live = engine.lr_scheduler
         wanted = live is not None and arguments.load_lr_scheduler_states and not arguments.load_module_only
         is_saved = saved.lr_scheduler is not None
+        #: Whether the lr scheduler's state is restored; ``None`` is the state of some.
         self.loads_scheduler = wanted and (is_saved or (hasattr(live, "state_dict") and live.state_dict() is None))
         own = {} if arguments.load_module_only else _own_schedulers(engine)
         self._own_schedulers = {key: each for key, each in own.items() if saved.checkpoint.get(key) is not None}
+        #: Whether :meth:`load_schedulers` has any to load.
         self.runs_code = self.loads_scheduler or bool(self._own_schedulers)
         self._undo: list[Callable[[], None]] = []
         scale, changes = loss_scale_changes(engine, saved, wanted=restores_states(arguments))
         self._changes: list[Change] = [*self._counters(), *changes]
-        self._outcomes = [] if arguments.load_module_only else [Outcome("counters", "restored", ())]
+        self.outcomes = scale if arguments.load_module_only else [Outcome("counters", "restored"), *scale]
         none = "the checkpoint holds none"
-        self._outcomes += [*scale, *(Outcome(key, "fresh", (), none) for key in own if key not in self._own_schedulers)]
+        self.outcomes += [Outcome(key, "fresh", (), none) for key in own if key not in self._own_schedulers]
         if saved.left_out:
             why = "cannot be read: see the notes"
-            self._outcomes.append(Outcome("client state", "skipped", tuple(saved.left_out), why))
-        self.client_state = self._client_state()
-
-    @property
-    def outcomes(self) -> tuple[Outcome, ...]:
-        return tuple(self._outcomes)
+            self.outcomes.append(Outcome("client state", "skipped", tuple(saved.left_out), why))
+        #: What DeepSpeed's own loader returns, and the states of its schedulers that the engine lacks.
+        self.client_state = self._client_state(at)
 
     def load_schedulers(self, plan: LoadPlan) -> None:
         """Load the lr scheduler, a user's class, and those of DeepSpeed: random layerwise token dropping, data sampler.
 
         What fails may be half loaded: :meth:`undo_schedulers`.
         """
-        self._outcomes[:0] = self._load_lr_scheduler(plan)
+        self.outcomes[:0] = self._load_lr_scheduler(plan)
         for key, own in self._own_schedulers.items():
             self._undo.append(_restoring(own))
             own.load_state_dict(copy.deepcopy(self._saved.checkpoint[key]))
@@ -132,9 +119,9 @@ class TrainingStateCommit:
             what, why = ("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")
             return [Outcome("lr scheduler", what, (), why)]
         groups = self._engine.optimizer.param_groups
-        before, restore = _kept(scheduler.state_dict() if hasattr(scheduler, "state_dict") else None)
+        before, undo = _kept(scheduler, groups)
         state = fit_scheduler(copy.deepcopy(saved), before, plan.group_sources, plan.saved_groups)
-        self._undo.append(_reloading(scheduler, before, groups, restore))
+        self._undo.append(undo)
         scheduler.load_state_dict(state)
         why = "" if plan.saved_groups else "by the order of param groups, which the checkpoint does not record"
         outcomes = [Outcome("lr scheduler", "restored", (), why)]
@@ -165,8 +152,8 @@ class TrainingStateCommit:
             yield engine, "skipped_steps", counters["skipped_steps"]
             yield engine, "loaded_checkpoint_mp_world_size", counters["mp_world_size"]
 
-    def _client_state(self) -> dict[str, Any]:
-        arguments, at = self._arguments, self._coordinates
+    def _client_state(self, at: RankCoordinates) -> dict[str, Any]:
+        arguments = self._arguments
         saved = {**self._saved.checkpoint, "lr_scheduler": self._saved.lr_scheduler, "optimizer": None}
         own = {"module"}
         if not arguments.load_module_only:
@@ -178,11 +165,9 @@ class TrainingStateCommit:
             saved["args"] = follow_topology(saved["args"], at, distributed.rank())
         random = tuple(sorted(key for key in saved if isinstance(key, str) and _RANDOM.search(key)))
         if random and not (self._saved.same_ranks and self._saved.degrees == (at.tp, at.pp)):
-            reason = (
-                "the job has other ranks than the save; no generator is touched, and the client state holds rank 0's "
-            )
-            reason += "entries: give each rank a seed of its own rather than these"
-            self._outcomes.append(Outcome("random state", "skipped", random, reason))
+            reason = "the job has other ranks than the save; no generator is touched, and the client state holds "
+            reason += "rank 0's entries: give each rank a seed of its own rather than these"
+            self.outcomes.append(Outcome("random state", "skipped", random, reason))
         return {key: value for key, value in saved.items() if key not in own}
 
 
@@ -208,16 +193,25 @@ def _restoring(own: Any) -> Callable[[], None]:
     return restore
 
 
-def _kept(values: Any) -> tuple[Any, Callable[[], None]]:
-    """A deep copy in which tensors are the live ones, and what gives these their elements back."""
-    tensors = list(_tensors_in(values))
-    copies = [tensor.detach().clone() for tensor in tensors]
+def _kept(scheduler: Any, groups: Sequence[dict[str, Any]]) -> tuple[Any, Callable[[], None]]:
+    """The state of an lr scheduler, and what gives it and the param groups theirs back, live tensors in place."""
+    state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
+    live = [state, *({key: value for key, value in group.items() if key != "params"} for group in groups)]
+    tensors = list(_tensors_in(live))
+    elements = [tensor.detach().clone() for tensor in tensors]
+    before, *values = copy.deepcopy(live, {id(tensor): tensor for tensor in tensors})
 
-    def restore() -> None:
-        for tensor, before in zip(tensors, copies, strict=True):
-            tensor.detach().copy_(before)
+    def undo() -> None:
+        try:
+            scheduler.load_state_dict(before)
+        except Exception:  # a scheduler that cannot load even its own state; the first error is the one to show
+            logger.exception("elastic_ckpt could not give the lr scheduler its state back")
+        for tensor, kept in zip(tensors, elements, strict=True):
+            tensor.detach().copy_(kept)
+        for group, kept in zip(groups, values, strict=True):
+            group.update(kept)
 
-    return copy.deepcopy(values, {id(tensor): tensor for tensor in tensors}), restore
+    return before, undo
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
@@ -226,25 +220,6 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
     elif isinstance(values, (Mapping, list, tuple)):
         for value in values.values() if isinstance(values, Mapping) else values:
             yield from _tensors_in(value)
-
-
-def _reloading(
-    scheduler: Any, before: Any, groups: Sequence[dict[str, Any]], restore_state: Callable[[], None]
-) -> Callable[[], None]:
-    """What gives an lr scheduler and the param groups their state back, live tensors in place."""
-    kept = [_kept({key: value for key, value in group.items() if key != "params"}) for group in groups]
-
-    def reload() -> None:
-        try:
-            scheduler.load_state_dict(before)
-        except Exception:  # a scheduler that cannot load even its own state; the first error is the one to show
-            logger.exception("elastic_ckpt could not give the lr scheduler its state back")
-        restore_state()
-        for group, (values, restore) in zip(groups, kept, strict=True):
-            restore()
-            group.update(values)
-
-    return reload
 
 
 def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple[list[Outcome], list[Change]]:
@@ -267,10 +242,8 @@ def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple
     elif live is None:
         what, why = "ignored", f"the live engine does not train in fp16; saved: {shown}"
     elif scale.kind != kind:
-        what, why = (
-            "fresh",
-            f"the checkpoint has a {shown}, the config a {kind} one of {live.cur_scale:g}, which counts",
-        )
+        what = "fresh"
+        why = f"the checkpoint has a {shown}, the config a {kind} one of {live.cur_scale:g}, which counts"
     else:
         what, why = "restored", shown
         changes += [(live, key, copy.deepcopy(value)) for key, value in scale.values.items() if hasattr(live, key)]
@@ -280,22 +253,18 @@ def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple
 def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved_groups: int) -> Any:
     """The saved state of a scheduler, with its lists in the order of the live param groups.
 
-    Args:
-        saved, live: states, most often dicts; the live one gives the entries of groups without a source.
-        sources: per live group, the saved groups that its hyperparameters come from.
-        saved_groups: number of param groups in the checkpoint; 0 if it records none, which are then as the live ones.
+    The live state gives the entries of groups without a source; ``sources``: per live group, the saved groups that its
+    hyperparameters come from; ``saved_groups``: number of param groups in the checkpoint, 0 if it records none.
 
-    Raises:
-        MismatchError: a list may or may not be per param group, or the scheduler treated merged groups differently.
+    Raises :class:`MismatchError` if a list may or may not be per param group, or the scheduler treated merged groups
+    differently.
     """
     count = saved_groups or len(sources)
     in_order = [tuple(source) for source in sources] == [(number,) for number in range(count)]
     if in_order and saved_groups:
         return saved
     if not isinstance(saved, Mapping):
-        if not in_order and _may_go_by_group(saved, count):
-            raise _unknown("its state", saved, "a state that has not as many entries as there were groups")
-        return saved
+        return fit_scheduler({"its state": saved}, {}, sources, saved_groups)["its state"]
     live = live if isinstance(live, Mapping) else {}
     fitted: dict[str, Any] = {}
     for key, value in saved.items():
@@ -305,7 +274,7 @@ def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved
         elif key in _PER_GROUP and isinstance(value, (list, tuple)):
             fitted[key] = _reorder(key, value, live.get(key), sources, count)
         elif not in_order and key not in _NOT_PER_GROUP and _may_go_by_group(value, count):
-            raise _unknown(key, value, f"{key!r} has as many entries as there were groups")
+            raise _unknown(key, value, f"{key!r} without as many entries as there were groups")
         else:
             fitted[key] = value
     return fitted
@@ -334,8 +303,8 @@ def _reorder(key: str, saved: Sequence[Any], live: Any, sources: Sequence[Sequen
 
 
 def _unknown(key: str, value: Any, expected: str) -> MismatchError:
-    what = "it is not known how this lr scheduler keeps its state by group"
-    problem, found = f"param groups were rebuilt since the save, and {what}", f"{key}: {value!r}"[:200]
+    problem = "param groups were rebuilt since the save, and it is not known how this lr scheduler keeps state by group"
+    found = f"{key}: {value!r}"[:200]
     remedy = "build the groups as they were saved, or load with load_lr_scheduler_states=False"
     return MismatchError(problem, expected=expected, found=found, remedy=remedy)
 

@@ -134,7 +134,7 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
 
 
 def _outcomes(ready: Prepared) -> tuple[Outcome, ...]:
-    outcomes, arguments = ready.plan.outcomes + ready.host.outcomes, ready.call.arguments
+    outcomes, arguments = (*ready.plan.outcomes, *ready.host.outcomes), ready.call.arguments
     if restores_states(arguments):
         return outcomes
     if not arguments.has_optimizer:

@@ -14,6 +14,7 @@ import torch
 from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from torch.optim import lr_scheduler
 
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, fit_scheduler
 from elastic_ckpt.errors import MismatchError
@@ -281,7 +282,7 @@ def test_merged_groups_that_differ_for_the_scheduler_alone_are_refused(kind: str
         state = make(["b", "c"], values).state_dict()
         host = TrainingState(counters, BatchSizes(None, None, None), state, None, False, {})
         with pytest.raises(MismatchError) if refused else nullcontext():
-            TrainingStateCommit(engine, host, LoadArguments("/ckpt")).load_schedulers(plan)
+            TrainingStateCommit(engine, host, LoadArguments("/ckpt"), RankCoordinates()).load_schedulers(plan)
 
 
 class Half(lr_scheduler.LambdaLR):
@@ -308,7 +309,7 @@ def test_a_scheduler_that_fails_half_loaded_leaves_live_tensors_in_place() -> No
     counters = dict.fromkeys(("global_steps", "skipped_steps", "dp_world_size", "mp_world_size"), 1)
     state = {**scheduler.state_dict(), "last_epoch": 7}
     host = TrainingState(counters, BatchSizes(None, None, None), state, None, False, {})
-    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"))
+    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"), RankCoordinates())
     with pytest.raises(RuntimeError, match="half loaded"):
         commit.load_schedulers(plan_load(saved(TWO), live(TWO), LoadOptions(scheduler=True)))
     commit.undo_schedulers()

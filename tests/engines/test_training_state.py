@@ -14,6 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.values import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.engines.training_state import (
@@ -239,7 +240,7 @@ def test_no_client_state_fails_and_all_of_it_is_returned(
     engine.random_ltd_enabled, engine.train_batch_size = bool, lambda: 8
     before = dict(vars(engine))
     host = TrainingState(counters, BatchSizes(None, None, None), ANYTHING[scheduler], None, False, saved, same_ranks)
-    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt", load_module_only=module_only))
+    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt", load_module_only=module_only), RankCoordinates())
     assert vars(engine) == before
     commit.finish()
     assert getattr(engine, "global_steps", 3) == 3
@@ -270,7 +271,7 @@ def test_schedulers_of_deepspeed_that_fail_are_as_they_were() -> None:
     counters = dict.fromkeys(("global_steps", "skipped_steps", "dp_world_size", "mp_world_size"), 1)
     state = {"data_sampler": {"rng": np.random.RandomState(5).get_state()}}
     host = TrainingState(counters, BatchSizes(None, None, None), None, None, False, state)
-    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"))
+    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"), RankCoordinates())
     assert commit.runs_code and "data_sampler" not in commit.client_state
     random = np.random.get_state()[1].tolist()  # type: ignore[union-attr]
     with pytest.raises(KeyError, match="batch"):
@@ -279,6 +280,6 @@ def test_schedulers_of_deepspeed_that_fail_are_as_they_were() -> None:
     assert vars(engine.training_dataloader.data_sampler) == {"clusters": ["a"]}
     assert np.random.get_state()[1].tolist() == random  # type: ignore[union-attr]
     host = replace(host, checkpoint={"data_sampler": None})  # saved before the sampler was turned on
-    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"))
+    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"), RankCoordinates())
     assert not commit.runs_code and "data_sampler" not in commit.client_state
     assert [each.what for each in commit.outcomes if each.role == "data_sampler"] == ["fresh"]
