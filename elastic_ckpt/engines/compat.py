@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any, BinaryIO
 
@@ -24,7 +25,7 @@ from packaging.version import Version
 from elastic_ckpt import distributed
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.flat_ranges import group_offsets
-from elastic_ckpt.core.values import AHEAD
+from elastic_ckpt.core.values import AHEAD, ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 
 try:
@@ -47,6 +48,27 @@ def has_optimizer(engine: Any) -> bool:
     """Whether a live engine has an optimizer; ``trainer.validate`` and the like create it without one."""
     base = base_optimizer(engine)
     return base is not None and not isinstance(base, (DummyOptim, DeepSpeedZeRoOffload))
+
+
+def live_features(engine: Any) -> Features:
+    """Features of a live engine that decide who restores it."""
+    base = base_optimizer(engine)
+    groups = getattr(base, "param_groups", ())
+    # DeepSpeed 0.19 dropped MiCS; older engines are a subclass of ZeRO-3's
+    mics = type(engine.optimizer).__name__ == "MiCS_Optimizer"
+    return Features(
+        experts=tuple(engine.num_experts) if engine.has_moe_layers else (),
+        expert_groups=tuple(sorted({str(group.get("name")) for group in groups if group.get("moe")})),
+        one_bit=type(base).__name__.lower() in ONE_BIT_OPTIMIZERS,
+        mics=engine.seq_dp_world_size if mics else 0,
+    )
+
+
+def same_features(engine: Any, saved: Features) -> bool:
+    """Whether a checkpoint has the features of the live engine, as DeepSpeed's own loader expects."""
+    live, dp = live_features(engine), engine.seq_dp_world_size
+    # the files of a MiCS group that spans the job are those of ZeRO-3
+    return replace(live, mics=live.mics or dp) == replace(saved, mics=saved.mics or dp)
 
 
 def _first(owner: Any, *names: str) -> Any:

@@ -39,7 +39,7 @@ from elastic_ckpt.core.state_kinds import (
     codebook,
 )
 from elastic_ckpt.core.values import TensorValue
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, UnsupportedError
 
 Group = Mapping[str, Any]
 _MASTER_DTYPE = "float32"
@@ -322,3 +322,14 @@ class BitsAndBytesSchema(StateSchema):
             self._base.init_state(group, param.master, param.group, param.position)
         finally:
             group["params"] = params
+
+
+def schema_of(base: torch.optim.Optimizer) -> StateSchema:
+    """The schema of a live base optimizer; raises :class:`UnsupportedError` if its states cannot be resharded."""
+    if class_name(base).startswith("torchao."):
+        problem = "torchao's optimizers keep their states in tensor classes of their own, which cannot be resharded"
+        remedy = f"load with load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"
+        raise UnsupportedError(problem, found=class_name(base), remedy=remedy)
+    if is_bitsandbytes(base):
+        return BitsAndBytesSchema(base)
+    return KNOWN.get(class_name(base), StateSchema)(base)

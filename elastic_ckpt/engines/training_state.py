@@ -206,8 +206,8 @@ def _kept(scheduler: Any, groups: Sequence[dict[str, Any]]) -> tuple[Any, Callab
             scheduler.load_state_dict(before)
         except Exception:  # a scheduler that cannot load even its own state; the first error is the one to show
             logger.exception("elastic_ckpt could not give the lr scheduler its state back")
-        for tensor, kept in zip(tensors, elements, strict=True):
-            tensor.detach().copy_(kept)
+        for tensor, saved in zip(tensors, elements, strict=True):
+            tensor.detach().copy_(saved)
         for group, kept in zip(groups, values, strict=True):
             group.update(kept)
 

@@ -1,4 +1,4 @@
-"""Live engines: parameters whole on every data-parallel rank in ZeRO stages 0 to 2, partitioned in stage 3."""
+"""Adapters by ZeRO stage, whose parameters are whole on every rank in 0 to 2, and which a live engine gets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from elastic_ckpt import distributed
@@ -32,10 +35,12 @@ from elastic_ckpt.engines.compat import (
     flat_offsets,
     has_comm_dtype,
     has_optimizer,
+    live_features,
     partition_group,
     swaps_to_nvme,
 )
-from elastic_ckpt.engines.optimizers import StateSchema, dtype_name
+from elastic_ckpt.engines.optimizers import StateSchema, dtype_name, schema_of
+from elastic_ckpt.engines.versions import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
 from elastic_ckpt.errors import UnsupportedError
 
 #: By optimizer: its fp32 masters, their parameters in flat order, the parameters as it numbers them, and those of ZeRO
@@ -51,6 +56,10 @@ LISTS = {
     FP16_Optimizer: ("fp32_groups_flat", "fp16_groups", "fp16_groups"),
     FP16_UnfusedOptimizer: ("fp32_groups", "fp16_groups", "fp16_groups"),
 }
+
+
+#: float32, or the result of ``bf16_master_weights_and_grads`` and ``fp16_master_weights_and_grads``.
+_MASTER_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class Zero012Adapter(EngineAdapter):
@@ -275,3 +284,47 @@ def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
             together.setdefault((param.ds_tensor.dtype, id(param.ds_process_group)), []).append(param)
     for (dtype, _), same in together.items():
         yield from in_buckets(same, [param.ds_numel * dtype.itemsize for param in same])
+
+
+def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
+    """The adapter of a live engine; without ``with_states``, any optimizer is accepted.
+
+    Raises :class:`UnsupportedError` naming a feature that cannot be restored, or what DeepSpeed lacks for it.
+    """
+    _refuse_special(engine)
+    kind = type(engine.optimizer)  # exactly: a subclass (MiCS, ZenFlow) lays out or updates its partitions differently
+    zero3 = kind in (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeRoOffload)
+    plain = engine.zero_optimization_stage() == 0 and isinstance(engine.optimizer, torch.optim.Optimizer)
+    if not (zero3 or plain or kind in LISTS) and has_optimizer(engine):
+        found = f"{type(engine.optimizer).__name__} at ZeRO stage {engine.zero_optimization_stage()}"
+        raise UnsupportedError("the live engine's optimizer is not supported", found=found)
+    if has_optimizer(engine):  # DeepSpeed sets up nothing else for weights alone
+        uses = {LOAD: True, ZERO3: zero3, NVME: zero3 and swaps_to_nvme(engine), EXPERTS: engine.has_moe_layers}
+        refuse_missing(engine, [use for use, is_needed in uses.items() if is_needed])
+    base = base_optimizer(engine)
+    schema = schema_of(base) if with_states else StateSchema(base, known=())
+    chosen = Zero3Adapter(engine, schema) if zero3 else Zero012Adapter(engine, schema)
+    masters = {master.dtype for master in chosen.masters}
+    if masters - _MASTER_DTYPES:
+        expected, found = (", ".join(sorted(map(str, dtypes))) for dtypes in (_MASTER_DTYPES, masters))
+        raise UnsupportedError("master weights of this dtype are not supported", expected=expected, found=found)
+    return chosen
+
+
+def _refuse_special(engine: Any) -> None:
+    """Refuse, by name, features that no adapter restores."""
+    optimizer, features = engine.optimizer, live_features(engine).names
+    # Twin-Flow: a second base optimizer updates some sub-groups; its states are neither saved nor loaded
+    partly_offloaded = getattr(optimizer, "offload_optimizer", False) and getattr(optimizer, "partial_offload", 1.0) < 1
+    # Muon's momentum in DeepSpeed's own buffers, beside the optimizer's state
+    keeps_muon_apart = getattr(optimizer, "use_muon", False) and optimizer.save_muon_momentum_buffer_in_memory
+    for present, what in (
+        (features, features),
+        (isinstance(engine, DeepSpeedHybridEngine), "the hybrid engine"),
+        (getattr(engine, "zenflow", False), "ZenFlow"),
+        (partly_offloaded, "partly offloaded optimizer states (offload_optimizer.ratio < 1)"),
+        (getattr(optimizer, "offloaded_states", None), "engine.offload_states() in effect"),
+        (keeps_muon_apart, '"save_muon_momentum_buffer_in_memory"'),
+    ):
+        if present:
+            raise UnsupportedError(f"the live engine uses {what}, which is not supported yet")

@@ -34,10 +34,10 @@ from elastic_ckpt.engines.compat import (
     intercepted_loads,
     keeps_own_masters,
     numbered_params,
+    same_features,
     swaps_states,
     zero_param_shapes,
 )
-from elastic_ckpt.engines.select import same_features
 from elastic_ckpt.engines.training_state import restores_states
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree

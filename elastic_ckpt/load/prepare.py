@@ -17,7 +17,6 @@ from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.compat import refuse_pending_gradients
 from elastic_ckpt.engines.coordinates import model_of_all
-from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.engines.training_state import (
     LoadArguments,
     TrainingStateCommit,
@@ -25,6 +24,7 @@ from elastic_ckpt.engines.training_state import (
     restores_states,
     warn_of_unscaled_gradients,
 )
+from elastic_ckpt.engines.zero import select_adapter
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.io.coalesce import read_options

@@ -13,7 +13,7 @@ import elastic_ckpt
 from elastic_ckpt import distributed as ranks
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.engines.coordinates import model_of_all
-from elastic_ckpt.engines.select import select_adapter
+from elastic_ckpt.engines.zero import select_adapter
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.opened import config_of, open_folder

@@ -27,8 +27,14 @@ from elastic_ckpt.core.state_kinds import (
     block_numel_of,
 )
 from elastic_ckpt.core.values import TensorValue
-from elastic_ckpt.engines.optimizers import KNOWN, BitsAndBytesSchema, OptimizerParam, StateSchema, is_bitsandbytes
-from elastic_ckpt.engines.select import schema_of
+from elastic_ckpt.engines.optimizers import (
+    KNOWN,
+    BitsAndBytesSchema,
+    OptimizerParam,
+    StateSchema,
+    is_bitsandbytes,
+    schema_of,
+)
 from elastic_ckpt.errors import UnsupportedError
 from tests.quantization import own_maps
 from tests.source import code_of

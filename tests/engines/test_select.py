@@ -10,10 +10,9 @@ import torch
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-from elastic_ckpt.engines import select
+from elastic_ckpt.engines import zero
 from elastic_ckpt.engines.compat import has_optimizer
-from elastic_ckpt.engines.select import select_adapter
-from elastic_ckpt.engines.zero import Zero012Adapter, Zero3Adapter
+from elastic_ckpt.engines.zero import Zero012Adapter, Zero3Adapter, select_adapter
 
 
 def engine(optimizer: Any, stage: int) -> SimpleNamespace:
@@ -39,7 +38,7 @@ def engine(optimizer: Any, stage: int) -> SimpleNamespace:
 def test_an_engine_without_an_optimizer_takes_weights_alone(
     optimizer: Any, stage: int, adapter: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "refuse_missing", lambda *_: None)  # names that these stand-ins lack
+    monkeypatch.setattr(zero, "refuse_missing", lambda *_: None)  # names that these stand-ins lack
     live = engine(optimizer, stage)
     assert not has_optimizer(live)
     assert type(select_adapter(live, with_states=False)) is adapter

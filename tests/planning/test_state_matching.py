@@ -16,8 +16,7 @@ from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState, StateFacts
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, BlockFormat, LiveState
-from elastic_ckpt.engines.optimizers import OptimizerParam
-from elastic_ckpt.engines.select import schema_of
+from elastic_ckpt.engines.optimizers import OptimizerParam, schema_of
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.planning.matching import match_parameters
 from elastic_ckpt.planning.param_groups import match_groups, transferable
