@@ -58,54 +58,37 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 class OptimizerParam(NamedTuple):
-    """One tensor that a base optimizer updates, empty while swapped out, and its elements, padding included.
+    """One tensor that a base optimizer updates."""
 
-    ``group``, ``position``: index of its param group, and in the group's ``params`` during a step; ``keeps_touched``:
-    whether DeepSpeed keeps whole Muon momenta of all parameters in it.
-    """
-
-    master: torch.Tensor
-    numel: int
-    group: int
-    position: int
-    keeps_touched: bool = False
+    master: torch.Tensor  # empty while swapped out
+    numel: int  # padding included
+    group: int  # index of its param group
+    position: int  # in the group's ``params`` during a step
+    keeps_touched: bool = False  # whether DeepSpeed keeps whole Muon momenta of all parameters in it
 
 
+#: (param group, flat tensor) -> its tensor states.
 Describe = Callable[[Group, OptimizerParam], tuple[LiveState, ...]]
 
 
 class StateSchema:
-    """The states of a live optimizer: those that ``describe`` lists; without it, those of the checkpoint, or none.
-
-    Args:
-        describe: (param group, flat tensor) -> its tensor states.
-        step: :data:`TENSOR`, :data:`INT`, :data:`IN_GROUP`, or ``None`` if it counts no steps.
-        scalars: scalar states beside ``step``.
-        family: optimizers that keep the same states under other names or in other formats.
-        wide: whether states are always float32; otherwise they have the updated tensor's dtype.
-        steps_in_group: whether each param group also has a ``step`` entry, which stays 0.
-        known: what states and scalars are without ``describe``: ``None`` if unknown; ``()`` to leave them alone.
-
-    Attributes:
-        optimizer: class name.
-        decoupled: whether weight decay is decoupled, if param groups do not record it.
-    """
+    """The states of a live optimizer: those that ``describe`` lists; without it, those of the checkpoint, or none."""
 
     def __init__(
         self,
         base: Any,
         describe: Describe | None = None,
-        step: str | None = TENSOR,
-        scalars: tuple[str, ...] = (),
-        family: str | None = None,
-        wide: bool = False,
-        steps_in_group: bool = False,
-        known: tuple[()] | None = None,
+        step: str | None = TENSOR,  # or INT, IN_GROUP; ``None`` if it counts no steps
+        scalars: tuple[str, ...] = (),  # scalar states beside ``step``
+        family: str | None = None,  # of optimizers that keep the same states under other names or in other formats
+        wide: bool = False,  # whether states are always float32, whatever the updated tensor's dtype
+        steps_in_group: bool = False,  # whether each param group also has a ``step`` entry, which stays 0
+        known: tuple[()] | None = None,  # states and scalars without ``describe``: unknown, or ``()`` to be left alone
     ) -> None:
         self._base, self._describe, self._known, self.family = base, describe, known, family
         self._step, self._scalars, self._steps_in_group = step, scalars, steps_in_group
         self.optimizer = class_name(base)
-        # the attribute of DeepSpeed's and apex's optimizers
+        #: Whether weight decay is decoupled, if param groups do not record it: of DeepSpeed's and apex's optimizers.
         self.decoupled = bool(base.adam_w_mode) if describe and hasattr(base, "adam_w_mode") else None
         # optional in DeepSpeed's CPU optimizers, always so in apex's
         self._wide = wide or getattr(base, "fp32_optimizer_states", False)
@@ -201,33 +184,35 @@ def _deepspeed_muon(group: Group, param: OptimizerParam) -> tuple[LiveState, ...
     return (touched if param.keeps_touched else LiveState("momentum_buffer", _MASTER_DTYPE),)
 
 
-def _listed(describe: Describe, **more: Any) -> Callable[[Any], StateSchema]:
-    return partial(StateSchema, describe=describe, **more)
-
-
+#: Makes a schema of a base optimizer, by these arguments.
+_listed = partial(partial, StateSchema)
 _PLAIN_ADAM = _plain("exp_avg", "exp_avg_sq")
-_adam = _listed(_plain("exp_avg", "exp_avg_sq", max_exp_avg_sq="amsgrad"), family="adam")
+_adam = _listed(describe=_plain("exp_avg", "exp_avg_sq", max_exp_avg_sq="amsgrad"), family="adam")
 #: Class name -> its schema.
 KNOWN: dict[str, Callable[[Any], StateSchema]] = {
     "torch.optim.adam.Adam": _adam,
     "torch.optim.adamw.AdamW": _adam,
-    "torch.optim.nadam.NAdam": _listed(_PLAIN_ADAM, scalars=("mu_product",)),
-    "torch.optim.radam.RAdam": _listed(_PLAIN_ADAM),
-    "torch.optim.adamax.Adamax": _listed(_plain("exp_avg", "exp_inf")),
-    "torch.optim.sgd.SGD": _listed(_plain(momentum_buffer="momentum"), step=None),
-    "torch.optim.adagrad.Adagrad": _listed(_plain(begin={"sum": "initial_accumulator_value"})),
-    "torch.optim.rmsprop.RMSprop": _listed(_plain("square_avg", momentum_buffer="momentum", grad_avg="centered")),
-    "torch.optim.adadelta.Adadelta": _listed(_plain("square_avg", "acc_delta")),
-    "torch.optim.rprop.Rprop": _listed(_plain("prev", begin={"step_size": "lr"})),
-    "torch.optim.Adafactor": _listed(_adafactor),
-    "torch.optim.Muon": _listed(_plain("momentum_buffer"), step=None),
-    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _listed(_PLAIN_ADAM, family="adam", step=INT),
-    "deepspeed.ops.adam.fused_adam.FusedAdam": _listed(_PLAIN_ADAM, family="adam", step=INT, steps_in_group=True),
+    "torch.optim.nadam.NAdam": _listed(describe=_PLAIN_ADAM, scalars=("mu_product",)),
+    "torch.optim.radam.RAdam": _listed(describe=_PLAIN_ADAM),
+    "torch.optim.adamax.Adamax": _listed(describe=_plain("exp_avg", "exp_inf")),
+    "torch.optim.sgd.SGD": _listed(describe=_plain(momentum_buffer="momentum"), step=None),
+    "torch.optim.adagrad.Adagrad": _listed(describe=_plain(begin={"sum": "initial_accumulator_value"})),
+    "torch.optim.rmsprop.RMSprop": _listed(
+        describe=_plain("square_avg", momentum_buffer="momentum", grad_avg="centered")
+    ),
+    "torch.optim.adadelta.Adadelta": _listed(describe=_plain("square_avg", "acc_delta")),
+    "torch.optim.rprop.Rprop": _listed(describe=_plain("prev", begin={"step_size": "lr"})),
+    "torch.optim.Adafactor": _listed(describe=_adafactor),
+    "torch.optim.Muon": _listed(describe=_plain("momentum_buffer"), step=None),
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _listed(describe=_PLAIN_ADAM, family="adam", step=INT),
+    "deepspeed.ops.adam.fused_adam.FusedAdam": _listed(
+        describe=_PLAIN_ADAM, family="adam", step=INT, steps_in_group=True
+    ),
     # CPULion keeps a second tensor that it never uses
-    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _listed(_PLAIN_ADAM, step=INT),
-    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": _listed(_plain("exp_avg_sq"), step=INT),
-    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": _listed(_deepspeed_muon, step=INT),
-    "apex.optimizers.fused_adam.FusedAdam": _listed(_PLAIN_ADAM, family="adam", step=IN_GROUP, wide=True),
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _listed(describe=_PLAIN_ADAM, step=INT),
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": _listed(describe=_plain("exp_avg_sq"), step=INT),
+    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": _listed(describe=_deepspeed_muon, step=INT),
+    "apex.optimizers.fused_adam.FusedAdam": _listed(describe=_PLAIN_ADAM, family="adam", step=IN_GROUP, wide=True),
 }
 
 
@@ -248,12 +233,17 @@ class BitsAndBytesSchema(StateSchema):
     def states(self, param: OptimizerParam) -> tuple[LiveState, ...] | None:
         master = param.master
         shape = (param.numel,) if master.dim() == 1 else tuple(master.shape)
-        made = self._probe(torch.empty(shape, device="meta", dtype=master.dtype), param)
+        probe, made = self._probe(torch.empty(shape, device="meta", dtype=master.dtype), param)
         quantized = {key for key in COMPANIONS if key in made and made[key].dtype == torch.uint8}
         if quantized and not master.is_contiguous():
             problem = "8-bit states of a parameter that is not contiguous have another order than its elements"
             found, remedy = f"shape {tuple(master.shape)}, strides {master.stride()}", "ZeRO stage 1, 2 or 3"
             raise UnsupportedError(problem, expected="a contiguous parameter", found=found, remedy=remedy)
+        if not {COMPANIONS[key][1] for key in quantized} <= self._codebooks.keys():
+            least = probe.get_config(param.group, param.position, probe.param_groups[param.group])["min_8bit_size"]
+            _, tables = self._probe(torch.zeros(max(1, min(least, param.numel))), param)
+            maps = {name: table.float().cpu().tolist() for name, table in tables.items() if name[:4] == "qmap"}
+            self._codebooks |= {name: codebook(values) for name, values in maps.items()}
         companions = {name for key in quantized for name in COMPANIONS[key]}
         return tuple(
             self._live_state(key, made, param, key in quantized)
@@ -278,22 +268,10 @@ class BitsAndBytesSchema(StateSchema):
         scales, qmap = COMPANIONS[key]
         block_numel = block_numel_of(param.numel, made[scales].numel() // rows)
         assert block_numel is not None, f"{made[scales].numel()} scales of {param.numel} elements"
-        if qmap not in self._codebooks:
-            probe = self._probe_optimizer(param)
-            least = probe.get_config(param.group, param.position, probe.param_groups[param.group])["min_8bit_size"]
-            tables = self._probe(torch.zeros(max(1, min(least, param.numel))), param)
-            self._codebooks |= {
-                name: codebook(table.float().cpu().tolist()) for name, table in tables.items() if name[:4] == "qmap"
-            }
         return LiveState(key, dtype, rows=rows, blocks=BlockFormat(block_numel, scales, self._codebooks[qmap]))
 
-    def _probe(self, tensor: torch.Tensor, param: OptimizerParam) -> dict[str, Any]:
-        probe = self._probe_optimizer(param)
-        probe.init_state(probe.param_groups[param.group], tensor, param.group, param.position)
-        return probe.state[tensor]
-
-    def _probe_optimizer(self, param: OptimizerParam) -> Any:
-        """A shallow copy of the live optimizer with a state of its own."""
+    def _probe(self, tensor: torch.Tensor, param: OptimizerParam) -> tuple[Any, dict[str, Any]]:
+        """A shallow copy of the live optimizer, and the state that it makes for a tensor in place of the master."""
         probe = object.__new__(type(self._base))
         probe.__dict__.update(self._base.__dict__)  # copy.copy would leave out what torch does not pickle
         probe.state, probe.name2qmap, probe.is_paged = defaultdict(dict), {}, False
@@ -305,7 +283,8 @@ class BitsAndBytesSchema(StateSchema):
         for module, name, override in self._base.mng.module_weight_config_triple:
             if getattr(module, name) is param.master:  # bitsandbytes applies these in the first step
                 probe.mng.pid2config[id(param.master)] = override
-        return probe
+        probe.init_state(probe.param_groups[param.group], tensor, param.group, param.position)
+        return probe, probe.state[tensor]
 
     def allocate(self, param: OptimizerParam, targets: Sequence[TargetTensor]) -> None:
         """Has bitsandbytes make the tensors, which shares its codebooks."""

@@ -196,7 +196,7 @@ def _restoring(own: Any) -> Callable[[], None]:
 def _kept(scheduler: Any, groups: Sequence[dict[str, Any]]) -> tuple[Any, Callable[[], None]]:
     """The state of an lr scheduler, and what gives it and the param groups theirs back, live tensors in place."""
     state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
-    live = [state, *({key: value for key, value in group.items() if key != "params"} for group in groups)]
+    live: list[Any] = [state, *({key: value for key, value in group.items() if key != "params"} for group in groups)]
     tensors = list(_tensors_in(live))
     elements = [tensor.detach().clone() for tensor in tensors]
     before, *values = copy.deepcopy(live, {id(tensor): tensor for tensor in tensors})
