@@ -19,7 +19,7 @@ from elastic_ckpt.config import read_config
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.io.reader import execute
-from elastic_ckpt.load import execute as loader
+from elastic_ckpt.load import flow as loader
 
 _CHUNK = 16 << 20
 

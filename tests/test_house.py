@@ -38,7 +38,7 @@ def test_no_file_outgrows_its_room() -> None:
 
 #: What opens files or lists folders that are none of a checkpoint's, or only asks whether there is one.
 OPENERS = {
-    "load/execute.py": "writes the report",
+    "load/flow.py": "writes the report",
     "load/fallback.py": "compares sizes and times of files that ranks see",
     "tools/opened.py": "a DeepSpeed config",
     "tools/output_folder.py": "what a conversion or an export writes, and what it copies from a folder of Transformers",

@@ -14,7 +14,7 @@ from rich.console import Console
 from elastic_ckpt.config import CONFIG_KEY, read_config
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan, names_with
-from elastic_ckpt.load.execute import publish
+from elastic_ckpt.load.flow import publish
 from elastic_ckpt.report import LoadReport, RankWork, title, united
 
 SOURCE = SourceFacts("native", "/ckpt/step[4]", "step[4]", 3, 2, "0.19.8")

@@ -58,7 +58,7 @@ from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.screening import screen
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
-from elastic_ckpt.load.prepare import LoadCall
+from elastic_ckpt.load.flow import LoadCall
 from elastic_ckpt.storage.local import file_names, open_stream
 
 #: What DeepSpeed's loader opens in the folder of a tag, with what its ``fast`` writer appends.
@@ -85,9 +85,8 @@ def screen_folder(found: CheckpointInfo, own_files: bool) -> None:
 
 
 def screened_loads(call: LoadCall) -> AbstractContextManager[None]:
-    """Screens each file that DeepSpeed's loader opens meanwhile, unless the config trusts pickles or is off."""
-    trusts = call.config.trust_pickle or call.config.mode == "off"
-    return nullcontext() if trusts else intercepted_loads(call.engine, open_screened)
+    """Screens each file that DeepSpeed's loader opens meanwhile, unless the config trusts pickles."""
+    return nullcontext() if call.config.trust_pickle else intercepted_loads(call.engine, open_screened)
 
 
 @contextmanager

@@ -12,9 +12,8 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from elastic_ckpt import config as elastic_config
 from elastic_ckpt import distributed
-from elastic_ckpt.config import ElasticConfig, requires_elastic
+from elastic_ckpt.config import ElasticConfig, flag_given, read_config, requires_elastic
 from elastic_ckpt.engines.compat import (
     commit_pending_save,
     ds_config,
@@ -35,10 +34,9 @@ from elastic_ckpt.errors import (
 )
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.pickled import collector_off
-from elastic_ckpt.load.execute import as_partial_load_error, execute_load, told_apart
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks, screen_folder, screened_loads
+from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
 from elastic_ckpt.load.on_damage import RetryPolicy
-from elastic_ckpt.load.prepare import LoadCall, Prepared, prepare
 from elastic_ckpt.patches import argument, unwrap, wrap
 from elastic_ckpt.patches.aligned_partitions import align_engine, unwatch_alignment, watch_alignment
 from elastic_ckpt.patches.pipeline_stages import unwatch_pipe, watch_pipe
@@ -78,18 +76,16 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     engine.elastic_report = None
     distributed.begin_load()
     call = LoadCall(engine, arguments, _read_config(engine, arguments))
-    own = functools.partial(_call, original, given)
     if call.config.mode == "off":
-        return _delegate(call, None, own)
+        return _call(original, given)
     commit_pending_save(engine)
-    prefer_universal = bool(engine.load_universal_checkpoint()) or elastic_config.flag_given()
-    policy = RetryPolicy(call, prefer_universal, own_folders=bool(engine.use_node_local_storage()))
+    policy = RetryPolicy(call, prefer_universal=bool(engine.load_universal_checkpoint()) or flag_given())
     while True:
         found = None
         try:
             found = policy.find()
             with pinned():
-                return _load(call, found, policy, own)
+                return _load(call, found, policy, functools.partial(_call, original, given))
         except ElasticCkptError as error:
             if not policy.recover(error, found):
                 raise
@@ -105,17 +101,30 @@ def _call(original: Callable[..., Any], given: inspect.BoundArguments, tag: str 
 
 def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own: Callable[..., Any]) -> Any:
     """Load what was found; leave to DeepSpeed's own loader what only that restores. Collective."""
-    if found is not None:
-        with collector_off(), distributed.together("load the checkpoint"):
-            elastic_only = requires_elastic(call.config) or policy.partly_overwritten
-            ready = _prepare_unless_left(call, found, elastic_only)
-            if ready is not None:
-                policy.will_overwrite(ready)
-                return execute_load(ready)
-    elif call.config.mode == "require":
-        problem, expected = "there is no DeepSpeed checkpoint to load", "a checkpoint, since the mode is 'require'"
-        raise NotFoundError(problem, file=call.arguments.load_dir, expected=expected, found="none")
-    return _delegate(call, found, own)
+    engine = call.engine
+    if found is None:
+        if call.config.mode == "require":
+            problem, expected = "there is no DeepSpeed checkpoint to load", "a checkpoint, since the mode is 'require'"
+            raise NotFoundError(problem, call.arguments.load_dir, expected, "none")
+        with screened_loads(call):
+            return own()
+    with collector_off(), distributed.together("load the checkpoint"):
+        elastic_only = requires_elastic(call.config) or policy.partly_overwritten
+        ready = _prepare_unless_left(call, found, elastic_only)
+        if ready is not None:
+            policy.will_overwrite(ready)
+            return execute_load(ready)
+    try:
+        with universal_flag(engine, found.files.is_universal), screened_loads(call):
+            result = own(found.tag)
+        with distributed.agree("look at the checkpoint's files again"):
+            look_again()
+    except SavedOverError as error:
+        raise as_partial_load_error(error) from error
+    if found.files.is_universal:
+        separate_steps(engine)
+    record_counts(engine)
+    return result
 
 
 def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
@@ -124,7 +133,7 @@ def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
     mine: dict[str, Any] = {}
 
     def digest() -> bytes:
-        configs.append(elastic_config.read_config(ds_config(engine)))
+        configs.append(read_config(ds_config(engine)))
         mine.update(_meaning(arguments, configs[0]), use_node_local_storage=bool(engine.use_node_local_storage()))
         return hashlib.sha256(repr(mine).encode()).digest()
 
@@ -143,13 +152,12 @@ def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
         differ = {key for key, value in first.items() if other[key] != value}
         if first["use_node_local_storage"] or path == other_path or (inode is not None and inode == other_inode):
             differ.discard("load_dir")
-        if differ:
-            keys = sorted(differ)
+        if keys := sorted(differ):
             problem = f"ranks call load_checkpoint with different arguments or options: {', '.join(keys)}"
-            expected, found = ({key: values[key] for key in keys} for values in (first, other))
+            here, there = ({key: values[key] for key in keys} for values in (first, other))
+            expected, found = f"{here}, as on rank 0", f"{there} on rank {rank}"
             remedy = "give every rank the same arguments and the same DeepSpeed config"
-            here, there = f"{expected}, as on rank 0", f"{found} on rank {rank}"
-            raise ConfigError(problem, expected=here, found=there, remedy=remedy, rank=rank)
+            raise ConfigError(problem, None, expected, found, remedy=remedy, rank=rank)
     return configs[0]
 
 
@@ -159,9 +167,9 @@ def _meaning(arguments: LoadArguments, config: ElasticConfig) -> dict[str, Any]:
     if isinstance(load_dir, (str, os.PathLike)):
         load_dir = os.path.normpath(load_dir)
     elif config.mode != "off":
-        remedy = "give the folder that save_checkpoint was given; without one, do not call load_checkpoint"
         problem, expected = "load_checkpoint was given no folder", "load_dir as a str or a Path"
-        raise ConfigError(problem, expected=expected, found=repr(load_dir)[:200], remedy=remedy)
+        remedy = "give the folder that save_checkpoint was given; without one, do not call load_checkpoint"
+        raise ConfigError(problem, None, expected, repr(load_dir)[:200], remedy=remedy)
     return {
         **{key: bool(value) for key, value in vars(arguments).items()},
         "others": arguments.others,
@@ -196,22 +204,3 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
     return None
-
-
-def _delegate(call: LoadCall, found: CheckpointInfo | None, own: Callable[..., Any]) -> Any:
-    """Let DeepSpeed's own loader load what was found."""
-    engine = call.engine
-    if found is None:
-        with screened_loads(call):
-            return own()
-    try:
-        with universal_flag(engine, found.files.is_universal), screened_loads(call):
-            result = own(found.tag)
-        with distributed.agree("look at the checkpoint's files again"):
-            look_again()
-    except SavedOverError as error:
-        raise as_partial_load_error(error) from error
-    if found.files.is_universal:
-        separate_steps(engine)
-    record_counts(engine)
-    return result

@@ -31,8 +31,7 @@ from elastic_ckpt.formats.detect import (
     list_tags,
     step_of_tag,
 )
-from elastic_ckpt.load.execute import as_partial_load_error
-from elastic_ckpt.load.prepare import LoadCall, Prepared
+from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error
 
 logger = logging.getLogger(__name__)
 #: Seconds between two looks for files, at first and at most.
@@ -42,14 +41,11 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 class RetryPolicy:
     """The checkpoints that one call of ``load_checkpoint`` tries, one after another.
 
-    Args:
-        call: of the load.
-        prefer_universal: see :func:`elastic_ckpt.formats.detect.find_checkpoint`.
-        own_folders: whether each rank has a ``load_dir`` of its own (``use_node_local_storage``).
+    ``prefer_universal``: see :func:`elastic_ckpt.formats.detect.find_checkpoint`.
     """
 
-    def __init__(self, call: LoadCall, prefer_universal: bool, own_folders: bool = False) -> None:
-        self._load_dir, self._own_folders = os.fspath(call.arguments.load_dir) or os.curdir, own_folders
+    def __init__(self, call: LoadCall, prefer_universal: bool) -> None:
+        self._load_dir, self._engine = os.fspath(call.arguments.load_dir) or os.curdir, call.engine
         self._tag, self._config, self._prefer_universal = call.arguments.tag, call.config, prefer_universal
         self._deadline = time.monotonic() + call.config.wait_for_files
         self._pause = _FIRST_PAUSE
@@ -85,7 +81,7 @@ class RetryPolicy:
             where = f"load_checkpoint({self._load_dir!r}, tag={tags[0]!r})"
             message = "elastic_ckpt loads nothing: no file %r is in %s, which has checkpoints under the tags %s: %s"
             logger.warning(message, LATEST, self._load_dir, shortened(tags), where)
-        if found is not None and self._own_folders:
+        if found is not None and self._engine.use_node_local_storage():  # each rank has a load_dir of its own
             return replace(found, folder=os.path.abspath(os.path.join(self._load_dir, found.tag)))
         return found
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import elastic_ckpt
 from elastic_ckpt.errors import PartialLoadError, UnsafePickleError
+from elastic_ckpt.load import flow as preparation
 from elastic_ckpt.load import hook
-from elastic_ckpt.load import prepare as preparation
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, log_lines, loss_gap
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of, where

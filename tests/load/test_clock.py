@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ckpt.load import prepare as module
-from elastic_ckpt.load.prepare import Clock
+from elastic_ckpt.load import flow as module
+from elastic_ckpt.load.flow import Clock
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.load import fallback
-from elastic_ckpt.load.prepare import LoadCall
+from elastic_ckpt.load.flow import LoadCall
 
 
 class Pair(torch.nn.Module):

@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,18 +26,18 @@ from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.load import on_damage
+from elastic_ckpt.load.flow import LoadCall
 from elastic_ckpt.load.on_damage import RetryPolicy
-from elastic_ckpt.load.prepare import LoadCall
 
 FOUND = CheckpointInfo("native", "/x/step4", "step4", sort_names([], is_universal=False))
 MODEL = "mp_rank_00_model_states.pt"
 alone = on_damage.distributed.broadcast
 
 
-def attempts(folder: Path, tag: str | None = None, **section: Any) -> RetryPolicy:
-    return RetryPolicy(
-        LoadCall(None, LoadArguments(str(folder), tag), ElasticConfig(**section)), prefer_universal=False
-    )
+def attempts(folder: Path, tag: str | None = None, node_local: bool = False, **section: Any) -> RetryPolicy:
+    engine = SimpleNamespace(use_node_local_storage=lambda: node_local)
+    call = LoadCall(engine, LoadArguments(str(folder), tag), ElasticConfig(**section))
+    return RetryPolicy(call, prefer_universal=False)
 
 
 def save(folder: Path, tag: str, step: int | None) -> None:
@@ -88,10 +89,7 @@ def test_tags_that_no_latest_names_are_listed_and_a_script_starts_fresh(
 
 def test_each_rank_finds_the_tag_in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_damage.distributed, "broadcast", lambda doing, work: (FOUND, []))
-    own = RetryPolicy(
-        LoadCall(None, LoadArguments(str(folder)), ElasticConfig()), prefer_universal=False, own_folders=True
-    )
-    assert own.find() == replace(FOUND, folder=str(folder / "step4"))
+    assert attempts(folder, node_local=True).find() == replace(FOUND, folder=str(folder / "step4"))
 
 
 def test_a_folder_that_cannot_be_looked_into_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.compare_replicas import Drift
-from elastic_ckpt.load.prepare import RankPlan, _notes, _refuse_different_shares
+from elastic_ckpt.load.flow import RankPlan, _notes, _refuse_different_shares
 
 DRIFTED = Drift(ReplicaCheck("ema.weight", MASTER, 4, ()), copies=2, largest=0.5)
 #: The rank that compares a parameter's copies stands in another pipeline stage than those that know its rule.

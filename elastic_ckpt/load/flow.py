@@ -1,0 +1,353 @@
+"""One elastic load: describe the engine, read metadata, plan, agree; then schedulers, tensors, commit, report."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from elastic_ckpt import distributed
+from elastic_ckpt.config import ElasticConfig, state_options
+from elastic_ckpt.core.local_state import LocalState, ModelLayout
+from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
+from elastic_ckpt.engines.adapter import EngineAdapter
+from elastic_ckpt.engines.compat import record_counts, refuse_pending_gradients
+from elastic_ckpt.engines.coordinates import model_of_all
+from elastic_ckpt.engines.training_state import (
+    LoadArguments,
+    TrainingStateCommit,
+    compare_batches,
+    restores_states,
+    warn_of_unscaled_gradients,
+)
+from elastic_ckpt.engines.zero import select_adapter
+from elastic_ckpt.errors import CommunicationError, ElasticCkptError, MismatchError, PartialLoadError, SavedOverError
+from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
+from elastic_ckpt.io.coalesce import read_options
+from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
+from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
+from elastic_ckpt.io.requantize import ReadStats
+from elastic_ckpt.load.metadata import read_checkpoint
+from elastic_ckpt.load.verify_reads import RankSums, verify_reads
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.report import LoadReport, RankWork, Verified, united
+from elastic_ckpt.storage.local import look_again, moved
+
+logger = logging.getLogger(__name__)
+
+
+class Clock:
+    """Wall-clock seconds by phase; a nested phase does not count towards the outer one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inner = 0.0
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time the body as part of ``phase``."""
+        outer, self._inner = self._inner, 0.0
+        start = time.perf_counter()
+        yield
+        spent = time.perf_counter() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + spent - self._inner
+        self._inner = outer + spent
+
+
+@dataclass(frozen=True)
+class LoadCall:
+    """A call of ``load_checkpoint``: the live engine, arguments and configuration."""
+
+    engine: Any
+    arguments: LoadArguments
+    config: ElasticConfig
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What the other ranks need to know of a rank's plan."""
+
+    mp_rank: int  # tensor- and pipeline-parallel
+    digest: str  # equal on ranks that divide replicated tensors in the same way
+    differences: Sequence[Drift]  # of replicas in this rank's share of the comparisons
+    may_differ: frozenset[str]  # the parameters that may; only ranks of their stage know
+    notes: tuple[str, ...]
+    runs_code: bool  # loads an lr scheduler's state, or those of DeepSpeed's own schedulers
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Both sides, the plan, warnings, and the plans of all ranks: everything known before anything changes."""
+
+    call: LoadCall
+    found: CheckpointInfo
+    clock: Clock
+    adapter: EngineAdapter
+    local_state: LocalState
+    checkpoint: Checkpoint
+    plan: LoadPlan
+    host: TrainingStateCommit
+    warnings: tuple[str, ...]
+    runs_code: bool  # whether any rank loads the state of a scheduler; the others wait for it
+
+
+def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
+    """Describe the engine, read metadata, plan, agree. Collective; changes nothing.
+
+    Raises the same :class:`ElasticCkptError` on every rank.
+    """
+    engine, arguments, config, clock = call.engine, call.arguments, call.config, Clock()
+    with_states, strict = restores_states(arguments), arguments.load_module_strict
+    with clock("plan"):
+        adapter, local_state = _describe(engine, arguments)
+    at = local_state.model.coordinates
+    with clock("metadata"):
+        options = MetadataOptions(
+            trust_pickle=config.trust_pickle,
+            check_shards=config.verify == "load",
+            states=state_options(config),
+            with_states=with_states,
+            coordinates=at,
+            skip_unreadable=config.on_unreadable_entry == "skip",
+        )
+        checkpoint = read_checkpoint(found, options, local_state, config.rename)
+    with clock("plan"):
+        planned: list[tuple[LoadPlan, TrainingStateCommit, tuple[str, ...]]] = []
+
+        def make_plan() -> RankPlan:
+            warnings = _compare_runs(call, at.data_degree, checkpoint)
+            host = TrainingStateCommit(engine, checkpoint.training_state, arguments, at)
+            warnings += tuple(checkpoint.training_state.left_out.values())
+            wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": host.loads_scheduler}
+            plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
+            check_files(plan.reads)
+            planned.append((plan, host, warnings))
+            with clock("metadata"):
+                differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
+            look_again(reopen=False)
+            shared = [(s.key, s.name, s.flat, s.numel, s.dtype) for s in plan.reads.targets if s.replicated]
+            digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
+            return RankPlan(at.mp_rank, digest, differences, plan.may_differ, plan.notes, host.runs_code)
+
+        everybody = distributed.all_gather("plan the load", make_plan)
+        _refuse_different_shares(everybody)
+        plan, host, warnings = planned[0]
+        with distributed.deterministic("judge copies of replicated parameters"):
+            plan = replace(plan, notes=_notes(everybody, config))
+    runs_code = any(each.runs_code for each in everybody)
+    return Prepared(call, found, clock, adapter, local_state, checkpoint, plan, host, warnings, runs_code)
+
+
+def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, LocalState]:
+    """The adapter of this rank's engine, and its LocalState. Collective."""
+    described: list[tuple[EngineAdapter, LocalState]] = []
+
+    def describe() -> ModelLayout | None:
+        adapter = select_adapter(engine, with_states=restores_states(arguments))
+        refuse_pending_gradients(engine)
+        local_state = adapter.local_state()
+        described.append((adapter, local_state))
+        coordinates = local_state.model.coordinates
+        return replace(local_state.model, run={}) if coordinates.tp * coordinates.pp * coordinates.ep > 1 else None
+
+    everybody = [model for model in distributed.all_gather("describe the live engine", describe) if model is not None]
+    adapter, local_state = described[0]
+    return adapter, replace(local_state, model=model_of_all(local_state.model, everybody))
+
+
+def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Warnings about differences between the runs that no state shows; none if weights alone are loaded."""
+    engine, saved, metadata = call.engine, checkpoint.training_state, checkpoint.metadata
+    if call.arguments.load_module_only or not call.arguments.has_optimizer:
+        return ()
+    warnings = compare_batches(engine, data_degree, saved.batch, refuse=call.config.on_change == "error")
+    if restores_states(call.arguments):
+        warnings += metadata.warnings + warn_of_unscaled_gradients(engine, saved, metadata.source.zero_stage)
+    return warnings
+
+
+def _notes(everybody: Sequence[RankPlan], config: ElasticConfig) -> tuple[str, ...]:
+    """All ranks' notes, and about replicas that differ; the same :class:`MismatchError` on all if these may not."""
+    notes = tuple(dict.fromkeys(chain.from_iterable(each.notes for each in everybody)))
+    differences = [difference for each in everybody for difference in each.differences]
+    may_differ = frozenset[str]().union(*(each.may_differ for each in everybody))
+    return notes + (judge_drift(differences, may_differ, config.replicated_params) if differences else ())
+
+
+def _refuse_different_shares(everybody: Sequence[RankPlan]) -> None:
+    """Refuse if ranks of one model-parallel rank divide replicated tensors differently, which would deadlock."""
+    first: dict[int, tuple[int, str]] = {}
+    for rank, other in enumerate(everybody):
+        reference, expected = first.setdefault(other.mp_rank, (rank, other.digest))
+        if other.digest != expected:
+            problem = "ranks hold different models: their buffers, frozen or unpartitioned parameters do not agree"
+            same, found = "the same names, sizes and dtypes on every rank", f"rank {rank} differs from rank {reference}"
+            raise MismatchError(problem, None, same, found, remedy="build the same model on every rank", rank=rank)
+
+
+def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
+    """Load the schedulers, undone on all ranks if any fails; read and broadcast; commit. Collective over the job.
+
+    Returns what ``DeepSpeedEngine.load_checkpoint`` does: path of the model-states file, and client state. Raises the
+    same :class:`ElasticCkptError` on every rank; the engine is as it was unless it is a :class:`PartialLoadError`.
+    """
+    call, at, model_path = ready.call, ready.local_state.model.coordinates, ready.checkpoint.model_path
+    _load_schedulers(ready)
+    try:
+        everybody, verified = _overwrite(ready)
+    except Exception as error:  # including a collective's, after which ranks cannot agree
+        cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
+        raise as_partial_load_error(cause) from cause
+    record_counts(call.engine)
+    of_stages = [outcomes for _, _, outcomes, _ in sorted(everybody, key=itemgetter(1)) if outcomes]
+    report = LoadReport(
+        source=ready.checkpoint.metadata.source,
+        zero_stage=ready.local_state.zero_stage,
+        dp=at.dp,
+        rank=distributed.rank(),
+        outcomes=united(of_stages) or _outcomes(ready),
+        global_steps=call.engine.global_steps,
+        ranks=tuple(work for work, *_ in everybody),
+        notes=ready.plan.notes + ready.warnings,
+        tp=at.tp,
+        pp=at.pp,
+        ep=at.ep,
+        sequence=at.sequence,
+        verified=verified,
+    )
+    call.engine.elastic_report = report
+    if distributed.rank() == 0:
+        publish(report, ready.warnings, call.config)
+    # like DeepSpeed's own loader: below load_dir as the caller wrote it
+    path = os.path.join(call.arguments.load_dir, ready.found.tag, os.path.basename(model_path))
+    return path, ready.host.client_state
+
+
+def _load_schedulers(ready: Prepared) -> None:
+    """The only step of a commit that runs a user's code: first, and undone on all ranks if any fails."""
+    if not ready.runs_code:
+        ready.host.load_schedulers(ready.plan)  # reports why not
+        return
+    try:
+        with distributed.agree("load the schedulers"):
+            look_again(reopen=False)  # the last chance to leave the engine as it was
+            ready.host.load_schedulers(ready.plan)
+    except ElasticCkptError:
+        ready.host.undo_schedulers()
+        raise
+
+
+#: One rank's work and pipeline stage, from one rank of each of several stages the outcomes there, and what it has read.
+_Done = tuple[RankWork, int, tuple[Outcome, ...], RankSums | None]
+
+
+def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
+    """Read, broadcast and commit. Collective; returns all ranks' work, and what of the bytes was verified."""
+    adapter, plan, clock, config = ready.adapter, ready.plan, ready.clock, ready.call.config
+    options, source, at = read_options(config), ready.checkpoint.metadata.source, ready.local_state.model.coordinates
+    parts: list[ReadStats] = []
+    sums = ReadSums(plan.reads.files) if config.verify != "off" else None
+
+    def read(part: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
+        parts.append(execute(part, tensors, options, show_progress=distributed.rank() == 0, sums=sums))
+
+    with clock("read"), distributed.agree("read the checkpoint's tensors and set hyperparameters"):
+        tensors = adapter.fill(plan, read)
+        look_again()
+        adapter.set_scalars_and_groups(plan)
+    done = sum(parts, ReadStats())
+    with clock("exchange"), distributed.together("broadcast what every rank needs"):
+        received_nbytes = exchange_shares(plan.reads, tensors, adapter.dp_group)
+    with clock("commit"), distributed.together("derive the weights from their masters"):
+        # DeepSpeed rounds the masters of native checkpoints if states are left out, not those of universal ones
+        adapter.refresh_weights(plan, exact_masters=restores_states(ready.call.arguments) or not source.by_rank)
+
+    def finish() -> _Done:
+        with clock("commit"):
+            ready.host.finish()
+        work = RankWork(
+            rank=distributed.rank(),
+            nbytes_read=done.nbytes,
+            nbytes_received=received_nbytes,
+            read_calls=done.calls,
+            files_opened=ready.checkpoint.files_opened,
+            seconds=dict(clock.seconds),
+            blocks=plan.blocks,
+            blocks_requantized=done.blocks,
+            worst_requantization_error=done.worst_error,
+            files_read=len(plan.reads.files_read),
+        )
+        outcomes = _outcomes(ready) if at.pp > 1 and at.tp_rank == at.dp_rank == 0 else ()
+        return work, at.pp_rank, outcomes, None if sums is None else (sums.sums, sums.nbytes)
+
+    everybody = distributed.all_gather("set the counters", finish)
+    verified = None
+    if sums is not None:
+        with clock("verify"):
+            sums_of_all = [read for *_, read in everybody if read is not None]
+            verified = verify_reads(ready.checkpoint.metadata, sums_of_all, plan.reads, options)
+    return everybody, verified
+
+
+def _outcomes(ready: Prepared) -> tuple[Outcome, ...]:
+    outcomes, arguments = (*ready.plan.outcomes, *ready.host.outcomes), ready.call.arguments
+    if restores_states(arguments):
+        return outcomes
+    if not arguments.has_optimizer:
+        return (*outcomes, Outcome("optimizer states", "skipped", (), "the live engine has no optimizer"))
+    asked = "load_module_only" if arguments.load_module_only else "load_optimizer_states=False"
+    states = Outcome("optimizer states", "skipped", (), f"{asked}: left as they were; masters are the weights")
+    others = ("param groups", "counters") if arguments.load_module_only else ("param groups",)
+    return (*outcomes, states, *(Outcome(role, "skipped", (), f"{asked}: left as they were") for role in others))
+
+
+def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig) -> None:
+    """Print the report and write it to its file; failing to do so does not fail the load."""
+    for warning in warnings:
+        logger.warning("elastic_ckpt: %s", warning)
+    if config.report:
+        try:
+            report.print_to(Console(file=sys.stderr))
+        except Exception:
+            logger.warning("elastic_ckpt could not print its load report", exc_info=True)
+    if isinstance(config.report, str):
+        try:
+            with open(config.report, "w", encoding="utf-8") as stream:
+                stream.write(report.as_json() + "\n")
+        except Exception as error:  # a full disk, or text that is none
+            logger.warning("elastic_ckpt could not write its load report to %s: %s", config.report, error)
+
+
+def told_apart(error: ElasticCkptError) -> ElasticCkptError:
+    """An error of all ranks, or the one that explains it, if files moved meanwhile on any. Collective.
+
+    Files of two saves may contradict each other in any way, without being damaged.
+    """
+    if isinstance(error, (CommunicationError, SavedOverError)):
+        return error
+    for why in distributed.all_gather("look at the checkpoint's files again", moved):
+        if why is not None:
+            why.__cause__ = error
+            return why
+    return error
+
+
+def as_partial_load_error(error: Exception) -> PartialLoadError:
+    """An error that leaves the engine partly overwritten."""
+    if not isinstance(error, ElasticCkptError):
+        error = ElasticCkptError(f"{type(error).__name__}: {error}", rank=distributed.rank())
+    problem = f"{error.problem}: the engine is partly overwritten and must not be trained or saved"
+    can_go_on = not isinstance(error, CommunicationError)
+    remedy = "fix the cause, then load again into this engine or a new one" if can_go_on else error.remedy
+    return PartialLoadError(problem, **{**error.details, "remedy": remedy})
