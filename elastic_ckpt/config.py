@@ -19,7 +19,7 @@ from elastic_ckpt.errors import ConfigError
 
 #: The key in the DeepSpeed config.
 CONFIG_KEY = "elastic_checkpoint"
-#: Environment variable with a mode; also 0 and 1, see :mod:`elastic_ckpt.load.startup`.
+#: Environment variable with a mode; also 0 and 1, see :mod:`elastic_ckpt.load.installation`.
 VARIABLE = "ELASTIC_CKPT"
 Mode = Literal["auto", "require", "off"]
 #: Options that need not be at their default where DeepSpeed's own loader takes over, which ignores all.

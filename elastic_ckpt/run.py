@@ -21,8 +21,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from elastic_ckpt.config import VARIABLE
-from elastic_ckpt.load import startup
-from elastic_ckpt.load.installation import install
+from elastic_ckpt.load.installation import install, variables
 
 _MODES = ("auto", "require", "off")
 _USAGE = """\
@@ -71,7 +70,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"elastic_ckpt.run: which script?\n\n{_USAGE}")
     script = words.popleft()
     sys.argv = [script, *forwarded, *words]
-    os.environ.update(startup.variables())  # for processes that the script starts
+    os.environ.update(variables())  # for processes that the script starts
     install()
     run(script)
 

@@ -55,7 +55,7 @@ def test_files_of_a_checkpoint_are_opened_in_one_room() -> None:
             }
             if any(opens.fullmatch(name) for name in called):
                 found.add(str(path.relative_to(PACKAGE)))
-    assert found - {"load/startup/__init__.py"} == OPENERS.keys()
+    assert found - {"load/installation/__init__.py"} == OPENERS.keys()
 
 
 def test_no_two_classes_share_a_name() -> None:

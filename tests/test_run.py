@@ -16,7 +16,7 @@ import pytest
 
 import elastic_ckpt
 from elastic_ckpt.config import flags, read_config
-from elastic_ckpt.load import startup
+from elastic_ckpt.load import installation
 from elastic_ckpt.run import main
 
 REPO = Path(elastic_ckpt.__file__).resolve().parents[1]
@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def no_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     flags.clear()
-    for variable in startup.variables():  # which main() sets
+    for variable in installation.variables():  # which main() sets
         monkeypatch.setenv(variable, "")
     yield
     flags.clear()

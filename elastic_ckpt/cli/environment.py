@@ -14,7 +14,7 @@ from elastic_ckpt.cli import AsJson, app
 from elastic_ckpt.cli.output import end_with, os_errors_end_the_command, print_json, print_wide, table
 from elastic_ckpt.config import VARIABLE, Mode
 from elastic_ckpt.engines import versions
-from elastic_ckpt.load import startup
+from elastic_ckpt.load import installation
 
 _VERDICTS = {-1: "too old", 0: "tried", 1: "not tried"}
 #: As shells end where a file is no command, and where there is none.
@@ -36,7 +36,7 @@ def diagnose() -> dict[str, Any]:
         "ok": all(verdict in ("tried", "not tried") for *_, verdict in found.values()),
         "versions": found,
         "known_bugs": versions.known_bugs(found["DeepSpeed"][0]),
-        "enabled": startup.enabled(),
+        "enabled": installation.enabled(),
         "variable": os.environ.get(VARIABLE),
     }
 
@@ -72,14 +72,14 @@ def enable() -> None:
     the mode.
     """
     with os_errors_end_the_command("to do without: elastic-ckpt exec -- COMMAND"):
-        print(f"enabled by {startup.enable()}")
+        print(f"enabled by {installation.enable()}")
 
 
 @app.command("disable", epilog="Example: elastic-ckpt disable")
 def disable() -> None:
     """Undo enable, wherever this Python finds its .pth file."""
     with os_errors_end_the_command("for one run: ELASTIC_CKPT=0"):
-        removed = startup.disable()
+        removed = installation.disable()
     print("\n".join(f"removed {file}" for file in removed) or "was not enabled")
 
 
@@ -106,6 +106,6 @@ def exec(
     exit_code = _EXIT_NOT_EXECUTABLE if is_there else _EXIT_NO_COMMAND
     with os_errors_end_the_command(f"{command[0]} cannot be run", exit_code):
         try:
-            os.execvpe(command[0], command, {**os.environ, **startup.variables(mode)})
+            os.execvpe(command[0], command, {**os.environ, **installation.variables(mode)})
         except OSError as error:  # execvpe names the last path that it tried, in bytes
             raise OSError(error.errno, error.strerror, command[0]) from error

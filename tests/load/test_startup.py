@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from elastic_ckpt.cli import app
 from elastic_ckpt.config import flag_given, flags, read_config
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.load import startup
+from elastic_ckpt.load import installation
 
-REPO = Path(startup.__file__).parents[3]
+REPO = Path(installation.__file__).parents[3]
 PATCHED = "'elastic_ckpt' in deepspeed.DeepSpeedEngine.load_checkpoint.__code__.co_filename"
 #: As DeepSpeed: importing it imports its engine before its own import is over.
 FAKE = {
@@ -59,8 +59,8 @@ def fake(tmp_path: Path) -> Path:
 
 def below_exec(code: str, fake: Path, exit_code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program as ``elastic-ckpt exec`` does, where DeepSpeed and elastic_ckpt are others."""
-    given = {**startup.variables(), **variables}
-    given["PYTHONPATH"] = os.pathsep.join([startup.variables()["PYTHONPATH"].split(os.pathsep)[0], str(fake)])
+    given = {**installation.variables(), **variables}
+    given["PYTHONPATH"] = os.pathsep.join([installation.variables()["PYTHONPATH"].split(os.pathsep)[0], str(fake)])
     return run([sys.executable, "-c", code], exit_code, **given)
 
 
@@ -222,10 +222,10 @@ def test_the_environment_of_a_command(
     monkeypatch.delenv("ELASTIC_CKPT", raising=False)
     if before is not None:
         monkeypatch.setenv("ELASTIC_CKPT", before)
-    own = str(Path(startup.__file__).parent)
+    own = str(Path(installation.__file__).parent)
     for path, expected in (("", own), ("/a:/b", f"{own}:/a:/b"), (f"/a:{own}:", f"{own}:/a:"), (":", f"{own}::")):
         monkeypatch.setenv("PYTHONPATH", path)
-        assert startup.variables(mode) == {"PYTHONPATH": expected, "ELASTIC_CKPT": after}
+        assert installation.variables(mode) == {"PYTHONPATH": expected, "ELASTIC_CKPT": after}
 
 
 def exec_(*words: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
