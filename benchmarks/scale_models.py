@@ -351,7 +351,7 @@ def _model_shards(
     if saved.zero_stage == 3:
         names = [f"zero_pp_rank_{rank}_{names[0]}" for rank in range(saved.dp)]
     files = [PickledFile(os.path.join(folder, name), simulated.nbytes, tree) for name in names]
-    return [index(file, rank) for rank, file in enumerate(files)]
+    return list(map(index, files))
 
 
 def _optimizer_shard(model: ScaleModel, folder: str, mp: int, dp: int, groups: Sequence[_FlatGroup]) -> OptimizerShard:
@@ -370,7 +370,7 @@ def _optimizer_shard(model: ScaleModel, folder: str, mp: int, dp: int, groups: S
     tree = {"ds_version": saved.ds_version, "optimizer_state_dict": counts}
     file = PickledFile(os.path.join(folder, name), simulated.nbytes, tree)
     hyperparameters = [group.hyperparameters for group in groups]
-    return build_shard(file, dp, saved.zero_stage, flats, hyperparameters, list(range(len(flats))))
+    return build_shard(file, saved.zero_stage, flats, hyperparameters, list(range(len(flats))))
 
 
 def _expert_shards(model: ScaleModel, folder: str, parameters: Sequence[Parameter]) -> Iterator[ExpertShard]:

@@ -70,7 +70,7 @@ def indexed(folder: Path, module: Mapping[str, torch.Tensor], optimizer: Any, **
     }
     path = folder / FILE
     torch.save({**tree, **more}, path)
-    return index_model_states(open_pickled(str(path)), dp_rank=0)
+    return index_model_states(open_pickled(str(path)))
 
 
 def catalog_of(

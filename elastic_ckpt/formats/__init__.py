@@ -5,24 +5,23 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, Format, FormatReader, MetadataOptions
-from elastic_ckpt.formats.dcp import dcp_reading, read_contents
-from elastic_ckpt.formats.native import native_reading, survey_native
+from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, FormatReader, MetadataOptions
+from elastic_ckpt.formats.dcp import dcp_reading
+from elastic_ckpt.formats.native import native_reading
 from elastic_ckpt.formats.safetensors import read_safetensors
 from elastic_ckpt.formats.universal import universal_reading
-from elastic_ckpt.formats.universal_files import list_parameters
 
 #: :attr:`CheckpointInfo.format` -> what reads it.
-READERS: MappingProxyType[str, Format | FormatReader] = MappingProxyType(
+READERS: Mapping[str, FormatReader] = MappingProxyType(
     {
-        "native": Format(native_reading, survey_native),
-        "universal": Format(universal_reading, lambda found, options: partial(list_parameters, found)),
-        "dcp": Format(dcp_reading, lambda found, options: partial(read_contents, found, options)),
-        "safetensors": read_safetensors,
+        "native": native_reading,
+        "universal": universal_reading,
+        "dcp": dcp_reading,
+        "safetensors": lambda found, options, _: read_safetensors(found, options),
     }
 )
 
-__all__ = ["READERS", "Checkpoint", "CheckpointInfo", "Format", "FormatReader", "MetadataOptions"]
+__all__ = ["READERS", "Checkpoint", "CheckpointInfo", "MetadataOptions"]

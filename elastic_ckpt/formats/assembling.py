@@ -79,8 +79,7 @@ def assemble(
         names = tuple(sorted(name for name, ref in refs.items() if not is_floating(ref.dtype)))
         version = next((shard.ds_version for shard in rank.optimizers.values()), "")
         for at, model in rank.models.items():
-            own = tuple(name for name in names if name in model.weights)
-            rank.models[at] = replace(model, buffers=own, buffer_names=names, ds_version=version)
+            rank.models[at] = replace(model, buffer_names=names, ds_version=version)
     firsts = {mp: rank.model for mp, rank in ranks.items()}
     grid = grid_of(firsts, found.folder, options.coordinates)
     model_states.check_same_save(list(firsts.values()), one_rank=False)

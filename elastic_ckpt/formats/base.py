@@ -24,19 +24,13 @@ REMOVE_FOREIGN = "remove the foreign file and restore the right one, or take ano
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint folder as detected; the same on every rank.
+    """A checkpoint folder as detected; the same on every rank."""
 
-    Attributes:
-        format: ``"native"``, ``"universal"``, ``"dcp"``, or of tools alone ``"safetensors"``.
-        folder, tag, files: absolute path of the tag's folder; the tag; names of the folder's files.
-        notes: what the user should know about the choice.
-    """
-
-    format: str
-    folder: str
+    format: str  # ``"native"``, ``"universal"``, ``"dcp"``, or of tools alone ``"safetensors"``
+    folder: str  # absolute path of the tag's folder
     tag: str
     files: FolderFiles
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what the user should know about the choice
 
     @property
     def by_rank(self) -> bool:
@@ -59,94 +53,61 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class MetadataOptions:
-    """How to read metadata.
+    """How to read metadata."""
 
-    Attributes:
-        trust_pickle, check_shards: as the config says; the second with ``"verify": "load"``.
-        states: the user's declarations about optimizer states.
-        with_states: whether optimizer states are restored.
-        coordinates: of this rank in the live topology.
-        with_client_state: whether the client's state is read, for which torch is needed.
-        skip_unreadable: whether entries of it that cannot be read are left out.
-        with_unmade: whether files may have such entries where the client's state is not read.
-    """
-
-    trust_pickle: bool = False
-    check_shards: bool = True
-    states: StateOptions = field(default_factory=StateOptions)
-    with_states: bool = True
-    coordinates: RankCoordinates = field(default_factory=RankCoordinates)
-    with_client_state: bool = True
-    skip_unreadable: bool = False
-    with_unmade: bool = True
+    trust_pickle: bool = False  # as the config says
+    check_shards: bool = True  # with ``"verify": "load"``
+    states: StateOptions = field(default_factory=StateOptions)  # the user's declarations about optimizer states
+    with_states: bool = True  # whether optimizer states are restored
+    coordinates: RankCoordinates = field(default_factory=RankCoordinates)  # of this rank in the live topology
+    with_client_state: bool = True  # whether the client's state is read, for which torch is needed
+    skip_unreadable: bool = False  # whether entries of it that cannot be read are left out
+    with_unmade: bool = True  # whether files may have such entries where the client's state is not read
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: metadata of its tensors, and its training state.
-
-    ``model_path`` is the model-states file that ``load_checkpoint`` returns; ``files_opened`` counts the files whose
-    metadata this rank read.
-    """
+    """A checkpoint: metadata of its tensors, and its training state."""
 
     metadata: CheckpointMetadata
     training_state: TrainingState
-    model_path: str
-    files_opened: int
+    model_path: str  # the model-states file that ``load_checkpoint`` returns
+    files_opened: int  # files whose metadata this rank read
 
 
 #: Opens a file of the checkpoint.
 OpenFile = Callable[[str], PickledFile]
-#: Reads a folder by itself, the same on every rank.
-FormatReader = Callable[[CheckpointInfo, MetadataOptions], Checkpoint]
+#: Returns on every rank what a function returns that one rank alone has to call, as it looks at the folder.
+Once = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What the files of a checkpoint hold together, as one rank knows it.
-
-    Attributes:
-        metadata, model_path: as in :class:`Checkpoint`.
-        state: the training state, where all ranks know it.
-        position, for_all: else what has been read at that position tells it to this rank, or to all.
-        read_state: position -> training state, on the rank that has read what is there.
-    """
+    """What the files of a checkpoint hold together, as one rank knows it."""
 
     metadata: CheckpointMetadata
-    model_path: str
-    state: TrainingState | None = None
+    model_path: str  # as in :class:`Checkpoint`
+    state: TrainingState | None = None  # where all ranks know it
+    #: Else what has been read at this position tells it to this rank, or to all.
     position: int = 0
     for_all: bool = True
+    #: Position -> training state, on the rank that has read what is there.
     read_state: Callable[[int], TrainingState] | None = None
 
 
 @dataclass(frozen=True)
 class FolderReading:
-    """How to read a folder of which each rank reads a share.
+    """How to read a folder of which each rank reads a share."""
 
-    Attributes:
-        count: how many things there are to read.
-        read: reduces what is at a position below ``count`` to something small.
-        fit: puts together what all ranks have read, in order, given the files that this rank has opened, by path, and
-            what names numbered states.
-    """
-
-    count: int
-    read: Callable[[int, OpenFile], Any]
+    count: int  # of things to read
+    read: Callable[[int, OpenFile], Any]  # reduces what is at a position below ``count`` to something small
+    #: Puts together what all ranks have read, in order, given the files that this rank has opened, by path, and what
+    #: names numbered states.
     fit: Callable[[Sequence[Any], Mapping[str, PickledFile], NameStates], Fitted]
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format whose files are shared among ranks. Pure functions of a folder.
-
-    Attributes:
-        reading: how to read a folder, the same on every rank, given what was surveyed.
-        survey: what one rank alone has to look at first; ``None``: nothing.
-    """
-
-    reading: Callable[[CheckpointInfo, MetadataOptions, Any], FolderReading]
-    survey: Callable[[CheckpointInfo, MetadataOptions], Callable[[], Any] | None] = lambda found, options: None
+#: Reads a folder by itself, or says how ranks do together; the same on every rank.
+FormatReader = Callable[[CheckpointInfo, MetadataOptions, Once], FolderReading | Checkpoint]
 
 
 def refuse_unsupported_folder(found: CheckpointInfo) -> None:

@@ -24,7 +24,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.values import BatchSizes, TensorValue, TrainingState
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
-from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
+from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
 from elastic_ckpt.formats.dcp_entries import (
     SAVE_ALONE,
     WITHOUT_STATES,
@@ -54,11 +54,14 @@ _NEWER = (
 _EXTRA_STATE = "._extra_state"
 
 
-def dcp_reading(
-    found: CheckpointInfo, options: MetadataOptions, surveyed: tuple[DcpContents, Common | None]
-) -> FolderReading:
-    """How to read a DCP folder of which :func:`read_contents` has read ``.metadata``."""
-    contents, common = surveyed
+def dcp_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> FolderReading:
+    """How to read a DCP folder, of which one rank reads ``.metadata``."""
+
+    def read_contents() -> tuple[DcpContents, Common | None]:
+        contents, common = read_dcp_metadata(found.folder), read_common(found.folder, options.trust_pickle)
+        return (contents if common is None else unstacked(contents, found.path(DCP_METADATA))), common
+
+    contents, common = once(read_contents)
     if common is None:
         entries = sort_entries(contents, found.folder, options.with_states)
     else:
@@ -79,11 +82,6 @@ def dcp_reading(
         return Fitted(builder.of_entries(), found.path(DCP_METADATA), builder.training_state())
 
     return FolderReading(len(names), read, fit)
-
-
-def read_contents(found: CheckpointInfo, options: MetadataOptions) -> tuple[DcpContents, Common | None]:
-    contents, common = read_dcp_metadata(found.folder), read_common(found.folder, options.trust_pickle)
-    return (contents if common is None else unstacked(contents, found.path(DCP_METADATA))), common
 
 
 class _Builder(MetadataBuilder):

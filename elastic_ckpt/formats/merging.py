@@ -131,8 +131,8 @@ def _with_empty_shards(ranks: Ranks) -> Ranks:
                 tensors.pop((name, FROZEN), None)
                 for key, tensor in holders[name].tensors.items():
                     if key[0] == name:
-                        rows = tensor.shape[: len(tensor.shape) - len(shape)]
-                        tensors[key] = replace(tensor, shape=(*rows, *shape), sources=listed())
+                        leading = tensor.shape[: len(tensor.shape) - len(shape)]
+                        tensors[key] = replace(tensor, shape=(*leading, *shape), sources=listed())
         completed.append(replace(rank, parameters=parameters, tensors=tensors))
     return completed
 

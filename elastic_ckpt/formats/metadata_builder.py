@@ -190,7 +190,7 @@ class MetadataBuilder:
     def _partitioned(
         self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], kind: SavedKind, files: range
     ) -> FlatTensors | None:
-        """A state laid out as the partition, in each of its rows; ``refs`` by rank. ``None`` if it is opaque."""
+        """A state laid out as the partition; ``refs`` by rank. ``None`` if it is opaque."""
         distinct = {id(ref): ref for ref in refs}.values()  # files share what they have in common
         view = next((ref for ref in distinct if not ref.is_contiguous), None)
         if view is not None:
@@ -202,7 +202,9 @@ class MetadataBuilder:
             blocks = BlockFormat(kind.block_numel, COMPANIONS[key][0], self._codebooks[COMPANIONS[key][1]])
             scales = by_rank(flat.states.tensors[blocks.scales].byte_offset for flat in partitioned.flats)
         offsets = by_rank(ref.byte_offset for ref in refs)
-        return FlatTensors(files, offsets, partitioned.numel, dtype, ITEMSIZE[dtype], kind.rows, blocks, scales)
+        return FlatTensors(
+            files, offsets, partitioned.numel, dtype, ITEMSIZE[dtype], kind.values_per_element, blocks, scales
+        )
 
     def _add_touched(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], files: range) -> None:
         """Add whole parameters, one after the other; if several ranks saved one, the first rank's copy counts."""

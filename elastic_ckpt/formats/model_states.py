@@ -54,82 +54,62 @@ _ADDED_IN_0_19_4 = frozenset({"buffer_names", "param_shapes", "ds_config", "ds_v
 _MOST_EXPERTS = 1 << 17
 Shape = tuple[int, ...]
 _DEFAULTS = StateOptions()
-#: Reads a model-states file, given whose it is.
-ModelIndexer = Callable[[PickledFile, int], "ModelShard"]
 
 
 @dataclass(frozen=True)
 class UnpartitionedState:
-    """The optimizer entry.
+    """The optimizer entry."""
 
-    Attributes:
-        kind: :data:`PLAIN`, :data:`UNFUSED` or :data:`FUSED`.
-        groups, masters: per param group, hyperparameters and fp32 masters (empty if plain).
-        members: per param group, the numbers of its tensors: parameters, or the one flat tensor (fused).
-        names: per param group, the parameters' names, if the optimizer was given named ones.
-        states, scaler: number -> its states; entries about loss scaling.
-    """
-
-    kind: str
-    groups: tuple[Mapping[str, Any], ...]
-    members: tuple[tuple[int, ...], ...]
-    names: tuple[tuple[str, ...], ...] | None
-    masters: tuple[tuple[TensorRef, ...], ...]
-    states: Mapping[int, StatesOfOne]
-    scaler: Mapping[str, Any]
+    kind: str  # :data:`PLAIN`, :data:`UNFUSED` or :data:`FUSED`
+    # by param group
+    groups: tuple[Mapping[str, Any], ...]  # hyperparameters
+    members: tuple[tuple[int, ...], ...]  # numbers of its tensors: parameters, or the one flat tensor (fused)
+    names: tuple[tuple[str, ...], ...] | None  # of the parameters, if the optimizer was given named ones
+    masters: tuple[tuple[TensorRef, ...], ...]  # fp32; empty if plain
+    states: Mapping[int, StatesOfOne]  # by number
+    scaler: Mapping[str, Any]  # entries about loss scaling
 
 
 @dataclass(frozen=True)
 class ModelShard(SourceFile):
-    """What one model-states file holds.
+    """What one model-states file holds."""
 
-    Attributes:
-        dp_rank: whose file it is; 0 if the job wrote one file.
-        param_shapes: per group (ZeRO-3: per sub-group), names and logical shapes in flat-buffer order.
-        weights: module entries with data: name -> reference.
-        buffers, buffer_names: module buffers with data in this file, and all, with those in files of pipeline layers.
-        before_0_19_4: whether it is of a run with experts and lacks :data:`_ADDED_IN_0_19_4`: assembling.py finds them.
-        buffers_crc32: checksum of the buffers' bytes, to see whether ranks differ.
-        frozen_shapes, frozen_fragments: of parameters that no optimizer owned, logical shapes and this file's data.
-        frozen_recorded: whether the file lists frozen parameters, even none (ZeRO-2 and 3 do, unless excluded).
-        shared: tied name -> name with the data.
-        zero, run: the DeepSpeed config's ``zero_optimization`` section, and plain values among the run's arguments.
-        alignment: declared padding: the multiple that ZeRO-3's partitions were padded to, in elements; 1: none.
-        optimizer: the optimizer's state if it was not partitioned (ZeRO stage 0).
-        without_states: whether no file has any (:func:`saved_without_states`).
-        features: what only DeepSpeed's own loader restores.
-        stacked: parameter in which AutoEP stacks experts -> the experts on each expert-parallel rank.
-        ahead: by how many steps counts of the optimizer are ahead of the counters, where it was recorded.
-    """
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "buffers_crc32")
 
-    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "dp_rank", "buffers_crc32")
-
-    dp_rank: int
+    #: Per group (ZeRO-3: per sub-group), names and logical shapes in flat-buffer order.
     param_shapes: tuple[tuple[tuple[str, Shape], ...], ...]
-    weights: Mapping[str, TensorRef]
-    buffers: tuple[str, ...]
-    buffers_crc32: int
-    frozen_shapes: tuple[tuple[str, Shape], ...]
-    frozen_fragments: Mapping[str, TensorRef]
-    frozen_recorded: bool
-    shared: Mapping[str, str]
+    weights: Mapping[str, TensorRef]  # module entries with data
+    buffer_names: tuple[str, ...]  # of all module buffers, with those in files of pipeline layers
+    buffers_crc32: int  # of the bytes of those in this file, to see whether ranks differ
+    # of parameters that no optimizer owned
+    frozen_shapes: tuple[tuple[str, Shape], ...]  # logical
+    frozen_fragments: Mapping[str, TensorRef]  # this file's data
+    frozen_recorded: bool  # whether the file lists them, even none (ZeRO-2 and 3 do, unless excluded)
+    shared: Mapping[str, str]  # tied name -> name with the data
     counters: Mapping[str, Any]
     ds_version: str
-    zero: Mapping[str, Any]
-    alignment: int
-    features: Features
-    optimizer: UnpartitionedState | None
-    without_states: bool = False
-    buffer_names: tuple[str, ...] = ()
+    zero: Mapping[str, Any]  # the DeepSpeed config's ``zero_optimization`` section
+    alignment: int  # declared padding: the multiple that ZeRO-3's partitions were padded to, in elements; 1: none
+    features: Features  # what only DeepSpeed's own loader restores
+    optimizer: UnpartitionedState | None  # if it was not partitioned (ZeRO stage 0)
+    without_states: bool = False  # whether no file has any (:func:`saved_without_states`)
+    #: Whether it is of a run with experts and lacks :data:`_ADDED_IN_0_19_4`, which assembling.py finds.
     before_0_19_4: bool = False
     stated: StatedDegrees = field(default_factory=StatedDegrees)
     declared: DeclaredSpecs = field(default_factory=DeclaredSpecs)
+    #: Parameter in which AutoEP stacks experts -> the experts on each expert-parallel rank.
     stacked: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    run: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)  # plain values among the run's arguments
+    #: By how many steps counts of the optimizer are ahead of the counters, where it was recorded.
     ahead: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
+    @property
+    def buffers(self) -> list[str]:
+        """Module buffers with data in this file."""
+        return [name for name in self.buffer_names if name in self.weights]
 
-def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = _DEFAULTS) -> ModelShard:
+
+def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS) -> ModelShard:
     """Read one model-states file; :class:`DamagedError` if it lacks an entry that DeepSpeed always writes."""
     if "ds_version" not in file.tree:
         refuse_old(file, sorted({"csr_tensor_module_names"} & file.tree.keys()))
@@ -141,17 +121,14 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
             problem = "a module keeps extra state (get_extra_state), which is not supported yet"
             raise UnsupportedError(problem, file.path, "None", type(value).__name__, parameter=name)
     weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
-    buffers = tuple(name for name in buffer_names if name in weights)
+    buffers = [name for name in buffer_names if name in weights]
     tree = file.tree
     run = run_arguments(tree.get("args"), os.path.dirname(file.path))
     return ModelShard(
-        path=file.path,
-        nbytes=file.nbytes,
-        records=file.records,
-        dp_rank=dp_rank,
+        **file.facts,
         param_shapes=tuple(_named_shapes(file, group) for group in tree.get("param_shapes") or ()),
         weights=weights,
-        buffers=buffers,
+        buffer_names=buffer_names,
         buffers_crc32=_checksum(file, [weights[name] for name in buffers]),
         frozen_shapes=_named_shapes(file, tree.get("frozen_param_shapes") or {}),
         frozen_fragments=dict(tree.get("frozen_param_fragments") or {}),
@@ -164,7 +141,6 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         features=features_in(file),
         optimizer=index_unpartitioned(file, options),
         without_states=saved_without_states(file),
-        buffer_names=buffer_names,
         before_0_19_4=before_0_19_4,
         stated=stated_degrees(tree, saved_config(file) or {}, run),
         declared=declared_by(tree.get("universal_checkpoint_info")),
@@ -204,20 +180,19 @@ def _stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]
     return found
 
 
-def model_indexer(options: StateOptions = _DEFAULTS) -> ModelIndexer:
+def model_indexer(options: StateOptions = _DEFAULTS) -> Callable[[PickledFile], ModelShard]:
     """:func:`index_model_states`, which looks once at a tree that several files share."""
     known: dict[int, tuple[Any, ModelShard]] = {}  # with the tree, so that its id stays unique
 
-    def index(file: PickledFile, dp_rank: int) -> ModelShard:
+    def index(file: PickledFile) -> ModelShard:
         if id(file.tree) not in known:
-            known[id(file.tree)] = file.tree, index_model_states(file, dp_rank, options)
+            known[id(file.tree)] = file.tree, index_model_states(file, options)
             return known[id(file.tree)][1]
         same = known[id(file.tree)][1]
-        own = replace(same, path=file.path, nbytes=file.nbytes, records=file.records, dp_rank=dp_rank)
         # what follows from bytes behind the tree is each file's own
         optimizer = index_unpartitioned(file, options) if same.optimizer is not None else None
         crc32 = _checksum(file, [same.weights[name] for name in same.buffers])
-        return replace(own, buffers_crc32=crc32, optimizer=optimizer)
+        return replace(same, **file.facts, buffers_crc32=crc32, optimizer=optimizer)
 
     return index
 

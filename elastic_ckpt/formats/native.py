@@ -21,7 +21,7 @@ from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats import merging
 from elastic_ckpt.formats.assembling import Assembled, assemble, missing_file
-from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
+from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
 from elastic_ckpt.formats.merging import ExpertOptimizer, ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.naming import number_of_writers, plain_name
@@ -37,13 +37,10 @@ Indexed = ModelShard | OptimizerShard | LayerShard | ExpertShard | ExpertOptimiz
 Indexer = Callable[[PickledFile], Indexed]
 
 
-def survey_native(found: CheckpointInfo, options: MetadataOptions) -> Callable[[], None] | None:
-    """Whether copies of several writers are whole and of one save."""
-    return (lambda: refuse_writers(found, options.trust_pickle)) if found.files.by_fast_writer else None
-
-
-def native_reading(found: CheckpointInfo, options: MetadataOptions, _: None) -> FolderReading:
+def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> FolderReading:
     """How to read a native checkpoint."""
+    if found.files.by_fast_writer:
+        once(lambda: refuse_writers(found, options.trust_pickle))
     mp_ranks, names, indexers = zip(*_expected_files(found, options.states), strict=True)
     paths = list(map(found.path, names))
 
@@ -112,9 +109,9 @@ def _expected_files(found: CheckpointInfo, options: StateOptions) -> list[tuple[
     models: list[tuple[int, str, Indexer]] = []
     optimizers: list[tuple[int, str, Indexer]] = []
 
-    def index_whole_model(file: PickledFile, dp_rank: int) -> ModelShard:
+    def index_whole_model(file: PickledFile) -> ModelShard:
         refuse_mixture(file)
-        return index_model(file, dp_rank)
+        return index_model(file)
 
     for mp in sorted(files.mp_ranks):
         optimizer = {dp: name for (dp, rank), name in files.optimizer.items() if rank == mp}
@@ -132,8 +129,7 @@ def _expected_files(found: CheckpointInfo, options: StateOptions) -> list[tuple[
                 first, plain = next(iter(names)), plain_name(next(iter(names.values())))
                 sample = plain.replace(f"rank_{first}_", f"rank_{min(holes)}_", 1)
                 raise missing_file(found, sample, f"{kind} of ranks {sorted(names)}")
-        ranks = sorted(({0: model} if model else zero3).items())
-        models += [(mp, name, partial(index_whole_model, dp_rank=dp)) for dp, name in ranks]
+        models += [(mp, name, index_whole_model) for _, name in sorted(({0: model} if model else zero3).items())]
         ranks = sorted(optimizer.items())
         optimizers += [(mp, name, partial(index_shard, dp_rank=dp, options=options)) for dp, name in ranks]
     every = [*models, *optimizers]

@@ -91,19 +91,13 @@ def _optimizer_steps(metadata: CheckpointMetadata, expected: int) -> frozenset[f
 
 @dataclass(frozen=True)
 class Counts:
-    """What counts steps in the files of a checkpoint.
+    """What counts steps in the files of a checkpoint."""
 
-    Attributes:
-        counted, skipped: ``global_steps`` and ``skipped_steps`` of the model-states files.
-        steps, scaled: steps that the optimizer and its dynamic loss scaler have counted, by the optimizer's files.
-        explained: by how many steps each of them may be ahead of the counters in one save.
-    """
-
-    counted: int
-    skipped: int
-    steps: frozenset[float]
-    scaled: set[int]
-    explained: Mapping[str, Collection[int]]
+    counted: int  # ``global_steps`` of the model-states files
+    skipped: int  # ``skipped_steps``
+    steps: frozenset[float]  # that the optimizer has counted
+    scaled: set[int]  # that its dynamic loss scaler has counted
+    explained: Mapping[str, Collection[int]]  # by how many steps each of them may be ahead of the counters in one save
 
     @property
     def expected(self) -> int:

@@ -205,22 +205,14 @@ def parse_options(text: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class StatedDegrees:
-    """What a model-states file states, not all of it necessarily right; ``None``: not stated.
+    """What a model-states file states, not all of it necessarily right; ``None``: not stated."""
 
-    Attributes:
-        dimensions: TP and PP degree (``checkpoint_parallel_dimensions``, since DeepSpeed 0.17).
-        mp, partition_degree: ``mp_world_size``, the TP degree, and ``dp_world_size``.
-        sequence: sequence-parallel degree of the saved config or arguments.
-        possible: sequence-parallel degrees that fit the batch size, or the samples counted so far.
-        mesh: whether the config makes a device mesh, over whose sequence ranks ZeRO-1/2 does not partition.
-    """
-
-    dimensions: tuple[int, int] | None = None
-    mp: int | None = None
-    partition_degree: int | None = None
-    sequence: int | None = None
-    possible: frozenset[int] = frozenset()
-    mesh: bool = False
+    dimensions: tuple[int, int] | None = None  # TP and PP degree (``checkpoint_parallel_dimensions``, since 0.17)
+    mp: int | None = None  # ``mp_world_size``, the TP degree
+    partition_degree: int | None = None  # ``dp_world_size``
+    sequence: int | None = None  # sequence-parallel degree of the saved config or arguments
+    possible: frozenset[int] = frozenset()  # those that fit the batch size, or the samples counted so far
+    mesh: bool = False  # whether the config makes a device mesh, over whose sequence ranks ZeRO-1/2 does not partition
 
     def borne_out(self, model_parallel_ranks: int) -> tuple[int, int, SequenceParallel]:
         """The degrees that the number of model-parallel ranks with files confirms; TP and PP are 0 if not stated.

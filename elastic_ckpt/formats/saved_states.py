@@ -49,6 +49,7 @@ Scalars = tuple[tuple[str, Any], ...]
 OPAQUE = "opaque"
 #: A tensor of the state is missing or too short.
 DAMAGED = "damaged"
+#: Not restored, as the user asks.
 FRESH = "fresh"
 #: Names under which known optimizers keep elementwise states.
 ELEMENTWISE_NAMES = frozenset(
@@ -57,7 +58,7 @@ ELEMENTWISE_NAMES = frozenset(
 )
 _CODES_DTYPES = frozenset({"uint8", "int8"})
 #: Values per element, at most: AdEMAMix has two in one state.
-_MOST_ROWS = 8
+_MOST_VALUES = 8
 
 
 class Digest(NamedTuple):
@@ -83,40 +84,26 @@ class RankStates(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedKind:
-    """The kind of one saved state.
+    """The kind of one saved state."""
 
-    Attributes:
-        kind: one of :mod:`elastic_ckpt.core.state_kinds`, :data:`OPAQUE`, :data:`DAMAGED`, or :data:`FRESH` (not
-            restored, as the user asks).
-        rows: leading dimension of an elementwise state.
-        block_numel: elements per quantization block; 0: not quantized.
-        why: what an opaque or damaged state looks like, or by which guess a state is replicated.
-    """
-
-    kind: str
-    rows: int = 1
-    block_numel: int = 0
-    why: str = ""
+    kind: str  # one of :mod:`elastic_ckpt.core.state_kinds`, :data:`OPAQUE`, :data:`DAMAGED`, or :data:`FRESH`
+    values_per_element: int = 1  # leading dimension of an elementwise state
+    block_numel: int = 0  # elements per quantization block; 0: not quantized
+    why: str = ""  # what an opaque or damaged state looks like, or by which guess a state is replicated
 
 
 @dataclass(frozen=True)
 class StatesOfOne:
-    """The optimizer states of one flat tensor or parameter in one file.
-
-    Attributes:
-        tensors: those with dimensions.
-        points: tensors without dimensions, also in ``scalars``: states if the parameter has no dimensions either.
-        scalars: (key, value) sorted by key: numbers, :class:`~elastic_ckpt.core.values.TensorValue` and ``None``.
-        opaque: other objects: key -> description.
-    """
+    """The optimizer states of one flat tensor or parameter in one file."""
 
     OWN_FIELDS: ClassVar[tuple[str, ...]] = ("digests",)
 
-    tensors: Mapping[str, TensorRef]
-    scalars: Scalars = ()
-    opaque: Mapping[str, str] = field(default_factory=dict)
-    digests: Mapping[str, Digest] = field(default_factory=dict)
+    tensors: Mapping[str, TensorRef]  # those with dimensions
+    scalars: Scalars = ()  # sorted: numbers, :class:`~elastic_ckpt.core.values.TensorValue` and ``None``
+    opaque: Mapping[str, str] = field(default_factory=dict)  # descriptions of other objects
+    digests: Mapping[str, Digest] = field(default_factory=dict)  # of small tensors
     codebooks: Mapping[str, Codebook] = field(default_factory=dict)
+    #: Tensors without dimensions, also in ``scalars``: states if the parameter has no dimensions either.
     points: Mapping[str, TensorRef] = field(default_factory=dict)
 
 
@@ -277,16 +264,16 @@ def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions)
         return SavedKind(FRESH)
     if options.layout(key) == REPLICATED:
         raise _contradiction(ranks, key, REPLICATED, f"8-bit codes of {ranks[0].numel} elements")
-    scales_key, rows = COMPANIONS[key][0], _rows(ranks, key)
-    if rows is not None:
+    scales_key, per_element = COMPANIONS[key][0], _values_per_element(ranks, key)
+    if per_element is not None:
         scales = [states.tensors.get(scales_key) for states in ranks]
         counts = [each.numel if each is not None and each.dtype == "float32" else 0 for each in scales]
         block_numels = {
-            None if count % rows else block_numel_of(states.numel, count // rows)
+            None if count % per_element else block_numel_of(states.numel, count // per_element)
             for states, count in zip(ranks, counts, strict=True)
         }
         if len(block_numels) == 1 and (block_numel := block_numels.pop()) is not None:
-            return SavedKind(ELEMENTWISE, rows, block_numel)
+            return SavedKind(ELEMENTWISE, per_element, block_numel)
     shapes = [
         {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in states.tensors.items() if name in (key, scales_key)}
         for states in ranks
@@ -300,18 +287,18 @@ def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions)
 
 def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions) -> SavedKind:
     """The kind of a state that is not quantized: as declared, else by its shape."""
-    word, rows = options.schema.get(key), _rows(ranks, key)
+    word, per_element = options.schema.get(key), _values_per_element(ranks, key)
     if word == FRESH:
         return SavedKind(FRESH)
     if word == ELEMENTWISE:
-        if rows is None:
+        if per_element is None:
             raise _contradiction(ranks, key, word, f"of shape {ranks[0].tensors[key].shape}")
         if _is_one_table(ranks, key):
             raise _contradiction(ranks, key, word, "the same ascending values on every rank, as a quantization map")
-        return SavedKind(ELEMENTWISE, rows)
+        return SavedKind(ELEMENTWISE, per_element)
     if options.layout(key) != REPLICATED:
-        return _by_shape(ranks, key, rows, options)
-    is_partitioned = rows is not None and not _is_one_table(ranks, key)
+        return _by_shape(ranks, key, per_element, options)
+    is_partitioned = per_element is not None and not _is_one_table(ranks, key)
     is_named = word is not None or key in ELEMENTWISE_NAMES
     same_shape = len({states.tensors[key].shape for states in ranks}) == 1
     if not same_shape or (is_partitioned and is_named):
@@ -319,14 +306,14 @@ def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions) -> Saved
     return SavedKind(REPLICATED)
 
 
-def _by_shape(ranks: Sequence[RankStates], key: str, rows: int | None, options: StateOptions) -> SavedKind:
+def _by_shape(ranks: Sequence[RankStates], key: str, per_element: int | None, options: StateOptions) -> SavedKind:
     tensor = ranks[0].tensors[key]
     looks = f"{tensor.dtype} of shape {tensor.shape} for a partition of {ranks[0].numel}"
-    if rows is not None:
+    if per_element is not None:
         if len(ranks) > 1 and _is_one_table(ranks, key) and key not in ELEMENTWISE_NAMES:
             why = "as long as its partition, yet with the same ascending values on every rank"
             return SavedKind(OPAQUE, why=f"{looks}, {why}")
-        return SavedKind(ELEMENTWISE, rows)
+        return SavedKind(ELEMENTWISE, per_element)
     if key == "momentum_buffer" and all(states.tensors[key].shape == (states.touched_numel,) for states in ranks):
         return SavedKind(TOUCHED)
     digest = _same_digest(ranks, key)
@@ -341,7 +328,7 @@ def _by_shape(ranks: Sequence[RankStates], key: str, rows: int | None, options: 
     return SavedKind(OPAQUE, why=looks)
 
 
-def _rows(ranks: Sequence[RankStates], key: str) -> int | None:
+def _values_per_element(ranks: Sequence[RankStates], key: str) -> int | None:
     """How many values a state has per element; ``None``: it is not elementwise, or ranks differ.
 
     A matrix of one row or of many is no such state: preconditioners have a row and a column for each element.
@@ -349,7 +336,7 @@ def _rows(ranks: Sequence[RankStates], key: str) -> int | None:
     found = set()
     for states in ranks:
         *leading, last = states.tensors[key].shape or (-1,)
-        if len(leading) > 1 or last != states.numel or (leading and not 1 < leading[0] <= _MOST_ROWS):
+        if len(leading) > 1 or last != states.numel or (leading and not 1 < leading[0] <= _MOST_VALUES):
             return None
         found.add(leading[0] if leading else 1)
     return found.pop() if len(found) == 1 else None

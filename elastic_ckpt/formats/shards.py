@@ -40,60 +40,42 @@ _ALIGNMENT_NBYTES = 1024
 
 @dataclass(frozen=True)
 class FlatShard:
-    """One flat partition in one file.
-
-    Attributes:
-        master, states: fp32 master weights and optimizer states.
-        partition_numel: elements of the partition, padding included; -1 if swapped.
-        alignment_paddings: elements behind each parameter (``param_alignment_paddings``), where recorded.
-        swapped: key (``fp32`` or a state) -> swap file with its data from the first byte on; empty if not swapped.
-    """
+    """One flat partition in one file."""
 
     OWN_FIELDS: ClassVar[tuple[str, ...]] = ("swapped",)
 
-    master: TensorRef
-    partition_numel: int
+    master: TensorRef  # fp32 master weights
+    partition_numel: int  # elements of the partition, padding included; -1 if swapped
     states: StatesOfOne
+    #: Elements behind each parameter (``param_alignment_paddings``), where recorded.
     alignment_paddings: tuple[int, ...] | None = None
+    #: Key (``fp32`` or a state) -> swap file with its data from the first byte on; empty if not swapped.
     swapped: Mapping[str, SourceFile] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class OptimizerShard(SourceFile):
-    """What one optimizer-states file holds.
+    """What one optimizer-states file holds."""
 
-    Attributes:
-        dp_rank, flats: whose partitions it has, and the partitions.
-        partition_count: number of partitions of each flat tensor; a single one where all are equal.
-        zero_stage, ds_version: of the run that saved it.
-        groups, flat_groups: hyperparameters per param group, and the param group of each flat partition.
-        loss_scaler, loss_scale: DeepSpeed's scaler object, and what of it is compared across files.
-        overflow, features: the optimizer's overflow flag, and what only DeepSpeed's own loader restores.
-        slice_names: per flat partition, the parameters with elements in it, in flat order.
-        data_before_experts, round_robin: whether ranks with the same experts are adjacent, and whether ZeRO-1/2 divides
-            parameters in another order than that of ``slice_names``.
-    """
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "slice_names")
 
-    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "dp_rank", "slice_names")
-
-    dp_rank: int
-    partition_count: tuple[int, ...]
-    zero_stage: int
+    partition_count: tuple[int, ...]  # number of partitions of each flat tensor; a single one where all are equal
+    zero_stage: int  # of the run that saved it, as ``ds_version``
     ds_version: str
     flats: tuple[FlatShard, ...]
-    groups: tuple[Mapping[str, Any], ...]
-    flat_groups: tuple[int, ...]
-    loss_scaler: Any
-    loss_scale: Any
-    overflow: bool
-    features: Features
-    slice_names: tuple[tuple[str, ...], ...] = ()
-    data_before_experts: bool = False
-    round_robin: bool = False
+    groups: tuple[Mapping[str, Any], ...]  # hyperparameters per param group
+    flat_groups: tuple[int, ...]  # the param group of each flat partition
+    loss_scaler: Any  # DeepSpeed's object
+    loss_scale: Any  # what of it is compared across files
+    overflow: bool  # the optimizer's flag
+    features: Features  # what only DeepSpeed's own loader restores
+    slice_names: tuple[tuple[str, ...], ...] = ()  # per flat partition, the parameters with elements in it, in order
+    data_before_experts: bool = False  # whether ranks with the same experts are adjacent
+    round_robin: bool = False  # whether ZeRO-1/2 divides parameters in another order than that of ``slice_names``
 
 
 def build_shard(
-    file: PickledFile, dp_rank: int, zero_stage: int, flats: list[FlatShard], param_groups: Any, flat_groups: list[int]
+    file: PickledFile, zero_stage: int, flats: list[FlatShard], param_groups: Any, flat_groups: list[int]
 ) -> OptimizerShard:
     """An :class:`OptimizerShard` from what the stage's own module read, and what all stages write."""
     state = file.section("optimizer_state_dict")
@@ -102,10 +84,7 @@ def build_shard(
         by_flat = state.get("ds_zero_partition_groups")  # ZeRO-3 with experts of AutoEP
         counts = [each["partition_count"] for each in by_flat] if by_flat else [counts]
     return OptimizerShard(
-        path=file.path,
-        nbytes=file.nbytes,
-        records=file.records,
-        dp_rank=dp_rank,
+        **file.facts,
         partition_count=tuple(map(int, counts or ())),
         zero_stage=zero_stage,
         ds_version=str(file.tree.get("ds_version")),
@@ -131,11 +110,8 @@ def index_shard(file: PickledFile, dp_rank: int, options: StateOptions) -> Optim
 
     Raises :class:`DamagedError` for missing entries, :class:`UnsupportedError` if they are of DeepSpeed before 0.6.2.
     """
-    is_zero3 = "fp32_flat_groups" in file.section("optimizer_state_dict")
-    return (_index_zero3 if is_zero3 else _index_zero12)(file, dp_rank, options)
-
-
-def _index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
+    if "fp32_flat_groups" in file.section("optimizer_state_dict"):
+        return _index_zero3(file, dp_rank, options)
     state = file.section("optimizer_state_dict")
     signs = {"local_sub_partitions_of_fp32_groups": state, "param_shapes": file.tree}
     refuse_old(file, [sign for sign, tree in signs.items() if sign in tree])
@@ -156,7 +132,7 @@ def _index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> Opt
         alignment = None if alignments[index] is None else tuple(alignments[index])
         flats.append(FlatShard(ref, ref.numel + int(paddings[index]), states, alignment))
     stage = int(state.get("zero_stage", 1))
-    return build_shard(file, dp_rank, stage, flats, base["param_groups"], list(range(len(masters))))
+    return build_shard(file, stage, flats, base["param_groups"], list(range(len(masters))))
 
 
 def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
@@ -181,7 +157,7 @@ def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
         expected, found = "tensors that name their swap files", f"unnamed files in {folder}"
         remedy = "take the shard as DeepSpeed saved it; if nothing was swapped, remove the folder"
         raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
-    return build_shard(file, dp_rank, 3, flats, base["param_groups"], flat_groups)
+    return build_shard(file, 3, flats, base["param_groups"], flat_groups)
 
 
 def _flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:

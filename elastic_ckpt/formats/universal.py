@@ -23,7 +23,7 @@ from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
-from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, OpenFile
+from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors, weights_crc32s
@@ -36,6 +36,7 @@ from elastic_ckpt.formats.universal_files import (
     OptimizerFile,
     StateFile,
     index_optimizer,
+    list_parameters,
     optimizer_path,
     read_parameter,
     state_path,
@@ -50,14 +51,10 @@ _NO_OPTIMIZER_FILE = (
 )
 
 
-def universal_reading(
-    found: CheckpointInfo, options: MetadataOptions, surveyed: tuple[bool, list[str]]
-) -> FolderReading:
-    """How to read a universal checkpoint; :func:`list_parameters` has ``surveyed`` it.
-
-    Each rank also lists the folders of its parameters.
-    """
-    model_files, (has_optimizer, names) = _model_files(found), surveyed
+def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> FolderReading:
+    """How to read a universal checkpoint. Each rank also lists the folders of its parameters."""
+    has_optimizer, names = once(lambda: list_parameters(found))
+    model_files = _model_files(found)
     ranks, paths = list(model_files), [*map(found.path, model_files.values())]
     files = len(paths) + has_optimizer
     index_model = model_indexer()
@@ -67,7 +64,7 @@ def universal_reading(
             return read_parameter(found, names[position - files], open_one)
         if position == len(paths):
             return index_optimizer(open_one(optimizer_path(found)))
-        return index_model(open_one(paths[position]), ranks[position][1])
+        return index_model(open_one(paths[position]))
 
     def fit(items: Sequence[Any], opened: Mapping[str, PickledFile], _: NameStates) -> Fitted:
         states = {(name, each.key): each for name, read in zip(names, items[files:], strict=True) for each in read}

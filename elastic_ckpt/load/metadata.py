@@ -19,7 +19,7 @@ from elastic_ckpt.core.fqn import RenameRules
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.formats import READERS, Checkpoint, CheckpointInfo, MetadataOptions
-from elastic_ckpt.formats.base import OWN_FIELDS, Fitted, Format, OpenFile, refuse_swapped, refuse_unsupported_folder
+from elastic_ckpt.formats.base import OWN_FIELDS, Fitted, OpenFile, refuse_swapped, refuse_unsupported_folder
 from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade
 from elastic_ckpt.formats.torch_archive.archive import Trees
 from elastic_ckpt.planning.numbered import name_states
@@ -36,15 +36,12 @@ def read_checkpoint(
 
     ``live``, under names as the user renames them, settles those of numbered optimizer states.
     """
-    reader, looking = READERS[found.format], "look at the checkpoint's files"
-    if not isinstance(reader, Format):
-        return reader(found, options)
+    looking = "look at the checkpoint's files"
     with distributed.deterministic(looking):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
-        survey = reader.survey(found, options)
-    surveyed = None if survey is None else distributed.broadcast(looking, survey)
-    with distributed.deterministic(looking):
-        reading = reader.reading(found, options, surveyed)
+        reading = READERS[found.format](found, options, partial(distributed.broadcast, looking))
+    if isinstance(reading, Checkpoint):
+        return reading
     opened: dict[str, PickledFile] = {}
     open_one = file_opener(options, opened)
     records = read_my_share(reading.count, lambda position: reading.read(position, open_one))

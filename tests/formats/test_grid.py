@@ -45,7 +45,7 @@ def model(
     refs = {name: TensorRef("float32", (1,), (1,), 0) for name in weights}
     shapes = (tuple((name, (1,)) for name in names),) if names else ()
     return ModelShard(
-        "/ckpt/mp_rank.pt", 1, 0, shapes, refs, (), 0, (), {}, True, {}, {}, "0.19.8", {}, 1, Features(), None, stated=StatedDegrees(degrees, mp)
+        "/ckpt/mp_rank.pt", 1, shapes, refs, (), 0, (), {}, True, {}, {}, "0.19.8", {}, 1, Features(), None, stated=StatedDegrees(degrees, mp)
     )  # fmt: skip
 
 

@@ -37,7 +37,9 @@ def flat(dtype: str = "float32") -> FlatShard:
 
 def test_every_row_of_a_state_is_cut_as_the_partition_is() -> None:
     made = builder()
-    made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], range(2), {"two": SavedKind(ELEMENTWISE, rows=2)})
+    made.add_flat(
+        SHAPES, RULES, 0, {}, [flat(), flat()], range(2), {"two": SavedKind(ELEMENTWISE, values_per_element=2)}
+    )
     tensors = made.build(model(), 1, ({},)).tensors
     chunks = [(e.range.start, e.range.stop, e.file, e.byte_offset) for e in tensors["a", MASTER].chunks]
     assert chunks == [(0, 4, 0, 64), (4, 6, 1, 64)]

@@ -16,7 +16,6 @@ def shard(rank: int, saved: int, padding: int) -> OptimizerShard:
     return OptimizerShard(
         path=f"{rank}.pt",
         nbytes=0,
-        dp_rank=rank,
         partition_count=(2,),
         zero_stage=1,
         ds_version="0.14.5",

@@ -94,7 +94,7 @@ def test_a_folder_that_another_rank_cannot_see_is_named_on_all(found: Checkpoint
     os.rename(found.path(f"zero/{NAMES[5]}"), found.path("zero/elsewhere"))
     listing = [NAMES[5] if name == "elsewhere" else name for name in sorted(os.listdir(found.path("zero")))]
     names = [name for name in listing if not name.endswith(".pt")]
-    with mock.patch("elastic_ckpt.formats.list_parameters", lambda _: (True, names)):
+    with mock.patch("elastic_ckpt.formats.universal.list_parameters", lambda _: (True, names)):
         job = PlayedJob(3)
         with pytest.raises(
             DamagedError, match=r"(?s)a folder of the checkpoint is missing.*layers\.5\.weight.*all nodes share"

@@ -391,7 +391,7 @@ def test_files_that_share_their_tree_have_numbers_of_their_own(tmp_path: Path) -
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(rate), foreach=False)
         indexed(folder, model.state_dict(), trained(model, optimizer))
         file = open_pickled(str(folder / FILE), known=trees)
-        found.append((file.tree, index(file, 0).optimizer))
+        found.append((file.tree, index(file).optimizer))
     (first, one), (second, other) = found
     assert first is second and one is not None and other is not None
     assert [one.groups[0]["lr"], other.groups[0]["lr"]] == [0.25, 0.5]

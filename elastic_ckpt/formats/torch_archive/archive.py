@@ -66,6 +66,11 @@ class PickledFile:
     records: Records = field(default_factory=Records)
     surplus_nbytes: int = 0
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of a :class:`~elastic_ckpt.core.metadata.SourceFile`."""
+        return {"path": self.path, "nbytes": self.nbytes, "records": self.records}
+
     def section(self, *keys: str) -> Any:
         """The entry at a path of dictionary keys; a :class:`DamagedError` if there is none."""
         node = self.tree

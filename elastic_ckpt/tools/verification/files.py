@@ -10,7 +10,6 @@ from itertools import chain
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
-from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.base import refuse_swapped
@@ -159,7 +158,7 @@ def _model_states(found: CheckpointInfo, trust_pickle: bool) -> ModelShard | Non
     """The first model-states file that can be read, whatever else is wrong with the checkpoint."""
     for name in (*found.files.model.values(), *found.files.model_zero3.values()):
         try:
-            return index_model_states(open_pickled(found.path(name), trust_pickle), 0, StateOptions())
+            return index_model_states(open_pickled(found.path(name), trust_pickle))
         except (ElasticCkptError, TypeError, ValueError, AttributeError, LookupError):
             continue  # reading the whole checkpoint reports what is wrong with it
     return None
