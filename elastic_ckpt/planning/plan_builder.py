@@ -23,7 +23,15 @@ from elastic_ckpt.core.metadata import (
     is_floating,
 )
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem, TargetTensor, in_file_order
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
+from elastic_ckpt.core.state_kinds import (
+    ELEMENTWISE,
+    PER_PARAMETER,
+    REPLICATED,
+    SCRATCH,
+    TOUCHED,
+    BlockFormat,
+    LiveState,
+)
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
 from elastic_ckpt.planning.matching import Matching
@@ -46,18 +54,12 @@ _VALUES_DTYPE = "float32"
 
 @dataclass
 class PlanBuilder:
-    """Collects targets and the items that fill them.
+    """Collects targets and the items that fill them."""
 
-    Args:
-        metadata, local_state: the checkpoint, under live names, and the live engine.
-        resharding: transfers of a reshard plan; all others come from the shard of this tensor-parallel rank.
-        may_change: whether 8-bit blocks may be requantized, and masters and states rounded to the live dtype.
-    """
-
-    metadata: CheckpointMetadata
+    metadata: CheckpointMetadata  # under live names
     local_state: LocalState
-    resharding: Mapping[tuple[str, str], ShardSources]
-    may_change: bool
+    resharding: Mapping[tuple[str, str], ShardSources]  # all others come from the shard of this tensor-parallel rank
+    may_change: bool  # 8-bit blocks may be requantized, and masters and states rounded to the live dtype
     blocks: int = 0
     _tiled: set[tuple[str, str]] = field(default_factory=set)
     _targets: list[TargetTensor] = field(default_factory=list)
@@ -137,22 +139,15 @@ class PlanBuilder:
             ]
             shape = (numel,)
         parts = [self._part(fragment, link.source) for fragment in restored]
-        for part in parts:
-            name, own = part.fragment.name, part.fragment.shape
-            if not self._is_resharded(name):
-                self._check_shape(part.tensor, own if live.rows == 1 else (live.rows, *own))
-            elif live.layout in (PER_PARAMETER, TOUCHED):
-                problem = f"{live.key} is of a whole parameter, and cannot be cut for another tensor-parallel degree"
-                both = "a state with one value for each element", f"{live.key}, of a shape of its own"
-                remedy = "load at the tensor-parallel degree it was saved with, or with load_optimizer_states=False"
-                raise self.metadata.error(MismatchError, problem, name, *both, remedy)
-        if live.blocks is not None or any(part.tensor.is_quantized for part in parts):
-            self._add_quantized(flat, live, parts, numel)
-            return
         dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
+        is_quantized = live.blocks is not None or any(part.tensor.is_quantized for part in parts)
         for part in parts:
-            self._check_dtype(part, live.key, part.tensor.dtype, dtype)
-        self._add_values(_state_target(flat, live, live.rows * numel, dtype, shape), parts)
+            self._check_shape(part, live.rows, live.layout in (PER_PARAMETER, TOUCHED))
+            self._check_values(part, live.key, dtype if live.blocks is None else _VALUES_DTYPE, is_quantized)
+        fill = live.initial if live.blocks is None else live.blocks.codebook.zero
+        what = live.key, flat.index, "", live.rows * numel, dtype
+        target = TargetTensor(*what, (), flat.replicated, live.layout, live.rows, shape, fill)
+        self._fill(target, parts, is_quantized, live.blocks)
 
     def _add_padding(self, first: int, fragments: Sequence[Fragment]) -> None:
         """Have the targets from one on filled to the last element, if one rank of the save owned just these fragments.
@@ -174,7 +169,12 @@ class PlanBuilder:
         places: set[tuple[int, int, int]] = set()
         for fragment in fragments:
             tensor = self.metadata.tensors.get((fragment.name, target.key))
-            if tensor is None or target.rows > 1 or target.dtype != tensor.dtype or self._is_resharded(fragment.name):
+            if (
+                tensor is None
+                or target.rows > 1
+                or target.dtype != tensor.dtype
+                or (fragment.name, "") in self.resharding
+            ):
                 return None
             source = tensor.sources[self._tp_rank if tensor.shards else 0]
             chunks = source.within(fragment.range.start, fragment.range.stop)
@@ -188,14 +188,13 @@ class PlanBuilder:
     def _add_whole(self, whole: WholeTensor) -> None:
         part = self._part(Fragment(whole.name, whole.shape, whole.range, -1, 0), whole.key)
         saved = part.tensor.dtype
-        if not self._is_resharded(whole.name):
-            self._check_shape(part.tensor, whole.shape)
+        self._check_shape(part)
         if saved != whole.dtype and not (is_floating(saved) and is_floating(whole.dtype)):
             problem, both = f"dtype of this {whole.key} differs", (f"{whole.dtype} in the live model", f"{saved} saved")
             raise self.metadata.error(MismatchError, problem, whole.name, *both)
         replicated = whole.replicated and not (whole.key == BUFFER and self.metadata.buffers_of_this_rank)
         target = TargetTensor(whole.key, -1, whole.name, whole.range.numel, whole.dtype, (), replicated)
-        self._add_values(target, [part])
+        self._fill(target, [part])
         if saved != whole.dtype:
             self._converted.setdefault((whole.key, saved, whole.dtype), []).append(whole.name)
 
@@ -208,84 +207,60 @@ class PlanBuilder:
         own = copied(self._tp_rank if tensor.shards else 0, math.prod(fragment.shape))
         return FragmentSource(fragment, tensor, resharded or own)
 
-    def _is_resharded(self, name: str) -> bool:
-        return (name, "") in self.resharding
-
-    def _add_values(self, target: TargetTensor, parts: Sequence[FragmentSource]) -> None:
-        """A target filled with values: unchanged, converted or summed."""
-        number, row_numel = len(self._targets), target.numel // target.rows
-        self._targets.append(replace(target, gaps=gaps_of(parts, target.rows, row_numel)))
-        mine = self._sharing.mine(number, target.numel, target.dtype) if target.replicated else None
-        for part in parts:
-            for row in range(target.rows):
+    def _fill(
+        self,
+        target: TargetTensor,
+        parts: Sequence[FragmentSource],
+        is_quantized: bool = False,
+        live_blocks: BlockFormat | None = None,
+    ) -> None:
+        """Add a target, with that of its scales, and what fills it: values, or what is quantized on either side."""
+        number, rows, row_numel = len(self._targets), target.rows, target.numel // target.rows
+        self._targets.append(replace(target, gaps=gaps_of(parts, rows, row_numel)))
+        blocks, scales_target = 0, -1
+        if live_blocks is not None:
+            blocks, scales_target = live_blocks.blocks(row_numel), number + 1
+            every = (FlatRange(0, rows * blocks),)  # scales of blocks without saved elements
+            what = live_blocks.scales, target.flat, "", rows * blocks, SCALE_DTYPE
+            self._targets.append(TargetTensor(*what, every, target.replicated, rows=rows))
+            self.blocks += rows * blocks
+        mine = self._sharing.mine(number, self._targets[number:]) if target.replicated else None
+        if is_quantized and mine is not None and not mine.numel:
+            return
+        for row in range(rows):
+            coded: list[ReadItem] = []
+            for part in parts:
                 to_target, wanted = part.to_target(row, row_numel), part.fragment.range
                 if mine is not None:
                     inside = FlatRange(wanted.start + to_target, wanted.stop + to_target).intersect(mine)
                     if inside is None:
                         continue
                     wanted = FlatRange(inside.start - to_target, inside.stop - to_target)
-                items = read_items(part.tensor, part.sources, wanted, number, to_target, row, target.rows)
-                if part.sources.scale is not None:
+                items = read_items(part.tensor, part.sources, wanted, number, to_target, row, rows)
+                if is_quantized:
+                    coded += rows_in_order(items)
+                elif part.sources.scale is not None:
                     start, sources = wanted.start + to_target, rows_in_order(items)
                     summed = RequantizeItem(number, start, wanted.numel, None, -1, 0, sources, part.sources.scale)
                     self._requantize_items.append(summed)
                 else:  # chunks tile their shard, so that each element is written once
                     self._items += items
+            if is_quantized:
+                to_scales = scales_target, row * blocks
+                whole_row = RequantizeItem(number, row * row_numel, row_numel, live_blocks, *to_scales, tuple(coded))
+                copies, requantize = split_row(whole_row)
+                self._items += copies
+                self._requantize_items += requantize
+                if not self.may_change and (changed := sum(map(requantized_blocks, requantize))):
+                    raise self._requantized(target.key, parts[0].fragment.name, f"{changed} of {blocks}")
 
-    def _add_quantized(
-        self, flat: FlatPartition, live: LiveState, parts: Sequence[FragmentSource], row_numel: int
-    ) -> None:
-        """A state that is quantized in the checkpoint, in the live optimizer, or in both."""
-        number, rows, live_blocks = len(self._targets), live.rows, live.blocks
-        for part in parts:
-            if part.sources.scale is not None:
-                problem = f"{live.key} is quantized, and would have to be averaged or added up over ranks"
-                remedy = '"elastic_checkpoint": {"replicated_params": "first"}, or load_optimizer_states=False'
-                both = "a state of plain values", "8-bit codes"
-                raise self.metadata.error(MismatchError, problem, part.fragment.name, *both, remedy)
-            if not part.tensor.is_empty:  # else it does not show whether it was quantized
-                saved = _VALUES_DTYPE if part.tensor.is_quantized else part.tensor.dtype
-                self._check_dtype(part, live.key, saved, live.dtype if live_blocks is None else _VALUES_DTYPE)
-        values = _state_target(flat, live, rows * row_numel, live.dtype)
-        targets = [replace(values, gaps=gaps_of(parts, rows, row_numel))]
-        blocks, scales_target = 0, -1
-        if live_blocks is not None:
-            blocks, scales_target = live_blocks.blocks(row_numel), number + 1
-            scales = rows * blocks
-            every = (FlatRange(0, scales),)  # scales of blocks without saved elements
-            what = live_blocks.scales, flat.index, "", scales, SCALE_DTYPE
-            targets.append(TargetTensor(*what, every, flat.replicated, rows=rows))
-            self.blocks += scales
-        self._targets += targets
-        if flat.replicated:
-            together = [(number + index, target.numel, target.dtype) for index, target in enumerate(targets)]
-            if not self._sharing.whole(together):
-                return
-        for row in range(rows):
-            sources: list[ReadItem] = []
-            for part in parts:
-                to_target = part.to_target(row, row_numel)
-                wanted = part.fragment.range
-                sources += rows_in_order(read_items(part.tensor, part.sources, wanted, number, to_target, row, rows))
-            to_scales = scales_target, row * blocks
-            whole_row = RequantizeItem(number, row * row_numel, row_numel, live_blocks, *to_scales, tuple(sources))
-            items, requantize = split_row(whole_row)
-            self._items += items
-            self._requantize_items += requantize
-            if not self.may_change:
-                self._refuse_requantization(live, parts, requantize, blocks)
-
-    def _refuse_requantization(
-        self, live: LiveState, parts: Sequence[FragmentSource], items: Sequence[RequantizeItem], blocks: int
-    ) -> None:
-        changed = sum(map(requantized_blocks, items))
-        if changed:
-            problem, name = f"8-bit blocks of {live.key} would have to be requantized (lossy)", parts[0].fragment.name
-            expected = 'blocks that are whole on both sides, since "on_change" is "error"'
-            found = f"{changed} of {blocks} blocks of this partition mix elements of several saved blocks"
-            remedy = '"elastic_checkpoint": {"on_change": "warn"}; or load at the topology it was saved with; under '
-            remedy += '"align_partitions", a change of the data-parallel degree alone never needs it'
-            raise self.metadata.error(MismatchError, problem, name, expected, found, remedy)
+    def _requantized(self, key: str, name: str, changed: str) -> MismatchError:
+        problem = f"8-bit blocks of {key} would have to be requantized (lossy)"
+        expected = 'blocks that are whole on both sides, since "on_change" is "error"'
+        found = f"{changed} blocks of this partition mix elements of several saved blocks"
+        remedy = '"elastic_checkpoint": {"on_change": "warn"}; or load at the topology it was saved with; under '
+        remedy += '"align_partitions", a change of the data-parallel degree alone never needs it'
+        return self.metadata.error(MismatchError, problem, name, expected, found, remedy)
 
     def _add_replicated(self, flat: FlatPartition, live: LiveState, saved: ReplicatedState) -> None:
         """Every rank reads it: it is small."""
@@ -310,16 +285,36 @@ class PlanBuilder:
             self._tiled.add((name, key))
         return tensor
 
-    def _check_shape(self, tensor: TensorMetadata, live_shape: tuple[int, ...]) -> None:
-        saved = tensor.shard_shapes[self._tp_rank if tensor.shards else 0]
-        if saved != live_shape:
+    def _check_shape(self, part: FragmentSource, rows: int = 1, of_whole: bool = False) -> None:
+        """Refuse another shape; and if it is ``of_whole`` parameters, without a shape for each shard, to reshard it."""
+        tensor, name, shape = part.tensor, part.fragment.name, part.fragment.shape
+        if (name, "") in self.resharding:
+            if of_whole:
+                problem = f"{tensor.key} is of a whole parameter, and cannot be cut for another tensor-parallel degree"
+                both = "a state with one value for each element", f"{tensor.key}, of a shape of its own"
+                remedy = "load at the tensor-parallel degree it was saved with, or with load_optimizer_states=False"
+                raise self.metadata.error(MismatchError, problem, name, *both, remedy)
+            return
+        saved, live = tensor.shard_shapes[self._tp_rank if tensor.shards else 0], shape if rows == 1 else (rows, *shape)
+        if saved != live:
             problem = f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs"
-            both = f"{live_shape} in the live model", f"{saved} in the checkpoint"
+            both = f"{live} in the live model", f"{saved} in the checkpoint"
             remedy = "build the model with the sizes it was saved with; no loader option makes shapes fit"
-            raise self.metadata.error(MismatchError, problem, tensor.name, *both, remedy)
+            raise self.metadata.error(MismatchError, problem, name, *both, remedy)
 
-    def _check_dtype(self, part: FragmentSource, key: str, saved: str, dtype: str) -> None:
-        tensor = part.tensor
+    def _check_values(self, part: FragmentSource, key: str, dtype: str, is_quantized: bool) -> None:
+        """Refuse to lose precision; and of a state that is quantized on either side, to sum."""
+        tensor, name, saved = part.tensor, part.fragment.name, part.tensor.dtype
+        if is_quantized:
+            if part.sources.scale is not None:
+                problem = f"{key} is quantized, and would have to be averaged or added up over ranks"
+                remedy = '"elastic_checkpoint": {"replicated_params": "first"}, or load_optimizer_states=False'
+                raise self.metadata.error(
+                    MismatchError, problem, name, "a state of plain values", "8-bit codes", remedy
+                )
+            if tensor.is_empty:  # which does not show whether it was quantized
+                return
+            saved = _VALUES_DTYPE if tensor.is_quantized else saved
         if converts_exactly(saved, dtype):
             return
         rounds = converts_by_rounding(saved, dtype) and not tensor.is_quantized
@@ -329,15 +324,7 @@ class PlanBuilder:
         remedy = "resume with the dtype of master weights and states that the checkpoint was saved with"
         if rounds:
             remedy += '; or "elastic_checkpoint": {"on_change": "warn"}, which rounds them'
-        problem, name = f"{key} of this parameter would lose precision", part.fragment.name
+        problem = f"{key} of this parameter would lose precision"
         file = next((self.metadata.files[chunk.file].path for chunk in tensor.chunks), None)
         both = f"{dtype}, which the live optimizer keeps", f"{tensor.dtype} in the checkpoint"
         raise MismatchError(problem, file, *both, parameter=name, remedy=remedy)
-
-
-def _state_target(
-    flat: FlatPartition, live: LiveState, numel: int, dtype: str, shape: tuple[int, ...] = ()
-) -> TargetTensor:
-    fill = live.initial if live.blocks is None else live.blocks.codebook.zero
-    what = live.key, flat.index, "", numel, dtype
-    return TargetTensor(*what, (), flat.replicated, live.layout, live.rows, shape, fill)

@@ -17,7 +17,14 @@ from elastic_ckpt.core.chunks import StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import Fragment
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import SCALE_DTYPE, BroadcastRange, ReadItem, RequantizeItem, join_neighbours
+from elastic_ckpt.core.read_plan import (
+    SCALE_DTYPE,
+    BroadcastRange,
+    ReadItem,
+    RequantizeItem,
+    TargetTensor,
+    join_neighbours,
+)
 from elastic_ckpt.core.strided import ShardSources, StridedCopy, clip_source, clip_target
 from elastic_ckpt.errors import DamagedError
 
@@ -160,28 +167,24 @@ class BroadcastRanges:
         self._load_nbytes = [0] * dp
         self.shares: list[BroadcastRange] = []
 
-    def mine(self, target: int, numel: int, dtype: str) -> FlatRange:
-        """Assign one target; returns the (possibly empty) range of elements that this rank reads."""
-        dp = len(self._load_nbytes)
-        if numel * ITEMSIZE[dtype] <= _SMALL_NBYTES * dp:
-            return FlatRange(0, numel if self.whole([(target, numel, dtype)]) else 0)
-        step = -(-numel // dp)
-        ranges = [FlatRange(min(rank * step, numel), min((rank + 1) * step, numel)) for rank in range(dp)]
-        for owner, range_ in enumerate(ranges):
-            self._deal(target, range_, dtype, owner)
-        return ranges[self._dp_rank]
+    def mine(self, first: int, targets: Sequence[TargetTensor]) -> FlatRange:
+        """Assign targets, numbered from ``first`` on, that are read together.
 
-    def whole(self, targets: Sequence[tuple[int, int, str]]) -> bool:
-        """Assign targets, as (number, elements, dtype), that are read together; whether this rank reads them."""
-        owner = self._load_nbytes.index(min(self._load_nbytes))
-        for target, numel, dtype in targets:
-            self._deal(target, FlatRange(0, numel), dtype, owner)
-        return owner == self._dp_rank
-
-    def _deal(self, target: int, elements: FlatRange, dtype: str, owner: int) -> None:
-        if elements.numel:
-            self.shares.append(BroadcastRange(target, elements, owner))
-            self._load_nbytes[owner] += elements.numel * ITEMSIZE[dtype]
+        Returns the (possibly empty) range of the first one's elements that this rank reads.
+        """
+        dp, numel, mine = len(self._load_nbytes), targets[0].numel, FlatRange(0, 0)
+        owners, step = range(dp), -(-numel // dp)
+        if len(targets) > 1 or numel * ITEMSIZE[targets[0].dtype] <= _SMALL_NBYTES * dp:
+            least = self._load_nbytes.index(min(self._load_nbytes))
+            owners, step = range(least, least + 1), max(target.numel for target in targets)
+        for number, target in enumerate(targets):
+            for part, owner in enumerate(owners):
+                elements = FlatRange(min(part * step, target.numel), min((part + 1) * step, target.numel))
+                if elements.numel:
+                    self.shares.append(BroadcastRange(first + number, elements, owner))
+                    self._load_nbytes[owner] += elements.numel * ITEMSIZE[target.dtype]
+                    mine = elements if number == 0 and owner == self._dp_rank else mine
+        return mine
 
 
 def split_row(row: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeItem]]:

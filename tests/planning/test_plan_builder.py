@@ -645,13 +645,12 @@ def test_targets_that_are_read_together_go_to_whoever_has_least() -> None:
     mine = []
     for rank in range(2):
         sharing = BroadcastRanges(2, rank)
-        mine.append(
-            [sharing.whole([(2 * n, c, "uint8"), (2 * n + 1, s, "float32")]) for n, (c, s) in enumerate(offered)]
-        )
+        both = [(TargetTensor("m", 0, "", c, "uint8"), TargetTensor("s", 0, "", s, "float32")) for c, s in offered]
+        mine.append([sharing.mine(2 * number, targets).numel > 0 for number, targets in enumerate(both)])
         owners = {share.target: share.owner for share in sharing.shares}
         # bytes so far: 140|0, 140|16, 140|32, 140|86, 140|86, 140|486
         assert owners == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1, 10: 1, 11: 1, 12: 0, 13: 0}
-        assert mine[rank] == [(0, 1, 1, 1, 1, 1, 0)[n] == rank for n in range(len(offered))]
+        assert mine[rank] == [(0, 1, 1, 1, None, 1, 0)[n] == rank for n in range(len(offered))]
 
 
 def test_a_coded_state_of_another_shape_does_not_fit() -> None:

@@ -12,7 +12,7 @@ import elastic_ckpt.planning.read_items
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LocalState, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, MASTER
-from elastic_ckpt.core.read_plan import BroadcastRange, LoadPlan
+from elastic_ckpt.core.read_plan import BroadcastRange, LoadPlan, TargetTensor
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.read_items import BroadcastRanges
 from tests.simulation import BYTES, Case, cases, engine_of, live, saved
@@ -31,7 +31,8 @@ def dealt(dp: int, offered: Targets) -> tuple[list[list[FlatRange]], list[list[B
     mine, shares = [], []
     for rank in range(dp):
         sharing = BroadcastRanges(dp, rank)
-        mine.append([sharing.mine(number, numel, dtype) for number, (numel, dtype) in enumerate(offered)])
+        tensors = [TargetTensor(MASTER, 0, "", numel, dtype) for numel, dtype in offered]
+        mine.append([sharing.mine(number, [tensor]) for number, tensor in enumerate(tensors)])
         shares.append(sharing.shares)
     return mine, shares
 
