@@ -25,7 +25,7 @@ from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.load.flow import RankPlan
 from elastic_ckpt.load.metadata import read_my_share
-from elastic_ckpt.planning.numbered import name_states
+from elastic_ckpt.planning.live_names import name_states
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import RankWork
 from elastic_ckpt.tools.virtual import Topology, VirtualJob

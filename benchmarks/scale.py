@@ -35,7 +35,7 @@ from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.load.metadata import read_checkpoint, read_my_share
-from elastic_ckpt.planning.numbered import name_states
+from elastic_ckpt.planning.live_names import name_states
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.tools.conversion import convert
 from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint

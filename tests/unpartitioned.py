@@ -16,7 +16,7 @@ from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata
-from elastic_ckpt.planning.numbered import name_states
+from elastic_ckpt.planning.live_names import name_states
 
 FILE = "mp_rank_00_model_states.pt"
 STATES = ("exp_avg", "exp_avg_sq")

@@ -22,7 +22,7 @@ from elastic_ckpt.formats import READERS, Checkpoint, CheckpointInfo, MetadataOp
 from elastic_ckpt.formats.base import OWN_FIELDS, Fitted, OpenFile, refuse_swapped, refuse_unsupported_folder
 from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade
 from elastic_ckpt.formats.torch_archive.archive import Trees
-from elastic_ckpt.planning.numbered import name_states
+from elastic_ckpt.planning.live_names import name_states
 
 T = TypeVar("T")
 _DOING = "read the checkpoint's metadata"

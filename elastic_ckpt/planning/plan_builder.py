@@ -34,7 +34,7 @@ from elastic_ckpt.core.state_kinds import (
 )
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
-from elastic_ckpt.planning.matching import Matching
+from elastic_ckpt.planning.matching import Matching, StateLink, StateMatching
 from elastic_ckpt.planning.param_groups import OTHER_OPTIMIZER
 from elastic_ckpt.planning.read_items import (
     BroadcastRanges,
@@ -46,7 +46,6 @@ from elastic_ckpt.planning.read_items import (
     rows_in_order,
     split_row,
 )
-from elastic_ckpt.planning.state_matching import StateLink, StateMatching
 
 #: Dtype of decoded values.
 _VALUES_DTYPE = "float32"

@@ -13,11 +13,11 @@ from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
-from elastic_ckpt.planning.matching import Matching, adopt_live_kinds, adopt_live_names, match_parameters
+from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
+from elastic_ckpt.planning.matching import Matching, StateMatching, match_parameters, match_states
 from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, with_own_values
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage, with_own_copies
-from elastic_ckpt.planning.state_matching import StateMatching, match_states
 from elastic_ckpt.sharding.resolve import ReshardPlan, resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 

@@ -34,9 +34,9 @@ from elastic_ckpt.errors import (
     listed,
 )
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
+from elastic_ckpt.planning.matching import state_errors
 from elastic_ckpt.planning.param_groups import saved_optimizer
 from elastic_ckpt.planning.read_items import check_tiling
-from elastic_ckpt.planning.state_matching import state_errors
 from elastic_ckpt.report import saved_topology, source_dict
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts

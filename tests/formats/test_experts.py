@@ -23,7 +23,7 @@ from elastic_ckpt.formats.partitioned import Division, check_experts, divisions,
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.zero0 import _degree, unpartitioned_metadata
-from elastic_ckpt.planning.numbered import name_states
+from elastic_ckpt.planning.live_names import name_states
 
 LAYER = f"layers.0.{EXPERTS}"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.fqn import NumberedStates
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.planning.numbered import name_states
+from elastic_ckpt.planning.live_names import name_states
 from tests.unpartitioned import catalog_of, check_states, indexed, trained
 
 Shape = tuple[int, ...]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.planning.numbered import align
+from elastic_ckpt.planning.live_names import align
 from tests.formats.test_zero0 import NAMES, adamw, with_masters
 from tests.unpartitioned import Model, catalog_of, contents, indexed, trained
 
