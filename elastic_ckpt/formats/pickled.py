@@ -17,7 +17,6 @@ from typing import BinaryIO
 from isal import isal_zlib
 
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, refuse_used_up
-from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.torch_archive.archive import PickledFile as PickledFile  # noqa: PLC0414  its home
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
@@ -46,7 +45,7 @@ def refuse_unmade(file: PickledFile) -> None:
 
 @collector_off()
 def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = None) -> PickledFile:
-    """Read the metadata of one file: a zip archive or a legacy one of ``torch.save``, or one of DataStates-LLM.
+    """Read the metadata of one file: a zip archive or a legacy one of ``torch.save``.
 
     With ``trust_pickle`` the file may run code; only at the user's explicit wish. Trees in ``known`` are not read again
     but shared, and those that are read are added.
@@ -57,8 +56,6 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
         UnsupportedError: a tensor or object that cannot be read piece by piece.
     """
     with named_errors(path), open_stream(path) as stream:
-        if is_datastates(stream):
-            return read_datastates_tree(stream, path, trust_pickle)
         return read_archive_tree(stream, path, trust_pickle, known)
 
 

@@ -40,7 +40,6 @@ from elastic_ckpt.engines.compat import (
 )
 from elastic_ckpt.engines.training_state import restores_states
 from elastic_ckpt.formats import CheckpointInfo
-from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES, PLAIN, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled
@@ -94,10 +93,7 @@ def open_screened(path: str) -> Iterator[BinaryIO]:
     """The open file at a path, of which nothing that its loader unpickles runs code."""
     with open_stream(path) as stream:
         with named_errors(path):
-            if is_datastates(stream):
-                read_datastates_tree(stream, path, trust_pickle=False)
-            else:
-                screen(stream)
+            screen(stream)
         stream.seek(0)
         # torch trusts indices, which are addresses
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]

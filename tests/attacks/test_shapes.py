@@ -14,9 +14,7 @@ import torch
 
 from elastic_ckpt.errors import DamagedError, LayoutError
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.safetensors import find_safetensors, read_safetensors
-from tests import datastates
 from tests.unpartitioned import indexed
 
 MANY, LARGE = (3,) * 400_000, (10**1000,) * 300
@@ -30,12 +28,6 @@ def safetensors(folder: Path, shape: tuple[int, ...]) -> None:
     read_safetensors(found, MetadataOptions())
 
 
-def of_datastates(folder: Path, shape: tuple[int, ...]) -> None:
-    header = {"a": {"dtype": "torch.float32", "shape": shape, "data_offsets": [0, 4]}}
-    datastates.write(folder / "file.pt", header, bytes(4), b"\x80\x02}.")
-    open_pickled(str(folder / "file.pt"))
-
-
 def of_parameters(folder: Path, shape: tuple[int, ...]) -> None:
     indexed(folder, {"a": torch.zeros(2)}, None, param_shapes=[{"a": torch.Size((2,)), "b": shape}])
 
@@ -45,7 +37,7 @@ def of_frozen_parameters(folder: Path, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [MANY, LARGE], ids=["many dimensions", "large sizes"])
-@pytest.mark.parametrize("claim", [safetensors, of_datastates, of_parameters, of_frozen_parameters])
+@pytest.mark.parametrize("claim", [safetensors, of_parameters, of_frozen_parameters])
 def test_nothing_is_multiplied_that_no_tensor_can_have(
     tmp_path: Path, claim: Callable[[Path, Any], None], shape: tuple[int, ...]
 ) -> None:

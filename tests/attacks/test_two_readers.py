@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import struct
@@ -17,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.pickled import named_errors, open_pickled
 from elastic_ckpt.formats.torch_archive.directory import Directory
 from elastic_ckpt.formats.torch_archive.screening import screen
@@ -50,6 +51,19 @@ def screened(path: Path) -> bool:
     except ElasticCkptError:
         return False
     return True
+
+
+@pytest.mark.parametrize("read", [open_pickled, lambda path: open_screened(path).__enter__()])
+def test_a_file_of_datastates_is_refused_by_name_and_not_handed_over(read: Any, tmp_path: Path) -> None:
+    header = json.dumps({"datastates_metadata": {"data_offsets": [0, 64]}}).encode()
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + evil(tmp_path))
+    with pytest.raises(UnsupportedError, match="files of DataStates-LLM are not supported") as refused:
+        read(str(path))
+    assert '"mode": "off"' in str(refused.value) and refused.value.file == str(path)
+    path.write_bytes(path.read_bytes()[: len(header)])  # without its end, it may be anything
+    with pytest.raises(DamagedError, match="truncated or unreadable"):
+        read(str(path))
 
 
 def shifted(raw: bytes, record: str, extra: int) -> bytes:

@@ -20,7 +20,6 @@ def written(stage: int, kind: str, by: str, decoupled: bool = False) -> Setup:
     return replace(Setup(stage), config=(("checkpoint", {"writer": writer}),))
 
 
-DATASTATES = ("datastates_ckpt", {})
 #: DeepSpeed 0.19.8 cannot save ZeRO-1 and 2 with ``decoupled``: torch sends no views of masters to another process.
 CELLS = {
     **{f"fast-{stage}": written(stage, "fast", "replica") for stage in range(4)},
@@ -30,7 +29,6 @@ CELLS = {
     "decoupled-fast-3": written(3, "fast", "replica", decoupled=True),
     "decoupled-python-0": written(0, "python", "machine", decoupled=True),
     "decoupled-python-3": written(3, "python", "replica", decoupled=True),
-    **{f"datastates-{stage}": replace(Setup(stage), config=(DATASTATES,)) for stage in (1, 2, 3)},
 }
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{0}_mp_rank_00_optim_states.pt"
 
@@ -67,22 +65,11 @@ def test_saves_of_every_writer_resume_bit_exactly_at(degree: int, target: Setup,
         assert load.loss_gap <= 1e-5, load.where
 
 
-@pytest.mark.parametrize("cell", ["fast-1", "fast-3", "datastates-2"])
+@pytest.mark.parametrize("cell", ["fast-1", "fast-3"])
 def test_verify_finds_nothing_wrong_with_them(cell: str, saved: Path) -> None:
     found = verify(str(folder_of(saved, cell)), None, ElasticConfig(), full=True)
     assert found.findings == ()
-    without_checksums = {note.file for note in found.notes if note.kind == "no-checksum"}
-    assert len(without_checksums) == (3 if cell.startswith("datastates") else 0)
-
-
-def test_datastates_saves_without_zero_resume_bit_exactly(launch: Launch, tmp_path: Path) -> None:
-    """Of a model without tied weights: they are saved as two, and without ZeRO nothing says that they are one."""
-    cells = {"datastates-0": replace(Setup(0), config=(DATASTATES,))}
-    launch(2, "writer_jobs.save", {"folder": str(tmp_path), "cells": cells, "model": "UntiedLM"})
-    sources = [{"folder": str(tmp_path / "datastates-0" / f"{Setup(0).name}-dp2"), "format": "native"}]
-    targets = [{"setup": Setup(stage), "sources": sources, "model": "UntiedLM"} for stage in (0, 1, 3)]
-    for load in launch(3, "load", {"targets": targets}):
-        assert load.format == "native" and load.differences == {}, load.where
+    assert not [note for note in found.notes if note.kind == "no-checksum"]
 
 
 def test_a_load_right_after_a_decoupled_save_commits_it_first(launch: Launch, tmp_path: Path) -> None:

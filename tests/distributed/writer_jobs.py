@@ -5,9 +5,7 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +13,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.io import fast_file_writer
-from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine, FastCheckpointEngine
+from deepspeed.runtime.checkpoint_engine import FastCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.model_checkpointing import writer_factory
 
 import elastic_ckpt
-from tests import datastates
 from tests.distributed import jobs
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt
@@ -55,7 +52,6 @@ class Handle:
 def provide_ops() -> None:
     """Let every writer run on the CPU, as if DeepSpeed's launcher had started one node."""
     os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")
-    sys.modules["datastates"] = datastates
     writer_factory.AsyncIOBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(aio_handle=Handle))
     # cast_to_byte_tensor is for a torch that hands its storages to the writer; there is no CPU build of the op
     fast_file_writer.UtilsBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(cast_to_byte_tensor=None))
@@ -82,21 +78,18 @@ def save(arguments: dict[str, Any]) -> None:
     which comes before the step that commits, changes buffers.
     """
     provide_ops()
-    more = {"model": arguments["model"]} if "model" in arguments else {}
     at_once, save_checkpoint = FastCheckpointEngine.save, DeepSpeedEngine.save_checkpoint
 
     def save_and_commit(engine: Any, *args: Any, **kwargs: Any) -> None:
         save_checkpoint(engine, *args, **kwargs)
         if engine.checkpoint_engine.is_decoupled():
             engine._commit_decoupled_checkpoint()
-        if isinstance(engine.checkpoint_engine, DataStatesCheckpointEngine):  # for which DeepSpeed writes no ``latest``
-            Path(args[0], "latest").write_text(kwargs["tag"])
 
     DeepSpeedEngine.save_checkpoint = save_and_commit
     for name, setup in arguments["cells"].items():
         several = setup.stage < 3 and name.startswith("python")
         FastCheckpointEngine.save = in_turn(at_once) if several else at_once
-        jobs.save({"folder": os.path.join(arguments["folder"], name), "setups": [setup], **more})
+        jobs.save({"folder": os.path.join(arguments["folder"], name), "setups": [setup]})
     FastCheckpointEngine.save, DeepSpeedEngine.save_checkpoint = at_once, save_checkpoint
 
 

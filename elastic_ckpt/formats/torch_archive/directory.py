@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import BinaryIO, NamedTuple
 
+from elastic_ckpt.errors import UnsupportedError
+
 END = struct.Struct("<4s4H2LH")
 END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR = struct.Struct("<4sLQL")
@@ -80,6 +82,10 @@ class Listing:
             if at >= 0:
                 break
         if at < 0:
+            begin = self.read(0, min(self.nbytes, 9))
+            if begin[8:] == b"{" and int.from_bytes(begin[:8], "little") <= self.nbytes - 8:  # of its header, in JSON
+                remedy = 'load it at the topology it was saved with, and "elastic_checkpoint": {"mode": "off"}'
+                raise UnsupportedError("files of DataStates-LLM are not supported", remedy=remedy)
             raise ArchiveError(f"{self.nbytes} bytes without a directory: the file is truncated, or no zip archive")
         _, _, _, _, self.count, nbytes, self.start, _ = END.unpack_from(tail, at)
         self.comment = tail[at + END.size :]
