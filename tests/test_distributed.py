@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from elastic_ckpt import distributed
 from elastic_ckpt.distributed import all_gather, common_nbytes, deterministic, inline_nbytes, pack, together, unpack
 from elastic_ckpt.errors import CommunicationError, DamagedError, ElasticCkptError
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 RARE = (torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -25,8 +25,7 @@ from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, unreadable
 from elastic_ckpt.formats.torch_archive.archive import Trees, most_pickle_nbytes, read_archive_tree, unpickled
 from elastic_ckpt.formats.torch_archive.calls import described
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.torch_archive.tensors import StorageRef
+from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.formats.values import hyperparameters, read_numbers
 from elastic_ckpt.storage.local import open_stream

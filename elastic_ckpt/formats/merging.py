@@ -39,7 +39,7 @@ from elastic_ckpt.formats.model_states import UnpartitionedState, index_unpartit
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import Scalars, merged_groups, settings
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 _TIED = re.compile(r"^tied_modules\.[^.]+\.")
 Ranks = Sequence[CheckpointMetadata]

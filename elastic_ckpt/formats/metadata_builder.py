@@ -55,7 +55,7 @@ from elastic_ckpt.formats.saved_states import (
     with_group_step,
 )
 from elastic_ckpt.formats.shards import FlatShard
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 Shape = tuple[int, ...]
 Shapes = Sequence[tuple[str, Shape]]

@@ -42,7 +42,7 @@ from elastic_ckpt.formats.saved_config import (
     stated_degrees,
 )
 from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, read_groups, sort_states, with_strangers
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import read_bytes
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"

@@ -30,8 +30,7 @@ from elastic_ckpt.formats.torch_archive.calls import (
     unsafe_error,
 )
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, NAMESPACE, PLAIN_CLASSES, is_attribute
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.torch_archive.tensors import CHANGED, PARAMETER, QUANTIZED, SPARSE, StorageRef
+from elastic_ckpt.formats.torch_archive.tensors import CHANGED, PARAMETER, QUANTIZED, SPARSE, StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.storage.local import open_stream
 

@@ -22,7 +22,7 @@ from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import agrees_when_rounded, to_numbers
 from elastic_ckpt.storage.local import open_descriptor
 

@@ -27,7 +27,7 @@ from elastic_ckpt.core.state_kinds import (
 from elastic_ckpt.core.values import merged
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import hyperparameters, read_bytes, read_numbers, tensor_values, to_numbers
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, settings, sort_states, with_strangers
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.storage.local import file_names, open_stream
 
 _SUFFIX = ".tensor.swp"

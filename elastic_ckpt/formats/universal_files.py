@@ -21,7 +21,7 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import read_groups
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.storage.local import file_names, folder_names
 

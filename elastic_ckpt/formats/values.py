@@ -13,8 +13,7 @@ from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, read_into
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, PLAIN_CLASSES
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.torch_archive.tensors import StorageRef
+from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.storage.local import open_stream
 

@@ -35,7 +35,7 @@ from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, Unpartit
 from elastic_ckpt.formats.partitioned import degree_in_name
 from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, RankStates, StatesOfOne, merged_groups, settings
 from elastic_ckpt.formats.shards import FlatShard
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 
 def unpartitioned_metadata(

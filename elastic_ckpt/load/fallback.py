@@ -55,7 +55,7 @@ from elastic_ckpt.formats.saved_config import (
 )
 from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.screening import screen
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.load.flow import LoadCall
 from elastic_ckpt.storage.local import file_names, open_stream

@@ -17,7 +17,7 @@ from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.torch_archive.calls import Call
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 #: What Python's audit hooks report of code that a reader has no reason to run.
 FORBIDDEN = ("exec", "compile", "import", "marshal.", "code.__new__", "pickle.find_class", "ctypes.", "socket.")

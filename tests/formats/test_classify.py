@@ -22,7 +22,7 @@ from elastic_ckpt.formats.saved_states import (
     SavedKind,
     classify,
 )
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 Shape = tuple[int, ...]
 #: The same bytes, and ascending: what every rank has of a quantization map.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.errors import UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.objects import materialise, materialise_entries
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from tests.formats.client_states import (
     ALLOWED,
     OBJECTS,

@@ -21,7 +21,7 @@ from elastic_ckpt.formats.metadata_builder import weights_crc32s
 from elastic_ckpt.formats.model_states import _stacked_experts
 from elastic_ckpt.formats.partitioned import Division, check_experts, divisions, is_across
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.zero0 import _degree, unpartitioned_metadata
 from elastic_ckpt.planning.live_names import name_states
 

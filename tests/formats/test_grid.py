@@ -31,7 +31,7 @@ from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_module_files
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.saved_config import StatedDegrees
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 # --- ranks ------------------------------------------------------------------------------------------------------
 

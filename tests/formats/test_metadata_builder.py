@@ -14,7 +14,7 @@ from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor,
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.saved_states import SavedKind, StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from tests.formats.test_grid import model
 
 SHAPES = [("a", (2, 3)), ("b", (2,))]

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.objects import materialise, materialise_entries
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import read_numbers
 
 #: Written by tests that run under hypothesis: one folder for all examples is enough.

@@ -24,7 +24,7 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from tests.simulation import TWO, saved
 
 

@@ -7,7 +7,7 @@ import pytest
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, with_own_padding
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 
 def shard(rank: int, saved: int, padding: int) -> OptimizerShard:

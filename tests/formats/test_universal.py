@@ -9,7 +9,7 @@ import pytest
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.grid import Grid
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.universal import _parameters, _refuse_unlisted
 from elastic_ckpt.formats.universal_files import StateFile
 from tests.formats.test_grid import model

@@ -12,7 +12,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.load import fallback
 from elastic_ckpt.load.flow import LoadCall
 

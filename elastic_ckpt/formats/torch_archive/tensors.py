@@ -1,4 +1,4 @@
-"""The functions with which ``torch.save`` has tensors rebuilt, here as references to their bytes, or calls.
+"""Tensors that stay in their file, and functions with which ``torch.save`` has them rebuilt, as references or calls.
 
 Source: ``torch/_utils.py`` and ``torch/_tensor.py``, torch 1.6 to 2.15.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import STATE, SUBCLASS, TENSOR, Call, Global, described, refuse_errors
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 #: dtype of each of torch's typed storages.
 _STORAGES = {
@@ -35,6 +34,48 @@ _MOST_REPEATED_NBYTES = 1 << 16
 SPARSE, QUANTIZED = "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor"
 META, CHANGED = "torch._utils._rebuild_meta_tensor_no_storage", "torch._utils.set_tensor_metadata"
 PARAMETER = "torch.nn.Parameter"
+
+
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: that takes five times as long to make, and there are many
+class TensorRef:
+    """A tensor that stays in its file. Immutable."""
+
+    dtype: str  # of torch, by name
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements
+    byte_offset: int  # of its first element in the file
+    is_parameter: bool = False  # saved as ``nn.Parameter``
+    swap_id: str | None = None  # name of the swap file with its data, if on NVMe; its own bytes are missing or stale
+    # of whoever makes a tensor of it, on the rank that read the file
+    requires_grad: bool = field(default=False, compare=False)
+    attributes: Any = field(default=None, compare=False)
+    # in bytes; tensors of one storage share memory, and one without its size has a storage of its own
+    storage_offset: int = field(default=0, compare=False)
+    storage_nbytes: int = field(default=0, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange thousands: no names of fields
+        return TensorRef, (self.dtype, self.shape, self.stride, self.byte_offset, self.is_parameter, self.swap_id)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements are consecutive, in row-major order."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size > 1 and stride != step:
+                return not self.numel
+            step *= size
+        return True
+
+    @property
+    def reach(self) -> int:
+        """Elements from the first to the last that it touches, both included."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
 
 @dataclass(slots=True, unsafe_hash=True)  # as TensorRef

@@ -10,8 +10,7 @@ from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, SUBCLASS, TENSOR, Call, Global, refuse_errors
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.torch_archive.tensors import StorageRef, kind_error
+from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef, kind_error
 
 #: Deepest nesting of containers, and how many objects a walk may meet per object that there is: shared objects are met
 #: again and again, and a few dozen lists can hold each other 2 ** 60 times.

@@ -13,7 +13,7 @@ import torch
 from elastic_ckpt.formats.torch_archive.archive import read_archive_tree
 from elastic_ckpt.formats.torch_archive.calls import Call
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 
 @pytest.mark.parametrize("zipped", [True, False])

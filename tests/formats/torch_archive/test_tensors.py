@@ -9,8 +9,7 @@ import pytest
 
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.torch_archive.tensors import REBUILD, StorageRef, storage_id
+from elastic_ckpt.formats.torch_archive.tensors import REBUILD, StorageRef, TensorRef, storage_id
 
 STORAGE = StorageRef("float32", 40, 1000)
 V2, V3 = REBUILD["torch._utils._rebuild_tensor_v2"], REBUILD["torch._utils._rebuild_tensor_v3"]

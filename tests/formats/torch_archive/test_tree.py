@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import Call, Global
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.torch_archive.tree import check_tree, replace_leaves
 
 REF = TensorRef("float32", (2, 3), (3, 1), 64)
