@@ -59,15 +59,11 @@ def unwatch_alignment() -> None:
 
 
 def align_engine(config: Any) -> int:
-    """:func:`_align` for the ``DeepSpeedConfig`` of an engine to be."""
-    return _align(getattr(config, "_param_dict", None) or {})
-
-
-def _align(config: Mapping[str, Any]) -> int:
-    """Wrap what pads partitions if a DeepSpeed config has the option, which is returned, else 0. Idempotent."""
-    section = config.get(CONFIG_KEY)  # other errors in it are raised when it is used
+    """Wrap what pads partitions if a DeepSpeed config, or its dict, has the option; returns it, or 0. Idempotent."""
+    values = getattr(config, "_param_dict", config)
+    section = values.get(CONFIG_KEY) if isinstance(values, Mapping) else None
     asked = isinstance(section, Mapping) and section.get("align_partitions")
-    numel = read_config(config).align_partitions if asked else 0
+    numel = read_config(values).align_partitions if asked else 0  # other errors in it are raised when it is used
     if numel:
         try:
             for owner, name, wrapper in _wrapped():
@@ -155,14 +151,11 @@ def _flatten(original: Callable[..., Any], optimizer: Any, tensors: Any, alignme
 
 
 def _init(original: Callable[..., Any], init: Any, *args: Any, **kwargs: Any) -> None:
-    numel = _numel.get()
     given = kwargs.get("config_dict_or_path", kwargs.get("config"))
     if isinstance(given, (str, os.PathLike)) and os.path.isfile(given):
         with open(given, encoding="utf-8") as stream:
             given = json.load(stream)
-    if not numel and isinstance(given, Mapping):
-        numel = _align(given)
-    if numel:
+    if numel := _numel.get() or align_engine(given):
         setattr(init, _ATTRIBUTE, numel)
     original(init, *args, **kwargs)
 

@@ -127,11 +127,7 @@ def _wrong(method: str, found: str) -> ConfigError:
 
 
 def partition_weights(weights: Sequence[Fraction | int], num_parts: int) -> list[int]:
-    """Cut layers into stages, as evenly as the module's docstring defines.
-
-    Returns:
-        ``num_parts + 1`` ints from 0 to the number of layers; stage ``s`` holds layers ``[parts[s], parts[s + 1])``.
-    """
+    """The bounds of each stage, as even as the module's docstring defines: stage ``s`` starts at layer ``parts[s]``."""
     count = len(weights)
     if count <= num_parts:
         return [min(stage, count) for stage in range(num_parts + 1)]
@@ -143,24 +139,20 @@ def partition_weights(weights: Sequence[Fraction | int], num_parts: int) -> list
             min(max(bounds[start], sums[stop] - sums[start]) for start in range(stop + 1)) for stop in range(count + 1)
         ]
     bound = bounds[-1]
-    # three criteria in one number, each outweighing any sum of the following ones: weight beyond the bound, its square,
-    # the square of the number of layers
-    for_weight = len(sums) ** 2
-    for_excess = for_weight * (sums[-1] ** 2 + 1)
-
-    def cost(start: int, stop: int) -> int:
-        weight = sums[stop] - sums[start]
-        return for_excess * max(weight - bound, 0) + for_weight * weight * weight + (stop - start) ** 2
-
-    best, cuts = [cost(0, stop) for stop in range(count + 1)], [[0] * (count + 1)]
-    for stage in range(2, num_parts + 1):  # the best cuts of the first layers into so many stages that are not empty
-        found = [
-            min(((best[start] + cost(start, stop), -start) for start in range(stage - 1, stop)), default=(0, 0))
-            for stop in range(count + 1)
-        ]
-        best = [total for total, _ in found]
-        cuts.append([-back for _, back in found])
+    # by number of layers: the least sums of squared weights and of squared layer counts, and minus the last cut
+    best, cuts = {0: (0, 0, 0)}, []
+    for _ in range(num_parts):
+        found = {
+            stop: [
+                (squares + (sums[stop] - sums[start]) ** 2, counts + (stop - start) ** 2, -start)
+                for start, (squares, counts, _) in best.items()
+                if start < stop and sums[stop] - sums[start] <= bound
+            ]
+            for stop in range(1, count + 1)
+        }
+        best = {stop: min(each) for stop, each in found.items() if each}
+        cuts.append(best)
     parts = [count]
-    for last in reversed(cuts):
-        parts.append(last[parts[-1]])
+    for best in reversed(cuts):
+        parts.append(-best[parts[-1]][2])
     return parts[::-1]
