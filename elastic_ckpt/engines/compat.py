@@ -33,6 +33,8 @@ try:
 except ImportError:  # before 0.17.2
     torch_autocast = None
 
+#: Key of the map of all ranks' shards in the ``conversion`` of AutoTP's record (since 0.19.7).
+AFFINE_MAP = getattr(constants, "AFFINE_MAP", None)
 #: Optimizers that step once, on gradients of zeros, when they are built.
 _STEP_WHEN_BUILT = frozenset({"FP16_Optimizer", "FP16_UnfusedOptimizer"})
 #: Checkpoint engines that read a file with ``torch.load``.
@@ -180,12 +182,6 @@ def swaps_to_nvme(engine: Any) -> bool:
 def autotp_record(param: Any) -> Mapping[str, Any]:
     """AutoTP's record of how a parameter is cut (since 0.18); empty without one."""
     return getattr(param, getattr(constants, "DS_AUTOTP_UC_META", ""), None) or {}
-
-
-def autotp_affine_map(param: Any) -> Mapping[str, Any] | None:
-    """The map of all ranks' shards in AutoTP's record (since 0.19.7); ``None`` without one."""
-    conversion = autotp_record(param).get("conversion") or {}
-    return conversion.get(getattr(constants, "AFFINE_MAP", None))
 
 
 def separate_steps(engine: Any) -> None:

@@ -30,11 +30,11 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_world_size,
 )
 
-from elastic_ckpt.core.fqn import EXPERTS, ExpertName, slices
+from elastic_ckpt.core.fqn import ExpertName, slices
 from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates, SequenceParallel
 from elastic_ckpt.core.shard_specs import CannotSplit, layout_of_affine
 from elastic_ckpt.core.strided import fused
-from elastic_ckpt.engines.compat import autotp_affine_map, autotp_record
+from elastic_ckpt.engines.compat import AFFINE_MAP, autotp_record
 from elastic_ckpt.errors import UnsupportedError
 
 #: Largest buffer, in elements, whose values are compared: a rank's own bounds and offsets are small.
@@ -51,7 +51,9 @@ def model_of(
     """
     coordinates = _coordinates_of(engine, dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group))
     layouts = _layouts_of(engine, coordinates.tp)
-    layouts |= {name: replace(layouts[name], is_unsliced=True) for name in unsliced_experts(engine)}
+    # of a tensor that experts share, one name is known
+    unsliced = layouts.keys() & unsliced_experts(engine)
+    layouts |= {name: replace(layouts[name], is_unsliced=True) for name in unsliced}
     for name, experts in stacked.items():
         layout = layouts.pop(name)
         parts = slices(name, layout.shapes[0], experts)
@@ -86,23 +88,14 @@ def follow_topology(args: Any, coordinates: RankCoordinates, rank: int) -> Any:
     """A copy of saved arguments (of Megatron or gpt-neox) with the live topology; anything else is returned as is."""
     if not isinstance(args, (argparse.Namespace, dict)):
         return args
-    live = {
-        "tensor_model_parallel_size": coordinates.tp,
-        "pipeline_model_parallel_size": coordinates.pp,
-        "data_parallel_size": coordinates.dp,
-        "transformer_pipeline_model_parallel_size": coordinates.pp,
-        "model_parallel_size": coordinates.tp,
-        "pipe_parallel_size": coordinates.pp,
-        "world_size": coordinates.dp * coordinates.tp * coordinates.pp,
-        "rank": rank,
-        "tensor_model_parallel_rank": coordinates.tp_rank,
-        "pipeline_model_parallel_rank": coordinates.pp_rank,
-    }
-    changed = copy.copy(args)
+    changed, tp, pp = copy.copy(args), coordinates.tp, coordinates.pp
     values = vars(changed) if isinstance(changed, argparse.Namespace) else changed
-    for key, value in live.items():
-        if isinstance(values.get(key), int):
-            values[key] = value
+    live = dict.fromkeys(("tensor_model_parallel_size", "model_parallel_size"), tp)
+    live |= dict.fromkeys(("pipeline_model_parallel_size", "pipe_parallel_size"), pp)
+    live |= {"transformer_pipeline_model_parallel_size": pp, "data_parallel_size": coordinates.dp, "rank": rank}
+    live |= {"tensor_model_parallel_rank": coordinates.tp_rank, "pipeline_model_parallel_rank": coordinates.pp_rank}
+    live["world_size"] = coordinates.dp * tp * pp
+    values.update({key: value for key, value in live.items() if isinstance(values.get(key), int)})
     return changed
 
 
@@ -134,9 +127,12 @@ def _coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
         grid = engine.grid
         tp, tp_rank = grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank()
         return RankCoordinates(dp, dp_rank, tp, tp_rank, grid.pipe_parallel_size, grid.get_stage_id())
-    sequence, sp_rank = sequence_of(engine, dp)
-    ep, ep_rank = expert_parallel(engine)
-    coordinates = RankCoordinates(dp, dp_rank, sequence=sequence, sp_rank=sp_rank, ep=ep, ep_rank=ep_rank)
+    sequence, sp_rank = _sequence_of(engine, dp)
+    coordinates = RankCoordinates(dp, dp_rank, sequence=sequence, sp_rank=sp_rank)
+    if engine.has_moe_layers:
+        largest = groups._get_max_expert_size_name()
+        ep, ep_rank = groups._get_expert_parallel_world_size(largest), groups._get_expert_parallel_rank(largest)
+        coordinates = replace(coordinates, ep=ep, ep_rank=ep_rank)
     if engine.mpu is None:
         return coordinates
     if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
@@ -148,7 +144,7 @@ def _coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
     return replace(coordinates, tp=tp, tp_rank=tp_rank)
 
 
-def sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
+def _sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
     """Sequence parallelism of a live engine whose ZeRO partitions over ``dp`` ranks, and the sequence-parallel rank."""
     degree = int(engine.sequence_parallel_size)
     if degree == 1:
@@ -208,7 +204,8 @@ def _layout(tensor: torch.Tensor, owner: str, tp: int) -> LiveShards:
         is_cut = bool(getattr(tensor, "model_parallel", False))
     dim = -1 if is_cut is False else getattr(tensor, "partition_dim", None) if is_cut else None
     stride = max(int(getattr(tensor, "partition_stride", 1) or 1), 1) if is_cut else 1
-    record, entry, recorded = autotp_record(tensor), autotp_affine_map(tensor), None
+    record, recorded = autotp_record(tensor), None
+    entry = (record.get("conversion") or {}).get(AFFINE_MAP)
     whole, sizes = tuple(record.get("logical_shape") or ()), record.get("sub_param_sizes") or ()
     if entry is not None:
         with suppress(CannotSplit):
@@ -220,21 +217,18 @@ def _layout(tensor: torch.Tensor, owner: str, tp: int) -> LiveShards:
 
 def expert_fqns(engine: Any) -> Mapping[str, str]:
     """Name in the live module -> FQN, of each tensor of an expert of an ``MoE`` layer."""
-    fqns: dict[str, str] = {}
-    for path, layer in _moe_layers(engine):
-        ep_rank = groups._get_expert_parallel_rank(layer.expert_group_name)
-        for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
-            for name, _ in chain(expert.named_parameters(), expert.named_buffers()):
-                live = ExpertName(path, number, name)
-                fqns[str(live)] = str(live.on(ep_rank, layer.num_local_experts))
-    return fqns
+    return {name: fqn for _, name, fqn in _expert_tensors(engine)}
 
 
-def _moe_layers(engine: Any) -> Iterator[tuple[str, Any]]:
-    """Each ``MoE`` layer, and what precedes the names in it."""
+def _expert_tensors(engine: Any) -> Iterator[tuple[Any, str, str]]:
+    """Each ``MoE`` layer with each tensor of its experts: the name in the live module, and the FQN."""
     for path, layer in engine.module.named_modules() if engine.has_moe_layers else ():
-        if isinstance(layer, MoE):
-            yield f"{path}." if path else "", layer
+        experts = layer.deepspeed_moe.experts.deepspeed_experts if isinstance(layer, MoE) else ()
+        for number, expert in enumerate(experts):
+            ep_rank = groups._get_expert_parallel_rank(layer.expert_group_name)
+            for name, _ in chain(expert.named_parameters(), expert.named_buffers()):
+                live = ExpertName(f"{path}." if path else "", number, name)
+                yield layer, str(live), str(live.on(ep_rank, layer.num_local_experts))
 
 
 def stacked_experts(engine: Any) -> Mapping[str, tuple[int, ...]]:
@@ -243,26 +237,15 @@ def stacked_experts(engine: Any) -> Mapping[str, tuple[int, ...]]:
         return {}
     records = ((name, getattr(param, "ds_autoep_uc_meta", None)) for param, name in engine.param_names.items())
     found = {name: tuple(record["local_experts"]) for name, record in records if record}
-    if not found and not any(_moe_layers(engine)):
+    if not found and not any(isinstance(module, MoE) for module in engine.module.modules()):
         problem = "AutoEP of this version of DeepSpeed does not record which rank holds which experts"
         raise UnsupportedError(problem, expected="DeepSpeed 0.19.8 or later")
     return found
 
 
-def unsliced_experts(engine: Any) -> Iterator[str]:
+def unsliced_experts(engine: Any) -> list[str]:
     """Names in the live module of the tensors of experts that tensor-parallel ranks do not slice."""
-    if engine.has_moe_layers and engine.mp_world_size > 1:
-        yield from stacked_experts(engine)
-        for path, layer in _moe_layers(engine):
-            if not layer.enable_expert_tensor_parallelism:
-                experts = layer.deepspeed_moe.experts.deepspeed_experts
-                yield from (f"{path}{EXPERTS}{name}" for name, _ in experts.named_parameters())
-                yield from (f"{path}{EXPERTS}{name}" for name, _ in experts.named_buffers())
-
-
-def expert_parallel(engine: Any) -> tuple[int, int]:
-    """The largest expert-parallel degree of a live engine, and this rank's expert-parallel rank."""
-    if not engine.has_moe_layers:
-        return 1, 0
-    largest = groups._get_max_expert_size_name()
-    return groups._get_expert_parallel_world_size(largest), groups._get_expert_parallel_rank(largest)
+    if engine.mp_world_size == 1:
+        return []
+    whole = [name for layer, name, _ in _expert_tensors(engine) if not layer.enable_expert_tensor_parallelism]
+    return [*stacked_experts(engine), *whole]

@@ -30,5 +30,5 @@ def test_experts_without_a_record_are_refused() -> None:
 
 
 def test_stacked_experts_are_whole_on_tensor_parallel_ranks() -> None:
-    assert list(unsliced_experts(engine(None, {"local_experts": [0]}, tp=2))) == ["w1"]
-    assert list(unsliced_experts(engine({"local_experts": [0]}))) == []
+    assert unsliced_experts(engine(None, {"local_experts": [0]}, tp=2)) == ["w1"]
+    assert unsliced_experts(engine({"local_experts": [0]})) == []
