@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from elastic_ckpt.core.chunks import parameter_rules, placements
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.fqn import ExpertSlice, slices
 from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, WholeTensor
@@ -63,13 +66,6 @@ class EngineAdapter(ABC):
         self.param_names: Mapping[torch.nn.Parameter, str] = {
             param: self._experts.get(name, name) for param, name in engine.param_names.items()
         }
-        #: The experts' slices of stacked parameters; of any other, all of it.
-        self._parts: dict[torch.nn.Parameter, list[ExpertSlice]] = {}
-        for param, name in self.param_names.items():
-            shape = tuple(getattr(param, "ds_shape", param.shape))
-            all_of_it = ExpertSlice(name, shape, FlatRange(0, math.prod(shape)))
-            is_stacked = name in self._stacked
-            self._parts[param] = list(slices(name, shape, self._stacked[name])) if is_stacked else [all_of_it]
         saved = engine.module.state_dict(keep_vars=True)
         buffers = dict(engine.module.named_buffers(remove_duplicate=False))
         named = buffers.keys() | dict(engine.module.named_parameters(remove_duplicate=False)).keys()
@@ -80,18 +76,23 @@ class EngineAdapter(ABC):
             for name, buffer in buffers.items()
             if name in saved
         }
-        owned = {id(param) for params in members for param in params}
+        #: The experts' slices of stacked parameters; of any other, all of it.
+        self._parts: dict[torch.nn.Parameter, list[ExpertSlice]] = {}
         self.frozen: dict[str, Any] = {}
-        fqns_of_experts = set(self._experts.values())
+        fqns_of_experts, owned = set(self._experts.values()), set(chain(*members))
         for param, name in self.param_names.items():
-            if name in self._stacked:
-                fqns_of_experts.update(part.name for part in self._parts[param])
-                if id(param) not in owned and zero_stage == 3:
+            shape, is_stacked = tuple(getattr(param, "ds_shape", param.shape)), name in self._stacked
+            parts = [ExpertSlice(name, shape, FlatRange(0, math.prod(shape)))]
+            if is_stacked:
+                parts = list(slices(name, shape, self._stacked[name]))
+                fqns_of_experts.update(part.name for part in parts)
+            self._parts[param] = parts
+            if param not in owned:
+                if is_stacked and zero_stage == 3:
                     problem = "frozen experts of AutoEP are not supported in ZeRO-3, whose checkpoints lack them"
                     raise UnsupportedError(problem, parameter=name, expected="experts that train, or ZeRO-0, 1 or 2")
-            if id(param) not in owned:
-                tensors: Iterable[Any] = param if name in self._stacked else [param]
-                self.frozen |= {part.name: each for part, each in zip(self._parts[param], tensors, strict=False)}
+                tensors: Iterable[Any] = param if is_stacked else [param]
+                self.frozen |= {part.name: each for part, each in zip(parts, tensors, strict=True)}
         self._fqns_of_experts = frozenset(fqns_of_experts)
         # ZeRO-3 puts one master at a time into its param group, and now none
         self._positions = {id(p): at for group in self.base.param_groups for at, p in enumerate(group["params"])}
@@ -141,8 +142,8 @@ class EngineAdapter(ABC):
             flats=tuple(flats),
             fragments=tuple(fragments),
             wholes=(
-                *(self.whole(name, BUFFER, buffer) for name, buffer in self.buffers.items()),
-                *(self.whole(name, FROZEN, param) for name, param in self.frozen.items()),
+                *(self._whole(name, BUFFER, buffer) for name, buffer in self.buffers.items()),
+                *(self._whole(name, FROZEN, param) for name, param in self.frozen.items()),
             ),
             groups=tuple(groups),
             model=model_of(self._engine, self.dp_group, self._experts, self._stacked),
@@ -153,11 +154,15 @@ class EngineAdapter(ABC):
         master, position = self.masters[flat], self._positions.get(id(self.masters[flat]), 0)
         return OptimizerParam(master, self.numel(flat), self.groups[flat], position, self.keeps_touched)
 
-    def whole(self, name: str, key: str, tensor: torch.Tensor) -> WholeTensor:
+    def _whole(self, name: str, key: str, tensor: Any) -> WholeTensor:
         """What this rank holds of a buffer or a frozen parameter."""
-        every, trains = FlatRange(0, tensor.numel()), key == FROZEN and not self.has_optimizer and tensor.requires_grad
-        dtype, replicated = dtype_name(tensor), self._can_send(tensor, name)
-        return WholeTensor(name, key, tuple(tensor.shape), every, dtype, replicated, trains)
+        partition = getattr(tensor, "ds_tensor", None)
+        trains = key == FROZEN and not self.has_optimizer and tensor.requires_grad
+        if partition is None:
+            mine, replicated = FlatRange(0, tensor.numel()), self._can_send(tensor, name)
+            return WholeTensor(name, key, tuple(tensor.shape), mine, dtype_name(tensor), replicated, trains)
+        mine = next((placement.range for placement in partitions_of([tensor])), FlatRange(0, 0))
+        return WholeTensor(name, key, tuple(tensor.ds_shape), mine, dtype_name(partition), trains=trains)
 
     def _can_send(self, tensor: torch.Tensor, *names: str) -> bool:
         """Whether data-parallel ranks can broadcast a tensor with these parameters; not all have the same experts."""
@@ -187,17 +192,17 @@ class EngineAdapter(ABC):
             self.schema.allocate(self.param(flat), targets)
         tensors: list[torch.Tensor] = []
         for target in plan.targets:
-            if target.key in WEIGHTS:
-                tensors.append(self.masters[target.flat].data if target.key == MASTER else self.whole_data(target))
-                continue
-            tensors.append(self.base.state[self.masters[target.flat]][target.key])
-            for gap in target.gaps:
-                tensors[-1].view(-1)[gap.start : gap.stop].fill_(target.fill)
+            if target.key == MASTER:
+                tensors.append(self.masters[target.flat].data)
+            elif target.key in WEIGHTS:
+                tensor = (self.buffers if target.key == BUFFER else self.frozen)[target.name]
+                partition = getattr(tensor, "ds_tensor", None)
+                tensors.append(tensor.data if partition is None else partition.data.view(-1)[: target.numel])
+            else:
+                tensors.append(self.base.state[self.masters[target.flat]][target.key])
+                for gap in target.gaps:
+                    tensors[-1].view(-1)[gap.start : gap.stop].fill_(target.fill)
         return tensors
-
-    def whole_data(self, target: TargetTensor) -> torch.Tensor:
-        """Live memory of a buffer or a frozen parameter."""
-        return (self.buffers if target.key == BUFFER else self.frozen)[target.name].data
 
     def set_scalars_and_groups(self, plan: LoadPlan) -> None:
         """Set scalar states and hyperparameters, if the plan restores them. Local."""
@@ -217,6 +222,13 @@ class EngineAdapter(ABC):
 
         Unless ``exact_masters``, round these through the weights, as DeepSpeed with ``load_optimizer_states=False``.
         """
+
+
+def partitions_of(params: Sequence[Any]) -> Iterable[Placement]:
+    """The elements of this rank in consecutive parameters that ZeRO-3 partitions, padding included."""
+    numels = [math.prod(param.ds_shape) for param in params]
+    steps = [int(param.ds_tensor.ds_numel) for param in params]
+    return placements(parameter_rules(numels, steps), dist.get_rank(group=params[0].ds_process_group))
 
 
 def _restored(live: Any, saved: Any) -> Any:

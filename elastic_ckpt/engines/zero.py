@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -21,14 +19,13 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from elastic_ckpt import distributed
-from elastic_ckpt.core.chunks import group_rules, parameter_rules, placements
-from elastic_ckpt.core.flat_ranges import FlatRange, Placement
-from elastic_ckpt.core.local_state import LocalState, WholeTensor
-from elastic_ckpt.core.metadata import FROZEN
-from elastic_ckpt.core.read_plan import LoadPlan, TargetTensor
+from elastic_ckpt.core.chunks import group_rules, placements
+from elastic_ckpt.core.flat_ranges import Placement
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
-from elastic_ckpt.engines.adapter import EngineAdapter, Params, ReadPart
+from elastic_ckpt.engines.adapter import EngineAdapter, Params, ReadPart, partitions_of
 from elastic_ckpt.engines.compat import (
     base_optimizer,
     dp_group_of,
@@ -39,7 +36,7 @@ from elastic_ckpt.engines.compat import (
     partition_group,
     swaps_to_nvme,
 )
-from elastic_ckpt.engines.optimizers import StateSchema, dtype_name, schema_of
+from elastic_ckpt.engines.optimizers import StateSchema, schema_of
 from elastic_ckpt.engines.versions import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
 from elastic_ckpt.errors import UnsupportedError
 
@@ -150,7 +147,8 @@ class Zero3Adapter(EngineAdapter):
 
     Where the optimizer swaps states or parameters to NVMe, one sub-group is in memory at a time.
 
-    Raises :class:`UnsupportedError` for a frozen parameter on NVMe, which DeepSpeed has no way to write back.
+    Raises :class:`UnsupportedError` for a frozen parameter that is quantized, or on NVMe, where DeepSpeed has no way to
+    write it back.
     """
 
     def __init__(self, engine: Any, schema: StateSchema) -> None:
@@ -162,6 +160,9 @@ class Zero3Adapter(EngineAdapter):
         members = optimizer.fp16_groups if trains else ()
         super().__init__(engine, schema, 3, masters, groups, members, partition_group(engine))
         for name, param in self.frozen.items():
+            if hasattr(param.ds_tensor, "ds_quant_scale"):
+                problem = "a frozen parameter is quantized, and its scales are not in the checkpoint"
+                raise UnsupportedError(problem, parameter=name, found='"zero_quantized_nontrainable_weights": true')
             swapped_out = param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
             if swapped_out if trains else param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
                 problem = "a frozen parameter, or one of an engine without an optimizer, cannot be written to NVMe"
@@ -181,23 +182,7 @@ class Zero3Adapter(EngineAdapter):
         return int(self.optimizer.fp16_partitioned_groups_flat_numel[flat]) if self._swaps else super().numel(flat)
 
     def placements(self, flat: int) -> Iterable[Placement]:
-        return self._placements(self.members[flat])
-
-    def _placements(self, params: Sequence[Any]) -> Iterable[Placement]:
-        """In consecutive parameters, whose partitions include padding."""
-        numels = [math.prod(param.ds_shape) for param in params]
-        steps = [int(param.ds_tensor.ds_numel) for param in params]
-        return placements(parameter_rules(numels, steps), dist.get_rank(group=params[0].ds_process_group))
-
-    def whole(self, name: str, key: str, tensor: Any) -> WholeTensor:
-        if key != FROZEN:
-            return super().whole(name, key, tensor)
-        if hasattr(tensor.ds_tensor, "ds_quant_scale"):
-            problem = "a frozen parameter is quantized, and its scales are not in the checkpoint"
-            raise UnsupportedError(problem, parameter=name, found='"zero_quantized_nontrainable_weights": true')
-        mine = next((placement.range for placement in self._placements([tensor])), FlatRange(0, 0))
-        trains, dtype = not self.has_optimizer and tensor.requires_grad, dtype_name(tensor.ds_tensor)
-        return WholeTensor(name, FROZEN, tuple(tensor.ds_shape), mine, dtype, trains=trains)
+        return partitions_of(self.members[flat])
 
     def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """Partitions all parameters first: a gathered one would otherwise keep its old values.
@@ -212,39 +197,27 @@ class Zero3Adapter(EngineAdapter):
         tensors = [] if part is None else self.memory(part)
         if part is not None:
             read(part, tensors)
+        optimizer = self.optimizer
         for index, master in enumerate(self.masters):
-            with self._in_memory(index, clears_states=plan.restores_states and plan.scalars[index] is None):
+            swapped = optimizer._swappable_optimizer_subgroup(index)
+            if swapped and plan.restores_states and plan.scalars[index] is None:
+                # never stepped: DeepSpeed's swapper lists what it has on disk
+                info = optimizer.optimizer_swapper.swap_params_info[optimizer.optimizer_swapper.parameter_id(master)]
+                info.tensors, info.has_state_tensors = info.tensors[:1], False
+                self.base.state.pop(master, None)
+            if swapped:
+                optimizer._optimizer_states_and_gradient_swap_in(index, set())
+            try:
                 _, part = parts[index]
                 read(part, self.memory(part))
                 if not plan.restores_states:  # as refresh_fp32_params does to masters in memory
-                    master.data.copy_(master.data.to(self.optimizer.dtype))
-                self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
+                    master.data.copy_(master.data.to(optimizer.dtype))
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            finally:
+                if swapped:
+                    optimizer.optimizer_swapper.swap_out_optimizer_state(parameter=master, async_swap=False)
+                    master.grad = None  # a view of the swap buffer just returned
         return dict(zip(wholes, tensors, strict=True))
-
-    @contextmanager
-    def _in_memory(self, index: int, clears_states: bool) -> Iterator[None]:
-        """Swap one sub-group in, and out again with all its states."""
-        optimizer, master = self.optimizer, self.masters[index]
-        swapped = optimizer._swappable_optimizer_subgroup(index)
-        if swapped:
-            if clears_states:
-                # never stepped: DeepSpeed's swapper lists what it has on disk
-                swapper = optimizer.optimizer_swapper
-                info = swapper.swap_params_info[swapper.parameter_id(master)]
-                info.tensors, info.has_state_tensors = info.tensors[:1], False
-                self.base.state.pop(master, None)
-            optimizer._optimizer_states_and_gradient_swap_in(index, set())
-        try:
-            yield
-        finally:
-            if swapped:
-                optimizer.optimizer_swapper.swap_out_optimizer_state(parameter=master, async_swap=False)
-                master.grad = None  # a view of the swap buffer just returned
-
-    def whole_data(self, target: TargetTensor) -> torch.Tensor:
-        if target.key != FROZEN:
-            return super().whole_data(target)
-        return self.frozen[target.name].ds_tensor.data.view(-1)[: target.numel]
 
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         """The low-precision part follows ``_rigid_load_state_dict`` (stage3.py); on NVMe it is done.
