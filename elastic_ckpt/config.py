@@ -159,7 +159,7 @@ class ElasticConfig(BaseModel):
     def _presets_are_their_rules(cls, rules: Any) -> Any:
         if not isinstance(rules, list):
             return rules
-        known = ([rule] if not isinstance(rule, str) else NAME_PRESETS.get(rule, [rule]) for rule in rules)
+        known = (NAME_PRESETS.get(rule, [rule]) if isinstance(rule, str) else [rule] for rule in rules)
         return list(chain.from_iterable(known))
 
     @field_validator("rename")
@@ -214,35 +214,24 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
     _refuse_wrong_keys(ds_config)
     section = ds_config.get(CONFIG_KEY, {})
     if not isinstance(section, Mapping):
-        raise ConfigError(
-            f'"{CONFIG_KEY}" must be an object',
-            expected='"elastic_checkpoint": {"mode": "auto"}',
-            found=repr(section),
-        )
+        expected = f'"{CONFIG_KEY}": {{"mode": "auto"}}'
+        raise ConfigError(f'"{CONFIG_KEY}" must be an object', None, expected, repr(section))
     section = {key: value for key, value in section.items() if key != AHEAD}  # an engine's own note, in a copied config
-    given = _flags_and_variable()
     try:
-        return ElasticConfig.model_validate({**section, **given})
+        return ElasticConfig.model_validate({**section, **(given := _flags_and_variable())})
     except ValidationError as error:
-        errors = error.errors()
-        first = next((each for each in errors if each["type"] in ("extra_forbidden", "invalid_key")), None) or errors[0]
+        first = min(error.errors(), key=lambda each: each["type"] not in ("extra_forbidden", "invalid_key"))
         path = [str(word) for word in first["loc"]]
         is_inside = path[0] == "reading" and len(path) > 1
         fields, key = (Reading if is_inside else ElasticConfig).model_fields, path[is_inside]
         if key not in fields:
-            outer = '"reading" of ' * is_inside
-            raise ConfigError(
-                f'unknown key "{key}" under {outer}"{CONFIG_KEY}"',
-                expected=f"one of {', '.join(fields)}",
-                found=key,
-                remedy=f'did you mean "{get_close_matches(key, fields, n=1, cutoff=0.0)[0]}"?',
-            ) from error
+            problem = f'unknown key "{key}" under ' + '"reading" of ' * is_inside + f'"{CONFIG_KEY}"'
+            remedy = f'did you mean "{get_close_matches(key, fields, n=1, cutoff=0.0)[0]}"?'
+            raise ConfigError(problem, None, f"one of {', '.join(fields)}", key, remedy=remedy) from error
         where = f"on the command line, or of {VARIABLE}," if key in given else f'under "{CONFIG_KEY}"'
-        raise ConfigError(
-            f'the value of "{".".join(path[: is_inside + 1])}" {where} is not understood',
-            expected=f"{first['msg']} ({fields[key].description})",
-            found=repr(first["input"]),
-        ) from error
+        problem = f'the value of "{".".join(path[: is_inside + 1])}" {where} is not understood'
+        expected = f"{first['msg']} ({fields[key].description})"
+        raise ConfigError(problem, None, expected, repr(first["input"])) from error
 
 
 def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
@@ -256,9 +245,5 @@ def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
             continue
         else:
             right = f'"{CONFIG_KEY}": {{...}}'
-        raise ConfigError(
-            f'"{key}"{where} in the DeepSpeed config is ignored by DeepSpeed',
-            expected=right,
-            found=f'"{key}": {value!r}',
-            remedy=f"write {right}",
-        )
+        problem = f'"{key}"{where} in the DeepSpeed config is ignored by DeepSpeed'
+        raise ConfigError(problem, None, right, f'"{key}": {value!r}', remedy=f"write {right}")

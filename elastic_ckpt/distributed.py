@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, UnforeseenError
@@ -36,21 +37,16 @@ _BACKENDS = (("cuda", "nccl"), ("xpu", "xccl"), ("xpu", "ccl"), ("npu", "hccl"),
 #: which a store that does not answer is taken for dead.
 _LOOK_EVERY, _STORE_SECONDS = timedelta(seconds=1), 5.0
 #: Loads that have begun in this process: as many on every rank.
-_loads = 0
+_loads = count(1)
+#: Key in the store of the first failure in this load that no collective can tell the other ranks of. One for the whole
+#: load: a rank may be past a broadcast in which another has failed, and must still find it.
+_key = "elastic_ckpt/failure/0"
 
 
 def begin_load() -> None:
     """Leave behind what ranks posted in earlier loads: torchrun's store outlives a group. Called by every rank."""
-    global _loads  # noqa: PLW0603
-    _loads += 1
-
-
-def _key() -> str:
-    """Key in the store of the first failure in this load that no collective can tell the other ranks of.
-
-    One for the whole load: a rank may be past a broadcast in which another has failed, and must still find it.
-    """
-    return f"elastic_ckpt/failure/{_loads}"
+    global _key  # noqa: PLW0603
+    _key = f"elastic_ckpt/failure/{next(_loads)}"
 
 
 def rank() -> int:
@@ -177,7 +173,7 @@ def wait(work: Any) -> None:
             work.wait(_LOOK_EVERY)
             return
         except RuntimeError:  # only the wait has timed out, or the collective has failed
-            if work.is_completed() or (is_posted := _ask_store(lambda store: store.check([_key()]))) is None:
+            if work.is_completed() or (is_posted := _ask_store(lambda store: store.check([_key]))) is None:
                 break
             if is_posted:
                 raise
@@ -193,12 +189,10 @@ def meet() -> None:
 def _post(doing: str, error: Exception) -> CommunicationError:
     """The failure that was posted first: this one, if none was."""
     failure, _ = _failure(doing, error, rank())
-    mine = CommunicationError(
-        f"a collective failed: {failure.problem}",
-        **{**failure.details, "remedy": "a rank failed, died or hangs: see the others' logs, then start the job again"},
-    )
+    remedy = "a rank failed, died or hangs: see the others' logs, then start the job again"
+    mine = CommunicationError(f"a collective failed: {failure.problem}", **failure.details | {"remedy": remedy})
     try:
-        posted = _ask_store(lambda store: store.compare_set(_key(), "", pickle.dumps(mine).hex()))
+        posted = _ask_store(lambda store: store.compare_set(_key, "", pickle.dumps(mine).hex()))
         if rank() == 0:  # whose process most often has the store: let the others look before it ends
             time.sleep(2 * _LOOK_EVERY.total_seconds())
     except RuntimeError:  # the rank that has the store is dead
@@ -242,14 +236,10 @@ def _failure(doing: str, error: Exception, on_rank: int | None) -> tuple[Elastic
         error.rank = on_rank if error.rank is None else error.rank
         return error, error.__cause__
     where = traceback.extract_tb(error.__traceback__)[-1]
-    unforeseen = UnforeseenError(
-        f"failed to {doing}: {type(error).__name__}: {error}",
-        file=getattr(error, "filename", None),
-        found=f"raised at {where.filename}:{where.lineno}",
-        remedy='this was not foreseen; "elastic_checkpoint": {"mode": "off"} gives DeepSpeed\'s own loader',
-        rank=on_rank,
-    )
-    return unforeseen, error
+    problem, found = f"failed to {doing}: {type(error).__name__}: {error}", f"raised at {where.filename}:{where.lineno}"
+    remedy = 'this was not foreseen; "elastic_checkpoint": {"mode": "off"} gives DeepSpeed\'s own loader'
+    path = getattr(error, "filename", None)
+    return UnforeseenError(problem, path, found=found, remedy=remedy, rank=on_rank), error
 
 
 def inline_nbytes(ranks: int) -> int:

@@ -26,8 +26,7 @@ RESTORE = "restore the folder from its original, or take another tag"
 def shortened(names: Iterable[str], most: int = _NAMES_SHOWN) -> str:
     """The first few names, and the number of others."""
     every = list(names)
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
 def listed(names: Iterable[str]) -> str:
@@ -61,19 +60,14 @@ class ElasticCkptError(Exception):
         remedy: str | None = None,
         rank: int | None = None,
     ) -> None:
-        self.problem = problem
-        self.parameter = parameter
-        self.file = file
-        self.expected = None if expected is None else str(expected)
-        self.found = None if found is None else str(found)
-        self.remedy = remedy or self.default_remedy
-        self.rank = rank
         super().__init__(problem)
+        self.problem, self.parameter, self.file, self.rank = problem, parameter, file, rank
+        self.expected, self.found = (None if each is None else str(each) for each in (expected, found))
+        self.remedy = remedy or self.default_remedy
 
     def __str__(self) -> str:
-        lines = [self.problem]
-        lines += [f"  {name + ':':<11}{value}" for name, value in self.details.items() if value is not None]
-        return "\n".join(lines)
+        details = (f"\n  {name + ':':<11}{value}" for name, value in self.details.items() if value is not None)
+        return self.problem + "".join(details)
 
     @property
     def details(self) -> dict[str, Any]:
@@ -132,10 +126,7 @@ class PartialLoadError(ElasticCkptError):
 def refuse_used_up(error: Exception, path: str) -> None:
     """Raise :class:`UnforeseenError` if a file could not be read for want of descriptors or memory."""
     if isinstance(error, OSError) and error.errno in _USED_UP:
-        raise UnforeseenError(
-            "this process has used up its file descriptors or its memory",
-            file=path,
-            expected="a file that can be opened and read",
-            found=f"{type(error).__name__}: {error.strerror}",
-            remedy="raise the limit (ulimit -n), or free memory, and load again: the checkpoint is not damaged",
-        ) from error
+        problem, expected = "this process has used up its file descriptors or its memory", "a file that can be read"
+        remedy = "raise the limit (ulimit -n), or free memory, and load again: the checkpoint is not damaged"
+        found = f"{type(error).__name__}: {error.strerror}"
+        raise UnforeseenError(problem, path, expected, found, remedy=remedy) from error

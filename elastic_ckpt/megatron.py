@@ -38,18 +38,13 @@ def mpu() -> SimpleNamespace:
     except ImportError as error:
         raise ImportError("elastic_ckpt.megatron needs megatron-core: pip install elastic_ckpt[megatron]") from error
     if not parallel_state.model_parallel_is_initialized():
-        raise ElasticCkptError(
-            "Megatron's model parallelism is not initialised",
-            remedy="call megatron.core.parallel_state.initialize_model_parallel() before elastic_ckpt.megatron.mpu()",
-        )
-    context_parallel = parallel_state.get_context_parallel_world_size()
-    if context_parallel > 1:
-        raise ElasticCkptError(
-            "DeepSpeed does not average gradients over Megatron's context parallel ranks",
-            expected="context_parallel_size=1",
-            found=f"context_parallel_size={context_parallel}",
-            remedy="train long sequences with DeepSpeed's own sequence parallelism instead",
-        )
+        remedy = "call megatron.core.parallel_state.initialize_model_parallel() before elastic_ckpt.megatron.mpu()"
+        raise ElasticCkptError("Megatron's model parallelism is not initialised", remedy=remedy)
+    if (size := parallel_state.get_context_parallel_world_size()) > 1:
+        problem = "DeepSpeed does not average gradients over Megatron's context parallel ranks"
+        expected, found = "context_parallel_size=1", f"context_parallel_size={size}"
+        remedy = "train long sequences with DeepSpeed's own sequence parallelism instead"
+        raise ElasticCkptError(problem, None, expected, found, remedy=remedy)
     made = SimpleNamespace()
     for name, theirs in _PARALLELISMS.items():
         for what in ("group", "world_size", "rank"):

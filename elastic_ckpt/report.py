@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -29,45 +29,33 @@ _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen parameters
 
 def progress_bar(what: str, nbytes: int, show: bool | None, leave: bool = True) -> tqdm[Any]:
     """A progress bar over bytes; ``show`` is ``None``: if standard error is a terminal."""
-    disable = None if show is None else not show
-    return tqdm(total=nbytes, unit="B", unit_scale=True, desc=what, disable=disable, leave=leave)
+    return tqdm(None, what, nbytes, leave, unit="B", unit_scale=True, disable=None if show is None else not show)
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank did.
-
-    Attributes:
-        nbytes_read, nbytes_received: bytes of tensors read from files, and received from other ranks.
-        files_opened, files_read: files opened for metadata, and those that tensors were read from.
-        seconds: wall-clock seconds of each phase.
-        blocks, blocks_requantized: 8-bit blocks of the rank's states, and those of them that are requantized (lossy).
-        worst_requantization_error: largest error of those, as a fraction of the new block's scale.
-    """
+    """What one rank did."""
 
     rank: int
-    nbytes_read: int
-    nbytes_received: int
+    nbytes_read: int  # of tensors, from files
+    nbytes_received: int  # of tensors, from other ranks
     read_calls: int
-    files_opened: int
-    seconds: dict[str, float]
-    blocks: int = 0
-    blocks_requantized: int = 0
-    worst_requantization_error: float = 0.0
-    files_read: int = 0
+    files_opened: int  # for metadata
+    seconds: dict[str, float]  # wall-clock, by phase
+    blocks: int = 0  # 8-bit blocks of the rank's states
+    blocks_requantized: int = 0  # of these (lossy)
+    worst_requantization_error: float = 0.0  # of these, as a fraction of the new block's scale
+    files_read: int = 0  # that tensors were read from
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Bytes that all ranks read: those with the saved checksum, and those that could not be compared.
-
-    ``without_checksum_nbytes`` are of files that have none: swap files of NVMe, legacy archives, archives saved with
-    ``torch.serialization.set_crc32_options(False)``. Of the records of ``incomplete_nbytes`` only a part was read.
-    """
+    """Bytes that all ranks read: those with the saved checksum, and those that could not be compared."""
 
     nbytes: int
+    #: Of files that have none: swap files of NVMe, legacy archives, those that torch was told to save without.
     without_checksum_nbytes: int = 0
-    incomplete_nbytes: int = 0
+    incomplete_nbytes: int = 0  # of records of which only a part was read
 
     def __str__(self) -> str:
         everything = self.nbytes + self.without_checksum_nbytes + self.incomplete_nbytes
@@ -97,7 +85,7 @@ class LoadReport:
     rank: int
     outcomes: tuple[Outcome, ...]
     global_steps: int = 0
-    ranks: tuple[RankWork, ...] = field(default=())
+    ranks: tuple[RankWork, ...] = ()
     notes: tuple[str, ...] = ()
     tp: int = 1
     pp: int = 1
@@ -138,10 +126,9 @@ class LoadReport:
 
     def print_to(self, console: Console) -> None:
         """Print the table; words that are wider than it, such as paths, are broken on terminals only."""
-        table = self.table()
         if not console.is_terminal:
-            console.width = max(_WIDTH, Console(width=_WIDEST).measure(table).minimum)
-        console.print(table)
+            console.width = max(_WIDTH, Console(width=_WIDEST).measure(self.table()).minimum)
+        console.print(self.table())
 
     def __str__(self) -> str:
         console = Console(force_terminal=False)

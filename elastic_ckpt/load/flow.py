@@ -350,4 +350,4 @@ def as_partial_load_error(error: Exception) -> PartialLoadError:
     problem = f"{error.problem}: the engine is partly overwritten and must not be trained or saved"
     can_go_on = not isinstance(error, CommunicationError)
     remedy = "fix the cause, then load again into this engine or a new one" if can_go_on else error.remedy
-    return PartialLoadError(problem, **{**error.details, "remedy": remedy})
+    return PartialLoadError(problem, **error.details | {"remedy": remedy})
