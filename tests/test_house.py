@@ -41,7 +41,7 @@ OPENERS = {
     "load/flow.py": "writes the report",
     "load/fallback.py": "compares sizes and times of files that ranks see",
     "tools/opened.py": "a DeepSpeed config",
-    "tools/output_folder.py": "what a conversion or an export writes, and what it copies from a folder of Transformers",
+    "tools/output_folder.py": "what a conversion or an export writes",
 }
 
 

@@ -88,9 +88,6 @@ def export(
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Optimizer states too, as optimizer.safetensors.")
     ] = False,
-    with_config: Annotated[
-        Path | None, typer.Option("--with-config", help="Folder: copies the model's config and tokenizer from there.")
-    ] = None,
     config: Config = None,
     preset: Preset = None,
     replicated: Replicated = None,
@@ -113,7 +110,6 @@ def export(
             exclude=exclude or (),
             adapter=adapter,
             optimizer=optimizer,
-            with_config=with_config,
             config=config_of(config, tp_preset=preset, trust_pickle=trust_pickle, replicated_params=replicated),
             progress=False if as_json else None,
         )

@@ -43,7 +43,7 @@ from elastic_ckpt.tools.logical import (
     weights_by_name,
 )
 from elastic_ckpt.tools.opened import config_of, open_folder
-from elastic_ckpt.tools.output_folder import WriteReport, copy_configs, output_folder
+from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 _TORCH_NAMES: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -70,7 +70,6 @@ def export(
     exclude: Sequence[str] = (),
     adapter: str | None = None,
     optimizer: bool = False,
-    with_config: str | os.PathLike[str] | None = None,
     config: ElasticConfig | None = None,
     progress: bool | None = None,
 ) -> WriteReport:
@@ -91,7 +90,6 @@ def export(
         adapter: a PEFT adapter (``"default"``): it alone is written, in the one file that PEFT loads.
         optimizer: whether to write the optimizer states of the exported parameters too, as ``optimizer.safetensors``:
             state ``exp_avg`` of ``w`` is ``exp_avg.w``; scalar states and hyperparameters are metadata.
-        with_config: folder whose model config, generation config and tokenizer files are copied beside the weights.
         config: options of the load; rules of tensor parallelism, for example.
         progress: whether to show a progress bar; ``None``: if standard error is a terminal.
 
@@ -131,8 +129,6 @@ def export(
     with output_folder(target, Path(source), metadata.files) as place, progress_bar("export", nbytes, progress) as bar:
         writer = _Writer(place, reader, bar.update)
         notes += reader.compare_copies()
-        if with_config is not None:
-            notes += (f"copied beside the weights: {', '.join(copy_configs(Path(with_config), place))}",)
         for stem, tensors in sets.items():
             files += writer.write(stem, tensors, limit, facts if stem == "optimizer" else {})
     count = sum(map(len, sets.values()))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,18 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ckpt.core.metadata import SourceFile
-from elastic_ckpt.errors import ConfigError, ElasticCkptError
+from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL
 from elastic_ckpt.storage.local import see, steady
-
-#: One of them is beside the weights: a model's, or a PEFT adapter's.
-_CONFIGS = {"config.json", "adapter_config.json"}
-#: Of generation, tokenizers and processors, as ``save_pretrained`` of Transformers writes them.
-_OTHERS = re.compile(
-    r"(added_tokens|chat_template|generation_config|(pre)?processor_config|special_tokens_map|tokenizer(_config)?|vocab)"
-    r"\.json|chat_template\.jinja|(merges|vocab)\.txt|(sentencepiece\.bpe|spiece|tokenizer)\.model"
-)
-_LARGEST_NBYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -107,33 +96,3 @@ def _sync(path: Path, deep: bool = True) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def copy_configs(source: Path, target: Path) -> list[str]:
-    """Copy the model's config, generation config and tokenizer files, and no others; returns their names.
-
-    Raises :class:`ConfigError` if there is no config, or one of these is no regular file, or too large.
-    """
-    try:
-        names = sorted(name for name in os.listdir(source) if name in _CONFIGS or _OTHERS.fullmatch(name))
-    except OSError as error:
-        raise _refused(source, "a folder", error) from error
-    if not _CONFIGS.intersection(names):
-        raise _refused(source, f"{' or '.join(sorted(_CONFIGS))} in this folder", None)
-    for name in names:
-        expected = f"a regular file, no symbolic link, of at most {_LARGEST_NBYTES} bytes"
-        try:
-            with open(os.open(source / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
-                is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
-                data = stream.read(_LARGEST_NBYTES + 1) if is_file else b""
-        except OSError as error:
-            raise _refused(source / name, expected, error) from error
-        if not is_file or len(data) > _LARGEST_NBYTES:
-            raise _refused(source / name, expected, None)
-        (target / name).write_bytes(data)
-    return names
-
-
-def _refused(path: Path, expected: str, error: OSError | None) -> ConfigError:
-    problem, found = "the files to copy beside the weights cannot be taken", None if error is None else error.strerror
-    return ConfigError(problem, str(path), expected, found)

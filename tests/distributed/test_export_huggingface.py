@@ -28,14 +28,11 @@ DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     launch(2, "huggingface_jobs.save", {"folder": str(folder), "models": list(CONFIGS), "setups": SETUPS})
-    for name, config in CONFIGS.items():
-        config.save_pretrained(folder / name / "config")
-    model = build_model("lora")
-    model.peft_config["default"].save_pretrained(folder / "lora" / "config")
     return folder
 
 
-def from_pretrained(folder: Path, **options: Any) -> torch.nn.Module:
+def from_pretrained(folder: Path, config: transformers.PreTrainedConfig, **options: Any) -> torch.nn.Module:
+    config.save_pretrained(folder)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info.values()), info
     return model
@@ -51,14 +48,14 @@ def assert_equal(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> N
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_transformers_loads_what_deepspeed_trained(name: str, setup: Setup, saved: Path, tmp_path: Path) -> None:
-    source, config = saved / name / setup.name, saved / name / "config"
+    source = saved / name / setup.name
     truth = truth_of(source)
-    elastic_ckpt.export(source, tmp_path / "masters", with_config=config, max_shard_size="20KB")
+    elastic_ckpt.export(source, tmp_path / "masters", max_shard_size="20KB")
     assert len(list((tmp_path / "masters").glob("*.safetensors"))) > 1
-    assert_equal(from_pretrained(tmp_path / "masters"), truth["masters"])
-    elastic_ckpt.export(source, tmp_path / "bf16", with_config=config, dtype="bf16")
+    assert_equal(from_pretrained(tmp_path / "masters", CONFIGS[name]), truth["masters"])
+    elastic_ckpt.export(source, tmp_path / "bf16", dtype="bf16")
     live = {key: value.bfloat16() for key, value in truth["weights"].items()}
-    assert_equal(from_pretrained(tmp_path / "bf16"), live)
+    assert_equal(from_pretrained(tmp_path / "bf16", CONFIGS[name]), live)
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(source))
     opened = elastic_ckpt.open(source)
     assert theirs.keys() == set(opened) and all(torch.equal(opened[key], theirs[key]) for key in theirs)
@@ -67,8 +64,10 @@ def test_transformers_loads_what_deepspeed_trained(name: str, setup: Setup, save
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 def test_peft_loads_an_adapter(setup: Setup, saved: Path, tmp_path: Path) -> None:
     source, truth = saved / "lora" / setup.name, truth_of(saved / "lora" / setup.name)
-    elastic_ckpt.export(source, tmp_path / "out", adapter="default", with_config=saved / "lora" / "config")
-    base = build_model("lora").unload()
+    elastic_ckpt.export(source, tmp_path / "out", adapter="default")
+    lora = build_model("lora")
+    lora.peft_config["default"].save_pretrained(tmp_path / "out")
+    base = lora.unload()
     model = peft.PeftModel.from_pretrained(base, tmp_path / "out")
     found = dict(model.named_parameters())
     assert truth["masters"].keys() == {key for key in found if "lora_" in key or "modules_to_save" in key}
@@ -86,13 +85,10 @@ def test_transformers_loads_the_experts_of_autoep(launch: Launch, tmp_path: Path
     run = Experts(2, 1, 2, "bf16", (4, 4), autoep=True, preset="mixtral")
     launch(2, "expert_jobs.save", {"folder": str(tmp_path), "runs": [run]})
     masters = truth_of(tmp_path / run.name)["masters"]
-    hugging_face(run, 0).config.save_pretrained(tmp_path / "config")
     line = next(line for line in DOCS.read_text().splitlines() if '"rename"' in line and "block_sparse_moe" in line)
     config = read_config(json.loads(line))
-    elastic_ckpt.export(
-        tmp_path / run.name, tmp_path / "out", config=config, exclude=[r"mlp\.gate\."], with_config=tmp_path / "config"
-    )
-    found = dict(from_pretrained(tmp_path / "out").named_parameters())
+    elastic_ckpt.export(tmp_path / run.name, tmp_path / "out", config=config, exclude=[r"mlp\.gate\."])
+    found = dict(from_pretrained(tmp_path / "out", hugging_face(run, 0).config).named_parameters())
     for layer in ("model.layers.0.", "model.layers.1."):
         w1, w2, w3 = ([masters[f"{layer}mlp.experts.w{n}.{expert}"] for expert in range(4)] for n in (1, 2, 3))
         both = [torch.cat(pair) for pair in zip(w1, w3, strict=True)]

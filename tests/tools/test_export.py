@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,57 +214,6 @@ def test_no_optimizer_states_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no optimizer states"):
         elastic_ckpt.export(tmp_path / "step", tmp_path / "out", optimizer=True)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
-
-
-@pytest.fixture
-def config_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "dtype": "bfloat16"}))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_text("other weights")
-    (folder / "train.py").write_text("raise SystemExit")
-    return folder
-
-
-def test_the_config_and_the_tokenizer_are_copied(saved: tuple[Path, Tied], config_folder: Path, tmp_path: Path) -> None:
-    report = elastic_ckpt.export(saved[0], tmp_path / "out", with_config=config_folder)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    }
-    assert (tmp_path / "out" / "config.json").read_bytes() == (config_folder / "config.json").read_bytes()
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == saved[1].state_dict().keys() - {"twin"}
-    assert "copied beside the weights: config.json, tokenizer.json" in report.notes
-
-
-@pytest.mark.parametrize("spoil", ["no folder", "no config", "a link", "a pipe", "too large"])
-def test_config_folders_that_cannot_be_taken_are_refused(
-    spoil: str, saved: tuple[Path, Tied], config_folder: Path, tmp_path: Path
-) -> None:
-    file, says = config_folder / "tokenizer.json", spoil
-    file.unlink()
-    if spoil == "no folder":
-        file, says = config_folder / "nowhere", "No such file"
-        config_folder = file
-    elif spoil == "no config":
-        (config_folder / "config.json").unlink()
-        file, says = config_folder, "adapter_config.json"
-    elif spoil == "a link":
-        file.symlink_to("/etc/passwd")
-        says = "no symbolic link"
-    elif spoil == "a pipe":
-        os.mkfifo(file)
-        says = "a regular file"
-    else:
-        file.touch()
-        os.truncate(file, (128 << 20) + 1)
-        says = "at most 134217728 bytes"
-    with pytest.raises(ConfigError, match="cannot be taken") as error:
-        elastic_ckpt.export(saved[0], tmp_path / "out", with_config=config_folder)
-    assert error.value.file == str(file) and says in str(error.value)
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "model"}
 
 
 def trained_dcp(folder: Path, module: torch.nn.Module) -> Path:
