@@ -1,54 +1,96 @@
 """Reads DeepSpeed's universal checkpoints.
 
 ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`` hold one whole tensor each, beside copies of the model-states
-files. Source: ``ds_to_universal.py``.
+files. From stages 1 and 2 a state is a dict with ``param``, beside ``step.pt``; from stage 3 it is a bare flat tensor,
+and ``step`` is in ``zero/optimizer_state.pt``. Source: ``ds_to_universal.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate, chain, groupby
-from operator import or_
-from typing import Any
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
 
+from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import NameStates, with_slices
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, SourceFile, TensorMetadata
-from elastic_ckpt.core.shard_specs import DeclaredSpecs
+from elastic_ckpt.core.shard_specs import COLUMN, ROW, VOCABULARY, DeclaredSpecs, ShardSpec
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
-from elastic_ckpt.formats.grid import Grid, grid_of
+from elastic_ckpt.formats.grid import grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors, weights_crc32s
 from elastic_ckpt.formats.model_states import ModelShard, model_indexer
+from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
+from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state, refuse_features
-from elastic_ckpt.formats.universal_files import (
-    CONVERT_AGAIN,
-    OptimizerFile,
-    StateFile,
-    index_optimizer,
-    list_parameters,
-    optimizer_path,
-    read_parameter,
-    state_path,
-)
+from elastic_ckpt.formats.saved_states import read_groups
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
+from elastic_ckpt.formats.values import plain_numbers
+from elastic_ckpt.storage.local import file_names, folder_names
 
-#: Files of parameters by name and key.
-States = Mapping[tuple[str, str], StateFile]
-_LOAD_NATIVE = "load the native checkpoint instead"
+#: Entries that belong to one rank's partition.
+_PARTITIONS = frozenset(
+    {"base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups"}
+    | {"fp32_groups_flat_partition", "optimizer_state_dict"}
+)
+_CONVERT_AGAIN, _LOAD_NATIVE = "convert the native checkpoint again", "load the native checkpoint instead"
+#: Fused parts of a parameter, of which a file may claim any number.
+_MOST_SUB_PARAMETERS = 1 << 10
+#: Marks that each parameter has its own data, whatever DeepSpeed's converter would have made of such a run.
+TRUE_ORDER = "elastic_ckpt_true_order"
 _NO_OPTIMIZER_FILE = (
     "the universal checkpoint has no zero/optimizer_state.pt (BLOOM's have none): the optimizer's step was taken from "
     "the counters, hyperparameters of the live param groups stay, and whether Adam or AdamW saved it is not known"
 )
+
+
+class StateFile(NamedTuple):
+    """One ``zero/<name>/<key>.pt``: a parameter's whole tensor or scalar. Without its path, as ranks exchange many."""
+
+    key: str
+    nbytes: int
+    tensor: TensorRef | None
+    scalar: float | None
+    rule: ShardSpec | None = None  # how it is sharded, if known
+    is_concatenated: bool = False  # for want of a rule, DeepSpeed's converter concatenated the shards (dimension 0)
+    records: Records = Records()
+
+
+@dataclass(frozen=True)
+class OptimizerFile:
+    """``zero/optimizer_state.pt``; the defaults are what is known where there is none."""
+
+    zero_stage: int = 1  # of the run that saved the native checkpoint
+    groups: tuple[Mapping[str, Any], ...] = ()
+    members: tuple[tuple[int, ...], ...] = ()  # per param group, the indices of its flat tensors
+    scalars: Mapping[int, Mapping[str, float]] | None = None  # per flat tensor; empty from stages 1 and 2
+    loss_scaler: Any = None  # DeepSpeed's object
+    overflow: bool = False
+    in_true_order: bool = False  # whether its writer guarantees that each parameter has its own data (TRUE_ORDER)
+
+
+def _state_path(found: CheckpointInfo, name: str, key: str) -> str:
+    return found.path(os.path.join(UNIVERSAL_FOLDER, name, f"{key}.pt"))
+
+
+def list_parameters(found: CheckpointInfo) -> tuple[bool, list[str]]:
+    """Whether there is an optimizer's file, and the sorted names of parameters, whose folders are not looked into."""
+    folder = found.path(UNIVERSAL_FOLDER)
+    return os.path.lexists(os.path.join(folder, UNIVERSAL_OPTIMIZER)), sorted(folder_names(folder))
 
 
 def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> FolderReading:
@@ -56,59 +98,38 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
     has_optimizer, names = once(lambda: list_parameters(found))
     model_files = _model_files(found)
     ranks, paths = list(model_files), [*map(found.path, model_files.values())]
-    files = len(paths) + has_optimizer
-    index_model = model_indexer()
+    files, index_model = len(paths) + has_optimizer, model_indexer()
 
     def read(position: int, open_one: OpenFile) -> Any:
         if position >= files:
-            return read_parameter(found, names[position - files], open_one)
+            folder = found.path(os.path.join(UNIVERSAL_FOLDER, names[position - files]))
+            listed = sorted(file for file in file_names(folder) if file.endswith(".pt"))
+            return [index_state(open_one(f"{folder}/{file}")) for file in listed]
         if position == len(paths):
-            return index_optimizer(open_one(optimizer_path(found)))
+            return _index_optimizer(open_one(found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))))
         return index_model(open_one(paths[position]))
 
     def fit(items: Sequence[Any], opened: Mapping[str, PickledFile], _: NameStates) -> Fitted:
         states = {(name, each.key): each for name, read in zip(names, items[files:], strict=True) for each in read}
         models: dict[tuple[int, int], ModelShard] = dict(zip(ranks, items, strict=False))
-        optimizer: OptimizerFile | None = items[len(paths)] if has_optimizer else None
-        metadata, grid = _fit_together(found, models, optimizer, states, options)
-        first = models[ranks[0]]
+        optimizer: OptimizerFile = items[len(paths)] if has_optimizer else OptimizerFile()
+        first, builder = models[ranks[0]], _Builder(found, models, optimizer, states, options)
+        scalers, grid = [optimizer.loss_scaler], builder.grid
+        metadata = with_progress_compared(with_slices(builder.of_files()), first, options.check_shards, scalers)
         if options.check_shards and metadata.source.merged_from == 1:
             numbers = {number for number, file in enumerate(metadata.files) if file.path in opened}
             spot_check(metadata, first.path, first.weights, numbers)
 
         def read_state(_: int) -> TrainingState:
             same_ranks = len(models) == 1 and grid.has_ranks_of(options.coordinates)
-            scale, overflow = (None, False) if optimizer is None else (optimizer.loss_scaler, optimizer.overflow)
-            file = opened[first.path]
-            state = read_training_state(file, loss_scale_of(scale), overflow, same_ranks, grid.sequence, options)
+            scale, file = loss_scale_of(optimizer.loss_scaler), opened[first.path]
+            state = read_training_state(file, scale, optimizer.overflow, same_ranks, grid.sequence, options)
             # with several model-parallel ranks, every rank gets the state of one
             return replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state
 
         return Fitted(metadata, first.path, read_state=read_state)
 
     return FolderReading(files + len(names), read, fit)
-
-
-def _fit_together(
-    found: CheckpointInfo,
-    models: Mapping[tuple[int, int], ModelShard],
-    optimizer: OptimizerFile | None,
-    states: States,
-    options: MetadataOptions,
-) -> tuple[CheckpointMetadata, Grid]:
-    """The metadata, given model-states files by model- and data-parallel rank, and the grid of those."""
-    first = next(iter(models.values()))
-    for _, of_one in groupby(models, key=lambda rank: rank[0]):
-        model_states.check_same_save([models[rank] for rank in of_one])
-    firsts = {mp: model for (mp, dp), model in models.items() if dp == 0}
-    model_states.check_same_save(list(firsts.values()), one_rank=False)
-    refuse_features(first.features, first.path)
-    if optimizer is not None and not optimizer.in_true_order:
-        _refuse_wrong_data(first, optimizer)
-    grid = grid_of(firsts, found.folder, options.coordinates)
-    metadata = with_slices(_build_metadata(found, list(models.values()), optimizer, states, grid))
-    scalers = [None if optimizer is None else optimizer.loss_scaler]
-    return with_progress_compared(metadata, first, options.check_shards, scalers), grid
 
 
 def _model_files(found: CheckpointInfo) -> dict[tuple[int, int], str]:
@@ -119,8 +140,129 @@ def _model_files(found: CheckpointInfo) -> dict[tuple[int, int], str]:
     if not names:
         problem, file = "a file of the universal checkpoint is missing", found.path("mp_rank_00_model_states.pt")
         expected = "the model-states files that DeepSpeed's converter copies"
-        raise DamagedError(problem, file, expected, "none", remedy=CONVERT_AGAIN)
+        raise DamagedError(problem, file, expected, "none", remedy=_CONVERT_AGAIN)
     return dict(sorted(names.items()))
+
+
+class _Builder(MetadataBuilder):
+    """Builds metadata, given model-states files by model- and data-parallel rank, and files by parameter and key."""
+
+    def __init__(
+        self,
+        found: CheckpointInfo,
+        models: Mapping[tuple[int, int], ModelShard],
+        optimizer: OptimizerFile,
+        states: Mapping[tuple[str, str], StateFile],
+        options: MetadataOptions,
+    ) -> None:
+        files = (SourceFile(_state_path(found, *at), item.nbytes, records=item.records) for at, item in states.items())
+        super().__init__(found, [*models.values(), *files])
+        self._models, self._optimizer, self._states = list(models.values()), optimizer, states
+        self._ranks = [[models[rank] for rank in of_one] for _, of_one in groupby(models, key=itemgetter(0))]
+        for rank in self._ranks:
+            model_states.check_same_save(rank)
+        first, firsts = self._models[0], {mp: model for (mp, dp), model in models.items() if dp == 0}
+        model_states.check_same_save(list(firsts.values()), one_rank=False)
+        refuse_features(first.features, first.path)
+        if optimizer.scalars is not None and not optimizer.in_true_order:
+            _refuse_wrong_data(first, optimizer)
+        self.grid = grid_of(firsts, found.folder, options.coordinates)
+        self._stateful = {name for (name, key), item in states.items() if item.tensor is not None and key != MASTER}
+
+    def of_files(self) -> CheckpointMetadata:
+        optimizer, first = self._optimizer, self._models[0]
+        self._add_parameters()
+        self._add_states()
+        self._add_module()
+        if optimizer.scalars is None:
+            self.notes.append(_NO_OPTIMIZER_FILE)
+        declared = DeclaredSpecs(tuple(item.rule for item in self._states.values() if item.rule is not None))
+        declared = reduce(or_, (model.declared for model in self._models), declared)
+        most = max((saved.group for saved in self.parameters.values()), default=0) + 1
+        metadata = self.build(
+            first,
+            optimizer.zero_stage,
+            optimizer.groups or ({},) * most,
+            # frozen ones of MoE layers are in the files of experts, which the converter leaves out
+            frozen_recorded=first.frozen_recorded or bool(first.features.experts and not first.stacked),
+            buffers_recorded=any(model.weights for model in self._models),
+            merged_from=self.grid.tp,
+            sequence=self.grid.sequence,
+        )
+        crc32s = weights_crc32s([self._ranks[rank][0] for rank in self.grid.stages[0]])
+        return replace(metadata, declared=declared, crc32s=crc32s)
+
+    def _add_parameters(self) -> None:
+        """The parameters of all pipeline stages, of the shapes in their files or, if flat (from stage 3), as listed."""
+        step_files: dict[str, dict[str, float]] = {}
+        for (name, key), item in self._states.items():
+            if item.scalar is not None:
+                step_files.setdefault(name, {})[key] = item.scalar
+        group_of = {flat: number for number, inside in enumerate(self._optimizer.members) for flat in inside}
+        for model in self._models:
+            steps = float(int(model.counters["global_steps"]) - int(model.counters["skipped_steps"]))
+            for flat, named_shapes in enumerate(model.param_shapes):
+                for name, local in named_shapes:
+                    counted = {"step": steps} if name in self._stateful else {}
+                    shared = counted if self._optimizer.scalars is None else self._optimizer.scalars.get(flat, {})
+                    scalars = {**shared, **step_files.get(name, {})}
+                    master = self._states.get((name, MASTER))
+                    saved = local if master is None or master.tensor is None else master.tensor.shape
+                    shape = saved if len(saved) > 1 or len(local) == 1 else local
+                    if self.grid.tp > 1 and len(shape) > 1 and len(saved) == 1:
+                        problem = (
+                            "DeepSpeed's converter does not put together the shards of a tensor-parallel ZeRO-3 run"
+                        )
+                        both = "tensors of the whole parameters", f"a flat tensor of {saved[0]} elements"
+                        raise UnsupportedError(problem, model.path, *both, parameter=name, remedy=_LOAD_NATIVE)
+                    parameter = SavedParameter(shape, group_of.get(flat, flat), tuple(sorted(scalars.items())))
+                    self.parameters.setdefault(name, parameter)
+        # masters alone say nothing: the converter writes buffers and the other names of tied weights, too
+        if unlisted := sorted(self._stateful - self.parameters.keys()):
+            problem = "the model-states files of the universal checkpoint do not list all parameters that have states"
+            expected = "every parameter whose folder below zero has states, in param_shapes"
+            where, names = (self._models[0].path, expected, "none of these"), shortened(unlisted)
+            raise DamagedError(problem, *where, parameter=names, remedy=_CONVERT_AGAIN)
+
+    def _add_states(self) -> None:
+        """The masters and states of the parameters."""
+        local = {} if self._optimizer.in_true_order else self._local_shapes()
+        for file, ((name, key), item) in enumerate(self._states.items(), start=len(self._models)):
+            if (ref := item.tensor) is None or name not in self.parameters:
+                continue
+            shape, path = self.parameters[name].shape, self._files[file].path
+            if ref.numel != math.prod(shape) or (len(ref.shape) > 1 and ref.shape != shape):  # from stage 3, it is flat
+                problem = f"{key} of this parameter does not have the shape that the model-states file lists"
+                remedy = f"files of two conversions are mixed, or vocabulary padding was stripped: {_CONVERT_AGAIN}"
+                expected = f"{shape}, the same for {MASTER} and states"
+                raise MismatchError(problem, path, expected, ref.shape, parameter=name, remedy=remedy)
+            tensor = dense_tensor(name, key, ref, file, shape)
+            is_divided = item.is_concatenated and name in local
+            self.tensors.add({(name, key): _divided(tensor, local[name], path) if is_divided else tensor})
+
+    def _local_shapes(self) -> dict[str, tuple[Shape, ...]]:
+        """The shape that each tensor-parallel rank lists of a parameter without a recorded layout."""
+        found: dict[str, tuple[Shape, ...]] = {}
+        for stage in self.grid.stages if self.grid.tp > 1 else ():
+            models = [self._ranks[rank][0] for rank in stage]
+            ranks = [dict(chain.from_iterable(model.param_shapes)) for model in models]
+            for name in ranks[0].keys() - self._models[0].stacked.keys():
+                if not models[0].declared.is_recorded(name) and all(name in rank for rank in ranks):
+                    found.setdefault(name, tuple(rank[name] for rank in ranks))
+        return found
+
+    def _add_module(self) -> None:
+        """Buffers and frozen parameters of the model-states files; each tensor-parallel rank has its own shard."""
+        tensors, notes = Tensors(), list[str]()
+        starts = [*accumulate(map(len, self._ranks), initial=0)]
+        for stage in self.grid.stages:
+            found = [module_tensors(self._ranks[rank], 0, self.parameters, starts[rank]) for rank in stage]
+            notes += chain.from_iterable(noted for _, noted in found)
+            for key in found[0][0]:
+                if all(key in mine for mine, _ in found):
+                    tensors.setdefault(key, shard_by_shard([mine[key] for mine, _ in found]))
+        self.tensors.add(tensors)
+        self.notes += dict.fromkeys(notes)
 
 
 def _refuse_wrong_data(model: ModelShard, optimizer: OptimizerFile) -> None:
@@ -136,77 +278,6 @@ def _refuse_wrong_data(model: ModelShard, optimizer: OptimizerFile) -> None:
     raise UnsupportedError(problem, model.path, expected, found, remedy=_LOAD_NATIVE)
 
 
-def _refuse_unlisted(first: ModelShard, states: States, parameters: Collection[str]) -> None:
-    """Refuse optimizer states that would be left out, since no model-states file lists their parameters.
-
-    Masters alone say nothing: the converter writes buffers and the other names of tied weights, too.
-    """
-    if unlisted := sorted(_stateful(states).difference(parameters)):
-        problem = "the model-states files of the universal checkpoint do not list all parameters that have states"
-        expected, names = "every parameter whose folder below zero has states, in param_shapes", shortened(unlisted)
-        raise DamagedError(problem, first.path, expected, "none of these", parameter=names, remedy=CONVERT_AGAIN)
-
-
-def _stateful(states: States) -> set[str]:
-    return {name for (name, key), item in states.items() if item.tensor is not None and key != MASTER}
-
-
-def _build_metadata(
-    found: CheckpointInfo, models: list[ModelShard], optimizer: OptimizerFile | None, states: States, grid: Grid
-) -> CheckpointMetadata:
-    first = models[0]
-    files = (SourceFile(state_path(found, *at), item.nbytes, records=item.records) for at, item in states.items())
-    builder = MetadataBuilder(found, [*models, *files])
-    builder.parameters = parameters = _parameters(models, optimizer, states, grid)
-    _refuse_unlisted(first, states, parameters)
-    local = _local_shapes(models, grid)
-    if optimizer is not None and optimizer.in_true_order:
-        local = {}
-    for file, ((name, key), item) in enumerate(states.items(), start=len(models)):
-        if (ref := item.tensor) is None or name not in parameters:
-            continue
-        shape, path = parameters[name].shape, state_path(found, name, key)
-        if ref.numel != math.prod(shape) or (len(ref.shape) > 1 and ref.shape != shape):  # from stage 3, it is flat
-            problem = f"{key} of this parameter does not have the shape that the model-states file lists"
-            remedy = f"files of two conversions are mixed, or vocabulary padding was stripped: {CONVERT_AGAIN}"
-            expected = f"{shape}, the same for {MASTER} and states"
-            raise MismatchError(problem, path, expected, ref.shape, parameter=name, remedy=remedy)
-        tensor = dense_tensor(name, key, ref, file, shape)
-        is_divided = item.is_concatenated and name in local
-        builder.tensors.add({(name, key): _divided(tensor, local[name], path) if is_divided else tensor})
-    whole, notes = _module_tensors(models, parameters, grid)
-    builder.tensors.add(whole)
-    builder.notes += notes if optimizer is not None else [*notes, _NO_OPTIMIZER_FILE]
-    declared = DeclaredSpecs(tuple(item.rule for item in states.values() if item.rule is not None))
-    declared = reduce(or_, (model.declared for model in models), declared)
-    most = max((saved.group for saved in parameters.values()), default=0) + 1
-    stage, groups = (1, ()) if optimizer is None else (optimizer.zero_stage, optimizer.groups)
-    metadata = builder.build(
-        first,
-        stage,
-        groups or ({},) * most,
-        # frozen ones of MoE layers are in the files of experts, which the converter leaves out
-        frozen_recorded=first.frozen_recorded or bool(first.features.experts and not first.stacked),
-        buffers_recorded=any(model.weights for model in models),
-        merged_from=grid.tp,
-        sequence=grid.sequence,
-    )
-    dp = len(models) // (grid.tp * grid.pp)
-    return replace(metadata, declared=declared, crc32s=weights_crc32s([models[rank * dp] for rank in grid.stages[0]]))
-
-
-def _local_shapes(models: Sequence[ModelShard], grid: Grid) -> dict[str, tuple[Shape, ...]]:
-    """The shape that each tensor-parallel rank lists of a parameter without a recorded layout; empty for one rank."""
-    dp = len(models) // (grid.tp * grid.pp)
-    found: dict[str, tuple[Shape, ...]] = {}
-    for stage in grid.stages if grid.tp > 1 else ():
-        ranks = [dict(chain.from_iterable(models[rank * dp].param_shapes)) for rank in stage]
-        for name in ranks[0].keys() - models[0].stacked.keys():
-            if not models[stage[0] * dp].declared.is_recorded(name) and all(name in rank for rank in ranks):
-                found.setdefault(name, tuple(rank[name] for rank in ranks))
-    return found
-
-
 def _divided(tensor: TensorMetadata, shapes: tuple[Shape, ...], path: str) -> TensorMetadata:
     """The shards that DeepSpeed's converter concatenated, whatever is fused in them; ``shapes`` by rank."""
     (chunk,) = tensor.chunks or (StorageChunk(FlatRange(0, 0), 0, 0),)
@@ -214,7 +285,7 @@ def _divided(tensor: TensorMetadata, shapes: tuple[Shape, ...], path: str) -> Te
     if len({shape[1:] for shape in (tensor.shape, *shapes)}) > 1 or sum(numels) != chunk.range.numel:
         problem = "DeepSpeed's converter concatenated the tensor-parallel shards of this parameter, but the shapes in "
         problem += "the model-states files do not add up to its tensor"
-        expected, remedy = " + ".join(map(str, shapes)), f"files of two conversions are mixed: {CONVERT_AGAIN}"
+        expected, remedy = " + ".join(map(str, shapes)), f"files of two conversions are mixed: {_CONVERT_AGAIN}"
         raise MismatchError(problem, path, expected, tensor.shape, parameter=tensor.name, remedy=remedy)
     starts = accumulate(numels, initial=0)
     offsets = (chunk.byte_offset + start * ITEMSIZE[tensor.dtype] for start in starts)
@@ -225,49 +296,81 @@ def _divided(tensor: TensorMetadata, shapes: tuple[Shape, ...], path: str) -> Te
     return replace(tensor, shape=shapes[0], sources=sources, shards=shapes)
 
 
-def _parameters(
-    models: Sequence[ModelShard], optimizer: OptimizerFile | None, states: States, grid: Grid
-) -> dict[str, SavedParameter]:
-    """The parameters of all pipeline stages, of the shapes in their files or, if flat (from stage 3), as listed."""
-    step_files: dict[str, dict[str, float]] = {}
-    for (name, key), item in states.items():
-        if item.scalar is not None:
-            step_files.setdefault(name, {})[key] = item.scalar
-    stateful = _stateful(states)
-    members = () if optimizer is None else optimizer.members
-    group_of = {flat: number for number, inside in enumerate(members) for flat in inside}
-    parameters: dict[str, SavedParameter] = {}
-    for model in models:
-        steps = float(int(model.counters["global_steps"]) - int(model.counters["skipped_steps"]))
-        for flat, named_shapes in enumerate(model.param_shapes):
-            for name, local in named_shapes:
-                counted = {"step": steps} if name in stateful else {}
-                shared = counted if optimizer is None else optimizer.scalars.get(flat, {})
-                scalars = {**shared, **step_files.get(name, {})}
-                master = states.get((name, MASTER))
-                saved = local if master is None or master.tensor is None else master.tensor.shape
-                shape = saved if len(saved) > 1 or len(local) == 1 else local
-                if grid.tp > 1 and len(shape) > 1 and len(saved) == 1:
-                    problem = "DeepSpeed's converter does not put together the shards of a tensor-parallel ZeRO-3 run"
-                    both = "tensors of the whole parameters", f"a flat tensor of {saved[0]} elements"
-                    raise UnsupportedError(problem, model.path, *both, parameter=name, remedy=_LOAD_NATIVE)
-                parameter = SavedParameter(shape, group_of.get(flat, flat), tuple(sorted(scalars.items())))
-                parameters.setdefault(name, parameter)
-    return parameters
+def index_state(file: PickledFile) -> StateFile:
+    """Read one parameter's file; a :class:`DamagedError` if it contains neither a dense tensor nor a number."""
+    folder, base = os.path.split(file.path)
+    is_parameters = isinstance(file.tree, dict) and "param" in file.tree
+    value = file.tree["param"] if is_parameters else file.tree
+    name, key = os.path.basename(folder), base.removesuffix(".pt")
+    if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
+        if not value.is_contiguous:
+            problem = f"{key} of this parameter was saved as a view that is not contiguous"
+            raise DamagedError(problem, file.path, parameter=name)
+        rule = _rule_of(name, file.tree)
+        is_concatenated = is_parameters and rule is None and file.tree.get("cat_dim") == 0
+        return StateFile(key, file.nbytes, value, None, rule, is_concatenated, file.records)
+    scalar = plain_numbers(file, {key: value})[key]
+    if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
+        problem, found = f"{key} of this parameter is neither a tensor nor a number", type(scalar).__name__
+        expected = "a tensor, or a dict with 'param'"
+        raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=_CONVERT_AGAIN)
+    return StateFile(key, file.nbytes, None, scalar)
 
 
-def _module_tensors(models: Sequence[ModelShard], trained: Iterable[str], grid: Grid) -> tuple[Tensors, list[str]]:
-    """Buffers and frozen parameters of the model-states files; each tensor-parallel rank has its own shard."""
-    dp = len(models) // (grid.tp * grid.pp)
-    tensors: Tensors = {}
-    notes: list[str] = []
-    for stage in grid.stages:
-        ranks = []
-        for rank in stage:
-            mine, noted = module_tensors(models[rank * dp : (rank + 1) * dp], 0, trained, first_file=rank * dp)
-            notes += noted
-            ranks.append(mine)
-        for key in ranks[0]:
-            if all(key in mine for mine in ranks):
-                tensors.setdefault(key, shard_by_shard([mine[key] for mine in ranks]))
-    return tensors, list(dict.fromkeys(notes))
+def _rule_of(name: str, tree: Any) -> ShardSpec | None:
+    """The rule that DeepSpeed's converter notes beside a tensor; its default, dimension 0, means nothing."""
+    if not isinstance(tree, dict):
+        return None
+    pattern = f"^{re.escape(name)}$"
+    if tree.get("vocab_tensor") or "vocab_divisibility_padding_tensor" in tree:
+        return ShardSpec(pattern=pattern, kind=VOCABULARY)
+    if isinstance(count := tree.get("param_n_sub_params"), int) and 0 < count <= _MOST_SUB_PARAMETERS:
+        return ShardSpec(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * count)
+    noted = tree.get("sub_param_shape")
+    dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
+    widths = shape[dim] if isinstance(shape, list | tuple) and isinstance(dim, int) and 0 <= dim < len(shape) else None
+    if isinstance(widths, list | tuple) and widths and all(isinstance(width, int) and width > 0 for width in widths):
+        parts = [width // math.gcd(*widths) for width in widths]
+        return ShardSpec(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=parts)
+    return ShardSpec(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
+
+
+def _index_optimizer(file: PickledFile) -> OptimizerFile:
+    """Read the optimizer's file."""
+    groups = file.section("param_groups")
+    states = file.tree.get("optimizer_state_dict", {}).get("state", {})
+    scalars = {int(flat): plain_numbers(file, values) for flat, values in _scalars(states).items()}
+    return OptimizerFile(
+        zero_stage=int(file.tree.get("zero_stage", 1)),
+        groups=read_groups(file, groups),
+        members=tuple(tuple(group["params"]) for group in groups),
+        scalars=scalars,
+        loss_scaler=file.tree.get("loss_scaler"),
+        overflow=bool(file.tree.get("overflow", False)),
+        in_true_order=file.tree.get(TRUE_ORDER) is True,
+    )
+
+
+def common_optimizer_state(file: PickledFile) -> dict[str, Any]:
+    """What of an optimizer's state belongs to no parameter, as a tree to save, with small tensors read.
+
+    ``file`` is ``*zero_pp_rank_0_mp_rank_00*_optim_states.pt``; :class:`DamagedError` if it has no optimizer state.
+    """
+    state = file.section("optimizer_state_dict")
+    kept = {key: value for key, value in state.items() if key not in _PARTITIONS}
+    is_stage3 = "fp32_flat_groups" in state
+    base = file.section("optimizer_state_dict", "optimizer_state_dict" if is_stage3 else "base_optimizer_state")
+    groups = base["param_groups"] if isinstance(base, dict) else []
+    kept["param_groups"] = groups
+    kept[TRUE_ORDER] = True
+    if is_stage3:
+        kept["optimizer_state_dict"] = {"state": _scalars(base["state"]), "param_groups": groups}
+    return dict(materialise(file, kept))
+
+
+def _scalars(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Each flat tensor's states without dimensions."""
+    return {
+        flat: {key: value for key, value in state.items() if not isinstance(value, TensorRef) or not value.shape}
+        for flat, state in states.items()
+    }

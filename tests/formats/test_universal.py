@@ -1,33 +1,122 @@
-"""Parameters of universal checkpoints."""
+"""Universal checkpoints: their files and who reads them, and the parameters in them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from elastic_ckpt.core.metadata import MASTER
+from benchmarks.played import PlayedJob
+from elastic_ckpt import distributed
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats.grid import Grid
-from elastic_ckpt.formats.torch_archive.tensors import TensorRef
-from elastic_ckpt.formats.universal import _parameters, _refuse_unlisted
-from elastic_ckpt.formats.universal_files import StateFile
-from tests.formats.test_grid import model
+from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
+from elastic_ckpt.formats.detect import look_at
+from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.universal import index_state
+from elastic_ckpt.load.metadata import read_checkpoint
+
+OPTIONS = MetadataOptions(with_client_state=False)
+STATES = ("exp_avg", "exp_avg_sq", "fp32")
+NAMES = [f"layers.{number}.weight" for number in range(40)]
 
 
-def test_without_an_optimizer_file_only_parameters_with_states_have_a_step() -> None:
-    shard = replace(model(["trained", "idle"]), counters={"global_steps": 5, "skipped_steps": 1})
-    ref = TensorRef("float32", (1,), (1,), 64)
-    named = [("trained", MASTER), ("trained", "exp_avg"), ("idle", MASTER)]
-    states = {at: StateFile(at[1], 99, ref, None) for at in named}
-    found = _parameters([shard], None, states, Grid(((0,),)))
-    assert {name: saved.scalars for name, saved in found.items()} == {"trained": (("step", 4.0),), "idle": ()}
+@pytest.fixture
+def found(tmp_path: Path) -> CheckpointInfo:
+    """A universal checkpoint in the form of ZeRO-1: four files for each of 40 parameters."""
+    folder = tmp_path / "tag"
+    folder.mkdir()
+    weights = {name: torch.full((3, 2), float(number)) for number, name in enumerate(NAMES)}
+    counters = {"global_steps": 7, "global_samples": 7, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
+    shapes = [{name: weight.shape for name, weight in weights.items()}]
+    model = {"module": weights, "buffer_names": [], "param_shapes": shapes, "lr_scheduler": None, **counters}
+    config = {"zero_optimization": {"stage": 1}}
+    torch.save({**model, "ds_config": config, "ds_version": "0.19.8"}, folder / "mp_rank_00_model_states.pt")
+    for name, weight in weights.items():
+        (folder / "zero" / name).mkdir(parents=True)
+        for key in STATES:
+            tree = {"param": weight + STATES.index(key) * (key != "fp32"), "cat_dim": 0}
+            torch.save(tree, folder / "zero" / name / f"{key}.pt")
+        torch.save(torch.tensor(7.0), folder / "zero" / name / "step.pt")
+    group = {"lr": 0.1, "params": [0]}
+    torch.save({"zero_stage": 1, "param_groups": [group]}, folder / "zero" / "optimizer_state.pt")
+    located = look_at(str(tmp_path), "tag")
+    assert located is not None and located.format == "universal"
+    return located
 
 
-def test_states_that_no_model_states_file_lists_are_refused_and_buffers_are_not() -> None:
-    ref = TensorRef("float32", (1,), (1,), 64)
-    named = [("trained", MASTER), ("trained", "exp_avg"), ("a buffer", MASTER)]
-    states = {at: StateFile(at[1], 99, ref, None) for at in named}
-    _refuse_unlisted(model(["trained"]), states, {"trained"})
-    with pytest.raises(DamagedError, match="do not list all parameters"):
-        _refuse_unlisted(model([]), states, set())
+def played(found: CheckpointInfo, ranks: int) -> tuple[list[Checkpoint], PlayedJob, dict[int, list[str]]]:
+    """What each rank has read, the job, and the folders that each rank listed."""
+    job, listed = PlayedJob(ranks), dict[int, list[str]]()
+
+    def noted(real: Callable[[str], Any]) -> Callable[[str], Any]:
+        def note(path: str) -> Any:
+            listed.setdefault(distributed.rank(), []).append(str(path))
+            return real(path)
+
+        return note
+
+    with mock.patch("os.scandir", noted(os.scandir)), mock.patch("os.listdir", noted(os.listdir)):
+        return job.run_all(lambda: read_checkpoint(found, OPTIONS)), job, listed
+
+
+def test_each_rank_lists_and_opens_its_share_of_the_files_and_all_know_the_same(found: CheckpointInfo) -> None:
+    alone = read_checkpoint(found, OPTIONS)
+    assert alone.files_opened == 2 + 4 * len(NAMES)
+    everybody, _, listed = played(found, 8)
+    assert all(each.metadata == alone.metadata for each in everybody)
+    assert sum(each.files_opened for each in everybody) == alone.files_opened
+    assert max(each.files_opened for each in everybody) <= 4 * len(NAMES) // 8 + 4
+    folders = sorted(path for paths in listed.values() for path in paths)
+    assert folders == sorted([found.path("zero"), *(found.path(f"zero/{name}") for name in NAMES)])
+    assert max(len(paths) for rank, paths in listed.items() if rank) <= len(NAMES) // 8 + 1
+
+
+def test_a_parameter_costs_few_bytes_of_a_message(found: CheckpointInfo) -> None:
+    _, job, _ = played(found, 4)
+    shares = job.rounds[1]
+    assert sum(map(len, shares)) < 240 * len(NAMES)
+
+
+def test_what_is_sent_of_a_file_is_all_that_is_known_of_it(found: CheckpointInfo) -> None:
+    name = NAMES[3]
+    files = [index_state(open_pickled(found.path(f"zero/{name}/{key}.pt"))) for key in (*STATES, "step")]
+    assert pickle.loads(pickle.dumps(files)) == files
+    assert all(len(file.records.crc32s) == 1 for file in files[:3])
+
+
+def test_a_folder_that_another_rank_cannot_see_is_named_on_all(found: CheckpointInfo) -> None:
+    os.rename(found.path(f"zero/{NAMES[5]}"), found.path("zero/elsewhere"))
+    listing = [NAMES[5] if name == "elsewhere" else name for name in sorted(os.listdir(found.path("zero")))]
+    names = [name for name in listing if not name.endswith(".pt")]
+    with mock.patch("elastic_ckpt.formats.universal.list_parameters", lambda _: (True, names)):
+        job = PlayedJob(3)
+        with pytest.raises(
+            DamagedError, match=r"(?s)a folder of the checkpoint is missing.*layers\.5\.weight.*all nodes share"
+        ):
+            job.run_all(lambda: read_checkpoint(found, OPTIONS))
+
+
+def test_without_an_optimizer_file_only_parameters_with_states_have_a_step(found: CheckpointInfo) -> None:
+    os.remove(found.path("zero/optimizer_state.pt"))
+    trained, idle = (found.path(f"zero/{name}") for name in NAMES[:2])
+    for path in (f"{trained}/step.pt", *(f"{idle}/{key}.pt" for key in ("exp_avg", "exp_avg_sq", "step"))):
+        os.remove(path)
+    metadata = read_checkpoint(found, OPTIONS).metadata
+    assert [metadata.parameters[name].scalars for name in NAMES[:2]] == [(("step", 7.0),), ()]
+    assert any("no zero/optimizer_state.pt" in note for note in metadata.notes)
+
+
+def test_states_that_no_model_states_file_lists_are_refused_and_buffers_are_not(found: CheckpointInfo) -> None:
+    folder = found.path("zero/a buffer")
+    os.mkdir(folder)
+    torch.save({"param": torch.ones(2)}, f"{folder}/fp32.pt")
+    assert "a buffer" not in read_checkpoint(found, OPTIONS).metadata.parameters
+    torch.save({"param": torch.ones(2)}, f"{folder}/exp_avg.pt")
+    with pytest.raises(DamagedError, match=r"(?s)do not list all parameters.*a buffer"):
+        read_checkpoint(found, OPTIONS)

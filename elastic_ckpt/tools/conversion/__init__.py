@@ -32,7 +32,7 @@ from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.calls import MEMBER, NEW, Call, Global
-from elastic_ckpt.formats.universal_files import common_optimizer_state
+from elastic_ckpt.formats.universal import common_optimizer_state
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
