@@ -32,9 +32,8 @@ from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
 #: Before torch 2.6, DCP saves alone where there is no process group.
 _ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
-_DECOUPLED = "decoupled_weight_decay"
-#: Hyperparameters that Adam has, DeepSpeed's or torch's; and those of optimizers that have these too.
-_ADAMS, _OTHERS = frozenset({"bias_correction", "amsgrad"}), frozenset({"max_coeff", "use_muon"})
+#: Hyperparameters of optimizers with those of Adam that are none: LAMB and Muon.
+_OTHERS = frozenset({"max_coeff", "use_muon"})
 _WITHOUT_HYPERPARAMETERS = "export its weights, or convert it to a universal checkpoint"
 
 
@@ -49,7 +48,7 @@ def convert_to_dcp(opened: Opened, target: Path, progress: bool | None = None) -
     for number, group in enumerate(metadata.groups):
         names = (name for name, saved in metadata.parameters.items() if saved.group == number)
         refuse_left_in_file(group, names, opened.found.folder, _WITHOUT_HYPERPARAMETERS)
-    reader, decoupled = LogicalReader(metadata, opened.config), _is_decoupled(opened)
+    reader, adamw = LogicalReader(metadata, opened.config), _adamw_of(opened)
     tensors = {path: tensor for tensor in reader.tensors.values() for path in _paths_of(tensor, metadata)}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with (
@@ -58,12 +57,12 @@ def convert_to_dcp(opened: Opened, target: Path, progress: bool | None = None) -
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of a save without a process group
-        notes = (*metadata.notes, *reader.notes, *reader.compare_copies(), *_notes_on(metadata, decoupled))
+        notes = (*metadata.notes, *reader.notes, *reader.compare_copies(), *_notes_on(metadata, adamw))
         planner = _Planner(tensors, reader, bar.update)
         # without copying ahead, DCP writes each tensor before it asks for the next; other threads would lose errors
         writer = dcp.FileSystemWriter(place, thread_count=1, sync_files=False, per_thread_copy_ahead=0)
         try:
-            state_dict = _state_dict(tensors, metadata, decoupled)
+            state_dict = _state_dict(tensors, metadata, adamw)
             written = dcp.save(state_dict, storage_writer=writer, planner=planner, **_ALONE)
         except CheckpointException as error:  # which is no Exception
             raise next(iter(error.failures.values()))[0] from error
@@ -81,7 +80,7 @@ def _paths_of(tensor: LogicalTensor, metadata: CheckpointMetadata) -> Iterator[t
 
 
 def _state_dict(
-    tensors: Mapping[tuple[str, ...], LogicalTensor], metadata: CheckpointMetadata, decoupled: bool | None
+    tensors: Mapping[tuple[str, ...], LogicalTensor], metadata: CheckpointMetadata, adamw: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state dict, its large tensors without memory."""
     names: list[list[str]] = [[] for _ in metadata.groups]
@@ -92,7 +91,7 @@ def _state_dict(
             is_number = key == "step" and not isinstance(value, torch.Tensor)  # torch counts steps in float32
             states.setdefault(name, {})[key] = torch.tensor(value, dtype=torch.float32) if is_number else value
     groups = [
-        {**_defaults(values, metadata, decoupled), **plain(common(values)), "params": members}
+        {**_lacking(values, adamw), **plain(common(values)), "params": members}
         for values, members in zip(metadata.groups, names, strict=True)
     ]
     tree: dict[str, Any] = {"model": {}, "optim": {"state": states, "param_groups": groups}}
@@ -104,46 +103,37 @@ def _state_dict(
     return tree
 
 
-def _is_decoupled(opened: Opened) -> bool | None:
-    """Whether weight decay is AdamW's, by DeepSpeed's saved config, since its groups do not say; ``None``: unknown."""
+def _adamw_of(opened: Opened) -> dict[str, Any]:
+    """Hyperparameters of torch's AdamW where DeepSpeed's saved config names its Adam, whose groups lack some.
+
+    Empty for an optimizer that the script made: no file says whether its weight decay is AdamW's.
+    """
     if opened.found.foreign:
-        return None
+        return {}
     section = config_section(open_file(opened.checkpoint.model_path, opened.config.trust_pickle), "optimizer")
     kind, given = str(section.get("type", "")).lower(), section.get("params")
     mode = given.get("adam_w_mode", True) if isinstance(given, Mapping) else True
-    return {"adamw": True, "adam": bool(mode)}.get(kind)  # as DeepSpeedEngine._configure_basic_optimizer decides
+    decoupled = {"adamw": True, "adam": bool(mode)}.get(kind)  # as DeepSpeedEngine._configure_basic_optimizer decides
+    defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
+    return {} if decoupled is None else {**defaults, "decoupled_weight_decay": decoupled}
 
 
-def _defaults(values: Mapping[str, Any], metadata: CheckpointMetadata, decoupled: bool | None) -> dict[str, Any]:
-    """What torch's AdamW has beside the hyperparameters of another Adam's group; nothing for other optimizers."""
-    has_states = "exp_avg_sq" in metadata.state_keys and {"betas", "eps"} <= values.keys()
-    if not has_states or not _ADAMS & values.keys() or _OTHERS & values.keys():
-        return {}
-    added = {key: value for key, value in torch.optim.AdamW([torch.zeros(1)]).defaults.items() if key not in values}
-    if _DECOUPLED in added and decoupled is not None:
-        added[_DECOUPLED] = decoupled
-    elif values.get("weight_decay"):  # without decay, it has no effect
-        added.pop(_DECOUPLED, None)
-    return added
+def _lacking(values: Mapping[str, Any], adamw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a param group of Adam lacks of ``adamw``; nothing for other optimizers."""
+    is_adam = {"betas", "eps"} <= values.keys() and _OTHERS.isdisjoint(values)
+    return {key: value for key, value in adamw.items() if key not in values} if is_adam else {}
 
 
-def _notes_on(metadata: CheckpointMetadata, decoupled: bool | None) -> Iterator[str]:
+def _notes_on(metadata: CheckpointMetadata, adamw: Mapping[str, Any]) -> Iterator[str]:
     yield "lr scheduler, counters and client state have no place in this layout, and are left out"
     if own := differing([*(dict(one.scalars) for one in metadata.parameters.values()), *metadata.groups]):
         yield f"left out, since each rank has its own: {listed(own)}"
-    added = [_defaults(values, metadata, decoupled) for values in metadata.groups]
-    if keys := set().union(*added) - {_DECOUPLED}:
-        yield f"hyperparameters that the checkpoint lacks are those of torch.optim.AdamW: {listed(keys)}"
-    unknown = [
-        str(number)
-        for number, (values, more) in enumerate(zip(metadata.groups, added, strict=True))
-        if more and values.get("weight_decay") and _DECOUPLED not in {**more, **values}
-    ]
-    if unknown:
-        yield (
-            f"no file records whether weight decay of param groups {listed(unknown)} is decoupled (AdamW) or L2: "
-            f"{_DECOUPLED} is left out, and dcp.load keeps the live optimizer's if allow_partial_load is set"
-        )
+    known = adamw or torch.optim.AdamW([torch.zeros(1)]).defaults
+    if keys := set().union(*(_lacking(values, known) for values in metadata.groups)):
+        if adamw:
+            yield f"hyperparameters that the checkpoint lacks are those of torch.optim.AdamW: {listed(keys)}"
+        else:
+            yield f"left out, since no file records them (dcp.load needs allow_partial_load): {listed(keys)}"
     if any(values.get("bias_correction") is False for values in metadata.groups):
         yield "bias_correction is False, which torch.optim's Adam cannot express: it corrects the bias"
     stateful = {name for name, key in metadata.tensors if key in metadata.state_keys}
