@@ -189,8 +189,8 @@ class _Builder(MetadataBuilder):
             number = len(groups) - 1 if isinstance(key, int) else groups.index(values)
             members |= dict.fromkeys(names, number)
         stateful = [name for name, _ in self._entries.states if name not in members]
-        alone = [self._common.groups[0]] if self._common.is_one_group else [{}] * bool(stateful)
-        return members | dict.fromkeys(stateful, len(groups)), groups + alone
+        alone = self._common.groups if len(self._common.groups) == 1 else [{}] * bool(stateful)
+        return members | dict.fromkeys(stateful, len(groups)), [*groups, *alone]
 
     def _tensor(self, name: str, key: str, entry: str, has_own_shape: bool = False) -> TensorMetadata:
         dtype, shape = self._contents.tensors[entry]
@@ -230,5 +230,5 @@ class _Builder(MetadataBuilder):
         yield from (f"{what}: {listed(names)}" for what, names in lists.items() if names)
         if not self._scalars:
             yield "no optimizer's step is recorded: the counters start from zero"
-        if self._common.groups and not self._common.is_one_group:
+        if len(self._common.groups) > 1:
             yield "common.pt does not record the members of its param groups, whose hyperparameters are not restored"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,20 +49,13 @@ GroupKey = tuple[Path, int | str]
 
 @dataclass(frozen=True)
 class Entries:
-    """The entries of a folder by what they are.
+    """The entries of a folder by what they are."""
 
-    Attributes:
-        weights, states: FQN, or FQN and key of the state -> entry.
-        groups: param group -> hyperparameter -> entry.
-        others: entries of neither model nor optimizer.
-        opaque: states of unknown layout: key -> description.
-    """
-
-    weights: Mapping[str, str]
-    states: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    groups: Mapping[GroupKey, Mapping[str, str]] = field(default_factory=dict)
-    others: tuple[str, ...] = ()
-    opaque: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, str]  # by FQN
+    states: Mapping[tuple[str, str], str] = field(default_factory=dict)  # by FQN and key of the state
+    groups: Mapping[GroupKey, Mapping[str, str]] = field(default_factory=dict)  # by hyperparameter
+    others: tuple[str, ...] = ()  # of neither model nor optimizer
+    opaque: Mapping[str, str] = field(default_factory=dict)  # states of unknown layout: key -> description
 
 
 def sort_entries(contents: DcpContents, folder: str, with_states: bool = True) -> Entries:
@@ -173,12 +166,11 @@ def _model(
     else:
         called = [root for root in dicts if root and root[-1] in _MODEL_KEYS]
         fitting = list(dicts) if len(dicts) == 1 else called
-    if fitting:
-        _refuse_copies(contents, dicts, fitting, folder)
-    if len(fitting) != 1:
+    if not fitting:
         if trained and all(name.isdecimal() for name in trained):
             raise _unknown_layout(folder, "an optimizer whose parameters are numbered", WITHOUT_STATES)
         raise _unknown_layout(folder, f"tensors under {_shown(dicts)}" if dicts else "no tensors")
+    _refuse_copies(contents, dicts, fitting, folder)
     return dicts[fitting[0]]
 
 
@@ -190,7 +182,11 @@ def _refuse_copies(
     The optimizer's names do not tell: a wrapped model (``torch.compile``) has others than its average, which has them.
     """
     model = fitting[0]
-    arrays = {root: _arrays(contents, names) for root, names in dicts.items()}
+    arrays: dict[Path, dict[str, Shape]] = {root: {} for root in dicts}
+    for root, entries in dicts.items():
+        for name, entry in entries.items():
+            if (shape := contents.tensors[entry][1]) and type(contents.paths[entry][-1]) is str:  # no item of a list
+                arrays[root][_WRAPPER.sub("", name)] = shape
     names, shapes = arrays[model].keys(), sorted(arrays[model].values())
 
     def is_copy(other: Mapping[str, Shape]) -> bool:  # or of the parameters alone
@@ -208,14 +204,6 @@ def _refuse_copies(
         found = f"tensors of the same names or shapes under {_shown([model, *copies])}"
         remedy = "dcp.load of {'model': ..., 'optim': ...} without averages of the model, then dcp.save"
         raise UnsupportedError(problem, folder, expected, found, remedy=remedy)
-
-
-def _arrays(contents: DcpContents, names: Mapping[str, str]) -> dict[str, Shape]:
-    """Shapes by name, without what wrappers add to it; not of numbers and items of lists, which no module names."""
-    places = {
-        name: contents.tensors[entry][1] for name, entry in names.items() if type(contents.paths[entry][-1]) is str
-    }
-    return {_WRAPPER.sub("", name): shape for name, shape in places.items() if shape}
 
 
 def _shown(roots: Iterable[Path]) -> str:
@@ -241,25 +229,14 @@ def _unknown_layout(folder: str, found: str, remedy: str = "") -> UnsupportedErr
 
 @dataclass(frozen=True)
 class Common:
-    """What of ``common.pt`` has a meaning here.
+    """What of ``common.pt`` has a meaning here."""
 
-    Attributes:
-        groups: hyperparameters of the param groups, whose members are not recorded.
-        step: the optimizer's step, one for all parameters.
-        iteration, samples, run, others: of the training loop; Megatron's arguments; all but the optimizer's.
-    """
-
-    groups: tuple[Mapping[str, Any], ...] = ()
-    step: float | None = None
+    groups: Sequence[Mapping[str, Any]] = ()  # distinct ones, whose members are not recorded
+    step: float | None = None  # the optimizer's, one for all parameters
     iteration: int | None = None
     samples: int | None = None
-    run: Mapping[str, Any] = field(default_factory=dict)
-    others: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_one_group(self) -> bool:
-        """Whether all parameters have the same hyperparameters."""
-        return bool(self.groups) and all(group == self.groups[0] for group in self.groups)
+    run: Mapping[str, Any] = field(default_factory=dict)  # Megatron's arguments
+    others: Mapping[str, Any] = field(default_factory=dict)  # all entries but the optimizer's
 
 
 def read_common(folder: str, trust_pickle: bool) -> Common | None:
@@ -274,12 +251,16 @@ def read_common(folder: str, trust_pickle: bool) -> Common | None:
         chained = list(optimizer.values()) if set(map(type, optimizer)) == {int} else [optimizer]
         parts = [part.get("optimizer", part) for part in chained]  # of mixed precision
         groups = [group for part in parts for group in part.get("param_groups", ())]
+        distinct: list[dict[str, Any]] = []
+        for group in groups:
+            values = {key: value for key, value in group.items() if key not in ("params", "step")}
+            distinct += [values] * (values not in distinct)
         steps = [part["state"]["common_step"] for part in parts if "common_step" in part.get("state", {})]
         steps += [group["step"] for group in groups if "step" in group]  # as the distributed optimizer keeps it
         run = vars(others["args"]) if isinstance(others.get("args"), Namespace) else {}
         iteration, samples = others.get("iteration"), run.get("consumed_train_samples")
         return Common(
-            tuple({key: value for key, value in group.items() if key not in ("params", "step")} for group in groups),
+            distinct,
             max(map(float, steps), default=None),
             iteration if isinstance(iteration, int) else None,
             samples if isinstance(samples, int) else None,

@@ -39,33 +39,23 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """A ``torch.save`` archive within a file: a chunk of a tensor, or an object where ``sizes`` is ``None``.
+    """A ``torch.save`` archive within a file: a chunk of a tensor, or an object."""
 
-    ``name`` is the entry's; ``start`` and ``nbytes`` locate the archive, ``offsets`` the chunk in the tensor.
-    """
-
-    name: str
-    start: int
+    name: str  # of the entry
+    start: int  # of the archive in the file
     nbytes: int
-    offsets: Shape = ()
-    sizes: Shape | None = None
+    offsets: Shape = ()  # of the chunk in the tensor
+    sizes: Shape | None = None  # ``None``: an object
 
 
 @dataclass(frozen=True)
 class DcpContents:
-    """What ``.metadata`` lists.
+    """What ``.metadata`` lists."""
 
-    Attributes:
-        tensors: tensor entry -> dtype and shape.
-        paths: entry -> its path in the state dict; the flat name alone if that was not recorded.
-        files: file name -> its items, by their places.
-        written_at: when ``.metadata`` was written, which every save does last; seconds since 1970.
-    """
-
-    tensors: Mapping[str, tuple[str, Shape]]
-    paths: Mapping[str, Path]
-    files: Mapping[str, tuple[StoredItem, ...]]
-    written_at: float = 0.0
+    tensors: Mapping[str, tuple[str, Shape]]  # entry -> dtype and shape
+    paths: Mapping[str, Path]  # entry -> its path in the state dict; the flat name alone if that was not recorded
+    files: Mapping[str, tuple[StoredItem, ...]]  # file name -> its items, by their places
+    written_at: float = 0.0  # when ``.metadata`` was written, which every save does last; seconds since 1970
 
 
 @dataclass(frozen=True)

@@ -153,10 +153,10 @@ def test_optimizers_in_a_chain_and_of_mixed_precision_have_their_step_inside(tmp
     for optimizer in ({"optimizer": inner, "grad_scaler": {}}, {0: {"optimizer": inner}, 1: {"optimizer": inner}}):
         torch.save({"optimizer": optimizer}, tmp_path / "common.pt")
         common = read_common(str(tmp_path), trust_pickle=False)
-        assert common is not None and common.step == 7.0 and set(map(str, common.groups)) == {str(GROUP)}
+        assert common is not None and common.step == 7.0 and list(map(str, common.groups)) == [str(GROUP)]
     torch.save({"iteration": 3}, tmp_path / "common.pt")
     common = read_common(str(tmp_path), trust_pickle=False)
-    assert common is not None and (common.step, common.groups, common.iteration) == (None, (), 3)
+    assert common is not None and (common.step, common.groups, common.iteration) == (None, [], 3)
 
 
 def test_hyperparameters_in_the_common_file_are_plain_data(tmp_path: Path) -> None:
