@@ -10,6 +10,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +90,7 @@ class TrainingStateCommit:
         self._own_schedulers = {key: each for key, each in own.items() if saved.checkpoint.get(key) is not None}
         #: Whether :meth:`load_schedulers` has any to load.
         self.runs_code = self.loads_scheduler or bool(self._own_schedulers)
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         scale, changes = loss_scale_changes(engine, saved, wanted=restores_states(arguments))
         self._changes: list[Change] = [*self._counters(), *changes]
         self.outcomes = scale if arguments.load_module_only else [Outcome("counters", "restored"), *scale]
@@ -108,7 +109,9 @@ class TrainingStateCommit:
         """
         self.outcomes[:0] = self._load_lr_scheduler(plan)
         for key, own in self._own_schedulers.items():
-            self._undo.append(_restoring(own))
+            before = {key: each.copy() if isinstance(each, (dict, list)) else each for key, each in vars(own).items()}
+            self._undo.callback(vars(own).update, before)
+            self._undo.callback(np.random.set_state, np.random.get_state())  # which the sampler sets
             own.load_state_dict(copy.deepcopy(self._saved.checkpoint[key]))
 
     def _load_lr_scheduler(self, plan: LoadPlan) -> list[Outcome]:
@@ -121,7 +124,7 @@ class TrainingStateCommit:
         groups = self._engine.optimizer.param_groups
         before, undo = _kept(scheduler, groups)
         state = fit_scheduler(copy.deepcopy(saved), before, plan.group_sources, plan.saved_groups)
-        self._undo.append(undo)
+        self._undo.callback(undo)
         scheduler.load_state_dict(state)
         why = "" if plan.saved_groups else "by the order of param groups, which the checkpoint does not record"
         outcomes = [Outcome("lr scheduler", "restored", (), why)]
@@ -133,8 +136,7 @@ class TrainingStateCommit:
 
     def undo_schedulers(self) -> None:
         """Undo :meth:`load_schedulers`, because a rank failed."""
-        for undo in reversed(self._undo):
-            undo()
+        self._undo.close()
 
     def finish(self) -> None:
         """Set counters and loss scaler; cannot fail."""
@@ -179,18 +181,6 @@ def _own_schedulers(engine: Any) -> dict[str, Any]:
     if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
         found["data_sampler"] = engine.training_dataloader.data_sampler
     return found
-
-
-def _restoring(own: Any) -> Callable[[], None]:
-    """What gives one of DeepSpeed's schedulers, and numpy's generator that the sampler sets, their state back."""
-    before = {key: value.copy() if isinstance(value, (dict, list)) else value for key, value in vars(own).items()}
-    random = np.random.get_state()
-
-    def restore() -> None:
-        vars(own).update(before)
-        np.random.set_state(random)
-
-    return restore
 
 
 def _kept(scheduler: Any, groups: Sequence[dict[str, Any]]) -> tuple[Any, Callable[[], None]]:

@@ -74,11 +74,8 @@ def refuse_older() -> None:
     for requirement in REQUIREMENTS:
         found = requirement.found
         if found is None or requirement.compare(found) < 0:
-            name, remedy = requirement.name, f"install {requirement.name} {requirement.oldest} or newer"
-            problem, found = (
-                f"this version of {name} is too old for elastic_ckpt",
-                f"{name} {found or '(not installed)'}",
-            )
+            name, problem = requirement.name, f"this version of {requirement.name} is too old for elastic_ckpt"
+            found, remedy = f"{name} {found or '(not installed)'}", f"install {name} {requirement.oldest} or newer"
             raise UnsupportedError(problem, expected=requirement, found=found, remedy=remedy)
 
 

@@ -19,7 +19,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -89,18 +89,11 @@ def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any
         _refuse_other_paths(engine, numel)
     with _aligned_to(numel):
         made = original(engine, optimizer)
-    if not numel:
-        _check_parameters(made, 0)
-        return made
-    setattr(made, _ATTRIBUTE, numel)
-    _aligned.add(made)
-    with distributed.agree("align the partitions"):
-        _check_parameters(made, numel)
-        flats = getattr(made, "fp32_groups_flat_partition", ())
-        for number, flat in enumerate(getattr(made, "single_partition_of_fp32_groups", flats)):
-            if flat.numel() % numel:
-                expected = f"a partition of a multiple of {numel} elements"
-                raise _not_reached(f"param group {number}", expected, flat.numel())
+    if numel:
+        setattr(made, _ATTRIBUTE, numel)
+        _aligned.add(made)
+    with distributed.agree("align the partitions") if numel else nullcontext():
+        _check_partitions(made, numel)
     return made
 
 
@@ -122,26 +115,28 @@ def _refuse_other_paths(engine: Any, numel: int) -> None:
             raise ConfigError(problem, expected=expected, found=found)
 
 
-def _check_parameters(optimizer: Any, numel: int) -> None:
+def _check_partitions(optimizer: Any, numel: int) -> None:
     """Refuse different options of engine and ``deepspeed.zero.Init``: training would be wrong (:class:`ConfigError`).
 
     ZeRO-3 cuts gradients by the engine's option, parameters by that of ``Init``.
     """
-    for param in (param for group in getattr(optimizer, "fp16_groups", ()) for param in group):
-        if not hasattr(param, "ds_process_group"):
-            return
-        world_size = dist.get_world_size(param.ds_process_group)
-        expected = per_parameter_numel(param.ds_numel, world_size, numel or 1)
-        if param.ds_tensor.ds_numel != expected:
+    flats = getattr(optimizer, "single_partition_of_fp32_groups", getattr(optimizer, "fp32_groups_flat_partition", ()))
+    other = [
+        (f"param group {number}", f"a partition of a multiple of {numel} elements", flat.numel())
+        for number, flat in enumerate(flats if numel else ())
+        if flat.numel() % numel
+    ]
+    params = (param for group in getattr(optimizer, "fp16_groups", ()) for param in group)
+    for param in (param for param in params if hasattr(param, "ds_process_group")):
+        size = per_parameter_numel(param.ds_numel, dist.get_world_size(param.ds_process_group), numel or 1)
+        if param.ds_tensor.ds_numel != size:
             what = f"parameter {param.ds_id} of shape {tuple(param.ds_shape)}"
-            raise _not_reached(what, f"a partition of {expected} elements", param.ds_tensor.ds_numel)
-
-
-def _not_reached(what: str, expected: str, found: Any) -> ConfigError:
-    problem = '"align_partitions" of the engine is not what the model was partitioned with'
-    remedy = "call elastic_ckpt.install() first, and give deepspeed.zero.Init the engine's config: "
-    remedy += "zero.Init(config_dict_or_path=ds_config)"
-    return ConfigError(problem, parameter=what, expected=expected, found=found, remedy=remedy)
+            other.append((what, f"a partition of {size} elements", param.ds_tensor.ds_numel))
+    for what, expected, found in other:
+        problem = '"align_partitions" of the engine is not what the model was partitioned with'
+        remedy = "call elastic_ckpt.install() first, and give deepspeed.zero.Init the engine's config: "
+        remedy += "zero.Init(config_dict_or_path=ds_config)"
+        raise ConfigError(problem, parameter=what, expected=expected, found=found, remedy=remedy)
 
 
 def _flatten(original: Callable[..., Any], optimizer: Any, tensors: Any, alignment: int, *args: Any, **kw: Any) -> Any:
@@ -161,8 +156,7 @@ def _init(original: Callable[..., Any], init: Any, *args: Any, **kwargs: Any) ->
 
 
 def _padding_size(original: Callable[..., Any], init: Any, param: Any) -> int:
-    numel = getattr(init, _ATTRIBUTE, 0)
-    if not numel:
+    if not (numel := getattr(init, _ATTRIBUTE, 0)):
         return int(original(init, param))
     world_size = dist.get_world_size(param.ds_process_group)
     return per_parameter_numel(param.ds_numel, world_size, numel) * world_size - int(param.ds_numel)
