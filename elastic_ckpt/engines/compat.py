@@ -204,9 +204,17 @@ def record_counts(engine: Any) -> None:
     config = getattr(engine, "config", None)
     if not has_optimizer(engine) or not isinstance(config, dict):
         return
-    scaler = loss_scaler(engine)
+    base, scaler = base_optimizer(engine), loss_scaler(engine)
+    # some keep entries of no parameter, which are numbers or tensors
+    states = [state for state in getattr(base, "state", {}).values() if isinstance(state, dict) and state]
+    counted = [each["step"] for each in states if "step" in each]
+    counted = counted or [group["step"] for group in base.param_groups if "step" in group]
+    if not states and not counted and any("betas" in group for group in base.param_groups):
+        counted = [0]
+    numbers = (each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each for each in counted)
+    steps = {int(number) for number in numbers if isinstance(number, (int, float)) and math.isfinite(number)}
     new = {"step": {int(type(engine.optimizer).__name__ in _STEP_WHEN_BUILT)}, "cur_iter": {0}}
-    ahead = {"step": {step - engine.global_steps + engine.skipped_steps for step in _counted_steps(engine)}}
+    ahead = {"step": {step - engine.global_steps + engine.skipped_steps for step in steps}}
     if is_dynamic(scaler):
         ahead["cur_iter"] = {scaler.cur_iter - engine.global_steps}
     recorded = {key: sorted(counts) for key, counts in ahead.items() if counts and counts != new[key]}
@@ -218,19 +226,6 @@ def record_counts(engine: Any) -> None:
 def is_dynamic(scaler: Any) -> bool:
     """Whether a loss scaler of any class adapts its scale."""
     return getattr(scaler, "dynamic_loss_scale", False) or getattr(scaler, "dynamic", False)
-
-
-def _counted_steps(engine: Any) -> set[int]:
-    """The steps that an optimizer has counted, by state or else by param group; empty if it does not count."""
-    base = base_optimizer(engine)
-    # some keep entries of no parameter, which are numbers or tensors
-    states = [state for state in getattr(base, "state", {}).values() if isinstance(state, dict) and state]
-    counted = [each["step"] for each in states if "step" in each]
-    counted = counted or [group["step"] for group in base.param_groups if "step" in group]
-    if not states and not counted and any("betas" in group for group in base.param_groups):
-        return {0}
-    numbers = (each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each for each in counted)
-    return {int(number) for number in numbers if isinstance(number, (int, float)) and math.isfinite(number)}
 
 
 def zero_param_shapes(engine: Any) -> Sequence[Mapping[str, Any]]:

@@ -226,11 +226,12 @@ class BitsAndBytesSchema(StateSchema):
     """States of a live bitsandbytes optimizer. All its Adam and AdamW classes decouple weight decay."""
 
     def __init__(self, base: Any) -> None:
-        super().__init__(base, family="adam" if getattr(base, "optimizer_name", None) == "adam" else None)
+        family = "adam" if getattr(base, "optimizer_name", None) == "adam" else None
+        super().__init__(base, self._made, step=INT, family=family, wide=True)
         self.decoupled = True
         self._codebooks: dict[str, Codebook] = {}
 
-    def states(self, param: OptimizerParam) -> tuple[LiveState, ...] | None:
+    def _made(self, _: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
         master = param.master
         shape = (param.numel,) if master.dim() == 1 else tuple(master.shape)
         probe, made = self._probe(torch.empty(shape, device="meta", dtype=master.dtype), param)
@@ -250,12 +251,6 @@ class BitsAndBytesSchema(StateSchema):
             for key, value in made.items()
             if isinstance(value, torch.Tensor) and key not in companions
         )
-
-    def scalars(self, param: OptimizerParam) -> tuple[str, ...] | None:
-        return ("step",)
-
-    def set_scalars(self, param: OptimizerParam, values: Mapping[str, Any]) -> None:
-        self._base.state[param.master]["step"] = int(values["step"])
 
     def _live_state(self, key: str, made: dict[str, Any], param: OptimizerParam, quantized: bool) -> LiveState:
         value, dtype = made[key], dtype_name(made[key])
