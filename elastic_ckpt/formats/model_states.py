@@ -220,6 +220,16 @@ def refuse_old(file: PickledFile, signs: Sequence[str]) -> None:
         raise UnsupportedError(problem, file.path, "files of 0.6.2 or later", ", ".join(signs), remedy=remedy)
 
 
+def refuse_own_kind(file: PickledFile, state: Any) -> None:
+    """Refuse the state dict of an optimizer that has nothing of torch's, nor of what DeepSpeed wraps around it."""
+    of_optimizers = {"state", "param_groups", "optimizer_state_dict", "base_optimizer_state"}
+    if isinstance(state, Mapping) and len(state) > 1 and state.keys().isdisjoint(of_optimizers):
+        problem = "the saved optimizer has a state dict of its own kind, which is not supported"
+        expected = "'state' and 'param_groups', as torch's optimizers have them"
+        remedy = f"load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"
+        raise UnsupportedError(problem, file.path, expected, sorted(map(str, state))[:8], remedy=remedy)
+
+
 def _named_shapes(file: PickledFile, shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:
     with named_errors(file.path):
         return tuple((str(name), checked_shape(shape, str(name))) for name, shape in shapes.items())
@@ -245,12 +255,7 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
     kind = next((kind for key, kind in MASTER_ENTRIES.items() if key in saved), PLAIN)
     state = saved if kind == PLAIN else saved.get("optimizer_state_dict")
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
-        of_optimizers = {"state", "param_groups", "optimizer_state_dict", "base_optimizer_state"}
-        if kind == PLAIN and len(saved) > 1 and saved.keys().isdisjoint(of_optimizers):
-            problem = "the saved optimizer has a state dict of its own kind, which is not supported"
-            expected = "'state' and 'param_groups', as torch's optimizers have them"
-            remedy = f"load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"
-            raise UnsupportedError(problem, file.path, expected, sorted(map(str, saved))[:8], remedy=remedy)
+        refuse_own_kind(file, state)
         raise _damaged(file, "'state' and 'param_groups' of a torch optimizer", sorted(map(str, saved))[:8])
     masters: tuple[tuple[TensorRef, ...], ...] = ()
     if kind != PLAIN:

@@ -22,7 +22,7 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
-from elastic_ckpt.formats.model_states import refuse_old
+from elastic_ckpt.formats.model_states import refuse_old, refuse_own_kind
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
@@ -120,6 +120,7 @@ def index_shard(file: PickledFile, dp_rank: int, options: StateOptions) -> Optim
         problem = "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint, which loses states"
         expected = '"zero_optimization": {"elastic_checkpoint": false} at save time'
         raise UnsupportedError(problem, file.path, expected, "a list of states")
+    refuse_own_kind(file, base)
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
     # BF16_Optimizer saves its partitions with the padding, and called the entry "groups_padding" until 0.7.0
     in_masters = "zero_stage" not in state
@@ -138,6 +139,7 @@ def index_shard(file: PickledFile, dp_rank: int, options: StateOptions) -> Optim
 def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
     masters = file.section("optimizer_state_dict", "fp32_flat_groups")
     base = file.section("optimizer_state_dict", "optimizer_state_dict")
+    refuse_own_kind(file, base)
     flat_groups = [-1] * len(masters)
     for number, group in enumerate(base["param_groups"]):
         for index in group["params"]:

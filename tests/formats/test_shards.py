@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import Features
+from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.saved_states import StatesOfOne
-from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, with_own_padding
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, index_shard, with_own_padding
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 
@@ -43,3 +50,18 @@ def test_all_padding_may_be_counted_as_the_last_ranks(ranks: int, whole: int, nu
 def test_another_size_of_the_last_partition_is_left_to_be_refused() -> None:
     saved = [shard(0, 8, 0), shard(1, 3, 6)]
     assert with_own_padding(saved) == saved
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"single_partition_of_fp32_groups": [torch.ones(4)], "zero_stage": 1, "base_optimizer_state": {"a": 1, "b": 2}},
+        {"fp32_flat_groups": [torch.ones(4)], "zero_stage": 3, "optimizer_state_dict": {"a": 1, "b": 2}},
+    ],
+    ids=["ZeRO-1", "ZeRO-3"],
+)
+def test_an_optimizers_own_kind_of_state_dict_is_refused_by_name(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    path = tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": "0.19.8"}, path)
+    with pytest.raises(UnsupportedError, match="of its own kind"):
+        index_shard(open_pickled(str(path)), 0, StateOptions())

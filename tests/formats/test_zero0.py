@@ -357,9 +357,11 @@ def test_an_entry_that_is_no_optimizers_is_damage(tmp_path: Path, optimizer: Any
     assert str(caught.value.file).endswith("mp_rank_00_model_states.pt")
 
 
-def test_a_state_dict_of_an_optimizers_own_kind_is_not_called_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("masters", [{}, {"fp32_groups": []}, {"fp32_groups_flat": []}], ids=["", UNFUSED, FUSED])
+def test_a_state_dict_of_an_optimizers_own_kind_is_not_called_damage(tmp_path: Path, masters: dict[str, Any]) -> None:
+    own = {"opt1_state_dict": {}, "opt2_state_dict": {}}
     with pytest.raises(UnsupportedError, match="of its own kind") as caught:
-        indexed(tmp_path, Model().state_dict(), {"opt1_state_dict": {}, "opt2_state_dict": {}})
+        indexed(tmp_path, Model().state_dict(), {**masters, "optimizer_state_dict": own} if masters else own)
     assert "load_optimizer_states=False" in str(caught.value.remedy) and '"mode": "off"' in str(caught.value.remedy)
 
 
