@@ -64,7 +64,7 @@ def seconds_of(path: Path, piece_nbytes: int, pieces: int, gap_nbytes: int) -> f
     memory, found = torch.ones(numel * pieces), []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()
-        execute(plan, [memory], ReadOptions(gap_nbytes=gap_nbytes), show_progress=False)
+        execute(plan, [memory], ReadOptions(gap_nbytes=gap_nbytes))
         found.append(time.perf_counter() - begin)
     assert not memory.any()
     return median(found)

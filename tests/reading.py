@@ -35,7 +35,7 @@ def run(
 ) -> ReadStats:
     plan = plan_of(files, tensors, copies)
     check_files(plan)
-    return execute(plan, tensors, options or ReadOptions(), show_progress=False)
+    return execute(plan, tensors, options or ReadOptions())
 
 
 def write(path: Path, values: torch.Tensor, header: int = 0) -> Path:

@@ -51,7 +51,7 @@ def test_the_format_is_planned_and_read_at_another_topology(raw: Any, stage: int
     for rank in range(job.topology.ranks):
         plan = job.planned(rank)[1].reads
         tensors = [torch.full((target.numel,), torch.nan) for target in plan.targets]
-        execute(plan, tensors, ReadOptions(), show_progress=False)
+        execute(plan, tensors, ReadOptions())
         for target, tensor in zip(plan.targets, tensors, strict=True):
             loaded[target.key].append(tensor)
     for key, value in values.items():

@@ -41,7 +41,7 @@ class ReadOptions:
     threads: int = 4
     chunk_nbytes: int = 16 * _MIB  # largest single read
     staging_nbytes: int = 64 * _MIB  # host memory of all staging buffers together
-    progress: bool | None = None  # whether to draw a progress bar; ``None``: if standard error is a terminal
+    progress: bool | None = False  # whether to draw a progress bar; ``None``: if standard error is a terminal
     gap_nbytes: int = 0  # reads of a file at most this far apart are merged, with the bytes between them
 
     @property
@@ -61,7 +61,6 @@ def read_options(config: ElasticConfig) -> ReadOptions:
     return ReadOptions(
         threads=reading.threads,
         staging_nbytes=reading.extra_memory_mib << 20,
-        progress=None if config.report else False,
         gap_nbytes=_GAP_NBYTES[reading.storage] if reading.gap_kib is None else reading.gap_kib << 10,
     )
 

@@ -112,7 +112,7 @@ def _read(
             is_full = sum(item.numel for item in replica) >= numel
             found[-1].append((torch.empty if is_full else torch.zeros)(numel, dtype=getattr(torch, dtype)))
     plan = ReadPlan(files, tuple(targets), in_file_order(items), tuple(requantize))
-    execute(plan, list(chain.from_iterable(found)), options, show_progress=False)
+    execute(plan, list(chain.from_iterable(found)), options)
     return found
 
 

@@ -79,7 +79,6 @@ def execute(
     plan: ReadPlan,
     tensors: Sequence[torch.Tensor],
     options: ReadOptions,
-    show_progress: bool,
     sums: ReadSums | None = None,
 ) -> ReadStats:
     """Execute every item of a plan, whose targets are these tensors; ``sums`` sums up what is read. Local.
@@ -90,9 +89,9 @@ def execute(
     parts = [part for item in plan.requantize_items for part in parts_of(item, options.requantize_nbytes)]
     copied_nbytes, staged_nbytes = sum(read[2] for read in direct), sum(item.nbytes for item in staged)
     copied_nbytes += staged_nbytes
-    total, show = copied_nbytes + sum(part.nbytes for part in parts), options.progress if show_progress else False
+    total = copied_nbytes + sum(part.nbytes for part in parts)
     with ExitStack() as stack:
-        bar = stack.enter_context(progress_bar("elastic_ckpt", total, show, leave=False))
+        bar = stack.enter_context(progress_bar("elastic_ckpt", total, options.progress, leave=False))
         devices = {tensors[target].device for target in {item.target for item in staged}}
         staging = [StagingBuffers(options.staged_nbytes, devices) for _ in range(options.threads if staged else 0)]
         for buffers in staging:
@@ -126,8 +125,7 @@ class _Reader:
         self._staging: SimpleQueue[StagingBuffers] = SimpleQueue()
         for buffers in staging:
             self._staging.put(buffers)
-        self._mine = threading.local()
-        self._open: set[int] = set()
+        self._open: dict[int, tuple[int, int]] = {}  # by thread, its file and the descriptor
 
     def read_direct(self, reads: Sequence[DirectRead]) -> int:
         for file, byte_offset, _, buffers in reads:
@@ -184,17 +182,15 @@ class _Reader:
                 remaining[0] = remaining[0][count:]
 
     def _descriptor(self, file: int) -> int:
-        number, descriptor = getattr(self._mine, "open", (-1, -1))
+        thread = threading.get_ident()
+        number, descriptor = self._open.get(thread, (-1, -1))
         if number == file:
-            return int(descriptor)
+            return descriptor
         if descriptor >= 0:
-            # removed first: once closed, its number may be given to another thread's file
-            self._open.discard(descriptor)
-            del self._mine.open
+            del self._open[thread]  # first: once closed, its number may be given to another thread's file
             os.close(descriptor)
         descriptor = open_descriptor(self._plan.files[file].path)
-        self._open.add(descriptor)
-        self._mine.open = (file, descriptor)
+        self._open[thread] = file, descriptor
         return descriptor
 
     def _broken(self, file: int, byte_offset: int, found: str) -> DamagedError:
@@ -203,7 +199,7 @@ class _Reader:
         return DamagedError(problem, source.path, expected, f"{found} at byte {byte_offset}", remedy=remedy)
 
     def close(self) -> None:
-        for descriptor in self._open:
+        for _, descriptor in self._open.values():
             os.close(descriptor)
 
 

@@ -70,48 +70,24 @@ def _libc() -> Any:
     return libc
 
 
-class Transfer:
-    """Copies values from host buffers into targets of one device.
+class StagingBuffers:
+    """Two host buffers in turn, for one thread at a time and targets on some devices.
 
-    Into an accelerator, on a stream beside the computation's: bytes travel in the file's dtype and are converted there,
-    which halves the traffic if 16-bit values become 32-bit ones. Into host memory, synchronously. Create it on the
-    thread that prepared the targets: its stream is waited for, and to its device pinned memory belongs.
+    Into an accelerator, values travel on a stream beside the computation's, in the file's dtype, and are converted
+    there, which halves the traffic if 16-bit values become 32-bit ones. Into host memory they are copied at once.
+    Create it on the thread that prepared the targets: its stream is waited for, its device has the pinned memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-        if self._stream is not None:
-            # targets were allocated, and their gaps filled, on the stream of the computation
-            self._stream.wait_stream(torch.get_device_module(device).current_stream(device))
-
-    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None] | None:
-        """Start to write 1-D ``values`` into ``target`` from element ``offset``.
-
-        Returns a function that waits until the buffer of ``values`` may be reused; ``None``: at once.
-        """
-        if self._stream is None:
-            write_flat(target, offset, values)
-            return None
-        with self._stream:
-            write_flat(target, offset, values.to(self._device, non_blocking=True))
-            return self._stream.record_event().synchronize
-
-    def finish(self) -> None:
-        """Wait until all is written. Targets may then be used on any stream."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-
-class StagingBuffers:
-    """Two host buffers in turn, for one thread at a time and targets on some devices; created as :class:`Transfer`."""
-
     def __init__(self, buffer_nbytes: int, devices: Collection[torch.device]) -> None:
-        pinned = any(device.type != "cpu" for device in devices)
+        accelerators = [device for device in devices if device.type != "cpu"]
+        pinned = bool(accelerators)
         self._buffers = [torch.empty(buffer_nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._free: list[Callable[[], None] | None] = [None, None]
-        self._transfers = {device: Transfer(device) for device in devices}
         self._turn = 0
+        self._streams = {device: torch.Stream(device=device) for device in accelerators}
+        for device, stream in self._streams.items():
+            # targets were allocated, and their gaps filled, on the stream of the computation
+            stream.wait_stream(torch.get_device_module(device).current_stream(device))
 
     def buffer(self, nbytes: int) -> memoryview:
         """The next buffer, once its previous content is copied."""
@@ -122,13 +98,22 @@ class StagingBuffers:
     def deliver(self, nbytes: int, dtype: str, target: torch.Tensor, offset: int) -> None:
         """Start to copy the buffer's content into ``target[offset:]``, in elements."""
         values = self._buffers[self._turn][:nbytes].view(getattr(torch, dtype))
-        self._free[self._turn] = self._transfers[target.device].start(values, target, offset)
+        self._free[self._turn] = self.start(values, target, offset)
         self._turn = 1 - self._turn
 
+    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None] | None:
+        """Start to copy 1-D ``values``; returns what waits until they may be overwritten, ``None``: at once."""
+        if (stream := self._streams.get(target.device)) is None:
+            write_flat(target, offset, values)
+            return None
+        with stream:
+            write_flat(target, offset, values.to(target.device, non_blocking=True))
+            return stream.record_event().synchronize
+
     def finish(self) -> None:
-        """Wait until everything delivered is in its targets."""
-        for transfer in self._transfers.values():
-            transfer.finish()
+        """Wait until everything delivered is in its targets, which may then be used on any stream."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 def write_flat(target: torch.Tensor, offset: int, values: torch.Tensor) -> None:

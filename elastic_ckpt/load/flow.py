@@ -256,11 +256,12 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     """Read, broadcast and commit. Collective; returns all ranks' work, and what of the bytes was verified."""
     adapter, plan, clock, config = ready.adapter, ready.plan, ready.clock, ready.call.config
     options, source, at = read_options(config), ready.checkpoint.metadata.source, ready.local_state.model.coordinates
+    options = replace(options, progress=None if config.report and distributed.rank() == 0 else False)
     parts: list[ReadStats] = []
     sums = ReadSums(plan.reads.files) if config.verify != "off" else None
 
     def read(part: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
-        parts.append(execute(part, tensors, options, show_progress=distributed.rank() == 0, sums=sums))
+        parts.append(execute(part, tensors, options, sums))
 
     with clock("read"), distributed.agree("read the checkpoint's tensors and set hyperparameters"):
         tensors = adapter.fill(plan, read)

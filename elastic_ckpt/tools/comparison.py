@@ -201,7 +201,7 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     errors: dict[str, ElasticCkptError] = {}
     reader = LogicalReader(rename_saved(metadata, config.rename), config, errors=errors)
     metadata, unknown = reader.metadata, set(errors)
-    drifts = find_drift(metadata.files, reader.replica_checks, ReadOptions(threads=threads, progress=False))
+    drifts = find_drift(metadata.files, reader.replica_checks, ReadOptions(threads=threads))
     of_stages = {each.check.name for each in drifts if each.check.is_of_stages}
     synchronized = {_module(name) for name, _ in metadata.replicas if name not in of_stages}
     for drift in united(without_untrained(drifts, reader.of_first_stage)[0]):

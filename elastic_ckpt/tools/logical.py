@@ -120,7 +120,7 @@ class LogicalReader:
         errors: dict[str, ElasticCkptError] | None = None,
     ) -> None:
         self.metadata, self.rules, self._policy = metadata, ShardingRules.of(config), config.replicated_params
-        self.options = options or replace(read_options(config), progress=False)
+        self.options = options or read_options(config)
         self.errors: Mapping[str, ElasticCkptError] = {} if errors is None else errors
         weights = (name for name, key in metadata.tensors if key in WEIGHTS)
         self._layouts = virtual_layouts(metadata, dict.fromkeys(weights), 1, self.rules, errors)
@@ -187,7 +187,7 @@ class LogicalReader:
             items = []
         target = TargetTensor(logical.key, 0, logical.name, wanted.numel, logical.dtype)
         plan = ReadPlan(self.metadata.files, (target,), in_file_order(items), requantize)
-        execute(plan, [out], self.options, show_progress=False)
+        execute(plan, [out], self.options)
 
     def _sources(self, tensor: TensorMetadata) -> ShardSources | None:
         transfers, name = self.resharding.transfers, tensor.name

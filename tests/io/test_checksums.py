@@ -42,7 +42,7 @@ def test_a_record_that_is_read_in_any_parts_has_its_checksum(
     plan = ReadPlan((file,), (TargetTensor("fp32", 0, "", RECORD // 4, live),), tuple(items))
     sums = ReadSums(plan.files)
     target = torch.empty(RECORD // 4, dtype=getattr(torch, live))
-    execute(plan, [target], ReadOptions(threads=threads, chunk_nbytes=chunk_nbytes), False, sums=sums)
+    execute(plan, [target], ReadOptions(threads=threads, chunk_nbytes=chunk_nbytes), sums)
     (found,) = sums.sums.values()
     assert found.tiles(RECORD) and found.crc32 == zlib.crc32(raw) and sums.nbytes == RECORD
 
@@ -52,7 +52,7 @@ def test_bytes_between_two_reads_are_not_summed(tmp_path: Path) -> None:
     items = (ReadItem(0, BEGIN, 0, 0, 10, "float32"), ReadItem(0, BEGIN + 80, 0, 10, 10, "float32"))
     plan = ReadPlan((file,), (TargetTensor("fp32", 0, "", 20, "float32"),), items)
     sums = ReadSums(plan.files)
-    stats = execute(plan, [torch.empty(20)], ReadOptions(gap_nbytes=4096), False, sums=sums)
+    stats = execute(plan, [torch.empty(20)], ReadOptions(gap_nbytes=4096), sums)
     assert stats.calls == 1
     (found,) = sums.sums.values()
     assert found.nbytes == sums.nbytes == 80 and not found.tiles(RECORD)

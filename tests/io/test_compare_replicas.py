@@ -314,7 +314,6 @@ def taken(metadata: CheckpointMetadata, name: str, resharding: ReshardPlan, nume
         ReadPlan(metadata.files, (TargetTensor(MASTER, 0, "", numel, "float64"),), (), (recode,)),
         [values],
         OPTIONS,
-        False,
     )
     return values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,22 +14,24 @@ import torch
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, TargetTensor
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io import staging
+from elastic_ckpt.io import reader
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.io.requantize import ReadStats
-from elastic_ckpt.io.staging import StagingBuffers, Transfer, write_flat
+from elastic_ckpt.io.staging import StagingBuffers, write_flat
 
 needs_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="needs an accelerator, and torch sees none here"
 )
 
 
-class LateTransfer:
+class LateBuffers(StagingBuffers):
     """Does each copy some time after it was asked for, on a thread of its own, as a stream does."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    seconds = 0.002
+
+    def __init__(self, buffer_nbytes: int, devices: Collection[torch.device]) -> None:
+        super().__init__(buffer_nbytes, devices)
         self._queue: queue.Queue[tuple[torch.Tensor, torch.Tensor, int, threading.Event]] = queue.Queue()
         self.most_waiting = 0
         threading.Thread(target=self._run, daemon=True).start()
@@ -37,7 +39,7 @@ class LateTransfer:
     def _run(self) -> None:
         while True:
             values, target, offset, done = self._queue.get()
-            time.sleep(self._seconds)
+            time.sleep(self.seconds)
             write_flat(target, offset, values)
             done.set()
             self._queue.task_done()
@@ -52,12 +54,25 @@ class LateTransfer:
         self._queue.join()
 
 
-class ForgetfulTransfer(LateTransfer):
-    """Says that a buffer is free while it is not."""
+class ForgetfulBuffers(LateBuffers):
+    """Say that a buffer is free while it is not."""
 
     def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
         super().start(values, target, offset)
         return lambda: None
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[LateBuffers]:
+    """The late staging buffers that are made."""
+    made: list[LateBuffers] = []
+
+    def make(nbytes: int, devices: Collection[torch.device]) -> LateBuffers:
+        made.append(LateBuffers(nbytes, devices))
+        return made[-1]
+
+    monkeypatch.setattr(reader, "StagingBuffers", make)
+    return made
 
 
 def plan_into(tensors: list[torch.Tensor], path: Path, dtype: str, numel: int) -> ReadPlan:
@@ -80,25 +95,18 @@ def halves(tmp_path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_buffer_is_written_again_only_when_what_was_in_it_has_left(
-    halves: tuple[Path, torch.Tensor], threads: int, monkeypatch: pytest.MonkeyPatch
+    halves: tuple[Path, torch.Tensor], threads: int, made: list[LateBuffers]
 ) -> None:
     path, values = halves
     targets = [torch.full((2000,), -7.0) for _ in range(2)]
-    made: list[LateTransfer] = []
-
-    def make(device: torch.device) -> LateTransfer:
-        made.append(LateTransfer(0.002))
-        return made[-1]
-
-    monkeypatch.setattr(staging, "Transfer", make)
     options = ReadOptions(threads=threads, staging_nbytes=400 * threads)
     plan = plan_into(targets, path, "bfloat16", 2000)
-    stats = execute(plan, targets, options, show_progress=False)
+    stats = execute(plan, targets, options)
     assert torch.equal(torch.cat(targets), values.float())
     assert stats == ReadStats(8000, 40, 8000)
     assert len(made) == threads
     # the next read was started while the last one was on its way, and never more than that
-    assert max(transfer.most_waiting for transfer in made) == 2
+    assert max(buffers.most_waiting for buffers in made) == 2
 
 
 def test_a_transfer_that_frees_its_buffer_too_early_is_noticed_by_these_tests(
@@ -108,34 +116,28 @@ def test_a_transfer_that_frees_its_buffer_too_early_is_noticed_by_these_tests(
     targets = [torch.full((2000,), -7.0) for _ in range(2)]
     options = ReadOptions(threads=1, staging_nbytes=400)
     plan = plan_into(targets, path, "bfloat16", 2000)
-    monkeypatch.setattr(staging, "Transfer", lambda device: ForgetfulTransfer(0.002))
-    execute(plan, targets, options, show_progress=False)
+    monkeypatch.setattr(reader, "StagingBuffers", ForgetfulBuffers)
+    execute(plan, targets, options)
     assert not torch.equal(torch.cat(targets), values.float())
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_transfer_is_under_way_any_more_when_a_failed_read_is_raised(
-    halves: tuple[Path, torch.Tensor], threads: int, monkeypatch: pytest.MonkeyPatch
+    halves: tuple[Path, torch.Tensor], threads: int, made: list[LateBuffers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = halves
     targets = [torch.full((2000,), -7.0) for _ in range(2)]
     plan = plan_into(targets, path, "bfloat16", 2000)
     with path.open("r+b") as stream:
         stream.truncate(6000)  # the last reads fail, with those before them still on their way
-    transfers: list[LateTransfer] = []
-
-    def make(device: torch.device) -> LateTransfer:
-        transfers.append(LateTransfer(0.05))
-        return transfers[-1]
-
-    monkeypatch.setattr(staging, "Transfer", make)
+    monkeypatch.setattr(LateBuffers, "seconds", 0.05)
     with pytest.raises(DamagedError):
         options = ReadOptions(threads=threads, staging_nbytes=1600 * threads)
-        execute(plan, targets, options, show_progress=False)
+        execute(plan, targets, options)
     raised = torch.cat(targets).clone()
-    for transfer in transfers:
-        transfer.finish()
-    assert transfers and torch.equal(torch.cat(targets), raised)
+    for buffers in made:
+        buffers.finish()
+    assert made and torch.equal(torch.cat(targets), raised)
 
 
 def test_staging_buffers_share_no_buffer() -> None:
@@ -148,7 +150,7 @@ def test_staging_buffers_share_no_buffer() -> None:
 def test_host_tensors_are_written_before_their_buffer_is_given_back() -> None:
     target = torch.zeros(4)
     values = torch.tensor([1.0, 2.0])
-    assert Transfer(torch.device("cpu")).start(values, target, 1) is None
+    assert StagingBuffers(64, {target.device}).start(values, target, 1) is None
     values.fill_(9.0)
     assert target.tolist() == [0, 1, 2, 0]
 
@@ -164,7 +166,7 @@ def test_tensors_of_an_accelerator_are_filled(halves: tuple[Path, torch.Tensor],
     if dtype == "float32":
         path.write_bytes(values.float().view(torch.uint8).numpy().tobytes())
     options = ReadOptions(threads=2, staging_nbytes=1600)
-    execute(plan_into(targets, path, dtype, 2000), targets, options, show_progress=False)
+    execute(plan_into(targets, path, dtype, 2000), targets, options)
     assert torch.equal(torch.cat(targets).cpu(), values.float())
 
 
@@ -177,7 +179,7 @@ def test_a_stream_waits_for_what_prepared_the_target() -> None:
     for _ in range(50):  # keeps the stream of the computation busy: the zeros are still to come
         target.add_(1)
     target.zero_()
-    transfer = Transfer(target.device)
+    transfer = StagingBuffers(64, {target.device})
     values = torch.ones(1 << 22).pin_memory()
     transfer.start(values, target, 0)
     transfer.finish()

@@ -159,7 +159,7 @@ def carry_out(
     for number, raw in enumerate(disk.files):
         (folder / str(number)).write_bytes(raw)
     files = tuple(SourceFile(str(folder / str(number)), len(raw)) for number, raw in enumerate(disk.files))
-    return execute(replace(plan, files=files), tensors, options or ReadOptions(), show_progress=False)
+    return execute(replace(plan, files=files), tensors, options or ReadOptions())
 
 
 def loaded(plan: LoadPlan, disk: Disk, folder: Path) -> dict[str, NDArray[Any]]:

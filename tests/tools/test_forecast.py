@@ -62,7 +62,7 @@ def test_means_are_read_in_chunks(tmp_path: Path) -> None:
     recode = RequantizeItem(0, 0, 5_000, None, -1, 0, pieces, 0.5)
     plan = ReadPlan((SourceFile(str(path), 24_000),), targets, (), (recode,))
     options = ReadOptions(threads=2, staging_nbytes=2 * 48 * 1_500)
-    stats = execute(plan, [torch.zeros(5_000)], options, show_progress=False)
+    stats = execute(plan, [torch.zeros(5_000)], options)
     assert staged_reads(plan, options) == (stats.nbytes, stats.calls) == (20_000, 4)
     assert bytes_by_file(plan) == {0: 20_000}
 

@@ -68,7 +68,7 @@ def convert(opened: Opened, target: Path, threads: int = 4, progress: bool | Non
         why = "its model-states files do not list the parameters of the optimizer"
         raise _unconvertible(why, "universal", str(models[0]))
     metadata = with_stacks(metadata)
-    reader = LogicalReader(metadata, opened.config, replace(read_options(opened.config), threads=1, progress=False))
+    reader = LogicalReader(metadata, opened.config, replace(read_options(opened.config), threads=1))
     rules = known_specs(metadata, metadata.parameters, reader.rules)
     tensors = [tensor for tensor in reader.tensors.values() if tensor.name in metadata.parameters]
     tensors.sort(key=lambda tensor: -tensor.nbytes)  # so that no thread is left with a large one at the end
