@@ -50,10 +50,8 @@ class Matching:
 def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, strict: bool) -> Matching:
     """Match live and saved parameters, buffers and frozen weights by FQN.
 
-    A parameter that was frozen may train now, or the other way round: its weights are restored.
-
-    Raises:
-        MismatchError: a name is on one side only and ``strict`` is set, frozen parameters excluded from the save apart.
+    A parameter that was frozen may train now, or the other way round: its weights are restored. Raises
+    :class:`MismatchError` if ``strict`` and a name is on one side only, frozen parameters excluded from the save apart.
     """
     live = {name for flat in local_state.flats for name in flat.members}
     wholes = {(whole.name, whole.key) for whole in local_state.wholes}
@@ -117,22 +115,16 @@ class StateLink:
 
 @dataclass(frozen=True)
 class StateMatching:
-    """The states to restore.
+    """The states to restore."""
 
-    Attributes:
-        links: flat partition -> its states; none if the checkpoint has no state of its parameters.
-        scalars: per flat partition, its scalar states; ``None`` if the checkpoint has none. Empty if not requested.
-        stateful: parameters whose states are restored.
-        restored: live state key -> the parameters that get it.
-        converted: whether another optimizer of the same family saved the states.
-    """
-
+    #: Flat partition -> its states; none if the checkpoint has no state of its parameters.
     links: Mapping[int, tuple[StateLink, ...]] = field(default_factory=dict)
+    #: Per flat partition, its scalar states; ``None`` if the checkpoint has none. Empty if not requested.
     scalars: tuple[Scalars | None, ...] = ()
-    stateful: frozenset[str] = frozenset()
-    restored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stateful: frozenset[str] = frozenset()  # parameters whose states are restored
+    restored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # live state key -> who gets it
     outcomes: tuple[Outcome, ...] = ()
-    converted: bool = False
+    converted: bool = False  # another optimizer of the same family saved the states
     notes: tuple[str, ...] = ()
 
 
@@ -141,12 +133,9 @@ def match_states(
 ) -> StateMatching:
     """Determine which states to restore, and the scalar states (``step``) of every flat partition.
 
-    ``convert``: whether states of another optimizer of the same family are accepted.
-
-    Raises:
-        UnsupportedError: the checkpoint holds a state of unknown layout.
-        MismatchError: the optimizers keep different states, or one flat tensor would need two step counts.
-        DamagedError: states that belong together are incomplete.
+    ``convert``: whether states of another optimizer of the same family are accepted. Raises
+    :class:`UnsupportedError` for a state of unknown layout, :class:`MismatchError` if the optimizers keep different
+    states or one flat tensor would need two step counts, :class:`DamagedError` if states are incomplete.
     """
     for error in state_errors(metadata):
         raise error

@@ -23,7 +23,7 @@ from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
-from elastic_ckpt.errors import MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, UnsupportedError, listed
 
 #: Members, display names, and implementation choices, which do not affect training: the live run's are kept.
 _LIVE_KEYS = frozenset({"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"})
@@ -64,17 +64,12 @@ def match_groups(
     with_states: bool = True,
     converted: bool = False,
 ) -> Groups:
-    """Find hyperparameters for every live group.
+    """Find hyperparameters for every live group, which keeps its own if ``keep_live``.
 
-    Args:
-        keep_live: ``"param_groups": "keep_live"``: every live group keeps its own.
-        with_states: whether optimizer states are restored too, so that both optimizers must be of one kind.
-        converted: whether another optimizer saved the checkpoint, so that only common hyperparameters are restored.
-
-    Raises:
-        MismatchError: members of one live group come from saved groups with different hyperparameters, or weight
-            decay is of another kind.
-        UnsupportedError: a hyperparameter that is restored was not read as a whole.
+    ``with_states``: states are restored too, so that both optimizers must be of one kind; ``converted``: another
+    optimizer saved them, so that only common hyperparameters are restored. Raises :class:`MismatchError` if members of
+    one live group have different saved hyperparameters, or weight decay is of another kind, and
+    :class:`UnsupportedError` if a hyperparameter that is restored was not read as a whole.
     """
     if not metadata.groups and not with_states and not keep_live:  # a scheduler's lists are in the order of groups
         return tuple((number,) for number in range(len(local_state.groups))), ()
@@ -121,11 +116,11 @@ def _mixed(
         f"saved group {source}, {len(members[source])} parameters such as {members[source][0]}: {values}"
         for source, values in shown.items()
     )
-    remedy = (
-        "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees [0] "
-        'under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is another '
-        f"training: it leaves {live} for all {len(group.names)} parameters, which changes {len(changed)} of them"
+    remedy = "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees "
+    remedy += (
+        '[0] under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is another '
     )
+    remedy += f"training: it leaves {live} for all {len(group.names)} parameters, which changes {len(changed)} of them"
     problem = f"param group {number} now mixes parameters whose saved groups had different hyperparameters"
     expected = "one set of hyperparameters for the group"
     return MismatchError(problem, None, expected, found, parameter=listed(changed or group.names), remedy=remedy)
@@ -279,15 +274,11 @@ def _refuse(
         return
     source, key = metadata.source, keys[0]
     how = "as a new optimizer has them" if what == "hyperparameter" else "out, if the optimizer's next step needs none"
-    raise metadata.error(
-        UnsupportedError,
-        f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions are others now",
-        keys,
-        f"the save's {source.partition_degree} partitions (ZeRO-{source.zero_stage}, TP={source.tp})",
-        str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200],
-        remedy=f'"elastic_checkpoint": {{"states": {json.dumps(dict.fromkeys(keys, "fresh"))}}} leaves them {how}; or '
-        "load at the topology it was saved with",
-    )
+    problem = f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions are others "
+    expected = f"the save's {source.partition_degree} partitions (ZeRO-{source.zero_stage}, TP={source.tp})"
+    found = str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200]
+    remedy = f'"elastic_checkpoint": {{"states": {json.dumps(dict.fromkeys(keys, "fresh"))}}} leaves them {how}; or '
+    raise metadata.error(UnsupportedError, f"{problem}now", keys, expected, found, remedy + AT_ITS_TOPOLOGY)
 
 
 def own_file(metadata: CheckpointMetadata, local_state: LocalState) -> int | None:

@@ -40,21 +40,15 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Matched:
-    """What a rank restores, the same for all data-parallel ranks of one coordinate.
+    """What a rank restores, the same for all data-parallel ranks of one coordinate."""
 
-    Attributes:
-        saved, metadata: the checkpoint after the user's renames, and under the live names of tied parameters.
-        groups: of each live group, where its hyperparameters come from, and their values.
-        values: what of the ranks' own values is not restored.
-    """
-
-    saved: CheckpointMetadata
-    metadata: CheckpointMetadata
+    saved: CheckpointMetadata  # after the user's renames
+    metadata: CheckpointMetadata  # and under the live names of tied parameters
     parameters: Matching
     resharding: ReshardPlan
     states: StateMatching
     groups: Groups
-    values: tuple[Outcome, ...] = ()
+    values: tuple[Outcome, ...] = ()  # what of the ranks' own values is not restored
 
 
 def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Matched:
@@ -81,11 +75,8 @@ def plan_load(
     """Plan the load of one rank; ``known`` is the result of :func:`match`, if already computed.
 
     The items, with those of the other data-parallel ranks for replicated targets, write exactly once each element that
-    the checkpoint has for this rank: of master weights, states, buffers and frozen weights.
-
-    Raises:
-        MismatchError: names, shapes, dtypes, states or groups do not fit.
-        DamagedError: chunks of a tensor leave a hole or overlap.
+    the checkpoint has for this rank: of master weights, states, buffers and frozen weights. Raises
+    :class:`MismatchError` if both sides do not fit, :class:`DamagedError` if chunks leave a hole or overlap.
     """
     found, config = known or match(metadata, local_state, options), options.config
     metadata, resharding, states = found.metadata, found.resharding, found.states

@@ -60,14 +60,8 @@ def file_names(folder: str) -> list[str]:
 def folder_names(folder: str) -> list[str]:
     """The names of the folders in a folder, and of links to folders; :class:`DamagedError` if it cannot be listed."""
     with named_os_errors(folder, "folder"), os.scandir(folder) as entries:
-        return [entry.name for entry in entries if _is_folder(entry)]
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a loop of links
-        return False
+        # unlike its entry's is_dir, isdir takes a loop of links
+        return [each.name for each in entries if (os.path.isdir(each.path) if each.is_symlink() else each.is_dir())]
 
 
 @contextmanager
