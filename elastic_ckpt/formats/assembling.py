@@ -17,7 +17,6 @@ from elastic_ckpt.formats import model_states, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import (
-    ExpertOptimizer,
     ExpertShard,
     LayerShard,
     merge_shards,
@@ -25,7 +24,7 @@ from elastic_ckpt.formats.merging import (
     with_module_files,
     with_more,
 )
-from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState
 from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
@@ -34,16 +33,16 @@ from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
 
 @dataclass
 class RankFiles:
-    """The files of one model-parallel rank, by their positions in the list of all files."""
+    """The files of one model-parallel rank, in rank order."""
 
-    models: dict[int, ModelShard] = field(default_factory=dict)
-    optimizers: dict[int, OptimizerShard] = field(default_factory=dict)
-    expert_optimizers: dict[int, ExpertOptimizer] = field(default_factory=dict)
+    models: list[ModelShard] = field(default_factory=list)
+    optimizers: list[OptimizerShard] = field(default_factory=list)
+    expert_optimizers: list[UnpartitionedState] = field(default_factory=list)
     experts: list[ExpertShard] = field(default_factory=list)
 
     @property
     def model(self) -> ModelShard:
-        return next(iter(self.models.values()))
+        return self.models[0]
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,8 @@ def assemble(
         in_files = [rank.model.weights, *(each.weights for each in rank.experts)]
         refs = {name: ref for each in in_files for name, ref in each.items()}
         names = tuple(sorted(name for name, ref in refs.items() if not is_floating(ref.dtype)))
-        version = next((shard.ds_version for shard in rank.optimizers.values()), "")
-        for at, model in rank.models.items():
-            rank.models[at] = replace(model, buffer_names=names, ds_version=version)
+        version = next((shard.ds_version for shard in rank.optimizers), "")
+        rank.models = [replace(model, buffer_names=names, ds_version=version) for model in rank.models]
     firsts = {mp: rank.model for mp, rank in ranks.items()}
     grid = grid_of(firsts, found.folder, options.coordinates)
     model_states.check_same_save(list(firsts.values()), one_rank=False)
@@ -89,7 +87,7 @@ def assemble(
     all_metadata = {mp: _fit_together(found, mp, rank, grid, options, name_states) for mp, rank in ranks.items()}
     metadata = merge_stages([merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
     if layers:
-        buffers = frozenset(name for rank in ranks.values() for m in rank.models.values() for name in m.buffer_names)
+        buffers = frozenset(name for rank in ranks.values() for model in rank.models for name in model.buffer_names)
         known = buffers.union(metadata.parameters)
         weights = ((layer, layer.tp_rank, layer.named(known)) for layer in layers)
         metadata = with_module_files(metadata, weights, buffers.__contains__, grid.tp)
@@ -103,7 +101,7 @@ def _experts_across(
     found: CheckpointInfo, ranks: Sequence[RankFiles], tp: int, options: MetadataOptions
 ) -> CheckpointMetadata | None:
     """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole."""
-    model, of_ranks = ranks[0].model, [list(rank.optimizers.values()) for rank in ranks]
+    model, of_ranks = ranks[0].model, [rank.optimizers for rank in ranks]
     flats = range(len(model.param_shapes)) if of_ranks[0] else ()
     numbers = [flat for flat in flats if partitioned.is_across(model, of_ranks[0], flat, tp)]
     if not numbers:
@@ -122,24 +120,23 @@ def _experts_across(
 def _by_rank(mp_ranks: Sequence[int], indexed: Sequence[Any]) -> dict[int, RankFiles]:
     ranks: dict[int, RankFiles] = {}
     shared: dict[str, str] = {}
-    for position, (mp, item) in enumerate(zip(mp_ranks, indexed, strict=True)):
+    for mp, item in zip(mp_ranks, indexed, strict=True):
         if isinstance(item, ModelShard):
-            ranks.setdefault(mp, RankFiles()).models[position] = item
+            ranks.setdefault(mp, RankFiles()).models.append(item)
             shared = {**item.shared, **shared} if item.shared else shared
         elif isinstance(item, OptimizerShard):
-            ranks.setdefault(mp, RankFiles()).optimizers[position] = item
+            ranks.setdefault(mp, RankFiles()).optimizers.append(item)
         elif isinstance(item, ExpertShard):
             ranks.setdefault(mp, RankFiles()).experts.append(item)
-        elif isinstance(item, ExpertOptimizer):
+        elif isinstance(item, UnpartitionedState):
             rank = ranks.setdefault(mp, RankFiles())
-            rank.expert_optimizers[position] = item
+            rank.expert_optimizers.append(item)
             # the first has the dense parameters too, whose states are in the model-states file without experts
-            models = rank.models.items()
-            rank.models = {at: replace(model, optimizer=model.optimizer or item.state) for at, model in models}
+            rank.models = [replace(model, optimizer=model.optimizer or item) for model in rank.models]
     # DeepSpeed lists tied names in the file of the job's first rank alone (_get_shared_params, engine.py)
     known: dict[int, dict[str, str]] = {}  # files share their weights, and so do what is made of them
     for rank in ranks.values():
-        for position, model in rank.models.items():
+        for position, model in enumerate(rank.models):
             if model.optimizer is None and shared:
                 mine = {name: target for name, target in shared.items() if name in model.weights}
                 rank.models[position] = replace(model, shared=known.setdefault(id(model.weights), mine))
@@ -152,13 +149,13 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int],
     ``BF16_Optimizer`` without ZeRO lists none, nor does any file beside experts before 0.19.4. The spot check proves
     the slices right; in round-robin order, their names alone are used (``_round_robin_reorder``, stage_1_and_2.py).
     """
-    sliced = (names for each in ranks.values() for shard in each.optimizers.values() for names in shard.slice_names)
+    sliced = (names for each in ranks.values() for shard in each.optimizers for names in shard.slice_names)
     known = frozenset(chain.from_iterable(sliced))
     of_others = {name: ref.shape for layer in layers for name, ref in layer.named(known).items()}
     experts = chain.from_iterable(each.experts for each in ranks.values())
     of_others |= {name: ref.shape for expert in experts for name, ref in expert.weights.items()}
     for rank in (ranks[mp] for mp in members):
-        model, mine = rank.model, list(rank.optimizers.values())
+        model, mine = rank.model, rank.optimizers
         slices = [shard.slice_names for shard in mine]
         if not slices or model.param_shapes or not all(slices):
             continue
@@ -180,14 +177,14 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int],
                 parameter=listed(missing),
             )
         param_shapes = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
-        rank.models = {at: replace(item, param_shapes=param_shapes) for at, item in rank.models.items()}
+        rank.models = [replace(each, param_shapes=param_shapes) for each in rank.models]
 
 
 def _fit_together(
     found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid, options: MetadataOptions, name_states: NameStates
 ) -> CheckpointMetadata:
     """The metadata of one model-parallel rank, without the experts that its tensor-parallel ranks do not slice."""
-    models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
+    models, optimizers = rank.models, rank.optimizers
     features = models[0].features | (optimizers[0].features if optimizers else Features())
     refuse_features(features, models[0].path)
     numbers = _own_flats(found, mp, rank, grid)
@@ -220,9 +217,9 @@ def _fit_together(
     elif found.files.layers and not options.with_states:
         metadata = weights_alone(found, models[0])
     else:
-        of_experts = (rank.experts, list(rank.expert_optimizers.values())) if rank.expert_optimizers else ()
+        of_experts = (rank.experts, rank.expert_optimizers) if rank.expert_optimizers else ()
         metadata = unpartitioned_metadata(found, models[0], options, name_states, *of_experts)
-    scalers = [each.state.scaler for each in rank.expert_optimizers.values()]  # of files of optimizer states alone
+    scalers = [each.scaler for each in rank.expert_optimizers]  # of files of optimizer states alone
     scalers += [each.loss_scaler for each in optimizers[:1]]
     metadata = with_progress_compared(metadata, models[0], options.check_shards, scalers)
     degrees = [partitioned.degree_of(optimizers, flat) for flat in numbers if optimizers]
@@ -234,11 +231,11 @@ def _fit_together(
 
 def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> list[int]:
     """The flat tensors of one model-parallel rank without those of experts that its ranks do not slice."""
-    model, optimizers = rank.model, list(rank.optimizers.values())
+    model, optimizers = rank.model, rank.optimizers
     numbers = list(range(len(model.param_shapes)))
     if not (rank.experts or model.features.experts):
         return numbers
-    groups = [group for each in rank.expert_optimizers.values() for group in each.state.groups]
+    groups = [group for each in rank.expert_optimizers for group in each.groups]
     few = 2 * len(rank.expert_optimizers) <= max(map(partitioned.degree_in_name, groups), default=0)
     if not optimizers and grid.tp > 1 and (model.stacked or few):
         raise UnsupportedError(

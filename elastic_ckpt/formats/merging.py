@@ -30,12 +30,10 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
 )
 from elastic_ckpt.core.shard_specs import CannotSplit
-from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import PerRank, merged, moved
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.errors import listed as shown
 from elastic_ckpt.formats.metadata_builder import dense_tensor
-from elastic_ckpt.formats.model_states import UnpartitionedState, index_unpartitioned
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import Scalars, merged_groups, settings
@@ -265,7 +263,7 @@ def _tied_names(known: frozenset[str]) -> dict[str, str]:
 
 def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
     weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
-    return LayerShard(file.path, file.nbytes, layer, tp_rank, weights, records=file.records)
+    return LayerShard(**file.facts, layer=layer, tp_rank=tp_rank, weights=weights)
 
 
 @dataclass(frozen=True)
@@ -296,23 +294,7 @@ def index_expert(file: PickledFile) -> ExpertShard:
         problem = "this file does not have the weights of the expert that its name says"
         have = shown(others) if others else "no tensors"
         raise LayoutError(problem, file.path, f"tensors of expert {expert} of one layer", have)
-    return ExpertShard(file.path, file.nbytes, layer, expert, weights, records=file.records)
-
-
-@dataclass(frozen=True)
-class ExpertOptimizer(SourceFile):
-    """The optimizer of one expert-parallel rank, which is whole without ZeRO: dense parameters, and its experts."""
-
-    ep_rank: int
-    state: UnpartitionedState
-
-
-def index_expert_optimizer(file: PickledFile, ep_rank: int, options: StateOptions) -> ExpertOptimizer | SourceFile:
-    """Read ``expp_rank_E_mp_rank_00_optim_states.pt``; under ZeRO, DeepSpeed before 0.19.8 writes it without states."""
-    state = index_unpartitioned(file, options)
-    if state is None:
-        return SourceFile(file.path, file.nbytes, records=file.records)
-    return ExpertOptimizer(file.path, file.nbytes, ep_rank, state, records=file.records)
+    return ExpertShard(**file.facts, layer=layer, expert=expert, weights=weights)
 
 
 def with_module_files(

@@ -57,8 +57,13 @@ _DEFAULTS = StateOptions()
 
 
 @dataclass(frozen=True)
-class UnpartitionedState:
-    """The optimizer entry."""
+class UnpartitionedState(SourceFile):
+    """An optimizer that is not partitioned, of a model-states file or of one of an expert-parallel rank.
+
+    The latter, ``expp_rank_E_mp_rank_00_optim_states.pt``, has the states of all dense parameters, and of its experts.
+    """
+
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "ep_rank")
 
     kind: str  # :data:`PLAIN`, :data:`UNFUSED` or :data:`FUSED`
     # by param group
@@ -68,6 +73,7 @@ class UnpartitionedState:
     masters: tuple[tuple[TensorRef, ...], ...]  # fp32; empty if plain
     states: Mapping[int, StatesOfOne]  # by number
     scaler: Mapping[str, Any]  # entries about loss scaling
+    ep_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -245,8 +251,8 @@ def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None
     refuse_other_saves(shards, lambda shard: {f"{what} differ": getattr(shard, what) for what in whats})
 
 
-def index_unpartitioned(file: PickledFile, options: StateOptions) -> UnpartitionedState | None:
-    """The optimizer entry of a file, ``None`` without one (under ZeRO)."""
+def index_unpartitioned(file: PickledFile, options: StateOptions, ep_rank: int = 0) -> UnpartitionedState | None:
+    """The optimizer entry of a file, ``None`` without one (under ZeRO, where DeepSpeed may write the file without)."""
     saved = file.tree.get("optimizer")
     if saved is None or (isinstance(saved, Mapping) and "base_optimizer_state" in saved):
         return None  # BF16_Optimizer of a pipeline writes a partition here, beside the files of all of them
@@ -267,6 +273,7 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
     groups, numbered = state["param_groups"], {n: one for n, one in state["state"].items() if isinstance(n, int)}
     names = tuple(tuple(map(str, group.get("param_names") or ())) for group in groups)
     return UnpartitionedState(
+        **file.facts,
         kind=kind,
         groups=read_groups(file, groups),
         members=tuple(tuple(group["params"]) for group in groups),
@@ -274,6 +281,7 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
         masters=masters,
         states=with_strangers({n: sort_states(file, one, options) for n, one in numbered.items()}, state),
         scaler={key: value for key, value in saved.items() if isinstance(value, (int, float, bool))},
+        ep_rank=ep_rank,
     )
 
 

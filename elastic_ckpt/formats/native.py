@@ -15,15 +15,15 @@ from itertools import chain
 
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.core.metadata import SourceFile
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats import merging
 from elastic_ckpt.formats.assembling import Assembled, assemble, missing_file
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
-from elastic_ckpt.formats.merging import ExpertOptimizer, ExpertShard, LayerShard
-from elastic_ckpt.formats.model_states import ModelShard, model_indexer
+from elastic_ckpt.formats.merging import ExpertShard, LayerShard
+from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned, model_indexer
 from elastic_ckpt.formats.naming import number_of_writers, plain_name
 from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.formats.same_save import spot_check
@@ -33,7 +33,7 @@ from elastic_ckpt.storage.local import open_stream
 
 _SAVE_ELSE = 'take another tag; save without "writer", or with "type": "fast" and "data_parallel": "replica"'
 #: What one file of a native checkpoint holds.
-Indexed = ModelShard | OptimizerShard | LayerShard | ExpertShard | ExpertOptimizer | SourceFile
+Indexed = ModelShard | OptimizerShard | LayerShard | ExpertShard | UnpartitionedState | None
 Indexer = Callable[[PickledFile], Indexed]
 
 
@@ -50,42 +50,44 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
     def fit(indexed: Sequence[Indexed], opened: Mapping[str, PickledFile], name_states: NameStates) -> Fitted:
         files = assemble(found, mp_ranks, indexed, options, name_states)
         if options.check_shards:
-            _spot_check(files, {at for at, path in enumerate(paths) if path in opened})
-        position, for_all = _own_state(files, options.coordinates)
+            _spot_check(files, opened)
+        own, for_all = _own_state(files, options.coordinates)
 
         def read_state(at: int) -> TrainingState:
-            rank = next(rank for rank in files.ranks.values() if at in rank.models)
-            same_ranks, degrees = files.grid.has_ranks_of(options.coordinates), (files.grid.tp, files.grid.pp)
-            file, sequence = opened[paths[at]], files.grid.sequence
-            shard, unpartitioned = next(iter(rank.optimizers.values()), None), rank.model.optimizer
-            scaler = unpartitioned.scaler if unpartitioned is not None else None
-            scale = loss_scale_of(scaler if shard is None else shard.loss_scaler)
-            overflow = shard is not None and shard.overflow
-            state = read_training_state(file, scale, overflow, same_ranks, sequence, options)
-            return replace(state, degrees=degrees)
+            path, grid = paths[at], files.grid
+            rank = next(rank for rank in files.ranks.values() if any(model.path == path for model in rank.models))
+            scaler, overflow = None if rank.model.optimizer is None else rank.model.optimizer.scaler, False
+            if rank.optimizers:
+                scaler, overflow = rank.optimizers[0].loss_scaler, rank.optimizers[0].overflow
+            same_ranks, scale = grid.has_ranks_of(options.coordinates), loss_scale_of(scaler)
+            state = read_training_state(opened[path], scale, overflow, same_ranks, grid.sequence, options)
+            return replace(state, degrees=(grid.tp, grid.pp))
 
-        return Fitted(files.metadata, paths[position], None, position, for_all, read_state)
+        return Fitted(files.metadata, own.path, None, paths.index(own.path), for_all, read_state)
 
     return FolderReading(len(paths), read, fit)
 
 
-def _own_state(files: Assembled, coordinates: RankCoordinates) -> tuple[int, bool]:
-    """Position of the file with this rank's training state, its own if the topology allows; whether all want that."""
+def _own_state(files: Assembled, coordinates: RankCoordinates) -> tuple[ModelShard, bool]:
+    """The file with this rank's training state, its own if the topology allows; whether all want that."""
     grid = files.grid
     same_model = (grid.tp, grid.pp) == (coordinates.tp, coordinates.pp)
-    models = list(files.ranks[coordinates.mp_rank if same_model else 0].models)
+    models = files.ranks[coordinates.mp_rank if same_model else 0].models
     own = grid.own_file(coordinates) if len(models) > 1 else None
     return models[own or 0], own is None and (not same_model or coordinates.tp * coordinates.pp == 1)
 
 
-def _spot_check(files: Assembled, opened: Collection[int]) -> None:
+def _spot_check(files: Assembled, opened: Collection[str]) -> None:
     """Compare masters with weights, in the files that this process opened."""
+
+    def opened_of(metadata: CheckpointMetadata) -> set[int]:
+        return {number for number, file in enumerate(metadata.files) if file.path in opened}
+
     all_metadata, stages_of = files.all_metadata, files.metadata.stages
     known = frozenset(chain.from_iterable(metadata.parameters for metadata in all_metadata.values()))
     first_layers: dict[str, int] = {}
     for mp, rank in files.ranks.items():
-        positions = [*rank.models, *rank.optimizers, *rank.expert_optimizers]
-        mine = {number for number, position in enumerate(positions) if position in opened}
+        mine = opened_of(all_metadata[mp])
         spot_check(all_metadata[mp], rank.model.path, rank.model.weights, mine)
         stage, tp_rank = divmod(mp, files.grid.tp)
         for layer in (layer for layer in files.layers if layer.tp_rank == tp_rank):
@@ -97,8 +99,7 @@ def _spot_check(files: Assembled, opened: Collection[int]) -> None:
         for expert in rank.experts if files.across is None else ():
             spot_check(all_metadata[mp], expert.path, expert.weights, mine)
     if files.across is not None:
-        across = chain.from_iterable(zip(*(rank.optimizers for rank in files.ranks.values()), strict=True))
-        shards = {number for number, position in enumerate(across, 1) if position in opened}
+        shards = opened_of(files.across)
         for expert in chain.from_iterable(rank.experts for rank in files.ranks.values()):
             spot_check(files.across, expert.path, expert.weights, shards)
 
@@ -136,7 +137,7 @@ def _expected_files(found: CheckpointInfo, options: StateOptions) -> list[tuple[
     for (layer, tp_rank), name in sorted(files.layers.items()):
         every.append((-1, name, partial(merging.index_layer, layer=layer, tp_rank=tp_rank)))
     for (ep_rank, mp), name in sorted(files.expert_optimizers.items()):
-        every.append((mp, name, partial(merging.index_expert_optimizer, ep_rank=ep_rank, options=options)))
+        every.append((mp, name, partial(index_unpartitioned, options=options, ep_rank=ep_rank)))
     experts = sorted((mp, layer, expert, name) for (layer, expert, mp), name in files.experts.items())
     return [*every, *((mp, name, merging.index_expert) for mp, _, _, name in experts)]
 

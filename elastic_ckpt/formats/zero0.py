@@ -22,7 +22,7 @@ from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
-from elastic_ckpt.formats.merging import ExpertOptimizer, ExpertShard
+from elastic_ckpt.formats.merging import ExpertShard
 from elastic_ckpt.formats.metadata_builder import (
     MetadataBuilder,
     Shape,
@@ -44,7 +44,7 @@ def unpartitioned_metadata(
     options: MetadataOptions,
     name_states: NameStates,
     experts: Sequence[ExpertShard] = (),
-    optimizers: Sequence[ExpertOptimizer] = (),
+    optimizers: Sequence[UnpartitionedState] = (),
 ) -> CheckpointMetadata:
     """The metadata of a checkpoint whose optimizer state is whole, or of its weights if ``name_states`` gives up.
 
@@ -61,17 +61,16 @@ def unpartitioned_metadata(
         )
     ep, first = 1, len(optimizers[:1])
     if optimizers:
-        refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.state.groups)})
+        refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.groups)})
         ep = _degree(found, model, experts, optimizers)
     local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
-    all_states = [each.state for each in optimizers] or [state for state in (model.optimizer,) if state is not None]
-    paths = [each.path for each in optimizers] or [model.path]
-    states = ((path, one) for path, state in zip(paths, all_states, strict=True) for one in state.states.values())
+    all_states = list(optimizers) or [state for state in (model.optimizer,) if state is not None]
+    states = ((each.path, one) for each in all_states for one in each.states.values())
     builder = MetadataBuilder(found, [model, *optimizers, *experts], options.states, states)
     for ep_rank, state in enumerate(all_states):
         shard, mine, files = model, None, dict[str, int]()
         if optimizers:
-            shard, files = _on_rank(model, experts, optimizers[ep_rank], local, first_file=1 + ep)
+            shard, files = _on_rank(model, experts, state, local, first_file=1 + ep)
             mine = ExpertRank(ep_rank, local, frozenset(shard.stacked), weights_crc32s([model]))
         named = _member_names(shard, state, options, name_states, mine)
         if named is None:
@@ -193,10 +192,10 @@ def _member_names(
 
 
 def _degree(
-    found: CheckpointInfo, model: ModelShard, experts: Sequence[ExpertShard], optimizers: Sequence[ExpertOptimizer]
+    found: CheckpointInfo, model: ModelShard, experts: Sequence[ExpertShard], optimizers: Sequence[UnpartitionedState]
 ) -> int:
     """The expert-parallel degree, which param groups of experts are named after, as ``ep_size_2``."""
-    named = {degree_in_name(group) for each in optimizers for group in each.state.groups if group.get("moe")}
+    named = {degree_in_name(group) for each in optimizers for group in each.groups if group.get("moe")}
     if len(named) > 1:
         problem = "layers of different expert-parallel degrees are not supported without ZeRO"
         degrees = ", ".join(map(str, sorted(named)))
@@ -218,7 +217,7 @@ def _degree(
 
 
 def _on_rank(
-    model: ModelShard, experts: Sequence[ExpertShard], of: ExpertOptimizer, local: Mapping[str, int], first_file: int
+    model: ModelShard, experts: Sequence[ExpertShard], of: UnpartitionedState, local: Mapping[str, int], first_file: int
 ) -> tuple[ModelShard, dict[str, int]]:
     """The model with the weights of one rank's experts (of stacked ones, a shape alone), and the file of each."""
     weights, files = dict(model.weights), dict.fromkeys(model.weights, 0)
@@ -232,4 +231,4 @@ def _on_rank(
     for name, (mine,) in stacked.items():
         part = weights[f"{name}.{mine[0]}"]
         weights[name] = replace(part, shape=(len(mine), *part.shape), stride=(part.numel, *part.stride))
-    return replace(model, weights=weights, optimizer=of.state, stacked=stacked), files
+    return replace(model, weights=weights, stacked=stacked), files

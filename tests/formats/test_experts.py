@@ -16,9 +16,9 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.assembling import _refuse_different_experts
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.formats.merging import ExpertOptimizer, index_expert, index_expert_optimizer
+from elastic_ckpt.formats.merging import index_expert
 from elastic_ckpt.formats.metadata_builder import weights_crc32s
-from elastic_ckpt.formats.model_states import _stacked_experts
+from elastic_ckpt.formats.model_states import _stacked_experts, index_unpartitioned
 from elastic_ckpt.formats.partitioned import Division, check_experts, divisions, is_across
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -115,8 +115,7 @@ def test_a_file_with_other_weights_than_its_name_says_is_refused(tmp_path: Path,
 
 def test_an_optimizer_file_without_states_is_no_optimizers(tmp_path: Path) -> None:
     """DeepSpeed before 0.19.8 writes one beside the shards of ZeRO-1 and 2."""
-    found = index_expert_optimizer(saved(tmp_path, {"optimizer": None}), 0, StateOptions())
-    assert not isinstance(found, ExpertOptimizer)
+    assert index_unpartitioned(saved(tmp_path, {"optimizer": None}), StateOptions()) is None
 
 
 def test_members_of_a_group_are_named_as_on_the_rank_that_saved_them() -> None:
@@ -130,8 +129,8 @@ def test_members_of_a_group_are_named_as_on_the_rank_that_saved_them() -> None:
 
 
 def optimizers(*ep_ranks: int, name: str = "ep_size_2") -> list[Any]:
-    state = SimpleNamespace(groups=({"moe": True, "name": name}, {"name": "dense"}))
-    return [SimpleNamespace(ep_rank=rank, state=state, path=f"expp_rank_{rank}.pt") for rank in ep_ranks]
+    groups = ({"moe": True, "name": name}, {"name": "dense"})
+    return [SimpleNamespace(ep_rank=rank, groups=groups, path=f"expp_rank_{rank}.pt") for rank in ep_ranks]
 
 
 def test_the_expert_parallel_degree_is_that_of_the_param_groups() -> None:
@@ -196,7 +195,7 @@ def test_experts_that_the_expert_parallel_ranks_do_not_divide_are_refused() -> N
     """They would be restored without their states."""
     model = SimpleNamespace(features=SimpleNamespace(experts=(3,)), path="model.pt", nbytes=9, records=Records())
     for each in (every := optimizers(0, 1)):
-        each.state.states, each.nbytes, each.records = {}, 9, Records()
+        each.states, each.nbytes, each.records = {}, 9, Records()
     files: Any = [SimpleNamespace(**vars(expert(0, number)), nbytes=9, records=Records()) for number in range(3)]
     found: Any = SimpleNamespace(path=str, notes=(), files=SimpleNamespace(layers={}))
     with pytest.raises(LayoutError, match=r"(?s)so many expert-parallel ranks.*3 experts"):

@@ -46,10 +46,10 @@ def test_each_rank_gets_the_state_that_is_its_own(
 ) -> None:
     tp, pp, dp = saved
     kinds = [(mp, number, "model") for mp in range(tp * pp) for number in range(files)]
-    model: Any = SimpleNamespace(counters={"dp_world_size": dp}, optimizer=None)
     ranks: dict[int, RankFiles] = {}
     for position, (mp, _, _) in enumerate(kinds):
-        ranks.setdefault(mp, RankFiles()).models[position] = model
+        model: Any = SimpleNamespace(counters={"dp_world_size": dp}, optimizer=None, path=str(position))
+        ranks.setdefault(mp, RankFiles()).models.append(model)
     grid = Grid(tuple(tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(pp)), dp)
     nothing: Any = None
     assembled = Assembled(ranks, (), grid, {}, nothing)
@@ -62,8 +62,8 @@ def test_each_rank_gets_the_state_that_is_its_own(
         """In DeepSpeed's order: stages, replicas, tensor-parallel ranks."""
         tp, pp, dp = live
         stage, rest = divmod(distributed.rank(), dp * tp)
-        position, for_all = _own_state(assembled, RankCoordinates(dp, rest // tp, tp, rest % tp, pp, stage))
-        return Fitted(assembled.metadata, "", None, position, for_all, read_state)
+        own, for_all = _own_state(assembled, RankCoordinates(dp, rest // tp, tp, rest % tp, pp, stage))
+        return Fitted(assembled.metadata, "", None, int(own.path), for_all, read_state)
 
     job = PlayedJob(live[0] * live[1] * live[2])
     assert [state for _, state in job.run_all(lambda: fit_together(fit))] == states
