@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -105,30 +105,6 @@ class MetadataBuilder:
         self.opaque: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
 
-    def classify(
-        self, ranks: Sequence[RankStates], states: Iterable[StatesOfOne], parameter: str = "", any_shape: bool = False
-    ) -> dict[str, SavedKind]:
-        """The kinds of the states of one flat partition; records those that are opaque or damaged.
-
-        ``ranks`` and ``states`` are what each rank saved for it; ``parameter`` is named in errors; ``any_shape``: the
-        partition is one parameter, whose states may have any shape.
-        """
-        kinds = classify(ranks, self._options) if any(rank.tensors for rank in ranks) else {}
-        for key, kind in kinds.items():
-            if kind.block_numel and (why := self._damaged_maps.get(COMPANIONS[key][1])):
-                kinds[key] = replace(kind, kind=DAMAGED, why=why)
-        self._kinds |= kinds
-        for key, kind in kinds.items():
-            if kind.kind == OPAQUE and any_shape and key not in COMPANIONS:
-                kinds[key] = replace(kind, kind=PER_PARAMETER)
-            elif kind.kind == OPAQUE:
-                self.opaque[key] = kind.why
-            elif kind.kind == DAMAGED:
-                self._damaged[key] = f"{kind.why} ({parameter})" if parameter else kind.why
-        for each in states:
-            self.opaque |= {key: why for key, why in each.opaque.items() if self._options.schema.get(key) != FRESH}
-        return kinds
-
     def add_flat(
         self,
         shapes: Shapes,
@@ -137,15 +113,17 @@ class MetadataBuilder:
         group: Mapping[str, Any],
         flats: Sequence[FlatShard],
         files: range,
-        kinds: Mapping[str, SavedKind],
         stacked: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        is_alone: bool = False,
     ) -> list[str]:
         """Add one flat tensor, partitioned over all ranks: its parameters, their master weights and states.
 
         ``rules`` say how each parameter is partitioned; ``number`` and ``group`` are their param group; ``flats`` and
         ``files`` have the partition of each rank and the index of its file; ``stacked`` has the experts in parameters
-        that stack some, of which the slices are added instead. Returns the FQNs.
+        that stack some, of which the slices are added instead; ``is_alone``: it is one parameter, of its own shape,
+        whose states may have any. Returns the FQNs.
         """
+        kinds = self._classify(rules, flats, files, shapes[0] if is_alone else None)
         stacks = [name for name, _ in shapes if name in stacked]
         for key in (key for key, kind in kinds.items() if stacks and kind.kind in (TOUCHED, PER_PARAMETER)):
             raise cannot_slice(key, stacks[0])
@@ -168,6 +146,8 @@ class MetadataBuilder:
                 problem, path = "this parameter is listed twice: it has two masters", self._files[files[0]].path
                 raise DamagedError(problem, path, "every parameter in one flat tensor", "two", parameter=name)
             self.parameters[name] = SavedParameter(shape, number, scalars, tuple(replicated))
+        if is_alone:
+            refuse_view(shapes[0][0], f"{MASTER} of this parameter", first.master, self._files[files[0]].path)
         partitioned, found = _Partitioned(shapes, rules, flats), {}
         for key in first.swapped:
             swapped = range(len(self._files), len(self._files) + len(flats))
@@ -184,18 +164,48 @@ class MetadataBuilder:
             elif kind.kind == PER_PARAMETER:
                 name = shapes[0][0]
                 self.tensors.add({(name, key): dense_tensor(name, key, refs[0], files[0], has_own_shape=True)})
-        self.tensors.add_flat(shapes, rules, {key: state for key, state in found.items() if state is not None})
+        self.tensors.add_flat(shapes, rules, found)
         return [name for name, _ in shapes]
+
+    def _classify(
+        self, rules: Sequence[PartitionRule], flats: Sequence[FlatShard], files: range, alone: tuple[str, Shape] | None
+    ) -> dict[str, SavedKind]:
+        """The kinds of the states of one flat tensor, or one parameter; records those that are opaque or damaged."""
+        changes = [0] * (len(flats) + 1)
+        for rule in rules:
+            if rule.numel:
+                changes[rule.ranks.start] += rule.numel
+                changes[rule.ranks.stop] -= rule.numel
+        touched = [-1] if alone else accumulate(changes[:-1])
+        ranks = [
+            RankStates(self._files[file].path, alone[1] if alone else (flat.partition_numel,), each, flat.states)
+            for file, flat, each in zip(files, flats, touched, strict=True)
+        ]
+        kinds = classify(ranks, self._options) if any(flat.states.tensors for flat in flats) else {}
+        for key, kind in kinds.items():
+            if kind.block_numel and (why := self._damaged_maps.get(COMPANIONS[key][1])):
+                kinds[key] = replace(kind, kind=DAMAGED, why=why)
+            elif kind.kind == OPAQUE and alone and key not in COMPANIONS:
+                kinds[key] = replace(kind, kind=PER_PARAMETER)
+            # files share what they have in common
+            refs = {id(ref): ref for ref in (flat.states.tensors.get(key) for flat in flats) if ref is not None}
+            view = next((ref for ref in refs.values() if not ref.is_contiguous), None)
+            if view is not None and kinds[key].kind in (ELEMENTWISE, PER_PARAMETER, TOUCHED):
+                why = f"a view of shape {view.shape} and strides {view.stride}"
+                kinds[key] = replace(kind, kind=OPAQUE, why=why)
+        self._kinds |= kinds
+        self.opaque |= {key: kind.why for key, kind in kinds.items() if kind.kind == OPAQUE}
+        where = f" ({alone[0]})" if alone else ""
+        self._damaged |= {key: f"{kind.why}{where}" for key, kind in kinds.items() if kind.kind == DAMAGED}
+        for flat in flats:
+            opaque = flat.states.opaque.items()
+            self.opaque |= {key: why for key, why in opaque if self._options.schema.get(key) != FRESH}
+        return kinds
 
     def _partitioned(
         self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], kind: SavedKind, files: range
-    ) -> FlatTensors | None:
-        """A state laid out as the partition; ``refs`` by rank. ``None`` if it is opaque."""
-        distinct = {id(ref): ref for ref in refs}.values()  # files share what they have in common
-        view = next((ref for ref in distinct if not ref.is_contiguous), None)
-        if view is not None:
-            self.opaque[key] = f"a view of shape {view.shape} and strides {view.stride}"
-            return None
+    ) -> FlatTensors:
+        """A state laid out as the partition; ``refs`` by rank."""
         dtype = self._one_dtype(partitioned, key, refs, files)
         blocks, scales = None, array("q")
         if kind.block_numel:

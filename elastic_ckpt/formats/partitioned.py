@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.merging import ExpertShard, with_module_files
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shapes, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.saved_states import RankStates, merged_groups
+from elastic_ckpt.formats.saved_states import merged_groups
 from elastic_ckpt.formats.shards import (
     OptimizerShard,
     check_swap_file,
@@ -65,14 +65,9 @@ def partitioned_metadata(
             shards = [optimizers[rank] for rank in ranks]
             flats = [shard.flats[number] for shard in shards]
             rules = (_rules_zero3 if first.zero_stage == 3 else _rules_zero12)(models[0], shards, number)
-            saved = [
-                RankStates(shard.path, flat.partition_numel, touched, flat.states.tensors, flat.states.digests)
-                for shard, flat, touched in zip(shards, flats, _touched_numels(rules, len(shards)), strict=True)
-            ]
-            kinds = builder.classify(saved, [flat.states for flat in flats])
             group, files = shards[0].flat_groups[number], range(before + ranks.start, before + ranks.stop, ranks.step)
             hyperparameters = shards[0].groups[group] if shards[0].groups else {}
-            builder.add_flat(division.shapes, rules, group, hyperparameters, flats, files, kinds, division.stacked)
+            builder.add_flat(division.shapes, rules, group, hyperparameters, flats, files, division.stacked)
     of_module, notes = module_tensors(models, own or 0, builder.parameters)
     builder.tensors.add(of_module)
     builder.notes += notes
@@ -80,16 +75,6 @@ def partitioned_metadata(
     groups = merged_groups((range(at, at + 1), each.groups) for at, each in enumerate(optimizers, start=before))
     metadata = builder.build(models[0], first.zero_stage, groups, frozen_recorded=recorded)
     return replace(metadata, buffers_of_this_rank=own is not None)
-
-
-def _touched_numels(rules: Sequence[PartitionRule], ranks: int) -> Iterator[int]:
-    """Per rank, the elements of all parameters of which it has some, with those that other ranks have."""
-    changes = [0] * (ranks + 1)
-    for rule in rules:
-        if rule.numel:
-            changes[rule.ranks.start] += rule.numel
-            changes[rule.ranks.stop] -= rule.numel
-    return accumulate(changes[:ranks])
 
 
 def _rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:

@@ -7,6 +7,7 @@ refused by name, with the config line that settles it.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,19 +70,6 @@ class Digest(NamedTuple):
     constant: bool = False
 
 
-class RankStates(NamedTuple):
-    """What one rank saved for one flat partition: its tensor states, and digests of the small ones.
-
-    ``numel`` counts padding; ``touched_numel`` counts all elements of the parameters that have any in the partition.
-    """
-
-    path: str
-    numel: int
-    touched_numel: int
-    tensors: Mapping[str, TensorRef]
-    digests: Mapping[str, Digest]
-
-
 @dataclass(frozen=True)
 class SavedKind:
     """The kind of one saved state."""
@@ -105,6 +93,23 @@ class StatesOfOne:
     codebooks: Mapping[str, Codebook] = field(default_factory=dict)
     #: Tensors without dimensions, also in ``scalars``: states if the parameter has no dimensions either.
     points: Mapping[str, TensorRef] = field(default_factory=dict)
+
+
+class RankStates(NamedTuple):
+    """What one rank saved for one flat partition, or for a parameter that is not in one."""
+
+    path: str
+    shape: tuple[int, ...]  # of the partition with its padding, or of the parameter
+    touched_numel: int  # all elements of the parameters that have any in the partition
+    states: StatesOfOne
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRef]:
+        return self.states.tensors
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 def with_strangers(states: Mapping[T, StatesOfOne], base: Mapping[str, Any]) -> dict[T, StatesOfOne]:
@@ -335,8 +340,9 @@ def _values_per_element(ranks: Sequence[RankStates], key: str) -> int | None:
     """
     found = set()
     for states in ranks:
-        *leading, last = states.tensors[key].shape or (-1,)
-        if len(leading) > 1 or last != states.numel or (leading and not 1 < leading[0] <= _MOST_VALUES):
+        shape, own = states.tensors[key].shape, states.shape
+        leading = shape[: len(shape) - len(own)]
+        if leading + own != shape or len(leading) > 1 or (leading and not 1 < leading[0] <= _MOST_VALUES):
             return None
         found.add(leading[0] if leading else 1)
     return found.pop() if len(found) == 1 else None
@@ -344,7 +350,7 @@ def _values_per_element(ranks: Sequence[RankStates], key: str) -> int | None:
 
 def _same_digest(ranks: Sequence[RankStates], key: str) -> Digest | None:
     """The digest of a tensor that has the same values on all ranks."""
-    digests = {states.digests.get(key) for states in ranks}
+    digests = {rank.states.digests.get(key) for rank in ranks}
     return digests.pop() if len(digests) == 1 else None
 
 

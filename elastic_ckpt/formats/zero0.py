@@ -19,7 +19,6 @@ from elastic_ckpt.core.chunks import group_rules
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.fqn import ExpertRank, Members, NamedStates, NameStates, NumberedStates, expert_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.merging import ExpertShard
@@ -28,12 +27,11 @@ from elastic_ckpt.formats.metadata_builder import (
     Shape,
     dense_tensor,
     module_tensors,
-    refuse_view,
     weights_crc32s,
 )
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState, saved_shape
 from elastic_ckpt.formats.partitioned import degree_in_name
-from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, RankStates, StatesOfOne, merged_groups, settings
+from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, merged_groups, settings
 from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
@@ -137,32 +135,15 @@ def _add_flat(
     file: int,
 ) -> list[str]:
     shapes, states = [(name, model.weights[name].shape) for name in names], flat.states
-    own_shape = flat.master.shape if state.kind == FUSED else shapes[0][1]
-    if own_shape == ():  # elementwise states then have no dimensions either, and are no scalars
+    is_alone = state.kind != FUSED
+    if is_alone and shapes[0][1] == ():  # elementwise states then have no dimensions either, and are no scalars
         points = {key: ref for key, ref in states.points.items() if key in ELEMENTWISE_NAMES}
         scalars = tuple((key, value) for key, value in states.scalars if key not in points)
-        states = replace(states, tensors={**points, **states.tensors}, scalars=scalars)
-    flattened = {key: replace(ref, shape=_flattened(ref.shape, own_shape)) for key, ref in states.tensors.items()}
-    saved = RankStates(model.path, flat.partition_numel, -1, flattened, states.digests)
-    kinds = builder.classify([saved], [states], names[-1], any_shape=state.kind != FUSED)
-    for key, ref in {MASTER: flat.master, **states.tensors}.items():
-        if key == MASTER or (key in kinds and kinds[key].kind in (ELEMENTWISE, PER_PARAMETER)):
-            refuse_view(names[0], f"{key} of this parameter", ref, model.path)
+        flat = replace(flat, states=replace(states, tensors={**points, **states.tensors}, scalars=scalars))
     numels = [math.prod(shape) for _, shape in shapes]
     rules = group_rules(numels, group_offsets(numels), max(sum(numels), 1))
-    flats, files = [replace(flat, states=states)], range(file, file + 1)
     stacked = {name: model.stacked[name][0] for name in names if name in model.stacked}
-    return builder.add_flat(shapes, rules, group, state.groups[group], flats, files, kinds, stacked)
-
-
-def _flattened(shape: Shape, parameter: Shape) -> Shape:
-    """The shape of a state beside a flattened parameter."""
-    if shape == parameter:
-        return (math.prod(parameter),)
-    if len(parameter) > 0 and shape[1:] == parameter:
-        return (shape[0], math.prod(parameter))
-    # another tensor, even if its last dimension happens to be as long as the parameter
-    return (*shape, 1) if shape else shape
+    return builder.add_flat(shapes, rules, group, state.groups[group], [flat], range(file, file + 1), stacked, is_alone)
 
 
 def _member_names(

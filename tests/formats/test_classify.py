@@ -20,6 +20,7 @@ from elastic_ckpt.formats.saved_states import (
     Digest,
     RankStates,
     SavedKind,
+    StatesOfOne,
     classify,
 )
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -44,7 +45,7 @@ class Saved:
 def rank(numel: int, states: Mapping[str, Saved], number: int = 0, touched: int = -1) -> RankStates:
     digests = {key: tensor.digest for key, tensor in states.items() if tensor.digest is not None}
     tensors = {key: TensorRef(tensor.dtype, tensor.shape, (), 0) for key, tensor in states.items()}
-    return RankStates(f"/ckpt/rank{number}.pt", numel, touched, tensors, digests)
+    return RankStates(f"/ckpt/rank{number}.pt", (numel,), touched, StatesOfOne(tensors, digests=digests))
 
 
 def ranks(numel: int, *each: Mapping[str, Saved]) -> list[RankStates]:
@@ -250,7 +251,8 @@ def test_signed_codes_are_none_of_bitsandbytes() -> None:
 def test_equal_values_that_are_all_one_value_are_no_evidence_of_a_replicated_state() -> None:
     states = {"exp_avg": Saved((N,)), "scale": Saved((10,))}
     for constant, expected in ((True, OPAQUE), (False, REPLICATED)):
-        held = [each._replace(digests={"scale": Digest(7, False, constant)}) for each in ranks(N, states, states)]
+        states["scale"] = Saved((10,), digest=Digest(7, False, constant))
+        held = ranks(N, states, states)
         assert classify(held, said())["scale"].kind == expected
 
 

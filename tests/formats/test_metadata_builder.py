@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic_ckpt.core.chunks import PartitionRule
 from elastic_ckpt.core.metadata import MASTER, SourceFile, TensorMetadata
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, TOUCHED
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, refuse_view
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.formats.saved_states import SavedKind, StatesOfOne
+from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from tests.formats.test_grid import model
@@ -37,9 +38,7 @@ def flat(dtype: str = "float32") -> FlatShard:
 
 def test_every_row_of_a_state_is_cut_as_the_partition_is() -> None:
     made = builder()
-    made.add_flat(
-        SHAPES, RULES, 0, {}, [flat(), flat()], range(2), {"two": SavedKind(ELEMENTWISE, values_per_element=2)}
-    )
+    made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], range(2))
     tensors = made.build(model(), 1, ({},)).tensors
     chunks = [(e.range.start, e.range.stop, e.file, e.byte_offset) for e in tensors["a", MASTER].chunks]
     assert chunks == [(0, 4, 0, 64), (4, 6, 1, 64)]
@@ -53,16 +52,16 @@ def test_every_row_of_a_state_is_cut_as_the_partition_is() -> None:
 def test_ranks_that_saved_a_parameter_in_different_dtypes_are_damage() -> None:
     made = builder()
     with pytest.raises(DamagedError, match="different dtypes") as caught:
-        made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat("bfloat16")], range(2), {})
+        made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat("bfloat16")], range(2))
     error = caught.value
     assert (error.parameter, error.file, error.found) == ("a", "1.pt", "bfloat16")
 
 
 def test_a_parameter_in_two_flat_tensors_is_damage() -> None:
     made = builder()
-    made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], range(2), {})
+    made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], range(2))
     with pytest.raises(DamagedError, match="listed twice") as caught:
-        made.add_flat(SHAPES[1:], RULES[1:], 1, {}, [flat(), flat()], range(2), {})
+        made.add_flat(SHAPES[1:], RULES[1:], 1, {}, [flat(), flat()], range(2))
     assert (caught.value.parameter, caught.value.file) == ("b", "0.pt")
 
 
@@ -83,8 +82,20 @@ def test_a_view_is_refused_by_name() -> None:
     assert (caught.value.parameter, caught.value.file) == ("a", "0.pt")
 
 
-@pytest.mark.parametrize("kind", [TOUCHED, PER_PARAMETER])
-def test_states_of_stacked_experts_as_a_whole_are_refused(kind: str) -> None:
+def test_states_of_stacked_experts_as_a_whole_are_refused() -> None:
     stacked = {"a": (0, 1)}
+    touched = [replace(flat(), states=StatesOfOne({"momentum_buffer": ref("float32", numel)})) for numel in (6, 8)]
+    with pytest.raises(UnsupportedError, match=r"(?s)'momentum_buffer' is kept for stacked experts as a whole.*a"):
+        builder().add_flat(SHAPES, RULES, 0, {}, touched, range(2), stacked)
+    alone = FlatShard(ref("float32", 2, 3), 6, StatesOfOne({"row": ref("float32", 7)}))
     with pytest.raises(UnsupportedError, match=r"(?s)'row' is kept for stacked experts as a whole.*a"):
-        builder().add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], range(2), {"row": SavedKind(kind)}, stacked)
+        builder().add_flat(SHAPES[:1], [PartitionRule(6, 6)], 0, {}, [alone], range(1), stacked, is_alone=True)
+
+
+def test_a_state_that_is_a_view_is_opaque() -> None:
+    made = builder()
+    view = replace(flat(), states=StatesOfOne({"exp_avg": TensorRef("float32", (4,), (2,), 64)}))
+    whole = replace(flat(), states=StatesOfOne({"exp_avg": ref("float32", 4)}))
+    made.add_flat(SHAPES, RULES, 0, {}, [whole, view], range(2))
+    made.add_flat([("c", (4,))], [PartitionRule(4, 4)], 0, {}, [view], range(1), is_alone=True)
+    assert made.opaque == {"exp_avg": "a view of shape (4,) and strides (2,)"}
