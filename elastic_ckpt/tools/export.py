@@ -8,10 +8,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -38,7 +38,6 @@ from elastic_ckpt.tools.logical import (
     LogicalTensor,
     plain,
     refuse_unreadable_states,
-    refuse_without_masters,
     scalars_of,
     weights_by_name,
 )
@@ -49,6 +48,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 _TORCH_NAMES: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 #: By name in the files, a tensor and the dtype to write it in.
 _Tensors = dict[str, tuple[LogicalTensor, str]]
+_EXCLUDE = "leave it out with --exclude"
 #: How names of parameters that PEFT adds begin: ``BaseTuner.prefix`` of its methods, version 0.21.
 _METHODS = (
     "adamss|beft|boft|c3a|deft|delora|fourierft|frod|glora|gralora|hada|hira|hra|ia3|lily|ln_tuning|lokr|lora|miss|oft|"
@@ -106,11 +106,12 @@ def export(
         error.remedy = f"export without --optimizer: {error.remedy}" if optimizer else error.remedy
         raise
     metadata, source = opened.metadata, opened.found.folder
-    refuse_without_masters(metadata)
     if not optimizer:
-        metadata = _weights_of(metadata)
+        of_weights = {at: tensor for at, tensor in metadata.tensors.items() if at[1] in WEIGHTS}
+        copies = {at: replicas for at, replicas in metadata.replicas.items() if at[1] in WEIGHTS}
+        metadata = replace(metadata, tensors=of_weights, replicas=copies)
     reader = LogicalReader(metadata, options)
-    weights = selected(metadata, weights_by_name(reader.tensors.values()), include, exclude)
+    weights = selected(metadata, weights_by_name(reader), include, exclude)
     # dcp and safetensors do not tell buffers from frozen parameters, or from any if there are no masters
     kept = {BUFFER, FROZEN} if opened.found.foreign and metadata.parameters else {BUFFER}
     of_set = weights if adapter is None else of_adapter(weights, adapter, source)
@@ -120,28 +121,23 @@ def export(
     facts: dict[str, str] = {}
     if optimizer:
         names = {tensor.name for tensor in of_set.values()}
-        states = states_of(metadata, reader.tensors.values(), names)
-        sets["optimizer"] = {name: (tensor, tensor.dtype) for name, tensor in states.items()}
+        refuse_unreadable_states(metadata)
+        if not metadata.keys_by_name:
+            problem = "the checkpoint holds no optimizer states to export"
+            remedy = "leave out --optimizer; it was saved before the first step, or without them"
+            raise NotFoundError(problem, source, remedy=remedy)
+        states = (each for each in reader.tensors.values() if each.key not in WEIGHTS and each.name in names)
+        sets["optimizer"] = {f"{state.key}.{state.name}": (state, state.dtype) for state in states}
         facts = optimizer_facts(metadata, names)
     limit = max_shard_size if adapter is None else sys.maxsize
     nbytes, files = sum(_nbytes(tensor) for tensors in sets.values() for tensor in tensors.values()), 0
     target = Path(out).absolute()
     with output_folder(target, Path(source), metadata.files) as place, progress_bar("export", nbytes, progress) as bar:
-        writer = _Writer(place, reader, bar.update)
         notes += reader.compare_copies()
         for stem, tensors in sets.items():
-            files += writer.write(stem, tensors, limit, facts if stem == "optimizer" else {})
+            files += _write(place, reader, bar.update, stem, tensors, limit, facts if stem == "optimizer" else {})
     count = sum(map(len, sets.values()))
     return WriteReport(str(target), count, files, nbytes, time.monotonic() - started, notes)
-
-
-def _weights_of(metadata: CheckpointMetadata) -> CheckpointMetadata:
-    """The metadata without optimizer states."""
-    return replace(
-        metadata,
-        tensors={key: tensor for key, tensor in metadata.tensors.items() if key[1] in WEIGHTS},
-        replicas={key: replicas for key, replicas in metadata.replicas.items() if key[1] in WEIGHTS},
-    )
 
 
 def _dtype_of(tensor: LogicalTensor, dtype: str | None, kept: Collection[str]) -> str:
@@ -154,55 +150,53 @@ def _nbytes(tensor: tuple[LogicalTensor, str]) -> int:
     return logical.numel * ITEMSIZE[dtype]
 
 
-class _Writer(NamedTuple):
-    """Writes shards to a folder, one after the other; ``advance`` is called with the bytes that were written."""
+def _write(
+    place: Path,
+    reader: LogicalReader,
+    advance: Callable[[int], object],
+    stem: str,
+    tensors: _Tensors,
+    limit: int | str,
+    facts: Mapping[str, str],
+) -> int:
+    """Write tensors as ``<stem>.safetensors``, or several shards and an index; returns the number of files.
 
-    place: Path
-    reader: LogicalReader
-    advance: Callable[[int], object]
+    ``facts`` are metadata of the first; ``advance`` is called with the bytes that were written.
+    """
+    for name, (tensor, dtype) in tensors.items():
+        if dtype not in DTYPES or name == METADATA:
+            problem, found = "safetensors files cannot hold this tensor", f"{dtype} of shape {tensor.shape}"
+            expected = f"a dtype of {listed(DTYPES)}, and a name other than {METADATA}"
+            raise UnsupportedError(problem, None, expected, found, parameter=name, remedy=_EXCLUDE)
+    try:
+        plan = split_state_dict_into_shards_factory(
+            tensors, get_storage_size=_nbytes, filename_pattern=f"{stem}{{suffix}}{SUFFIX}", max_shard_size=limit
+        )
+    except ValueError as error:
+        expected = "5GB, 500MB, or a number of bytes"
+        raise ConfigError("this is no size of a shard", expected=expected, found=repr(limit)) from error
+    for file, names in plan.filename_to_tensors.items():
+        tied = {alias: name for alias, name in reader.metadata.aliases.items() if name in names}
+        shard = {name: tensors[name] for name in names}
+        _save(place / file, reader, shard, {**tied, **facts, "format": "pt"})
+        advance(sum(map(_nbytes, shard.values())))
+        facts = {}
+    if plan.is_sharded:
+        index = json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2)
+        (place / f"{stem}{SUFFIX}.index.json").write_text(f"{index}\n", encoding="utf-8")
+    return len(plan.filename_to_tensors)
 
-    def write(self, stem: str, tensors: _Tensors, limit: int | str, facts: dict[str, str]) -> int:
-        """Write tensors as ``<stem>.safetensors``, or several shards and an index; returns the number of files.
 
-        ``facts`` are metadata of the first.
-        """
-        for name, (tensor, dtype) in tensors.items():
-            if dtype not in DTYPES or name == METADATA:
-                raise UnsupportedError(
-                    "safetensors files cannot hold this tensor",
-                    parameter=name,
-                    expected=f"a dtype of {listed(DTYPES)}, and a name other than {METADATA}",
-                    found=f"{dtype} of shape {tensor.shape}",
-                    remedy="leave it out with --exclude",
-                )
-        try:
-            plan = split_state_dict_into_shards_factory(
-                tensors, get_storage_size=_nbytes, filename_pattern=f"{stem}{{suffix}}{SUFFIX}", max_shard_size=limit
-            )
-        except ValueError as error:
-            expected = "5GB, 500MB, or a number of bytes"
-            raise ConfigError("this is no size of a shard", expected=expected, found=repr(limit)) from error
-        for file, names in plan.filename_to_tensors.items():
-            tied = {alias: name for alias, name in self.reader.metadata.aliases.items() if name in names}
-            self._save(self.place / file, {name: tensors[name] for name in names}, {**tied, **facts, "format": "pt"})
-            facts = {}
-        if plan.is_sharded:
-            index = json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2)
-            (self.place / f"{stem}{SUFFIX}.index.json").write_text(f"{index}\n", encoding="utf-8")
-        return len(plan.filename_to_tensors)
-
-    def _save(self, path: Path, tensors: _Tensors, metadata: dict[str, str]) -> None:
-        read = self.reader.tensor
-        try:
-            values = {name: converted(read(tensor), dtype, name) for name, (tensor, dtype) in tensors.items()}
-            save_file(values, path, metadata)
-            path.chmod(self.place.stat().st_mode & 0o666)  # the library makes files for their owner alone
-        except UnicodeEncodeError as error:
-            text, remedy = f"{error.object!r:.300}", "leave it out with --exclude"
-            raise UnsupportedError("this name is no text in UTF-8", parameter=text, remedy=remedy) from error
-        except SafetensorError as error:
-            raise OSError(errno.EIO, str(error), str(path)) from error
-        self.advance(sum(map(_nbytes, tensors.values())))
+def _save(path: Path, reader: LogicalReader, tensors: _Tensors, metadata: dict[str, str]) -> None:
+    try:
+        values = {name: converted(reader.tensor(tensor), dtype, name) for name, (tensor, dtype) in tensors.items()}
+        save_file(values, path, metadata)
+        path.chmod(path.parent.stat().st_mode & 0o666)  # the library makes files for their owner alone
+    except UnicodeEncodeError as error:
+        name = f"{error.object!r:.300}"
+        raise UnsupportedError("this name is no text in UTF-8", parameter=name, remedy=_EXCLUDE) from error
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def converted(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
@@ -213,13 +207,9 @@ def converted(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
         return result
     lost = values[result.isinf() & values.isfinite()]
     if lost.numel():
-        raise MismatchError(
-            f"values of this parameter are too large for {dtype}",
-            parameter=name,
-            expected=f"magnitudes up to {torch.finfo(result.dtype).max:g}",
-            found=f"{lost.double().abs().max().item():g}, saved in {saved}",
-            remedy="export it as fp32",
-        )
+        problem, expected = f"values of this parameter are too large for {dtype}", torch.finfo(result.dtype).max
+        both = f"magnitudes up to {expected:g}", f"{lost.double().abs().max().item():g}, saved in {saved}"
+        raise MismatchError(problem, None, *both, parameter=name, remedy="export it as fp32")
     return result
 
 
@@ -255,42 +245,16 @@ def of_adapter(weights: Mapping[str, LogicalTensor], adapter: str, folder: str) 
     own, any_adapter = re.compile(rf"{_PLACE}\.{re.escape(adapter)}(?=\.|$)"), re.compile(_PLACE)
     of_peft = {own.sub(r"\1", name): tensor for name, tensor in weights.items() if own.search(name)}
     if not of_peft:
-        raise ConfigError(
-            "the checkpoint has no tensors of this PEFT adapter",
-            file=folder,
-            expected=f"names such as ....lora_A.{adapter}.weight",
-            remedy='name the adapter as PEFT does: "default", unless get_peft_model was told otherwise',
-        )
+        problem, expected = "the checkpoint has no tensors of this PEFT adapter", f"....lora_A.{adapter}.weight"
+        remedy = 'name the adapter as PEFT does: "default", unless get_peft_model was told otherwise'
+        raise ConfigError(problem, folder, f"names such as {expected}", remedy=remedy)
     trained = {name for name, tensor in weights.items() if tensor.key == MASTER and not any_adapter.search(name)}
     biases = {name for name in trained if name.endswith(".bias")}  # as PEFT saves them with bias="all" or "lora_only"
     if others := trained - biases:
-        raise ConfigError(
-            "parameters without the name of a PEFT adapter were trained too, and would be missing from its file",
-            parameter=listed(others),
-            file=folder,
-            expected="the adapter's parameters, and biases",
-            remedy="export without --adapter, or leave them out with --exclude",
-        )
+        problem = "parameters without the name of a PEFT adapter were trained too, and would be missing from its file"
+        expected, remedy = "the adapter's parameters, and biases", "export without --adapter, or --exclude them"
+        raise ConfigError(problem, folder, expected, parameter=listed(others), remedy=remedy)
     return of_peft | {name: weights[name] for name in weights if name in biases}
-
-
-def states_of(
-    metadata: CheckpointMetadata, tensors: Iterable[LogicalTensor], names: Collection[str]
-) -> dict[str, LogicalTensor]:
-    """Optimizer states of the named parameters; state ``exp_avg`` of ``w`` is ``exp_avg.w``.
-
-    Raises :class:`NotFoundError` if the checkpoint holds no optimizer state, and an error that names the state if one
-    is damaged or of unknown layout.
-    """
-    refuse_unreadable_states(metadata)
-    if not metadata.keys_by_name:
-        raise NotFoundError(
-            "the checkpoint holds no optimizer states to export",
-            file=metadata.source.folder,
-            remedy="leave out --optimizer; it was saved before the first step, or without them",
-        )
-    states = (tensor for tensor in tensors if tensor.key not in WEIGHTS and tensor.name in names)
-    return {f"{tensor.key}.{tensor.name}": tensor for tensor in states}
 
 
 def optimizer_facts(metadata: CheckpointMetadata, names: Collection[str]) -> dict[str, str]:
@@ -334,13 +298,8 @@ def selected(
         except re.error as error:
             raise ConfigError("a pattern is no regular expression", expected=pattern, found=str(error)) from error
         if not found:
-            raise ConfigError(
-                "a pattern matches no tensor of the checkpoint",
-                file=metadata.source.folder,
-                expected=pattern,
-                found=listed(names),
-                remedy="elastic-ckpt inspect --params lists the names",
-            )
+            problem, remedy = "a pattern matches no tensor of the checkpoint", "inspect --params lists the names"
+            raise ConfigError(problem, metadata.source.folder, pattern, listed(names), remedy=f"elastic-ckpt {remedy}")
         return found
 
     keep = set().union(*map(matching, include)) if include else set(names)

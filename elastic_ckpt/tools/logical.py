@@ -6,7 +6,7 @@ import difflib
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -37,19 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """A parameter, state or buffer, its tensor-parallel shards joined.
-
-    Attributes:
-        shape: logical shape, with rows as the leading dimension if there are several.
-        dtype: in which it is read; of quantized states, that of dequantized values.
-        rows: values of a state per element of its parameter.
-    """
+    """A parameter, state or buffer, its tensor-parallel shards joined."""
 
     name: str
     key: str
-    shape: Shape
-    dtype: str
-    rows: int = 1
+    shape: Shape  # logical, with rows as the leading dimension if there are several
+    dtype: str  # in which it is read; of quantized states, that of dequantized values
+    rows: int = 1  # values of a state per element of its parameter
 
     @property
     def numel(self) -> int:
@@ -64,12 +58,9 @@ def refuse_without_masters(metadata: CheckpointMetadata) -> None:
     """Raise :class:`DamagedError` if the checkpoint lacks master weights of a parameter that an optimizer owned."""
     missing = [name for name in metadata.parameters if (name, MASTER) not in metadata.tensors]
     if missing:
-        raise DamagedError(
-            "the checkpoint knows these parameters but holds no master weights of them",
-            parameter=listed(missing),
-            file=metadata.source.folder,
-            remedy="the save is incomplete: take another tag",
-        )
+        problem = "the checkpoint knows these parameters but holds no master weights of them"
+        remedy = "the save is incomplete: take another tag"
+        raise DamagedError(problem, metadata.source.folder, parameter=listed(missing), remedy=remedy)
 
 
 def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:
@@ -79,10 +70,11 @@ def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:
     refuse_partial(metadata)
 
 
-def weights_by_name(tensors: Iterable[LogicalTensor]) -> dict[str, LogicalTensor]:
+def weights_by_name(reader: LogicalReader) -> dict[str, LogicalTensor]:
     """Parameters and buffers by name, without optimizer states. Raises :class:`MismatchError` if two share a name."""
+    refuse_without_masters(reader.metadata)
     found: dict[str, LogicalTensor] = {}
-    for tensor in tensors:
+    for tensor in reader.tensors.values():
         if tensor.key in WEIGHTS and found.setdefault(tensor.name, tensor) is not tensor:
             keys = f"{found[tensor.name].key} and {tensor.key}"
             raise MismatchError("two tensors of the checkpoint share a name", parameter=tensor.name, found=keys)
@@ -239,8 +231,7 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
         self._reader = LogicalReader(opened.metadata, opened.config, errors={})
-        refuse_without_masters(opened.metadata)
-        self._weights = weights_by_name(self._reader.tensors.values())
+        self._weights = weights_by_name(self._reader)
         self._weights |= {
             alias: self._weights[name] for alias, name in opened.metadata.aliases.items() if name in self._weights
         }
