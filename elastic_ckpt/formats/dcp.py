@@ -175,17 +175,15 @@ class _Builder(MetadataBuilder):
                 problem = (
                     "a param group of this torch.distributed.checkpoint folder does not list its parameters by name"
                 )
-                expected = "names of the model's parameters, as get_state_dict saves them"
+                both = "names of the model's parameters, as get_state_dict saves them", f"{names!r}"[:200]
                 remedy = f"save the state dict of get_state_dict{WITHOUT_STATES}"
-                raise UnsupportedError(problem, self._found.folder, expected, f"{names!r}"[:200], remedy=remedy)
+                raise UnsupportedError(problem, self._found.folder, *both, remedy=remedy)
             if isinstance(key, int) or values not in groups:
                 groups.append(values)
             if twice := sorted(members.keys() & set(names)):
-                problem, expected = (
-                    "two param groups of this torch.distributed.checkpoint folder have one parameter",
-                    "each parameter in one of them",
-                )
-                raise MismatchError(problem, self._found.folder, expected, parameter=listed(twice), remedy=SAVE_ALONE)
+                problem = "two param groups of this torch.distributed.checkpoint folder have one parameter"
+                where = self._found.folder, "each parameter in one of them"
+                raise MismatchError(problem, *where, parameter=listed(twice), remedy=SAVE_ALONE)
             number = len(groups) - 1 if isinstance(key, int) else groups.index(values)
             members |= dict.fromkeys(names, number)
         stateful = [name for name, _ in self._entries.states if name not in members]

@@ -134,13 +134,9 @@ def add_state(states: dict[tuple[str, str], str], place: tuple[str, str], entry:
     """Note the entry of a state; :class:`MismatchError` if there is one already."""
     other = states.setdefault(place, entry)
     if other != entry:
-        problem, both = (
-            f"two optimizers of this torch.distributed.checkpoint folder have {place[1]} of one parameter",
-            f"{other} and {entry}",
-        )
-        raise MismatchError(
-            problem, folder, "each parameter in one optimizer", both, parameter=place[0], remedy=SAVE_ALONE
-        )
+        problem = f"two optimizers of this torch.distributed.checkpoint folder have {place[1]} of one parameter"
+        both = "each parameter in one optimizer", f"{other} and {entry}"
+        raise MismatchError(problem, folder, *both, parameter=place[0], remedy=SAVE_ALONE)
 
 
 def _places(path: Path, word: str) -> Iterator[int]:
@@ -218,13 +214,10 @@ def _owner(word: str, names: Mapping[str, str]) -> str | None:
 
 
 def _unknown_layout(folder: str, found: str, remedy: str = "") -> UnsupportedError:
-    return UnsupportedError(
-        "the entries of this torch.distributed.checkpoint folder are in no layout that is known",
-        folder,
-        "state dicts of torch.distributed.checkpoint.state_dict.get_state_dict, under keys of any names",
-        found,
-        remedy=f"save {{'model': ..., 'optim': ...}} of get_state_dict(model, optimizer){remedy}",
-    )
+    problem = "the entries of this torch.distributed.checkpoint folder are in no layout that is known"
+    expected = "state dicts of torch.distributed.checkpoint.state_dict.get_state_dict, under keys of any names"
+    remedy = f"save {{'model': ..., 'optim': ...}} of get_state_dict(model, optimizer){remedy}"
+    return UnsupportedError(problem, folder, expected, found, remedy=remedy)
 
 
 @dataclass(frozen=True)

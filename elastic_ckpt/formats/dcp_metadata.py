@@ -177,8 +177,12 @@ def read_dcp_file(
                 try:
                     archive = read_archive_tree(_Slice(stream.fileno(), item), path, trust_pickle, trees)  # type: ignore[arg-type]
                     file = _moved(replace(archive, nbytes=status.st_size), item.start)
-                    if item.name in wanted:
-                        values[item.name] = _value_of(file, item.name in groups)
+                    if item.name in groups:
+                        values[item.name] = hyperparameters(file, {"": file.tree})
+                    elif item.name in wanted:
+                        is_number = isinstance(file.tree, TensorRef) and not file.tree.shape
+                        read = read_numbers(file, [file.tree])[0].item() if is_number else materialise(file, file.tree)
+                        values[item.name] = read
                     if item.sizes is not None:
                         offset = _data_of(item, file.tree, contents, path)
                     records += file.records
@@ -194,19 +198,11 @@ def _moved(file: PickledFile, start: int) -> PickledFile:
     """An archive that begins at a byte of its file, with its tensors' places in that."""
 
     def moved(leaf: Any) -> Any:
-        return (
-            replace(leaf, byte_offset=leaf.byte_offset + start) if isinstance(leaf, (TensorRef, StorageRef)) else leaf
-        )
+        is_there = isinstance(leaf, (TensorRef, StorageRef))
+        return replace(leaf, byte_offset=leaf.byte_offset + start) if is_there else leaf
 
     records = Records.of((offset + start, nbytes, crc32) for offset, nbytes, crc32 in file.records)
     return replace(file, tree=replace_leaves(file.tree, moved), records=records)
-
-
-def _value_of(file: PickledFile, in_group: bool) -> Any:
-    if in_group:
-        return hyperparameters(file, {"": file.tree})
-    is_number = isinstance(file.tree, TensorRef) and not file.tree.shape
-    return read_numbers(file, [file.tree])[0].item() if is_number else materialise(file, file.tree)
 
 
 def _data_of(item: StoredItem, tree: Any, contents: DcpContents, path: str) -> int:

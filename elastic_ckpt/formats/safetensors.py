@@ -167,7 +167,7 @@ def _groups_and_scalars(files: list[_Header]) -> tuple[list[dict[str, Any]], dic
         return [], {}
     with named_errors(of_optimizer[0].path, _EXPECTED):
         groups, scalars = (
-            parse_json(facts.get(key, empty).encode()) for key, empty in (("param_groups", "[]"), ("scalars", "{}"))
+            parse_json(facts.get(*each).encode()) for each in (("param_groups", "[]"), ("scalars", "{}"))
         )
         members = [name for group in groups for name in group["params"]]
         if not all(isinstance(name, str) for name in members) or len(set(members)) < len(members):

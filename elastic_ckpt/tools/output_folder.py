@@ -42,13 +42,10 @@ def output_folder(target: Path, source: Path, files: Sequence[SourceFile], lates
     """
     inside = source.resolve() in target.resolve().parents
     if inside or os.path.lexists(target) or target.name in ("", "..", LATEST, LATEST_UNIVERSAL):
-        raise ElasticCkptError(
-            "a checkpoint cannot be written there",
-            file=str(target),
-            expected="a folder with a name of its own that does not exist, outside of the checkpoint's",
-            found=f"a folder inside {source}" if inside else "it exists" if target.exists() else repr(target.name),
-            remedy="choose another name, or remove it",
-        )
+        problem, remedy = "a checkpoint cannot be written there", "choose another name, or remove it"
+        expected = "a folder with a name of its own that does not exist, outside of the checkpoint's"
+        found = f"a folder inside {source}" if inside else "it exists" if target.exists() else repr(target.name)
+        raise ElasticCkptError(problem, str(target), expected, found, remedy=remedy)
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
         folder.mkdir(parents=True)
@@ -68,25 +65,17 @@ def output_folder(target: Path, source: Path, files: Sequence[SourceFile], lates
                 raise
         _sync(target.parent, deep=False)
     except (OSError, RuntimeError) as raised:
-        error = _os_error_in(raised)
+        error: BaseException | None = raised
+        while error is not None and not isinstance(error, OSError):  # libraries raise their own for the system's
+            error = error.__cause__ or error.__context__
         if error is None:
             raise
-        raise ElasticCkptError(
-            "the folder could not be written, or the checkpoint not be read",
-            file=str(error.filename or target),
-            expected="a checkpoint that stays, and a folder to write to",
-            found=f"{type(error).__name__}: {error.strerror or error}",
-            remedy="check the path, its file system and its permissions, and give the same command again",
-        ) from raised
+        problem = "the folder could not be written, or the checkpoint not be read"
+        both = "a checkpoint that stays, and a folder to write to", f"{type(error).__name__}: {error.strerror or error}"
+        remedy = "check the path, its file system and its permissions, and give the same command again"
+        raise ElasticCkptError(problem, str(error.filename or target), *both, remedy=remedy) from raised
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _os_error_in(error: BaseException | None) -> OSError | None:
-    """The error of the system that an exception is, or was raised for, or while it was handled."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _sync(path: Path, deep: bool = True) -> None:

@@ -62,7 +62,6 @@ def convert(opened: Opened, target: Path, threads: int = 4, progress: bool | Non
     target, started = target.absolute(), time.monotonic()
     metadata, found = opened.metadata, opened.found
     refuse_unconvertible(metadata)
-    refuse_without_masters(metadata)
     models = [Path(found.path(name)) for name in (*found.files.model.values(), *found.files.model_zero3.values())]
     if open_pickled(str(models[0]), opened.config.trust_pickle).tree.get("param_shapes") is None:
         why = "its model-states files do not list the parameters of the optimizer"
@@ -104,7 +103,8 @@ def convert(opened: Opened, target: Path, threads: int = 4, progress: bool | Non
 
 
 def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") -> None:
-    """Raise :class:`UnsupportedError`, naming the reason, if a format cannot express a checkpoint."""
+    """Raise :class:`UnsupportedError`, naming the reason, if a format cannot express a checkpoint that is whole."""
+    refuse_without_masters(metadata)
     source, tensors, is_universal = metadata.source, metadata.tensors.items(), to == "universal"
     parameters = metadata.parameters.values()
     scalars = {key for saved in parameters for key, value in saved.scalars if value is not None} - {"step"}
@@ -137,23 +137,17 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
 
 def _unconvertible(why: str, to: str, file: str) -> UnsupportedError:
     called = {"universal": "DeepSpeed's universal format", "dcp": "torch.distributed.checkpoint's format"}[to]
-    return UnsupportedError(
-        f"this checkpoint cannot be converted to {called}: {why}",
-        file=file,
-        remedy="load it as it is: elastic_ckpt needs no conversion",
-    )
+    remedy = "load it as it is: elastic_ckpt needs no conversion"
+    return UnsupportedError(f"this checkpoint cannot be converted to {called}: {why}", file, remedy=remedy)
 
 
 def _checked(name: str, folder: str) -> str:
     """A name, if it is safe as that of a folder or file; :class:`UnsupportedError` otherwise."""
     is_path = name.startswith(".") or not {"/", "\\"}.isdisjoint(name)
     if not name or is_path or not name.isprintable() or len(name.encode()) > 255:
-        raise UnsupportedError(
-            "a name in the checkpoint cannot be the name of a folder",
-            parameter=repr(name)[:300],
-            file=folder,
-            expected="a name without path separators and control characters, of at most 255 bytes",
-        )
+        problem = "a name in the checkpoint cannot be the name of a folder"
+        expected = "a name without path separators and control characters, of at most 255 bytes"
+        raise UnsupportedError(problem, folder, expected, parameter=repr(name)[:300])
     return name
 
 

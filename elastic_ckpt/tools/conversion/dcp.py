@@ -26,7 +26,7 @@ from elastic_ckpt.formats.pickled import open_file
 from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.conversion import refuse_unconvertible
-from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, plain, refuse_without_masters, scalars_of
+from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, plain, scalars_of
 from elastic_ckpt.tools.opened import Opened
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
@@ -44,7 +44,6 @@ def convert_to_dcp(opened: Opened, target: Path, progress: bool | None = None) -
     """
     target, started, metadata = target.absolute(), time.monotonic(), opened.metadata
     refuse_unconvertible(metadata, "dcp")
-    refuse_without_masters(metadata)
     for number, group in enumerate(metadata.groups):
         names = (name for name, saved in metadata.parameters.items() if saved.group == number)
         refuse_left_in_file(group, names, opened.found.folder, _WITHOUT_HYPERPARAMETERS)
