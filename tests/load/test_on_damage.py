@@ -25,13 +25,13 @@ from elastic_ckpt.errors import (
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.load import on_damage
+from elastic_ckpt.load import hook
 from elastic_ckpt.load.flow import LoadCall
-from elastic_ckpt.load.on_damage import RetryPolicy
+from elastic_ckpt.load.hook import RetryPolicy
 
 FOUND = CheckpointInfo("native", "/x/step4", "step4", sort_names([], is_universal=False))
 MODEL = "mp_rank_00_model_states.pt"
-alone = on_damage.distributed.broadcast
+alone = hook.distributed.broadcast
 
 
 def attempts(folder: Path, tag: str | None = None, node_local: bool = False, **section: Any) -> RetryPolicy:
@@ -64,9 +64,9 @@ PREVIOUS: dict[str, Any] = {"on_damage": "previous"}
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_looks_and_all_take_what_it_has_found(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(on_damage, "find_checkpoint", lambda *arguments: looked.append(arguments) or FOUND)
+    monkeypatch.setattr(hook, "find_checkpoint", lambda *arguments: looked.append(arguments) or FOUND)
     broadcast = alone if rank == 0 else lambda doing, work: (FOUND, [])
-    monkeypatch.setattr(on_damage.distributed, "broadcast", broadcast)
+    monkeypatch.setattr(hook.distributed, "broadcast", broadcast)
     assert attempts(Path("/x")).find() == FOUND
     assert len(looked) == (rank == 0)
 
@@ -88,7 +88,7 @@ def test_tags_that_no_latest_names_are_listed_and_a_script_starts_fresh(
 
 
 def test_each_rank_finds_the_tag_in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_damage.distributed, "broadcast", lambda doing, work: (FOUND, []))
+    monkeypatch.setattr(hook.distributed, "broadcast", lambda doing, work: (FOUND, []))
     assert attempts(folder, node_local=True).find() == replace(FOUND, folder=str(folder / "step4"))
 
 
@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_looked_into_is_named(monkeypatch: pytest.Monkey
     def broken(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", "/x")
 
-    monkeypatch.setattr(on_damage, "find_checkpoint", broken)
+    monkeypatch.setattr(hook, "find_checkpoint", broken)
     with pytest.raises(
         ElasticCkptError, match=r"failed to look for a checkpoint: PermissionError.*Permission"
     ) as caught:
