@@ -124,25 +124,20 @@ def deepspeed_loads_it_right(call: LoadCall, found: CheckpointInfo, check_steps:
     """
 
     def save() -> tuple[Any, ...] | None:
+        """The save that DeepSpeed's loader would read; ``None`` if it is not known to be restored correctly."""
         try:
-            return _save_of(call, found, check_steps, own_files)
-        except Exception:  # files that cannot be read are not known to load correctly
+            comparison = _Comparison(call, found, own_files)
+            # DeepSpeed looks for other names than the "fast" writer's
+            if not found.by_rank or found.files.by_fast_writer or not comparison.fits():
+                return None
+            return comparison.one_save(check_steps) if own_files or not comparison.weights_alone else ()
+        except Exception:  # of files that cannot be read
             return None
 
     doing = "compare the checkpoint with the live engine"
     each_has_files = own_files or len(found.files.mp_ranks) > 1 or isinstance(call.engine, PipelineEngine)
     saves = distributed.all_gather(doing, save) if each_has_files else [distributed.broadcast(doing, save)]
     return saves[0] is not None and all(other == saves[0] for other in saves)
-
-
-def _save_of(call: LoadCall, found: CheckpointInfo, check_steps: bool, own_files: bool) -> tuple[Any, ...] | None:
-    """The save that DeepSpeed's loader would read; ``None`` if it is not known to be restored correctly. Local."""
-    if not found.by_rank or found.files.by_fast_writer:
-        return None  # DeepSpeed looks for other names than the "fast" writer's
-    comparison = _Comparison(call, found, own_files)
-    if not comparison.fits():
-        return None
-    return comparison.one_save(check_steps) if own_files or not comparison.weights_alone else ()
 
 
 class _Comparison:

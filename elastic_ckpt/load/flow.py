@@ -197,13 +197,22 @@ def _refuse_different_shares(everybody: Sequence[RankPlan]) -> None:
 
 
 def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
-    """Load the schedulers, undone on all ranks if any fails; read and broadcast; commit. Collective over the job.
+    """Load the schedulers, which runs a user's code and is undone if any rank fails; read, broadcast and commit.
 
-    Returns what ``DeepSpeedEngine.load_checkpoint`` does: path of the model-states file, and client state. Raises the
+    Collective. Returns what ``load_checkpoint`` does: path of the model-states file, and client state. Raises the
     same :class:`ElasticCkptError` on every rank; the engine is as it was unless it is a :class:`PartialLoadError`.
     """
     call, at, model_path = ready.call, ready.local_state.model.coordinates, ready.checkpoint.model_path
-    _load_schedulers(ready)
+    if ready.runs_code:
+        try:
+            with distributed.agree("load the schedulers"):
+                look_again(reopen=False)  # the last chance to leave the engine as it was
+                ready.host.load_schedulers(ready.plan)
+        except ElasticCkptError:
+            ready.host.undo_schedulers()
+            raise
+    else:
+        ready.host.load_schedulers(ready.plan)  # reports why not
     try:
         everybody, verified = _overwrite(ready)
     except Exception as error:  # including a collective's, after which ranks cannot agree
@@ -211,7 +220,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         raise as_partial_load_error(cause) from cause
     record_counts(call.engine)
     of_stages = [outcomes for _, _, outcomes, _ in sorted(everybody, key=itemgetter(1)) if outcomes]
-    report = LoadReport(
+    call.engine.elastic_report = report = LoadReport(
         source=ready.checkpoint.metadata.source,
         zero_stage=ready.local_state.zero_stage,
         dp=at.dp,
@@ -226,26 +235,11 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         sequence=at.sequence,
         verified=verified,
     )
-    call.engine.elastic_report = report
     if distributed.rank() == 0:
         publish(report, ready.warnings, call.config)
     # like DeepSpeed's own loader: below load_dir as the caller wrote it
     path = os.path.join(call.arguments.load_dir, ready.found.tag, os.path.basename(model_path))
     return path, ready.host.client_state
-
-
-def _load_schedulers(ready: Prepared) -> None:
-    """The only step of a commit that runs a user's code: first, and undone on all ranks if any fails."""
-    if not ready.runs_code:
-        ready.host.load_schedulers(ready.plan)  # reports why not
-        return
-    try:
-        with distributed.agree("load the schedulers"):
-            look_again(reopen=False)  # the last chance to leave the engine as it was
-            ready.host.load_schedulers(ready.plan)
-    except ElasticCkptError:
-        ready.host.undo_schedulers()
-        raise
 
 
 #: One rank's work and pipeline stage, from one rank of each of several stages the outcomes there, and what it has read.

@@ -110,20 +110,14 @@ def fit_together(fit: Callable[[], Fitted]) -> tuple[Fitted, TrainingState]:
 
 def read_my_share(count: int, read: Callable[[int], T]) -> list[T]:
     """Run ``read`` for each position below ``count``, each on one rank, and return all results. Collective."""
-    everything = all_gather_items(lambda: {each: read(each) for each in range(count) if _opens(each)})
-    return [everything[position] for position in range(count)]
-
-
-def all_gather_items(read: Callable[[], dict[int, T]]) -> dict[int, T]:
-    """Run ``read`` on every rank, and return the items of all by position. Collective."""
     if distributed.world_size() == 1:
-        return distributed.all_gather(_DOING, read)[0]
+        return distributed.all_gather(_DOING, lambda: [read(each) for each in range(count)])[0]
     mine: dict[int, T] = {}
     commons: dict[bytes, Any] = {}
 
     def split_mine() -> dict[int, tuple[bytes, Any]]:
         """By position, the digest of what an item has in common with others, and the rest; or none, and the item."""
-        mine.update(read())
+        mine.update({each: read(each) for each in range(count) if _opens(each)})
         digests: dict[tuple[int, ...], bytes] = {}
         kept: list[Any] = []
         message: dict[int, tuple[bytes, Any]] = {}
@@ -159,7 +153,7 @@ def all_gather_items(read: Callable[[], dict[int, T]]) -> dict[int, T]:
         for position, (digest, own) in message.items():
             if position not in mine:
                 mine[position] = join(commons[digest], own, same) if digest else own
-    return mine
+    return [mine[position] for position in range(count)]
 
 
 def split(item: T) -> tuple[T, list[Any]]:

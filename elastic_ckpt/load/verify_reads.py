@@ -65,8 +65,7 @@ def verify_reads(
         totals |= {key: totals[key] | more for key, more in again.items()}
         incomplete = [key for key in incomplete if key not in again]
     incomplete_nbytes = sum(totals[key].nbytes for key in incomplete)
-    damaged = sorted(k for k in totals.keys() - incomplete if totals[k].crc32 != _record(files, k)[2])
-    if damaged:
+    if damaged := sorted(k for k in totals.keys() - incomplete if totals[k].crc32 != _record(files, k)[2]):
         raise _damaged(metadata, damaged, totals[damaged[0]].crc32)
     return Verified(summed_nbytes - incomplete_nbytes, read_nbytes - summed_nbytes, incomplete_nbytes)
 

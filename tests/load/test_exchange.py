@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.played import PlayedJob
-from elastic_ckpt import distributed
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.pickled import PickledFile, Trees, open_pickled
-from elastic_ckpt.load.metadata import all_gather_items, file_opener, join, split
+from elastic_ckpt.load.metadata import file_opener, join, read_my_share, split
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,6 @@ class Item:
 
 
 ITEM = Item("0", ("a", "b"), (Part(1, {"x": 1}), Part(2)), Part(3, {"y": 2}))
-
-
-def share(items: dict[int, Any]) -> dict[int, Any]:
-    """What this rank reads of some items."""
-    return {at: item for at, item in items.items() if at % distributed.world_size() == distributed.rank()}
 
 
 def test_an_item_is_split_and_joined() -> None:
@@ -68,33 +62,33 @@ class Other(Item):
 
 def test_items_that_consist_of_the_same_objects_stay_of_their_classes() -> None:
     names = ("a",) * 40
-    items = {0: Item("x", names), 2: Other("y", names)}  # both read by rank 0
-    assert PlayedJob(2).run_all(lambda: all_gather_items(lambda: share(items))) == [items] * 2
+    items = [Item("x", names), None, Other("y", names)]  # the first and the last are read by rank 0
+    assert PlayedJob(2).run_all(lambda: read_my_share(3, items.__getitem__)) == [items] * 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=12), st.integers(1, 4))
 def test_every_rank_gets_every_item(kinds: list[tuple[int, int]], ranks: int) -> None:
-    items: dict[int, Any] = {}
+    items: list[Any] = []
     for position, (kind, detail) in enumerate(kinds):
         one = Item(str(position), (f"name{kind}",) * 50, (Part(kind, {detail: position}),))
-        items[position] = one if kind < 2 else ("of another class", detail)
+        items.append(one if kind < 2 else ("of another class", detail))
     job = PlayedJob(ranks)
-    assert job.run_all(lambda: all_gather_items(lambda: share(items))) == [items] * ranks
+    assert job.run_all(lambda: read_my_share(len(items), items.__getitem__)) == [items] * ranks
 
 
 def test_what_files_have_in_common_travels_once_and_only_to_who_lacks_it() -> None:
     names = tuple(f"a parameter of a long name {number}" for number in range(1000))
-    everywhere = {at: Item(str(at), names) for at in range(8)}
+    everywhere = [Item(str(at), names) for at in range(8)]
     job = PlayedJob(4)
-    job.run_all(lambda: all_gather_items(lambda: share(everywhere)))
+    job.run_all(lambda: read_my_share(8, everywhere.__getitem__))
     assert len(job.rounds) == 1 and all(len(sent) < 500 for sent in job.rounds[0])
-    once = everywhere | {3: Item("3", names[::-1]), 7: Item("7", names[::-1])}
+    once = [Item(str(at), names[::-1]) if at in (3, 7) else item for at, item in enumerate(everywhere)]
     job = PlayedJob(4)
-    found = job.run_all(lambda: all_gather_items(lambda: share(once)))
+    found = job.run_all(lambda: read_my_share(8, once.__getitem__))
     assert found == [once] * 4
     long = [rank for rank, sent in enumerate(job.rounds[1]) if len(sent) > 20_000]
     assert long == [0, 3]  # rank 3 lacks what the others have, and they lack what it has
-    assert all(item.names is found[1][4].names for at, item in found[1].items() if at not in (1, 3, 5, 7))
+    assert all(item.names is found[1][4].names for at, item in enumerate(found[1]) if at not in (1, 3, 5, 7))
 
 
 def test_files_with_one_pickle_are_read_once(tmp_path: Path) -> None:

@@ -57,10 +57,11 @@ def test_each_model_parallel_ranks_files_must_be_of_the_same_save(
     monkeypatch: pytest.MonkeyPatch, other: Any, right: bool
 ) -> None:
     files = sort_names(["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"], is_universal=False)
-    found: Any = SimpleNamespace(files=files)
+    found: Any = SimpleNamespace(files=files, by_rank=True)
     call = LoadCall(None, LoadArguments("/x"), ElasticConfig())
-
-    monkeypatch.setattr(fallback, "_save_of", lambda *_: (20, "0.19.8"))
+    one_save = lambda check_steps: (20, "0.19.8")  # noqa: E731
+    fitting = SimpleNamespace(fits=lambda: True, weights_alone=False, one_save=one_save)
+    monkeypatch.setattr(fallback, "_Comparison", lambda *_: fitting)
     monkeypatch.setattr(fallback.distributed, "all_gather", lambda doing, work: [work(), other])
     assert fallback.deepspeed_loads_it_right(call, found, check_steps=False) == right
 
