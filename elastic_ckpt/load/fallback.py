@@ -161,16 +161,17 @@ class _Comparison:
         """Whether topology, layout, names and optimizer are those of the live engine."""
         engine, arguments = self.engine, self.arguments
         without_zero = isinstance(engine, PipelineEngine) and not self.files.optimizer
-        if self.with_states and not arguments.load_module_strict and without_zero:
-            return False  # unknown which parameters the states belong to
-        if swaps_states(engine) or os.path.isdir(self.found.path(SWAPPED_FOLDER)):
-            return False
-        # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one lacks
-        if self.stage == 3 and not arguments.has_optimizer:
-            return False
-        # without ZeRO in fp16 or bf16, DeepSpeed keeps old masters, which undo the loaded weights at the next step
         without_states = not (arguments.load_module_only or arguments.load_optimizer_states)
-        if self.stage == 0 and without_states and keeps_own_masters(engine):
+        if (
+            # unknown which parameters the states belong to
+            (self.with_states and not arguments.load_module_strict and without_zero)
+            or swaps_states(engine)
+            or os.path.isdir(self.found.path(SWAPPED_FOLDER))
+            # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one lacks
+            or (self.stage == 3 and not arguments.has_optimizer)
+            # without ZeRO in fp16 or bf16, DeepSpeed keeps old masters, which undo the loaded weights at the next step
+            or (self.stage == 0 and without_states and keeps_own_masters(engine))
+        ):
             return False
         return self._pipeline_fits() if without_zero else self.weights_alone or self._native_fits()
 

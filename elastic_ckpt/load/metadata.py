@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from operator import is_
 from typing import Any, TypeVar
 
@@ -75,13 +75,11 @@ def _opens(position: int) -> bool:
 def fit_together(fit: Callable[[], Fitted]) -> tuple[Fitted, TrainingState]:
     """What ``fit`` returns, and the training state that this rank wants, whichever rank has read it. Collective."""
     fitted_here: list[Fitted] = []
-    known: dict[int, TrainingState] = {}
 
+    @cache
     def state_at(position: int) -> TrainingState:
-        if position not in known:
-            assert fitted_here[0].read_state is not None
-            known[position] = fitted_here[0].read_state(position)
-        return known[position]
+        assert fitted_here[0].read_state is not None
+        return fitted_here[0].read_state(position)
 
     def fit_mine() -> tuple[int, bytes | None]:
         """The position that this rank wants the state of; and that state, if it is read here and all want it."""
@@ -105,7 +103,7 @@ def fit_together(fit: Callable[[], Fitted]) -> tuple[Fitted, TrainingState]:
         for part in distributed.all_gather("read counters, scheduler and client state", send):
             sent |= part
     own = fitted.position
-    return fitted, known[own] if own in known else distributed.unpack(sent[own])
+    return fitted, state_at(own) if _opens(own) else distributed.unpack(sent[own])
 
 
 def read_my_share(count: int, read: Callable[[int], T]) -> list[T]:
