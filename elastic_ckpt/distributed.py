@@ -153,10 +153,8 @@ def together(doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except ElasticCkptError:
-        raise
     except Exception as error:
-        if world_size() == 1:
+        if isinstance(error, ElasticCkptError) or world_size() == 1:
             raise
         raise _post(doing, error) from error
 

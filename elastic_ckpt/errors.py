@@ -10,7 +10,6 @@ import errno
 from collections.abc import Iterable
 from typing import Any
 
-_NAMES_SHOWN = 8
 #: Of a process or machine that has used up its descriptors or its memory.
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
@@ -23,7 +22,7 @@ AT_ITS_TOPOLOGY = (
 RESTORE = "restore the folder from its original, or take another tag"
 
 
-def shortened(names: Iterable[str], most: int = _NAMES_SHOWN) -> str:
+def shortened(names: Iterable[str], most: int = 8) -> str:
     """The first few names, and the number of others."""
     every = list(names)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
