@@ -244,8 +244,8 @@ class MetadataBuilder:
 
         ``model`` is the model-states file that represents all, ``zero_stage`` that of the run that saved it.
         """
-        found, dp = self._found, int(model.counters.get("dp_world_size", 1))
-        facts = found.source(zero_stage, dp, model.ds_version, **source)
+        partition_degree = int(model.counters.get("dp_world_size", 1))
+        facts = self._found.source(zero_stage, partition_degree, model.ds_version, **source)
         more: dict[str, Any] = {"aliases": model.shared, "declared": model.declared, "run": model.run}
         more["stacked"] = {name: sum(map(len, placed)) for name, placed in model.stacked.items()}
         return self.metadata(facts, groups, crc32s=weights_crc32s([model]), **more)

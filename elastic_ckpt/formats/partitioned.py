@@ -100,10 +100,10 @@ def _rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int
 
 def _rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
     """How a sub-group's parameters are partitioned; ``shards`` are of all ranks, with partitions of one size."""
-    numels, dp = [math.prod(shape) for _, shape in model.param_shapes[flat]], len(shards)
+    numels, degree = [math.prod(shape) for _, shape in model.param_shapes[flat]], len(shards)
     first, part = shards[0], shards[0].flats[flat]
     # the padding that a checkpoint declares, or none: a run may state an option without having installed elastic_ckpt
-    candidates = [[per_parameter_numel(n, dp, multiple) for n in numels] for multiple in {model.alignment: 0, 1: 0}]
+    candidates = [[per_parameter_numel(n, degree, multiple) for n in numels] for multiple in {model.alignment: 0, 1: 0}]
     steps = candidates[0] if part.swapped else next((c for c in candidates if sum(c) == part.partition_numel), None)
     for shard in shards:
         for source in shard.flats[flat].swapped.values():
@@ -111,19 +111,19 @@ def _rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int)
     if steps is None:
         # whether each sequence-parallel rank had its own partition, and only these files were written
         degrees = [model.stated.sequence] if model.stated.sequence is not None else _OTHER_DEGREES
-        for count in (degree * dp for degree in degrees if degree > 1):
+        for count in (sequence * degree for sequence in degrees if sequence > 1):
             if sum(per_parameter_numel(numel, count, model.alignment) for numel in numels) == part.partition_numel:
                 raise DamagedError(
-                    f"DeepSpeed saved {dp} of {count} ZeRO-3 partitions: with a device mesh, ranks of one sequence-"
+                    f"DeepSpeed saved {degree} of {count} ZeRO-3 partitions: with a device mesh, ranks of one sequence-"
                     "parallel group overwrite each other's files. The rest is lost, and DeepSpeed loads it silently",
                     first.path,
                     f"{count} optimizer-states files, one for each partition, by the sizes in {model.path}",
-                    dp,
+                    degree,
                     remedy="take a checkpoint of another run; with mpu=deepspeed.runtime.sequence_parallel."
                     "parallel_state_sp instead of a mesh, saves are complete",
                 )
         problem = f"sub-group {flat} does not have the size that its parameters need"
-        expected = f"{sum(candidates[0])} elements for {len(numels)} parameters over {dp} ranks, from {model.path}"
+        expected = f"{sum(candidates[0])} elements for {len(numels)} parameters over {degree} ranks, from {model.path}"
         raise other_save_than_model(first, problem, expected, part.partition_numel)
     return parameter_rules(numels, steps)
 
@@ -162,15 +162,16 @@ def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) ->
 
     The model-states file, which rank 0 wrote, has the names of expert-parallel rank 0.
     """
-    shapes, dp, ep = model.param_shapes[flat], len(shards), degree_of(shards, flat)
+    shapes, partition_degree, ep = model.param_shapes[flat], len(shards), degree_of(shards, flat)
     if ep == 1 and not any(name in model.stacked for name, _ in shapes):
-        yield Division(shapes, range(dp))
+        yield Division(shapes, range(partition_degree))
         return
     local = _experts_of_a_rank(model.param_shapes)
     parts = [(expert_name(name), name, shape) for name, shape in shapes]
     for ep_rank in range(ep):
-        ranks = range(dp)[ep_rank * (dp // ep) :][: dp // ep]
-        ranks = ranks if shards[0].data_before_experts else range(ep_rank, dp, ep)
+        ranks = range(ep_rank, partition_degree, ep)
+        if shards[0].data_before_experts:
+            ranks = range(partition_degree)[ep_rank * (partition_degree // ep) :][: partition_degree // ep]
         named = [(name if e is None else str(e.on(ep_rank, local[e.layer])), shape) for e, name, shape in parts]
         stacked = {name: model.stacked[name][ep_rank] for name, _ in shapes if name in model.stacked}
         yield Division(named, ranks, stacked)

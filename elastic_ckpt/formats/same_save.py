@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
@@ -57,9 +58,8 @@ def with_progress_compared(
     """
     kind = PLAIN if model.optimizer is None else model.optimizer.kind
     counted, skipped = int(model.counters["global_steps"]), int(model.counters["skipped_steps"])
-    explained = explained_counts(kind, model.ds_version, model.ahead, bool(scalers))
     steps = _optimizer_steps(metadata, counted - skipped)
-    counts = Counts(counted, skipped, steps, scaled_steps(scalers), explained)
+    counts = Counts(counted, skipped, steps, scalers, model.ds_version, model.ahead, kind)
     why = counts.contradiction(exact=metadata.source.zero_stage == 3)
     # Prodigy and D-Adaptation (d0) find their rate themselves, and count no step of rate zero
     counts_all = not any({"d", "d0"} & group.keys() for group in metadata.groups)
@@ -96,8 +96,27 @@ class Counts:
     counted: int  # ``global_steps`` of the model-states files
     skipped: int  # ``skipped_steps``
     steps: frozenset[float]  # that the optimizer has counted
-    scaled: set[int]  # that its dynamic loss scaler has counted
-    explained: Mapping[str, Collection[int]]  # by how many steps each of them may be ahead of the counters in one save
+    scalers: Sequence[Any]  # loss scalers, if the optimizer's states are in other files than the counters
+    ds_version: str
+    recorded: Mapping[str, Collection[int]]  # by how many steps counts are ahead, as far as the run has recorded it
+    kind: str = PLAIN  # of an optimizer without ZeRO
+
+    @cached_property
+    def scaled(self) -> set[int]:
+        """The steps that dynamic loss scalers have seen; of others, none."""
+        every = (each if isinstance(each, Mapping) else getattr(each, "__dict__", {}) for each in self.scalers)
+        dynamic = (values for values in every if values.get("dynamic_loss_scale", values.get("dynamic")))
+        return {values["cur_iter"] for values in dynamic if isinstance(values.get("cur_iter"), int)}
+
+    @cached_property
+    def explained(self) -> Mapping[str, Collection[int]]:
+        """By how many steps counts may be ahead of the counters in one save."""
+        step = {0}
+        if self.kind != PLAIN:  # FP16_Optimizer and FP16_UnfusedOptimizer step once when they are built
+            step = {1} if self.scalers else {0, 1}
+        elif () < tuple(map(int, re.findall(r"\d+", self.ds_version)[:3])) < _NO_STEP_WHEN_BUILT:
+            step = {0, 1}
+        return {"step": step, "cur_iter": {0}, **self.recorded}
 
     @property
     def expected(self) -> int:
@@ -122,32 +141,6 @@ class Counts:
             expected = f"optimizer step {self.expected}, from global_steps and skipped_steps"
             return expected, f"optimizer step {_shown(self.steps)}"
         return None
-
-
-def scaled_steps(scalers: Iterable[Any]) -> set[int]:
-    """The steps that dynamic loss scalers have seen; of others, none."""
-    found = set()
-    for scaler in scalers:
-        values = scaler if isinstance(scaler, Mapping) else getattr(scaler, "__dict__", {})
-        if values.get("dynamic_loss_scale", values.get("dynamic")) and isinstance(values.get("cur_iter"), int):
-            found.add(values["cur_iter"])
-    return found
-
-
-def explained_counts(
-    kind: str, ds_version: str, recorded: Mapping[str, Collection[int]], elsewhere: bool
-) -> Mapping[str, Collection[int]]:
-    """By how many steps counts may be ahead of the counters in one save.
-
-    ``kind`` is that of an optimizer without ZeRO, else :data:`~.model_states.PLAIN`; ``recorded`` what the run has
-    recorded about itself; ``elsewhere``: the optimizer's states are in other files than the counters.
-    """
-    step = {0}
-    if kind != PLAIN:
-        step = {1} if elsewhere else {0, 1}  # FP16_Optimizer and FP16_UnfusedOptimizer step once when they are built
-    elif () < tuple(map(int, re.findall(r"\d+", ds_version)[:3])) < _NO_STEP_WHEN_BUILT:
-        step = {0, 1}
-    return {"step": step, "cur_iter": {0}, **recorded}
 
 
 def _shown(steps: Collection[float]) -> str:

@@ -102,8 +102,18 @@ def _add_unpartitioned(
             masters = [([name], number, master) for name, number, master in each if name and master is not None]
         added: list[str] = []
         for trained, number, master in masters:
-            flat = FlatShard(master, master.numel, state.states.get(number, StatesOfOne({})))
-            added += _add_flat(builder, model, state, group, trained, flat, file)
+            shapes, states = [(name, model.weights[name].shape) for name in trained], state.states.get(number)
+            flat = FlatShard(master, master.numel, states or StatesOfOne({}))
+            if states is not None and state.kind != FUSED and shapes[0][1] == ():
+                # elementwise states then have no dimensions either, and are no scalars
+                points = {key: ref for key, ref in states.points.items() if key in ELEMENTWISE_NAMES}
+                scalars = tuple((key, value) for key, value in states.scalars if key not in points)
+                flat = replace(flat, states=replace(states, tensors={**points, **states.tensors}, scalars=scalars))
+            numels = [math.prod(shape) for _, shape in shapes]
+            rules = group_rules(numels, group_offsets(numels), max(sum(numels), 1))
+            stacked = {name: model.stacked[name][0] for name in trained if name in model.stacked}
+            of_group = group, state.groups[group], [flat], range(file, file + 1), stacked
+            added += builder.add_flat(shapes, rules, *of_group, is_alone=state.kind != FUSED)
         # DeepSpeed's FusedAdam, of which no class is saved, counts a group's steps in the state of its last tensor. It
         # alone keeps a step of 0 in each group beside those of its tensors; DeepSpeed's Lamb uses each tensor's
         saved = state.groups[group]
@@ -123,27 +133,6 @@ def weights_alone(found: CheckpointInfo, model: ModelShard) -> CheckpointMetadat
     builder = MetadataBuilder(found, [model])
     builder.tensors.add(module_tensors([model], 0, ())[0])
     return builder.build(model, 0, (), frozen_recorded=False)
-
-
-def _add_flat(
-    builder: MetadataBuilder,
-    model: ModelShard,
-    state: UnpartitionedState,
-    group: int,
-    names: Sequence[str],
-    flat: FlatShard,
-    file: int,
-) -> list[str]:
-    shapes, states = [(name, model.weights[name].shape) for name in names], flat.states
-    is_alone = state.kind != FUSED
-    if is_alone and shapes[0][1] == ():  # elementwise states then have no dimensions either, and are no scalars
-        points = {key: ref for key, ref in states.points.items() if key in ELEMENTWISE_NAMES}
-        scalars = tuple((key, value) for key, value in states.scalars if key not in points)
-        flat = replace(flat, states=replace(states, tensors={**points, **states.tensors}, scalars=scalars))
-    numels = [math.prod(shape) for _, shape in shapes]
-    rules = group_rules(numels, group_offsets(numels), max(sum(numels), 1))
-    stacked = {name: model.stacked[name][0] for name in names if name in model.stacked}
-    return builder.add_flat(shapes, rules, group, state.groups[group], [flat], range(file, file + 1), stacked, is_alone)
 
 
 def _member_names(

@@ -40,10 +40,10 @@ from elastic_ckpt.engines.compat import (
 )
 from elastic_ckpt.engines.training_state import restores_states
 from elastic_ckpt.formats import CheckpointInfo
-from elastic_ckpt.formats.model_states import MASTER_ENTRIES, PLAIN, module_entries
+from elastic_ckpt.formats.model_states import MASTER_ENTRIES, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled
-from elastic_ckpt.formats.same_save import Counts, explained_counts, scaled_steps
+from elastic_ckpt.formats.same_save import Counts
 from elastic_ckpt.formats.saved_config import (
     COUNTERS,
     base_groups,
@@ -220,8 +220,9 @@ class _Comparison:
             tree["global_steps"],
             tree.get("skipped_steps") or 0,
             frozenset(chain.from_iterable(map(_steps, optimizers))),
-            scaled_steps(file.section("optimizer_state_dict").get("loss_scaler") for file in optimizers),
-            explained_counts(PLAIN, str(tree.get("ds_version")), counts_ahead(model), elsewhere=True),
+            [file.section("optimizer_state_dict").get("loss_scaler") for file in optimizers],
+            str(tree.get("ds_version")),
+            counts_ahead(model),
         )
         return self.with_states and counts.contradiction(exact=self.stage == 3) is not None
 
