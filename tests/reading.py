@@ -11,7 +11,7 @@ from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, TargetTensor
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import check_files, execute
-from elastic_ckpt.io.requantize import ReadStats
+from elastic_ckpt.io.staging import ReadStats
 
 UNTOUCHED = -7.0
 

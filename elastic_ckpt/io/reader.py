@@ -27,8 +27,7 @@ from elastic_ckpt.core.read_plan import BroadcastRange, ReadItem, ReadPlan, Requ
 from elastic_ckpt.distributed import in_buckets, wait
 from elastic_ckpt.errors import DamagedError, SavedOverError, refuse_used_up
 from elastic_ckpt.io.coalesce import DirectRead, ReadOptions, Unwanted, parts_of, sort_reads, tasks
-from elastic_ckpt.io.requantize import ReadStats, requantize
-from elastic_ckpt.io.staging import Prefault, StagingBuffers
+from elastic_ckpt.io.staging import Prefault, ReadStats, StagingBuffers, requantize
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.storage.local import PINS, open_descriptor, open_stream
 

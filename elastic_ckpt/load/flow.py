@@ -37,7 +37,7 @@ from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
-from elastic_ckpt.io.requantize import ReadStats
+from elastic_ckpt.io.staging import ReadStats
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load

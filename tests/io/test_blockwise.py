@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io import requantize
-from elastic_ckpt.io.requantize import decode
+from elastic_ckpt.io import staging
+from elastic_ckpt.io.staging import decode
 from tests.quantization import own_maps
 
 #: Rounding of a few fp32 operations, as a fraction of a scale.
@@ -56,7 +56,7 @@ class Encoded(NamedTuple):
 
 
 def encode(values: torch.Tensor, codebook: Codebook) -> Encoded:
-    return Encoded(*requantize.encode(values, codebook))
+    return Encoded(*staging.encode(values, codebook))
 
 
 def check(values: NDArray[np.float32], codebook: Codebook) -> None:

@@ -18,7 +18,7 @@ from elastic_ckpt.core.read_plan import ReadItem
 from elastic_ckpt.errors import DamagedError, SavedOverError
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.reader import check_files, execute
-from elastic_ckpt.io.requantize import ReadStats
+from elastic_ckpt.io.staging import ReadStats
 from elastic_ckpt.storage.local import pinned
 from tests.reading import UNTOUCHED, plan_of, run, untouched, write
 

@@ -13,7 +13,7 @@ import torch
 from elastic_ckpt.config import ElasticConfig, Reading
 from elastic_ckpt.core.read_plan import ReadItem
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
-from elastic_ckpt.io.requantize import ReadStats
+from elastic_ckpt.io.staging import ReadStats
 from tests.reading import run, untouched, write
 
 

@@ -17,8 +17,7 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io import reader
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
-from elastic_ckpt.io.requantize import ReadStats
-from elastic_ckpt.io.staging import StagingBuffers, write_flat
+from elastic_ckpt.io.staging import ReadStats, StagingBuffers, write_flat
 
 needs_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="needs an accelerator, and torch sees none here"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem
 from elastic_ckpt.io.coalesce import parts_of
-from elastic_ckpt.io.requantize import ReadStats, requantize
+from elastic_ckpt.io.staging import ReadStats, requantize
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 

@@ -31,7 +31,7 @@ from elastic_ckpt.core.state_kinds import PER_PARAMETER, REPLICATED, SCRATCH, TO
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
-from elastic_ckpt.io.requantize import ReadStats
+from elastic_ckpt.io.staging import ReadStats
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.read_items import BroadcastRanges
 from tests.planning.test_quantized_items import ITEMSIZE, ROUNDING, SIGNED, UNSIGNED, Disk, Partition

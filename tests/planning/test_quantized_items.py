@@ -23,7 +23,7 @@ from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.coalesce import parts_of
-from elastic_ckpt.io.requantize import ReadStats, requantize
+from elastic_ckpt.io.staging import ReadStats, requantize
 from elastic_ckpt.planning.read_items import requantized_blocks, split_row
 
 ITEMSIZE = {"uint8": 1, "float32": 4, "bfloat16": 2}
