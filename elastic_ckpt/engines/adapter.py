@@ -34,11 +34,6 @@ class EngineAdapter(ABC):
     """One kind of live optimizer: a base optimizer that updates a few flat fp32 tensors, or none at all.
 
     Parameters that no optimizer owns are frozen; without an optimizer, all are.
-
-    Args:
-        schema: which states the base optimizer keeps.
-        masters, groups, members: per flat partition, its fp32 tensor; the index of its param group in
-            ``base.param_groups``; and its parameters in flat order, on this rank or not.
     """
 
     #: Whether every data-parallel rank holds each whole master.
@@ -51,9 +46,9 @@ class EngineAdapter(ABC):
         engine: Any,
         schema: StateSchema,
         zero_stage: int,
-        masters: Sequence[torch.Tensor],
-        groups: Sequence[int],
-        members: Params,
+        masters: Sequence[torch.Tensor],  # the fp32 tensor of each flat partition
+        groups: Sequence[int],  # the index of each one's param group in ``base.param_groups``
+        members: Params,  # the parameters in each in flat order, on this rank or not
         dp_group: Any,
     ) -> None:
         self._engine, self.schema, self.zero_stage, self.dp_group = engine, schema, zero_stage, dp_group
@@ -127,12 +122,12 @@ class EngineAdapter(ABC):
                         own = FlatRange(mine.start - part.range.start, mine.stop - part.range.start)
                         offset = at.flat_offset + mine.start - at.range.start
                         fragments.append(Fragment(part.name, part.shape, own, index, offset))
-        groups = []
-        for params, group in zip(self.numbered(), self.base.param_groups, strict=True):
-            values = {key: value for key, value in group.items() if key != "params"}
-            if self.schema.decoupled is not None:  # torch's flag for the kind of weight decay
-                values["decoupled_weight_decay"] = self.schema.decoupled
-            groups.append(LiveGroup(self._names_of(params), values))
+        decoupled = self.schema.decoupled
+        more = {} if decoupled is None else {"decoupled_weight_decay": decoupled}  # torch's flag
+        groups = [
+            LiveGroup(self._names_of(params), {key: value for key, value in group.items() if key != "params"} | more)
+            for params, group in zip(self.numbered(), self.base.param_groups, strict=True)
+        ]
         return LocalState(
             zero_stage=self.zero_stage,
             optimizer=self.schema.optimizer,

@@ -26,7 +26,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.values import AHEAD, ONE_BIT_OPTIMIZERS, Features
-from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 
 try:
     from deepspeed.runtime import torch_autocast
@@ -126,15 +126,6 @@ def holds_gradients(engine: Any) -> bool:
         accumulated = optimizer.micro_step_id > initial or any(each is not None for each in averaged)
     params = chain(*(_first(optimizer, "bit16_groups", "bf16_groups") or numbered_params(engine)))
     return accumulated or any(param.grad is not None and bool(param.grad.count_nonzero()) for param in params)
-
-
-def refuse_pending_gradients(engine: Any) -> None:
-    """Refuse gradients of the old weights, which would enter the next step (:class:`MismatchError`)."""
-    if holds_gradients(engine):
-        problem = "the engine holds gradients that no step has used yet; they would be mixed into the restored run"
-        expected = "a load right after engine.step(), or before the first backward"
-        remedy = "finish the step with engine.step() (its result is overwritten), then load"
-        raise MismatchError(problem, expected=expected, remedy=remedy)
 
 
 def loss_scaler(engine: Any) -> Any:
@@ -265,12 +256,10 @@ def intercepted_loads(engine: Any, opened: Callable[[str], AbstractContextManage
 
 
 def commit_pending_save(engine: Any) -> None:
-    """Commit a save of this engine that is still being written, as the next step would. Collective.
+    """Commit a save of this engine that is still being written in the background, as the next step would. Collective.
 
-    ``DecoupledCheckpointEngine`` and DataStates' engine write in the background until the next boundary ``step()``. So
-    far files are incomplete, ``latest`` names an older save, and a load would overwrite the tensors that are written.
-
-    Raises :class:`DamagedError` on every rank if the process that writes it is no longer there.
+    Until then files are incomplete, ``latest`` names an older save, and a load would overwrite what is written. Raises
+    :class:`DamagedError` on every rank if the process that writes it is no longer there.
     """
     writer = getattr(engine, "checkpoint_engine", None)
     if writer is None or not getattr(writer, "is_decoupled", bool)():  # DeepSpeed before 0.17.1 has no such method

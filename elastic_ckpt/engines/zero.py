@@ -264,28 +264,6 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
 
     Raises :class:`UnsupportedError` naming a feature that cannot be restored, or what DeepSpeed lacks for it.
     """
-    _refuse_special(engine)
-    kind = type(engine.optimizer)  # exactly: a subclass (MiCS, ZenFlow) lays out or updates its partitions differently
-    zero3 = kind in (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeRoOffload)
-    plain = engine.zero_optimization_stage() == 0 and isinstance(engine.optimizer, torch.optim.Optimizer)
-    if not (zero3 or plain or kind in LISTS) and has_optimizer(engine):
-        found = f"{type(engine.optimizer).__name__} at ZeRO stage {engine.zero_optimization_stage()}"
-        raise UnsupportedError("the live engine's optimizer is not supported", found=found)
-    if has_optimizer(engine):  # DeepSpeed sets up nothing else for weights alone
-        uses = {LOAD: True, ZERO3: zero3, NVME: zero3 and swaps_to_nvme(engine), EXPERTS: engine.has_moe_layers}
-        refuse_missing(engine, [use for use, is_needed in uses.items() if is_needed])
-    base = base_optimizer(engine)
-    schema = schema_of(base) if with_states else StateSchema(base, known=())
-    chosen = Zero3Adapter(engine, schema) if zero3 else Zero012Adapter(engine, schema)
-    masters = {master.dtype for master in chosen.masters}
-    if masters - _MASTER_DTYPES:
-        expected, found = (", ".join(sorted(map(str, dtypes))) for dtypes in (_MASTER_DTYPES, masters))
-        raise UnsupportedError("master weights of this dtype are not supported", expected=expected, found=found)
-    return chosen
-
-
-def _refuse_special(engine: Any) -> None:
-    """Refuse, by name, features that no adapter restores."""
     optimizer, features = engine.optimizer, live_features(engine).names
     # Twin-Flow: a second base optimizer updates some sub-groups; its states are neither saved nor loaded
     partly_offloaded = getattr(optimizer, "offload_optimizer", False) and getattr(optimizer, "partial_offload", 1.0) < 1
@@ -301,3 +279,20 @@ def _refuse_special(engine: Any) -> None:
     ):
         if present:
             raise UnsupportedError(f"the live engine uses {what}, which is not supported yet")
+    kind = type(optimizer)  # exactly: a subclass (MiCS, ZenFlow) lays out or updates its partitions differently
+    zero3 = kind in (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeRoOffload)
+    plain = engine.zero_optimization_stage() == 0 and isinstance(optimizer, torch.optim.Optimizer)
+    if not (zero3 or plain or kind in LISTS) and has_optimizer(engine):
+        found = f"{kind.__name__} at ZeRO stage {engine.zero_optimization_stage()}"
+        raise UnsupportedError("the live engine's optimizer is not supported", found=found)
+    if has_optimizer(engine):  # DeepSpeed sets up nothing else for weights alone
+        uses = {LOAD: True, ZERO3: zero3, NVME: zero3 and swaps_to_nvme(engine), EXPERTS: engine.has_moe_layers}
+        refuse_missing(engine, [use for use, is_needed in uses.items() if is_needed])
+    base = base_optimizer(engine)
+    schema = schema_of(base) if with_states else StateSchema(base, known=())
+    chosen = Zero3Adapter(engine, schema) if zero3 else Zero012Adapter(engine, schema)
+    masters = {master.dtype for master in chosen.masters}
+    if masters - _MASTER_DTYPES:
+        expected, found = (", ".join(sorted(map(str, dtypes))) for dtypes in (_MASTER_DTYPES, masters))
+        raise UnsupportedError("master weights of this dtype are not supported", expected=expected, found=found)
+    return chosen

@@ -22,7 +22,7 @@ from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
 from elastic_ckpt.engines.adapter import EngineAdapter
-from elastic_ckpt.engines.compat import record_counts, refuse_pending_gradients
+from elastic_ckpt.engines.compat import holds_gradients, record_counts
 from elastic_ckpt.engines.coordinates import model_of_all
 from elastic_ckpt.engines.training_state import (
     LoadArguments,
@@ -155,7 +155,11 @@ def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, Loc
 
     def describe() -> ModelLayout | None:
         adapter = select_adapter(engine, with_states=restores_states(arguments))
-        refuse_pending_gradients(engine)
+        if holds_gradients(engine):  # of the old weights, which would enter the next step
+            problem = "the engine holds gradients that no step has used yet; they would be mixed into the restored run"
+            expected = "a load right after engine.step(), or before the first backward"
+            remedy = "finish the step with engine.step() (its result is overwritten), then load"
+            raise MismatchError(problem, expected=expected, remedy=remedy)
         local_state = adapter.local_state()
         described.append((adapter, local_state))
         coordinates = local_state.model.coordinates
