@@ -320,7 +320,7 @@ def engine(case: Case, stage: int, rank: int, dp_rank: int) -> LocalState:
     side = case.target
     names, cut = side.stages[stage], side.cuts[stage]
     shapes = {name: case.shape(name, side, rank) for name in names}
-    states = tuple(LiveState(key, "float32", rows=rows) for key, rows in ROWS.items() if key != MASTER)
+    states = tuple(LiveState(key, "float32", planes=rows) for key, rows in ROWS.items() if key != MASTER)
     flats, fragments = [], []
     for flat, members in enumerate(cut.flats if trained(names) else ()):
         held = cut.partitions(flat, MASTER, shapes)[dp_rank]

@@ -143,11 +143,11 @@ class FlatTensors:
 
     files: range  # index of each rank's file
     byte_offsets: array[int] = field(hash=False)  # where each rank's begins; a single one where all are equal
-    numel: int  # of a row, padding included
+    numel: int  # of a plane, padding included
     dtype: str  # torch dtype in the files
     itemsize: int
-    rows: int = 1
-    blocks: BlockFormat | None = None  # how the elements are quantized, each row from a block of its own on
+    planes: int = 1  # values per element
+    blocks: BlockFormat | None = None  # how the elements are quantized, each plane from a block of its own on
     scales_offsets: array[int] = field(default_factory=lambda: array("q"), hash=False)  # as ``byte_offsets``
 
 
@@ -161,7 +161,7 @@ def by_rank(offsets: Iterable[int]) -> array[int]:
 class PartitionedChunks:
     """The chunks of one parameter, or of one tensor-parallel shard of it, in the flat tensors of all ranks.
 
-    ``files_before`` is added to indices of files. A state with rows has the chunks of one row after another.
+    ``files_before`` is added to indices of files. A state has the chunks of one plane after another.
     """
 
     rule: PartitionRule
@@ -169,7 +169,7 @@ class PartitionedChunks:
     files_before: int = 0
 
     def __iter__(self) -> Iterator[StorageChunk]:
-        return (self._chunk(row, rank) for row in range(self.flat.rows) for rank in self.rule.ranks)
+        return (self._chunk(plane, rank) for plane in range(self.flat.planes) for rank in self.rule.ranks)
 
     def __bool__(self) -> bool:
         return self.rule.numel > 0
@@ -181,10 +181,10 @@ class PartitionedChunks:
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
         numel, step, shift = self.rule.numel, self.rule.step, self.rule.shift
         found: list[StorageChunk] = []
-        for row in range(start // numel, -(-stop // numel)):
-            before = row * numel
+        for plane in range(start // numel, -(-stop // numel)):
+            before = plane * numel
             first, last = (max(start - before, 0) + shift) // step, (min(stop - before, numel) - 1 + shift) // step
-            found += [self._chunk(row, rank) for rank in range(first, last + 1)]
+            found += [self._chunk(plane, rank) for rank in range(first, last + 1)]
         return found
 
     @property
@@ -194,26 +194,26 @@ class PartitionedChunks:
 
     def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
         mine = sorted(self.rule.ranks.start + self.files.index(file) for file in files if file in self.files)
-        return (self._chunk(row, rank) for row in range(self.flat.rows) for rank in mine)
+        return (self._chunk(plane, rank) for plane in range(self.flat.planes) for rank in mine)
 
     def moved(self, files: int) -> PartitionedChunks:
         return replace(self, files_before=self.files_before + files)
 
     def tile(self, numel: int) -> bool:  # the rule proves it
-        return numel == self.flat.rows * self.rule.numel
+        return numel == self.flat.planes * self.rule.numel
 
-    def _chunk(self, row: int, rank: int) -> StorageChunk:
+    def _chunk(self, plane: int, rank: int) -> StorageChunk:
         rule, flat = self.rule, self.flat
-        left, before = rank * rule.step - rule.shift, row * rule.numel
+        left, before = rank * rule.step - rule.shift, plane * rule.numel
         right = left + rule.step
         start, stop = left if left > 0 else 0, right if right < rule.numel else rule.numel
         position = rule.start + start - left
         offsets, code = flat.byte_offsets, None
         base = offsets[rank] if len(offsets) > 1 else offsets[0]
-        offset = base + (row * flat.numel + position) * flat.itemsize
+        offset = base + (plane * flat.numel + position) * flat.itemsize
         if flat.blocks is not None:
             scales = flat.scales_offsets[rank if len(flat.scales_offsets) > 1 else 0]
-            scales += row * flat.blocks.blocks(flat.numel) * _SCALE_NBYTES
+            scales += plane * flat.blocks.blocks(flat.numel) * _SCALE_NBYTES
             code = BlockCode(flat.blocks, position, scales)
         elements = FlatRange(before + start, before + stop)
         return StorageChunk(elements, self.files_before + flat.files[rank], offset, code)

@@ -242,9 +242,9 @@ def with_stacks(metadata: CheckpointMetadata) -> CheckpointMetadata:
 
 
 def _joined(name: str, parts: Sequence[TensorMetadata], dims: int) -> TensorMetadata:
-    """Slices of so many dimensions, one after the other in each row."""
+    """Slices of so many dimensions, one after the other in each plane."""
     first, number = parts[0], len(parts)
-    rows, shape = first.shape[: len(first.shape) - dims], first.shape[len(first.shape) - dims :]
+    planes, shape = first.shape[: len(first.shape) - dims], first.shape[len(first.shape) - dims :]
     numel = math.prod(shape)
     chunks: list[StorageChunk] = []
     for expert, part in enumerate(parts):
@@ -252,7 +252,7 @@ def _joined(name: str, parts: Sequence[TensorMetadata], dims: int) -> TensorMeta
             shift = (chunk.range.start // numel * (number - 1) + expert) * numel
             chunks.append(replace(chunk, range=FlatRange(chunk.range.start + shift, chunk.range.stop + shift)))
     chunks.sort(key=lambda chunk: chunk.range.start)
-    return replace(first, name=name, shape=(*rows, number, *shape), sources=chunks_of(*chunks))
+    return replace(first, name=name, shape=(*planes, number, *shape), sources=chunks_of(*chunks))
 
 
 def numbers_of_experts(names: Iterable[str]) -> dict[str, frozenset[int]]:

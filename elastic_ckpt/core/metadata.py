@@ -76,7 +76,7 @@ class TensorMetadata:
 
     name: str
     key: str  # MASTER, BUFFER, FROZEN or the name of an optimizer state
-    #: Logical shape, ``(rows, *shape of the parameter)`` of a state with rows; with shards, that of the first.
+    #: Logical shape, ``(n, *shape of the parameter)`` of a state of ``n`` planes; with shards, that of the first.
     shape: tuple[int, ...]
     dtype: str  # torch dtype in the file (``"float32"``), of the codes if quantized
     sources: tuple[ChunkSource, ...]  # where the elements of each tensor-parallel shard are; at least one
@@ -163,7 +163,7 @@ class TensorTable(Mapping[Place, TensorMetadata]):
         if (flat := states.get(key)) is None:
             return default
         sources = (PartitionedChunks(rule, flat),) if rule.numel else chunks_of()
-        made = TensorMetadata(name, key, (flat.rows, *shape) if flat.rows > 1 else shape, flat.dtype, sources)
+        made = TensorMetadata(name, key, (flat.planes, *shape) if flat.planes > 1 else shape, flat.dtype, sources)
         self._made[place] = made
         return made
 

@@ -29,7 +29,7 @@ class TargetTensor:
     gaps: tuple[FlatRange, ...] = ()  # what no item writes: padding, and parameters that start fresh
     replicated: bool = False  # data-parallel ranks fill it together: each reads and broadcasts a ``BroadcastRange``
     layout: str = ELEMENTWISE  # of a state, its kind (:mod:`elastic_ckpt.core.state_kinds`)
-    rows: int = 1  # leading dimension of an elementwise state
+    planes: int = 1  # values per element: the leading dimension of an elementwise state
     shape: tuple[int, ...] = ()  # of a state of another layout
     fill: float = 0.0  # value of a state's gaps
 
@@ -123,7 +123,7 @@ class RequantizeItem:
 
     target: int
     start: int  # the first element, of the target and of a block
-    numel: int  # elements, gaps included: whole blocks, or up to the end of a row
+    numel: int  # elements, gaps included: whole blocks, or up to the end of a plane
     blocks: BlockFormat | None  # how to quantize; ``None`` if the target takes values
     scales_target: int
     scales_start: int  # the first block's scale in ``scales_target``

@@ -2,7 +2,8 @@
 
 A flat partition of ``N`` elements may have, besides scalars (``step``):
 
-- *elementwise* states: ``[N]`` or ``[rows, N]`` (AdEMAMix keeps two averages in one tensor), sharded like parameters;
+- *elementwise* states: ``[N]`` or ``[n, N]`` (AdEMAMix keeps two averages in one tensor), sharded like
+  parameters: ``n`` *planes*, each with one value of every element;
 - *per-block* states: elementwise 8-bit codes, and one scale for each quantization block, counted from the start;
 - *touched* states: whole parameters, concatenated, that have an element in the partition (DeepSpeed's Muon in
   ZeRO-1 and 2);
@@ -72,7 +73,7 @@ class Codebook:
 class BlockFormat:
     """How a state is quantized: code ``c`` in a block of scale ``s`` stands for ``codebook.values[c] * s``.
 
-    Blocks have ``numel`` elements, the last of a row perhaps fewer; ``scales`` is the key of the fp32 scales' state.
+    Blocks have ``numel`` elements, the last of a plane perhaps fewer; ``scales`` is the key of the fp32 scales' state.
     """
 
     numel: int
@@ -80,7 +81,7 @@ class BlockFormat:
     codebook: Codebook
 
     def blocks(self, numel: int) -> int:
-        """Number of blocks in a row of ``numel`` elements."""
+        """Number of blocks in a plane of ``numel`` elements."""
         return -(-numel // self.numel)
 
 
@@ -91,14 +92,14 @@ class LiveState:
     key: str
     dtype: str  # of the codes, if quantized
     layout: str = ELEMENTWISE  # SCRATCH need not be restored
-    rows: int = 1  # leading dimension of an elementwise state
+    planes: int = 1  # values per element: the leading dimension of an elementwise state
     blocks: BlockFormat | None = None  # how it is quantized
     shape: tuple[int, ...] = ()  # of a whole, replicated or scratch one
     initial: float = 0.0  # value of elements that no step has updated
 
 
 def block_numel_of(numel: int, scales: int) -> int | None:
-    """Elements per block of a row of ``numel`` elements with ``scales`` scales; ``None`` if no version has such."""
+    """Elements per block of a plane of ``numel`` elements with ``scales`` scales; ``None`` if no version has such."""
     return next((block for block in BLOCK_NUMELS if -(-numel // block) == scales), None)
 
 

@@ -118,8 +118,8 @@ class StateSchema:
         for key in set(state) - {target.key for target in targets}:
             del state[key]
         for target in targets:
-            rows = (target.rows,) if target.rows > 1 else ()
-            shape = rows + tuple(master.shape) if target.layout == ELEMENTWISE else target.shape
+            planes = (target.planes,) if target.planes > 1 else ()
+            shape = planes + tuple(master.shape) if target.layout == ELEMENTWISE else target.shape
             dtype: torch.dtype = getattr(torch, target.dtype)
             live = state.get(target.key)
             if isinstance(live, torch.Tensor) and tuple(live.shape) == shape and live.dtype == dtype:
@@ -257,13 +257,13 @@ class BitsAndBytesSchema(StateSchema):
         if key not in COMPANIONS:
             layout = SCRATCH if key == "unorm_vec" else REPLICATED  # each step writes it before it reads it
             return LiveState(key, dtype, layout, shape=tuple(value.shape))
-        rows = value.numel() // max(param.numel, 1) or 1
+        planes = value.numel() // max(param.numel, 1) or 1
         if not quantized:
-            return LiveState(key, dtype, rows=rows)
+            return LiveState(key, dtype, planes=planes)
         scales, qmap = COMPANIONS[key]
-        block_numel = block_numel_of(param.numel, made[scales].numel() // rows)
+        block_numel = block_numel_of(param.numel, made[scales].numel() // planes)
         assert block_numel is not None, f"{made[scales].numel()} scales of {param.numel} elements"
-        return LiveState(key, dtype, rows=rows, blocks=BlockFormat(block_numel, scales, self._codebooks[qmap]))
+        return LiveState(key, dtype, planes=planes, blocks=BlockFormat(block_numel, scales, self._codebooks[qmap]))
 
     def _probe(self, tensor: torch.Tensor, param: OptimizerParam) -> tuple[Any, dict[str, Any]]:
         """A shallow copy of the live optimizer, and the state that it makes for a tensor in place of the master."""

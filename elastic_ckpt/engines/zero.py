@@ -172,7 +172,7 @@ class Zero3Adapter(EngineAdapter):
     def local_state(self) -> LocalState:
         found = super().local_state()
         for state in (state for flat in found.flats for state in flat.states or () if self._swaps):
-            if state.dtype != "float32" or state.layout != ELEMENTWISE or state.rows > 1:
+            if state.dtype != "float32" or state.layout != ELEMENTWISE or state.planes > 1:
                 problem = f"state {state.key} of {found.optimizer} is not one fp32 value an element, as NVMe needs it"
                 kind, remedy = f"{state.dtype}, {state.layout}", '"offload_optimizer": {"device": "cpu"}'
                 raise UnsupportedError(problem, found=kind, remedy=remedy)

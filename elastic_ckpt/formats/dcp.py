@@ -196,7 +196,7 @@ class _Builder(MetadataBuilder):
         return TensorMetadata(name, key, shape, dtype, (source,), has_own_shape)
 
     def _add_state(self, name: str, key: str, entry: str) -> None:
-        """A tensor of the parameter's shape (or rows of it), a number, or a tensor of another shape."""
+        """A tensor of the parameter's shape (or planes of it), a number, or a tensor of another shape."""
         dtype, shape = self._contents.tensors.get(entry, ("", None))
         own = self._contents.tensors[self._entries.weights[name]][1]
         if shape is None or (shape == () and (own or key == _STEP)):

@@ -212,9 +212,7 @@ class MetadataBuilder:
             blocks = BlockFormat(kind.block_numel, COMPANIONS[key][0], self._codebooks[COMPANIONS[key][1]])
             scales = by_rank(flat.states.tensors[blocks.scales].byte_offset for flat in partitioned.flats)
         offsets = by_rank(ref.byte_offset for ref in refs)
-        return FlatTensors(
-            files, offsets, partitioned.numel, dtype, ITEMSIZE[dtype], kind.values_per_element, blocks, scales
-        )
+        return FlatTensors(files, offsets, partitioned.numel, dtype, ITEMSIZE[dtype], kind.planes, blocks, scales)
 
     def _add_touched(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], files: range) -> None:
         """Add whole parameters, one after the other; if several ranks saved one, the first rank's copy counts."""

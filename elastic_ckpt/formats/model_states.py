@@ -298,7 +298,7 @@ def saved_without_states(file: PickledFile) -> bool:
 
 def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:
     """The shape of the parameter with these states, if they show it, else ``None``."""
-    for key in ("state2", *sorted(ELEMENTWISE_NAMES)):  # of state1, some optimizers keep two rows
+    for key in ("state2", *sorted(ELEMENTWISE_NAMES)):  # of state1, some optimizers keep two planes
         if key in states.tensors:
             return states.tensors[key].shape
     if {"row_var", "col_var"} <= set(states.tensors):  # torch's Adafactor

@@ -75,7 +75,7 @@ class SavedKind:
     """The kind of one saved state."""
 
     kind: str  # one of :mod:`elastic_ckpt.core.state_kinds`, :data:`OPAQUE`, :data:`DAMAGED`, or :data:`FRESH`
-    values_per_element: int = 1  # leading dimension of an elementwise state
+    planes: int = 1  # values per element: the leading dimension of an elementwise state
     block_numel: int = 0  # elements per quantization block; 0: not quantized
     why: str = ""  # what an opaque or damaged state looks like, or by which guess a state is replicated
 
@@ -269,16 +269,16 @@ def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions)
         return SavedKind(FRESH)
     if options.layout(key) == REPLICATED:
         raise _contradiction(ranks, key, REPLICATED, f"8-bit codes of {ranks[0].numel} elements")
-    scales_key, per_element = COMPANIONS[key][0], _values_per_element(ranks, key)
-    if per_element is not None:
+    scales_key, planes = COMPANIONS[key][0], _planes(ranks, key)
+    if planes is not None:
         scales = [states.tensors.get(scales_key) for states in ranks]
         counts = [each.numel if each is not None and each.dtype == "float32" else 0 for each in scales]
         block_numels = {
-            None if count % per_element else block_numel_of(states.numel, count // per_element)
+            None if count % planes else block_numel_of(states.numel, count // planes)
             for states, count in zip(ranks, counts, strict=True)
         }
         if len(block_numels) == 1 and (block_numel := block_numels.pop()) is not None:
-            return SavedKind(ELEMENTWISE, per_element, block_numel)
+            return SavedKind(ELEMENTWISE, planes, block_numel)
     shapes = [
         {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in states.tensors.items() if name in (key, scales_key)}
         for states in ranks
@@ -292,18 +292,18 @@ def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions)
 
 def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions) -> SavedKind:
     """The kind of a state that is not quantized: as declared, else by its shape."""
-    word, per_element = options.schema.get(key), _values_per_element(ranks, key)
+    word, planes = options.schema.get(key), _planes(ranks, key)
     if word == FRESH:
         return SavedKind(FRESH)
     if word == ELEMENTWISE:
-        if per_element is None:
+        if planes is None:
             raise _contradiction(ranks, key, word, f"of shape {ranks[0].tensors[key].shape}")
         if _is_one_table(ranks, key):
             raise _contradiction(ranks, key, word, "the same ascending values on every rank, as a quantization map")
-        return SavedKind(ELEMENTWISE, per_element)
+        return SavedKind(ELEMENTWISE, planes)
     if options.layout(key) != REPLICATED:
-        return _by_shape(ranks, key, per_element, options)
-    is_partitioned = per_element is not None and not _is_one_table(ranks, key)
+        return _by_shape(ranks, key, planes, options)
+    is_partitioned = planes is not None and not _is_one_table(ranks, key)
     is_named = word is not None or key in ELEMENTWISE_NAMES
     same_shape = len({states.tensors[key].shape for states in ranks}) == 1
     if not same_shape or (is_partitioned and is_named):
@@ -311,14 +311,14 @@ def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions) -> Saved
     return SavedKind(REPLICATED)
 
 
-def _by_shape(ranks: Sequence[RankStates], key: str, per_element: int | None, options: StateOptions) -> SavedKind:
+def _by_shape(ranks: Sequence[RankStates], key: str, planes: int | None, options: StateOptions) -> SavedKind:
     tensor = ranks[0].tensors[key]
     looks = f"{tensor.dtype} of shape {tensor.shape} for a partition of {ranks[0].numel}"
-    if per_element is not None:
+    if planes is not None:
         if len(ranks) > 1 and _is_one_table(ranks, key) and key not in ELEMENTWISE_NAMES:
             why = "as long as its partition, yet with the same ascending values on every rank"
             return SavedKind(OPAQUE, why=f"{looks}, {why}")
-        return SavedKind(ELEMENTWISE, per_element)
+        return SavedKind(ELEMENTWISE, planes)
     if key == "momentum_buffer" and all(states.tensors[key].shape == (states.touched_numel,) for states in ranks):
         return SavedKind(TOUCHED)
     digest = _same_digest(ranks, key)
@@ -333,7 +333,7 @@ def _by_shape(ranks: Sequence[RankStates], key: str, per_element: int | None, op
     return SavedKind(OPAQUE, why=looks)
 
 
-def _values_per_element(ranks: Sequence[RankStates], key: str) -> int | None:
+def _planes(ranks: Sequence[RankStates], key: str) -> int | None:
     """How many values a state has per element; ``None``: it is not elementwise, or ranks differ.
 
     A matrix of one row or of many is no such state: preconditioners have a row and a column for each element.

@@ -179,7 +179,7 @@ def _to_codes(
 ) -> tuple[int, float]:
     """Fill codes and scales; returns the number of requantized blocks and their largest error."""
     blocks = target.blocks(item.numel)
-    padded = blocks * target.numel  # the last block of a row may be short
+    padded = blocks * target.numel  # the last block of a plane may be short
     codes = torch.full((padded,), target.codebook.zero, dtype=torch.uint8)
     values = torch.zeros(padded)
     # the least and greatest scale among a block's source elements: if equal, its codes can stay

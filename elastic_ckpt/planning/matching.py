@@ -271,9 +271,9 @@ class _Matcher:
             tensor, shape = metadata.tensors[name, key], metadata.parameters[name].shape
             if tensor.is_quantized or (tensor.has_own_shape and (local_state.zero_stage > 0 or len(flat.members) > 1)):
                 raise self._other_states(flat, members, saved)
-            rows = 1 if tensor.has_own_shape or tensor.shape == shape else tensor.shape[0]
+            planes = 1 if tensor.has_own_shape or tensor.shape == shape else tensor.shape[0]
             layout = PER_PARAMETER if tensor.has_own_shape else ELEMENTWISE
-            links.append(StateLink(LiveState(key, tensor.dtype, layout, rows, None, tensor.shape), key))
+            links.append(StateLink(LiveState(key, tensor.dtype, layout, planes, None, tensor.shape), key))
         replicated = (self._replicated(members, state.key) for state in metadata.parameters[members[0]].replicated)
         kept = ((LiveState(each.key, each.dtype, REPLICATED, shape=each.shape), each) for each in replicated)
         return (*links, *(StateLink(live, each.key, each) for live, each in kept))

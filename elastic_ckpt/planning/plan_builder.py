@@ -44,7 +44,7 @@ from elastic_ckpt.planning.read_items import (
     read_items,
     requantized_blocks,
     rows_in_order,
-    split_row,
+    split_plane,
 )
 
 #: Dtype of decoded values.
@@ -141,11 +141,11 @@ class PlanBuilder:
         dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
         is_quantized = live.blocks is not None or any(part.tensor.is_quantized for part in parts)
         for part in parts:
-            self._check_shape(part, live.rows, live.layout in (PER_PARAMETER, TOUCHED))
+            self._check_shape(part, live.planes, live.layout in (PER_PARAMETER, TOUCHED))
             self._check_values(part, live.key, dtype if live.blocks is None else _VALUES_DTYPE, is_quantized)
         fill = live.initial if live.blocks is None else live.blocks.codebook.zero
-        what = live.key, flat.index, "", live.rows * numel, dtype
-        target = TargetTensor(*what, (), flat.replicated, live.layout, live.rows, shape, fill)
+        what = live.key, flat.index, "", live.planes * numel, dtype
+        target = TargetTensor(*what, (), flat.replicated, live.layout, live.planes, shape, fill)
         self._fill(target, parts, is_quantized, live.blocks)
 
     def _add_padding(self, first: int, fragments: Sequence[Fragment]) -> None:
@@ -170,7 +170,7 @@ class PlanBuilder:
             tensor = self.metadata.tensors.get((fragment.name, target.key))
             if (
                 tensor is None
-                or target.rows > 1
+                or target.planes > 1
                 or target.dtype != tensor.dtype
                 or (fragment.name, "") in self.resharding
             ):
@@ -214,28 +214,28 @@ class PlanBuilder:
         live_blocks: BlockFormat | None = None,
     ) -> None:
         """Add a target, with that of its scales, and what fills it: values, or what is quantized on either side."""
-        number, rows, row_numel = len(self._targets), target.rows, target.numel // target.rows
-        self._targets.append(replace(target, gaps=gaps_of(parts, rows, row_numel)))
+        number, planes, plane_numel = len(self._targets), target.planes, target.numel // target.planes
+        self._targets.append(replace(target, gaps=gaps_of(parts, planes, plane_numel)))
         blocks, scales_target = 0, -1
         if live_blocks is not None:
-            blocks, scales_target = live_blocks.blocks(row_numel), number + 1
-            every = (FlatRange(0, rows * blocks),)  # scales of blocks without saved elements
-            what = live_blocks.scales, target.flat, "", rows * blocks, SCALE_DTYPE
-            self._targets.append(TargetTensor(*what, every, target.replicated, rows=rows))
-            self.blocks += rows * blocks
+            blocks, scales_target = live_blocks.blocks(plane_numel), number + 1
+            every = (FlatRange(0, planes * blocks),)  # scales of blocks without saved elements
+            what = live_blocks.scales, target.flat, "", planes * blocks, SCALE_DTYPE
+            self._targets.append(TargetTensor(*what, every, target.replicated, planes=planes))
+            self.blocks += planes * blocks
         mine = self._sharing.mine(number, self._targets[number:]) if target.replicated else None
         if is_quantized and mine is not None and not mine.numel:
             return
-        for row in range(rows):
+        for plane in range(planes):
             coded: list[ReadItem] = []
             for part in parts:
-                to_target, wanted = part.to_target(row, row_numel), part.fragment.range
+                to_target, wanted = part.to_target(plane, plane_numel), part.fragment.range
                 if mine is not None:
                     inside = FlatRange(wanted.start + to_target, wanted.stop + to_target).intersect(mine)
                     if inside is None:
                         continue
                     wanted = FlatRange(inside.start - to_target, inside.stop - to_target)
-                items = read_items(part.tensor, part.sources, wanted, number, to_target, row, rows)
+                items = read_items(part.tensor, part.sources, wanted, number, to_target, plane, planes)
                 if is_quantized:
                     coded += rows_in_order(items)
                 elif part.sources.scale is not None:
@@ -245,9 +245,9 @@ class PlanBuilder:
                 else:  # chunks tile their shard, so that each element is written once
                     self._items += items
             if is_quantized:
-                to_scales = scales_target, row * blocks
-                whole_row = RequantizeItem(number, row * row_numel, row_numel, live_blocks, *to_scales, tuple(coded))
-                copies, requantize = split_row(whole_row)
+                to_scales = scales_target, plane * blocks
+                whole = RequantizeItem(number, plane * plane_numel, plane_numel, live_blocks, *to_scales, tuple(coded))
+                copies, requantize = split_plane(whole)
                 self._items += copies
                 self._requantize_items += requantize
                 if not self.may_change and (changed := sum(map(requantized_blocks, requantize))):
@@ -284,7 +284,7 @@ class PlanBuilder:
             self._tiled.add((name, key))
         return tensor
 
-    def _check_shape(self, part: FragmentSource, rows: int = 1, of_whole: bool = False) -> None:
+    def _check_shape(self, part: FragmentSource, planes: int = 1, of_whole: bool = False) -> None:
         """Refuse another shape; and if it is ``of_whole`` parameters, without a shape for each shard, to reshard it."""
         tensor, name, shape = part.tensor, part.fragment.name, part.fragment.shape
         if (name, "") in self.resharding:
@@ -294,7 +294,10 @@ class PlanBuilder:
                 remedy = "load at the tensor-parallel degree it was saved with, or with load_optimizer_states=False"
                 raise self.metadata.error(MismatchError, problem, name, *both, remedy)
             return
-        saved, live = tensor.shard_shapes[self._tp_rank if tensor.shards else 0], shape if rows == 1 else (rows, *shape)
+        saved, live = (
+            tensor.shard_shapes[self._tp_rank if tensor.shards else 0],
+            shape if planes == 1 else (planes, *shape),
+        )
         if saved != live:
             problem = f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs"
             both = f"{live} in the live model", f"{saved} in the checkpoint"

@@ -34,7 +34,7 @@ _SMALL_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FragmentSource:
-    """A fragment of a live shard, at its flat offset in each row of the target; its saved tensor and sources there."""
+    """A fragment of a live shard, at its flat offset in each plane of the target; its saved tensor and sources."""
 
     fragment: Fragment
     tensor: TensorMetadata
@@ -44,29 +44,29 @@ class FragmentSource:
     def offset(self) -> int:
         return self.fragment.flat_offset
 
-    def to_target(self, row: int, row_numel: int) -> int:
+    def to_target(self, plane: int, plane_numel: int) -> int:
         """The difference between a position in the target and one in the live shard."""
-        return row * row_numel + self.offset - self.fragment.range.start
+        return plane * plane_numel + self.offset - self.fragment.range.start
 
 
-def gaps_of(parts: Sequence[FragmentSource], rows: int, numel: int) -> tuple[FlatRange, ...]:
-    """The elements of a target of ``rows`` times ``numel`` that no part fills; parts are sorted by offset."""
+def gaps_of(parts: Sequence[FragmentSource], planes: int, numel: int) -> tuple[FlatRange, ...]:
+    """The elements of a target of ``planes`` times ``numel`` that no part fills; parts are sorted by offset."""
     gaps = []
-    for row in range(rows):
+    for plane in range(planes):
         position = 0
         for part in parts:
             if part.offset < position:
                 raise AssertionError(f"fragments of {part.fragment.name} overlap")
             if part.offset > position:
-                gaps.append(FlatRange(row * numel + position, row * numel + part.offset))
+                gaps.append(FlatRange(plane * numel + position, plane * numel + part.offset))
             for missing in part.sources.missing:
                 gap = missing.intersect(part.fragment.range)
                 if gap is not None:
-                    distance = part.to_target(row, numel)
+                    distance = part.to_target(plane, numel)
                     gaps.append(FlatRange(gap.start + distance, gap.stop + distance))
             position = part.offset + part.fragment.range.numel
         if position < numel:
-            gaps.append(FlatRange(row * numel + position, (row + 1) * numel))
+            gaps.append(FlatRange(plane * numel + position, (plane + 1) * numel))
     return tuple(gaps)
 
 
@@ -76,16 +76,16 @@ def read_items(
     wanted: FlatRange,
     target: int = 0,
     to_target: int = 0,
-    row: int = 0,
-    rows: int = 1,
+    plane: int = 0,
+    planes: int = 1,
 ) -> Iterator[ReadItem]:
     """The items that read some elements of a live shard.
 
-    ``to_target``: what to add to a position in the live shard for one in the target; ``row``, ``rows``: of a state with
-    several rows, which one, and their number.
+    ``to_target``: what to add to a position in the live shard for one in the target; ``plane``, ``planes``: of a
+    state with several, which one, and their number.
     """
     for shard, copy in sources.copies:
-        base = row * (math.prod(tensor.shard_shapes[shard]) // rows)
+        base = plane * (math.prod(tensor.shard_shapes[shard]) // planes)
         if copy.rows == 1:
             yield from _of_one_row(tensor, shard, copy, base, wanted, target, to_target)
             continue
@@ -187,20 +187,20 @@ class BroadcastRanges:
         return mine
 
 
-def split_row(row: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeItem]]:
-    """Split a row, of which no two sources write the same element, into plain copies and items to requantize."""
-    row, live = replace(row, sources=tuple(join_neighbours(row.sources))), row.blocks
+def split_plane(plane: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeItem]]:
+    """Split a plane, of which no two sources write the same element, into plain copies and items to requantize."""
+    plane, live = replace(plane, sources=tuple(join_neighbours(plane.sources))), plane.blocks
     if live is None:
-        coded = tuple(item for item in row.sources if item.code is not None)
-        plain = [item for item in row.sources if item.code is None]
-        return plain, [replace(row, sources=coded)] if coded else []
+        coded = tuple(item for item in plane.sources if item.code is not None)
+        plain = [item for item in plane.sources if item.code is None]
+        return plain, [replace(plane, sources=coded)] if coded else []
     copies: list[ReadItem] = []
     rest: list[tuple[int, int]] = []
     step = live.numel
-    for item in row.sources:
-        code, start, stop = item.code, item.target_offset - row.start, item.target_stop - row.start
+    for item in plane.sources:
+        code, start, stop = item.code, item.target_offset - plane.start, item.target_stop - plane.start
         end = live.blocks(stop)
-        begin, whole = live.blocks(start), end if stop == row.numel else stop // step
+        begin, whole = live.blocks(start), end if stop == plane.numel else stop // step
         in_grid = (
             code is not None
             and (code.format.numel, code.format.codebook) == (step, live.codebook)
@@ -208,14 +208,14 @@ def split_row(row: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeItem]
         )
         first, last = (begin, whole) if in_grid and begin < whole else (end, end)
         if first < last:  # blocks that the source has whole
-            codes = item.clip(row.start + first * step, min(row.start + last * step, row.stop))
+            codes = item.clip(plane.start + first * step, min(plane.start + last * step, plane.stop))
             assert codes.code is not None
             scales = codes.code.scales_offset + codes.code.position // step * ITEMSIZE[SCALE_DTYPE]
-            to_scales = row.scales_target, row.scales_start + first, last - first
+            to_scales = plane.scales_target, plane.scales_start + first, last - first
             copies += [replace(codes, code=None), ReadItem(item.file, scales, *to_scales, SCALE_DTYPE)]
         rest += [(start // step, first), (last, end)]
-    parts = [(row.start + first * step, min(row.start + last * step, row.stop)) for first, last in _union(rest)]
-    return copies, [row.part(start, stop) for start, stop in parts]
+    parts = [(plane.start + first * step, min(plane.start + last * step, plane.stop)) for first, last in _union(rest)]
+    return copies, [plane.part(start, stop) for start, stop in parts]
 
 
 def requantized_blocks(item: RequantizeItem) -> int:

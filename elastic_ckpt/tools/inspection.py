@@ -177,7 +177,7 @@ def _ends_inside(source: ChunkSource, files: Sequence[SourceFile], known: dict[t
     flat, key = source.flat, (id(source.flat), source.files_before)
     if key not in known:
         # offsets: one number for all, or each its own
-        nbytes, begins = flat.rows * flat.numel * flat.itemsize, flat.byte_offsets
+        nbytes, begins = flat.planes * flat.numel * flat.itemsize, flat.byte_offsets
         ends = [begin + nbytes for begin in begins * (len(flat.files) // len(begins))]
         sizes = (files[source.files_before + file].nbytes for file in flat.files)
         known[key] = all(end <= size for end, size in zip(ends, sizes, strict=True))

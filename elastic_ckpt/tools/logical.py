@@ -41,9 +41,9 @@ class LogicalTensor:
 
     name: str
     key: str
-    shape: Shape  # logical, with rows as the leading dimension if there are several
+    shape: Shape  # logical, with planes as the leading dimension if there are several
     dtype: str  # in which it is read; of quantized states, that of dequantized values
-    rows: int = 1  # values of a state per element of its parameter
+    planes: int = 1  # values of a state per element of its parameter
 
     @property
     def numel(self) -> int:
@@ -160,19 +160,20 @@ class LogicalReader:
         return tensor
 
     def read(self, logical: LogicalTensor, wanted: FlatRange, out: torch.Tensor) -> None:
-        """Read the elements ``wanted`` of a tensor, counted through all rows, into ``out``. Thread-safe.
+        """Read the elements ``wanted`` of a tensor, counted through all planes, into ``out``. Thread-safe.
 
         ``out``: contiguous CPU tensor of ``wanted.numel`` elements and :attr:`LogicalTensor.dtype`. Raises
         :class:`DamagedError` if a file cannot be read.
         """
         tensor = self.metadata.tensors[logical.name, logical.key]
-        row_numel = logical.numel // logical.rows
-        sources = self._sources(tensor) or copied(0, row_numel)
+        plane_numel = logical.numel // logical.planes
+        sources = self._sources(tensor) or copied(0, plane_numel)
         items: list[ReadItem] = []
-        for row in range(wanted.start // max(row_numel, 1), -(-wanted.stop // max(row_numel, 1))):
-            base = row * row_numel
-            inside = FlatRange(max(wanted.start - base, 0), min(wanted.stop - base, row_numel))
-            items += read_items(tensor, sources, inside, to_target=base - wanted.start, row=row, rows=logical.rows)
+        for plane in range(wanted.start // max(plane_numel, 1), -(-wanted.stop // max(plane_numel, 1))):
+            base = plane * plane_numel
+            inside = FlatRange(max(wanted.start - base, 0), min(wanted.stop - base, plane_numel))
+            at = {"to_target": base - wanted.start, "plane": plane, "planes": logical.planes}
+            items += read_items(tensor, sources, inside, **at)
         requantize: tuple[RequantizeItem, ...] = ()
         if tensor.is_quantized or sources.scale is not None:
             requantize = (RequantizeItem(0, 0, wanted.numel, None, -1, 0, rows_in_order(items), sources.scale),)
@@ -191,9 +192,9 @@ class LogicalReader:
         if tensor.has_own_shape or layout is None:
             return LogicalTensor(tensor.name, tensor.key, tensor.shape, tensor.dtype)
         shape, first = layout.shapes[0], tensor.shard_shapes[0]
-        rows = first[0] if len(first) == len(shape) + 1 else 1
+        planes = first[0] if len(first) == len(shape) + 1 else 1
         dtype = "float32" if tensor.is_quantized else tensor.dtype
-        return LogicalTensor(tensor.name, tensor.key, (rows, *shape) if rows > 1 else shape, dtype, rows)
+        return LogicalTensor(tensor.name, tensor.key, (planes, *shape) if planes > 1 else shape, dtype, planes)
 
 
 def open(  # shadows the built-in function here alone: it is elastic_ckpt.open

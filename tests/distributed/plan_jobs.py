@@ -91,7 +91,7 @@ def what_is_read(state: LocalState) -> dict[str, Any]:
         "flats": [
             (flat.index, flat.group, flat.numel, flat.dtype, flat.members, flat.replicated) for flat in state.flats
         ],
-        "states": [{(s.key, s.dtype, s.layout, s.rows) for s in flat.states or ()} for flat in state.flats],
+        "states": [{(s.key, s.dtype, s.layout, s.planes) for s in flat.states or ()} for flat in state.flats],
         "fragments": state.fragments,
         "wholes": state.wholes,
         # a stage without vectors has no group of them: the tests' engines leave empty groups out

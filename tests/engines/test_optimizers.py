@@ -111,7 +111,7 @@ def shape_of(state: LiveState, master: Shape) -> Shape:
     """The shape that a described state has beside its master."""
     if state.layout != ELEMENTWISE:
         return state.shape
-    return (state.rows, *master) if state.rows > 1 else master
+    return (state.planes, *master) if state.planes > 1 else master
 
 
 def described(schema: StateSchema, stepped: OptimizerParam, shape: Shape) -> Described:
@@ -123,7 +123,7 @@ def described(schema: StateSchema, stepped: OptimizerParam, shape: Shape) -> Des
         assert state.key not in found
         found[state.key] = (state.dtype, shape_of(state, shape))
         if state.blocks is not None:
-            rows = (state.rows,) if state.rows > 1 else ()
+            rows = (state.planes,) if state.planes > 1 else ()
             found[state.blocks.scales] = ("float32", (*rows, state.blocks.blocks(stepped.numel)))
     return found
 
@@ -152,11 +152,13 @@ def targets_of(schema: StateSchema, stepped: OptimizerParam, shape: Shape) -> li
             continue
         numel = torch.Size(shape_of(state, shape)).numel()
         targets.append(
-            TargetTensor(state.key, 0, "", numel, state.dtype, layout=state.layout, rows=state.rows, shape=state.shape)
+            TargetTensor(
+                state.key, 0, "", numel, state.dtype, layout=state.layout, planes=state.planes, shape=state.shape
+            )
         )
         if state.blocks is not None:
-            scales = state.rows * state.blocks.blocks(stepped.numel)
-            targets.append(TargetTensor(state.blocks.scales, 0, "", scales, "float32", rows=state.rows))
+            scales = state.planes * state.blocks.blocks(stepped.numel)
+            targets.append(TargetTensor(state.blocks.scales, 0, "", scales, "float32", planes=state.planes))
     return targets
 
 
@@ -343,7 +345,7 @@ def test_a_swapped_out_tensor_is_described_by_its_size() -> None:
     assert [state.key for state in states] == ["exp_avg", "exp_avg_sq"]
     (codes, _) = schema_of(bnb.optim.Adam8bit([empty])).states(stepped) or ()
     assert codes.dtype == "uint8"
-    assert (codes.rows, codes.blocks is not None and codes.blocks.blocks(5000)) == (1, 20)
+    assert (codes.planes, codes.blocks is not None and codes.blocks.blocks(5000)) == (1, 20)
 
 
 def test_families_are_those_whose_states_mean_the_same() -> None:
@@ -715,7 +717,7 @@ def test_an_unknown_optimizer_takes_what_the_checkpoint_has() -> None:
     assert (schema.family, schema.decoupled, schema.optimizer) == (None, None, f"{__name__}.Lion")
     targets = [
         TargetTensor("m", 0, "", 12, "bfloat16"),
-        TargetTensor("two", 0, "", 24, "float32", rows=2),
+        TargetTensor("two", 0, "", 24, "float32", planes=2),
         TargetTensor("factor", 0, "", 3, "float64", layout=PER_PARAMETER, shape=(3, 1)),
         TargetTensor("table", 0, "", 5, "uint8", layout=REPLICATED, shape=(5,)),
     ]

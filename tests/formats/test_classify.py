@@ -87,12 +87,12 @@ def refused(held: Sequence[RankStates], options: StateOptions, key: str, word: s
 )
 def test_a_tensor_as_long_as_the_partition_is_elementwise(numel: int, dp: int, rows: int, key: str) -> None:
     shape = (rows, numel) if rows else (numel,)
-    assert kind_of(Saved(shape), numel=numel, dp=dp, key=key) == SavedKind(ELEMENTWISE, values_per_element=rows or 1)
+    assert kind_of(Saved(shape), numel=numel, dp=dp, key=key) == SavedKind(ELEMENTWISE, planes=rows or 1)
 
 
 def test_partitions_may_be_of_different_lengths_on_different_ranks() -> None:
     held = [rank(5, {"mine": Saved((2, 5))}), rank(7, {"mine": Saved((2, 7))})]
-    assert classify(held, said()) == {"mine": SavedKind(ELEMENTWISE, values_per_element=2)}
+    assert classify(held, said()) == {"mine": SavedKind(ELEMENTWISE, planes=2)}
 
 
 @pytest.mark.parametrize("shape", [(N, 2), (2, 2, N), (N, N + 1), (), (N - 1,), (N + 1,), (2 * N,)])
@@ -226,7 +226,7 @@ def test_codes_with_as_many_scales_as_a_row_has_blocks_are_quantized(
     numel: int, block: int, rows: int, dp: int, number: int
 ) -> None:
     states = quantized(numel, block, rows, number)
-    expected = {f"state{number}": SavedKind(ELEMENTWISE, values_per_element=rows, block_numel=block)}
+    expected = {f"state{number}": SavedKind(ELEMENTWISE, planes=rows, block_numel=block)}
     assert classify(ranks(numel, *[states] * dp), said()) == expected
 
 
@@ -237,9 +237,7 @@ def test_a_single_block_is_read_alike_whatever_its_size(numel: int) -> None:
 
 def test_scales_in_one_row_belong_to_codes_in_several() -> None:
     states = {**quantized(N, 256, rows=2), "absmax1": Saved((8,))}
-    assert classify(ranks(N, states), said()) == {
-        "state1": SavedKind(ELEMENTWISE, values_per_element=2, block_numel=256)
-    }
+    assert classify(ranks(N, states), said()) == {"state1": SavedKind(ELEMENTWISE, planes=2, block_numel=256)}
 
 
 def test_signed_codes_are_none_of_bitsandbytes() -> None:
@@ -357,9 +355,7 @@ def test_a_state_that_the_user_wants_fresh_is_left_whatever_it_is(shape: Shape, 
 def test_a_state_that_the_user_calls_elementwise_is(rows: int) -> None:
     shape = (N,) if rows == 1 else (rows, N)
     for digest in (None, SAME):
-        assert kind_of(Saved(shape, digest=digest), said(mine="elementwise")) == SavedKind(
-            ELEMENTWISE, values_per_element=rows
-        )
+        assert kind_of(Saved(shape, digest=digest), said(mine="elementwise")) == SavedKind(ELEMENTWISE, planes=rows)
 
 
 def test_the_users_word_settles_what_the_shape_leaves_open() -> None:

@@ -137,10 +137,10 @@ class _Places:
         self._held.append((name, first, numel, shard_numel))
 
     def at(self, target: TargetTensor, position: int) -> _Run | None:
-        """What lies there, in whichever row of the target."""
+        """What lies there, in whichever plane of the target."""
         row, inside = divmod(position, self._numel) if self._numel else (0, position)
         index = bisect_right(self._starts, inside) - 1
-        if index < 0 or row >= target.rows:
+        if index < 0 or row >= target.planes:
             return None
         name, first, numel, shard_numel = self._held[index]
         skipped = inside - self._starts[index]

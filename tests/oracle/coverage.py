@@ -307,7 +307,7 @@ class Coverage:
         """Gaps are padding, or rows of a vocabulary that the checkpoint lacks."""
         if not target.gaps or not parts:
             return
-        places = [(a + row * flat.numel, b + row * flat.numel) for row in range(target.rows) for _, a, b in parts]
+        places = [(a + row * flat.numel, b + row * flat.numel) for row in range(target.planes) for _, a, b in parts]
         gaps = intervals((gap.start, gap.stop) for gap in target.gaps)
         found = coverage([(gaps, 1), (intervals(places), 1)])
         for number in (found.counts.min(axis=1) > 0).nonzero()[0]:

@@ -218,11 +218,11 @@ def test_a_state_of_two_rows_is_cut_row_by_row(tmp_path: Path, dp: int, step: in
     metadata = catalog_of(disk, TWO, states)
     for rank in range(dp):
         engine = engine_of(
-            TWO, [LiveState("m1_m2", "float32", rows=2)], numel=step, dp=dp, rank=rank, fragments=cut(TWO, step, rank)
+            TWO, [LiveState("m1_m2", "float32", planes=2)], numel=step, dp=dp, rank=rank, fragments=cut(TWO, step, rank)
         )
         plan = plan_load(metadata, engine, LoadOptions())
         target = target_of(plan, "m1_m2")
-        assert (target.numel, target.rows, target.shape, target.dtype) == (2 * step, 2, (), "float32")
+        assert (target.numel, target.planes, target.shape, target.dtype) == (2 * step, 2, (), "float32")
         held = truth[:, rank * step : (rank + 1) * step]
         padding = [row * step + place for row in range(2) for place in range(held.shape[1], step)]
         assert elements(target.gaps) == padding
@@ -236,13 +236,13 @@ def test_a_coded_state_of_two_rows_has_blocks_of_its_own_in_each_row(tmp_path: P
     disk = Disk()
     states, truth = rows_in_partitions(disk, "m1_m2", FOUR)
     metadata = catalog_of(disk, TWO, states)
-    live = LiveState("m1_m2", "uint8", rows=2, blocks=FOUR)
+    live = LiveState("m1_m2", "uint8", planes=2, blocks=FOUR)
     for rank in range(dp):
         engine = engine_of(TWO, [live], numel=step, dp=dp, rank=rank, fragments=cut(TWO, step, rank))
         plan = plan_load(metadata, engine, LoadOptions())
         codes, scales = target_of(plan, "m1_m2"), target_of(plan, "absmax1")
         blocks = FOUR.blocks(step)
-        assert (codes.numel, codes.rows, scales.numel, scales.rows, plan.blocks) == (
+        assert (codes.numel, codes.planes, scales.numel, scales.planes, plan.blocks) == (
             2 * step,
             2,
             2 * blocks,
@@ -272,7 +272,7 @@ def test_a_state_of_two_rows_that_all_ranks_hold_is_shared_whole(tmp_path: Path)
     parts = {name: disk.raw(numbers(2 * math.prod(shape))) for name, shape in shapes.items()}
     states = {(name, "m"): tensor_in(part, name, "m", (2, *shapes[name])) for name, part in parts.items()}
     metadata = catalog_of(disk, shapes, states)
-    live = LiveState("m", "float32", rows=2)
+    live = LiveState("m", "float32", planes=2)
     for rank in range(2):
         plan = plan_load(metadata, one_flat_each(shapes, [live], dp=2, rank=rank, replicated=True), LoadOptions())
         tensors = memory_of(plan.reads)
@@ -290,7 +290,7 @@ def test_what_is_not_restored_leaves_a_gap_in_each_row(tmp_path: Path) -> None:
     disk = Disk()
     parts = {name: disk.raw(numbers(2 * math.prod(shape))) for name, shape in saved.items()}
     states = {(name, "m"): tensor_in(part, name, "m", (2, *saved[name])) for name, part in parts.items()}
-    engine = engine_of(shapes, [LiveState("m", "float32", rows=2, initial=0.5)], numel=9)
+    engine = engine_of(shapes, [LiveState("m", "float32", planes=2, initial=0.5)], numel=9)
     plan = plan_load(catalog_of(disk, saved, states), engine, LoadOptions(strict=False))
     assert elements(target_of(plan, "m").gaps) == [0, 1, 5, 8, 9, 10, 14, 17]
     a, b = parts["a"].values, parts["b"].values
@@ -301,7 +301,7 @@ def test_what_is_not_restored_leaves_a_gap_in_each_row(tmp_path: Path) -> None:
 def test_a_state_with_another_number_of_rows_does_not_fit() -> None:
     disk = Disk()
     states, _ = rows_in_partitions(disk, "m1_m2", None)
-    for live in (LiveState("m1_m2", "float32"), LiveState("m1_m2", "float32", rows=3)):
+    for live in (LiveState("m1_m2", "float32"), LiveState("m1_m2", "float32", planes=3)):
         with pytest.raises(MismatchError, match="shape of m1_m2 differs") as caught:
             plan_load(catalog_of(disk, TWO, states), engine_of(TWO, [live]), LoadOptions())
         assert caught.value.parameter == "a"
@@ -591,7 +591,7 @@ def test_the_second_row_is_refused_as_well_as_the_first() -> None:
     shapes = {"a": (4,)}
     chunks = (chunk(raw, 0, 4, 0), chunk(part, 4, 4, 1))
     states = {("a", "m"): TensorMetadata("a", "m", (2, 4), "uint8", listed(*chunks))}
-    live = LiveState("m", "uint8", rows=2, blocks=FOUR)
+    live = LiveState("m", "uint8", planes=2, blocks=FOUR)
     with pytest.raises(MismatchError, match="requantized") as caught:
         plan_load(
             catalog_of(disk, shapes, states),

@@ -24,7 +24,7 @@ from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.coalesce import parts_of
 from elastic_ckpt.io.staging import ReadStats, requantize
-from elastic_ckpt.planning.read_items import requantized_blocks, split_row
+from elastic_ckpt.planning.read_items import requantized_blocks, split_plane
 
 ITEMSIZE = {"uint8": 1, "float32": 4, "bfloat16": 2}
 NUMPY = {"uint8": np.uint8, "float32": np.float32}
@@ -139,7 +139,9 @@ def row_of(
 
 def plan_row(row: RequantizeItem, items: Sequence[ReadItem]) -> tuple[list[ReadItem], list[RequantizeItem]]:
     """Plan a row from items whose ``target_offset`` counts from its first element."""
-    return split_row(replace(row, sources=tuple(replace(i, target_offset=row.start + i.target_offset) for i in items)))
+    return split_plane(
+        replace(row, sources=tuple(replace(i, target_offset=row.start + i.target_offset) for i in items))
+    )
 
 
 @dataclass(frozen=True)

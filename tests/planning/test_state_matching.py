@@ -452,8 +452,8 @@ def test_an_unknown_optimizer_adopts_elementwise_states_and_says_so() -> None:
     metadata = with_tensor(metadata, "a.weight", "m", dtype="bfloat16")
     matching = matched(metadata, unknown())
     m, two = matching.links[0]
-    assert (m.live.key, m.live.layout, m.live.rows, m.live.dtype) == ("m", ELEMENTWISE, 1, "bfloat16")
-    assert (two.live.key, two.live.layout, two.live.rows, two.live.blocks) == ("two", ELEMENTWISE, 2, None)
+    assert (m.live.key, m.live.layout, m.live.planes, m.live.dtype) == ("m", ELEMENTWISE, 1, "bfloat16")
+    assert (two.live.key, two.live.layout, two.live.planes, two.live.blocks) == ("two", ELEMENTWISE, 2, None)
     assert sources(matching) == {"m": "m", "two": "two"}
     assert matching.scalars == ({"step": 4.0},)
     assert matching.restored == dict.fromkeys(("m", "two"), ("a.weight", "b.weight"))

@@ -303,7 +303,7 @@ def test_states_are_those_that_were_saved() -> None:
     metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "both"): rows})
     states = job_of(metadata).states_of(["a"])
     assert states is not None
-    assert [(state.key, state.rows, state.blocks) for state in states] == [("both", 2, None), ("exp_avg", 1, None)]
+    assert [(state.key, state.planes, state.blocks) for state in states] == [("both", 2, None), ("exp_avg", 1, None)]
 
 
 def test_8_bit_states_have_blocks_of_todays_size() -> None:

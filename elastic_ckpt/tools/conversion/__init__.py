@@ -208,7 +208,7 @@ def tp_entries(rule: ShardSpec | None, tensor: LogicalTensor) -> dict[str, Any]:
         return {"cat_dim": dim}
     if parts == [1, 1] and dim == 0:
         return {"cat_dim": 0, "param_n_sub_params": 2}
-    shape = tensor.shape[1:] if tensor.rows > 1 else tensor.shape
+    shape = tensor.shape[1:] if tensor.planes > 1 else tensor.shape
     sizes = tuple(shape[dim] // sum(parts) * part for part in parts)
     widths, noted = (*shape[:dim], sizes, *shape[dim + 1 :]), Call(Global(_SUBPARAM_SHAPE), (), NEW)
     vars(noted).update(patterns=[re.escape(tensor.name)], shape=widths, partition_dim=dim)

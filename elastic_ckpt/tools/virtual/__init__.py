@@ -253,11 +253,11 @@ class VirtualJob:
                         return None
                     live = LiveState(key, tensor.dtype, PER_PARAMETER, shape=tensor.shape)
                 else:
-                    rows = 1 if len(tensor.shape) == len(saved.shape) else tensor.shape[0]
+                    planes = 1 if len(tensor.shape) == len(saved.shape) else tensor.shape[0]
                     code = tensor.blocks
                     # today's version uses the smaller block size, whichever version saved it
                     blocks = None if code is None else BlockFormat(min(BLOCK_NUMELS), code.scales, code.codebook)
-                    live = LiveState(key, tensor.dtype, rows=rows, blocks=blocks)
+                    live = LiveState(key, tensor.dtype, planes=planes, blocks=blocks)
                 # bitsandbytes keeps states of small partitions unquantized
                 if key not in found or (live.blocks is not None and found[key].blocks is None):
                     found[key] = live
