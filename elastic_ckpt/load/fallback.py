@@ -27,17 +27,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from elastic_ckpt import distributed
-from elastic_ckpt.engines.compat import (
-    base_optimizer,
-    dp_group_of,
-    flat_master_numels,
-    intercepted_loads,
-    keeps_own_masters,
-    numbered_params,
-    same_features,
-    swaps_states,
-    zero_param_shapes,
-)
+from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.training_state import restores_states
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES, module_entries
@@ -85,7 +75,7 @@ def screen_folder(found: CheckpointInfo, own_files: bool) -> None:
 
 def screened_loads(call: LoadCall) -> AbstractContextManager[None]:
     """Screens each file that DeepSpeed's loader opens meanwhile, unless the config trusts pickles."""
-    return nullcontext() if call.config.trust_pickle else intercepted_loads(call.engine, open_screened)
+    return nullcontext() if call.config.trust_pickle else compat.intercepted_loads(call.engine, open_screened)
 
 
 @contextmanager
@@ -148,7 +138,8 @@ class _Comparison:
         self.stage: int = call.engine.zero_optimization_stage()
         self.with_states = restores_states(call.arguments)
         self.files = files = sort_names(file_names(found.folder), is_universal=False) if own_files else found.files
-        mp, dp = call.engine.checkpoint_mp_rank, dist.get_rank(group=dp_group_of(call.engine)) if own_files else None
+        mp = call.engine.checkpoint_mp_rank
+        dp = dist.get_rank(group=compat.dp_group_of(call.engine)) if own_files else None
 
         def mine(names: Mapping[tuple[int, int], str]) -> list[str]:
             return [name for at, name in sorted(names.items()) if at[1] == mp and dp in (None, at[0])]
@@ -165,12 +156,12 @@ class _Comparison:
         if (
             # unknown which parameters the states belong to
             (self.with_states and not arguments.load_module_strict and without_zero)
-            or swaps_states(engine)
+            or compat.swaps_states(engine)
             or os.path.isdir(self.found.path(SWAPPED_FOLDER))
             # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one lacks
             or (self.stage == 3 and not arguments.has_optimizer)
             # without ZeRO in fp16 or bf16, DeepSpeed keeps old masters, which undo the loaded weights at the next step
-            or (self.stage == 0 and without_states and keeps_own_masters(engine))
+            or (self.stage == 0 and without_states and compat.keeps_own_masters(engine))
         ):
             return False
         return self._pipeline_fits() if without_zero else self.weights_alone or self._native_fits()
@@ -206,7 +197,7 @@ class _Comparison:
             return None
         if optimizers and with_optimizer:
             # DeepSpeed's loader zero-pads masters of another size, and shifts what follows
-            step, live = counted[0] - (counted[2] or 0), flat_master_numels(self.engine)
+            step, live = counted[0] - (counted[2] or 0), compat.flat_master_numels(self.engine)
             for file in optimizers:
                 same_sizes = list(_partition_numels(file, self.stage == 3)) == live
                 if not same_sizes or (check_steps and not _steps(file) <= {step}):
@@ -231,7 +222,7 @@ class _Comparison:
         if self.stage:
             return False
         model = self._open(self.files.model[self.engine.checkpoint_mp_rank])
-        groups, live = base_groups(model), base_optimizer(self.engine).param_groups
+        groups, live = base_groups(model), compat.base_optimizer(self.engine).param_groups
         here = len(groups) == len(live) and all(
             _same_shapes(model, saved["params"], group["params"]) for saved, group in zip(groups, live, strict=True)
         )
@@ -241,7 +232,7 @@ class _Comparison:
     def _native_fits(self) -> bool:
         engine, model = self.engine, self._open(self._models[0])
         optimizer = self._open(self._optimizers[0]) if self._optimizers else model
-        same = self._same_topology(model) and same_features(engine, features_in(model) | features_in(optimizer))
+        same = self._same_topology(model) and compat.same_features(engine, features_in(model) | features_in(optimizer))
         if not self.arguments.load_module_strict:
             names = module_entries(model.tree["module"]).keys()
             trained = {name for name, param in engine.module.named_parameters() if param.requires_grad}
@@ -271,18 +262,18 @@ class _Comparison:
         in_fp16 = bool(config_section(model, "fp16").get("enabled"))
         if in_fp16 != engine.fp16_enabled() and saved_config(model) is not None:
             return False
-        if not _same_hyperparameters(base_groups(optimizer), base_optimizer(engine).param_groups):
+        if not _same_hyperparameters(base_groups(optimizer), compat.base_optimizer(engine).param_groups):
             return False
         if self.stage == 0:
             return self._same_module_order(model, optimizer)
         saved = [[(str(k), tuple(v)) for k, v in group.items()] for group in model.tree.get("param_shapes") or ()]
-        return saved == [[(k, tuple(v)) for k, v in group.items()] for group in zero_param_shapes(engine)]
+        return saved == [[(k, tuple(v)) for k, v in group.items()] for group in compat.zero_param_shapes(engine)]
 
     def _same_module_order(self, model: PickledFile, optimizer: PickledFile) -> bool:
         """Without ZeRO: the order of the model, the members of the groups, and how masters are kept."""
         engine, module, state = self.engine, module_entries(model.tree["module"]), optimizer.tree["optimizer"]
         in_both = [name for name in engine.module.state_dict() if name in module]
-        saved, live = base_groups(optimizer), numbered_params(engine)
+        saved, live = base_groups(optimizer), compat.numbered_params(engine)
         return (
             in_both == [name for name in module if name in in_both]
             and [len(group["params"]) for group in saved] == list(map(len, live))

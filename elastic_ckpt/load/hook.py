@@ -19,14 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, flag_given, read_config, requires_elastic
-from elastic_ckpt.engines.compat import (
-    commit_pending_save,
-    ds_config,
-    has_optimizer,
-    record_counts,
-    separate_steps,
-    universal_flag,
-)
+from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.errors import (
     ConfigError,
@@ -42,16 +35,7 @@ from elastic_ckpt.errors import (
     listed,
     shortened,
 )
-from elastic_ckpt.formats import CheckpointInfo
-from elastic_ckpt.formats.detect import (
-    LATEST,
-    LATEST_UNIVERSAL,
-    find_checkpoint,
-    global_steps,
-    list_checkpoints,
-    list_tags,
-    step_of_tag,
-)
+from elastic_ckpt.formats import CheckpointInfo, detect
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks, screen_folder, screened_loads
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
@@ -92,13 +76,13 @@ def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs
 def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Decide, the same way on every rank, who loads; then load."""
     given = inspect.signature(original).bind(engine, *args, **kwargs)
-    arguments = LoadArguments.of(given, has_optimizer(engine))
+    arguments = LoadArguments.of(given, compat.has_optimizer(engine))
     engine.elastic_report = None
     distributed.begin_load()
     call = LoadCall(engine, arguments, _read_config(engine, arguments))
     if call.config.mode == "off":
         return _call(original, given)
-    commit_pending_save(engine)
+    compat.commit_pending_save(engine)
     policy = RetryPolicy(call, prefer_universal=bool(engine.load_universal_checkpoint()) or flag_given())
     while True:
         found = None
@@ -135,15 +119,15 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
             policy.will_overwrite(ready)
             return execute_load(ready)
     try:
-        with universal_flag(engine, found.files.is_universal), screened_loads(call):
+        with compat.universal_flag(engine, found.files.is_universal), screened_loads(call):
             result = own(found.tag)
         with distributed.agree("look at the checkpoint's files again"):
             look_again()
     except SavedOverError as error:
         raise as_partial_load_error(error) from error
     if found.files.is_universal:
-        separate_steps(engine)
-    record_counts(engine)
+        compat.separate_steps(engine)
+    compat.record_counts(engine)
     return result
 
 
@@ -153,7 +137,7 @@ def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
     mine: dict[str, Any] = {}
 
     def digest() -> bytes:
-        configs.append(read_config(ds_config(engine)))
+        configs.append(read_config(compat.ds_config(engine)))
         mine.update(_meaning(arguments, configs[0]), use_node_local_storage=bool(engine.use_node_local_storage()))
         return hashlib.sha256(repr(mine).encode()).digest()
 
@@ -252,14 +236,14 @@ class RetryPolicy:
 
         def look() -> tuple[CheckpointInfo | None, list[str]]:
             try:
-                return find_checkpoint(self._load_dir, tag, self._prefer_universal, config.trust_pickle), []
+                return detect.find_checkpoint(self._load_dir, tag, self._prefer_universal, config.trust_pickle), []
             except NotFoundError:
                 # where DeepSpeed's own loader returns without a checkpoint: scripts that start a run rely on it
                 asks = self._prefer_universal or config.mode == "require" or config.on_damage != "error"
-                latest = (os.path.join(self._load_dir, name) for name in (LATEST, LATEST_UNIVERSAL))
+                latest = (os.path.join(self._load_dir, name) for name in (detect.LATEST, detect.LATEST_UNIVERSAL))
                 if tag is not None or asks or any(map(os.path.lexists, latest)):
                     raise
-                return None, list_tags(self._load_dir)
+                return None, detect.list_tags(self._load_dir)
 
         while True:
             found, tags = distributed.broadcast("look for a checkpoint", look)
@@ -269,7 +253,7 @@ class RetryPolicy:
         if tags and distributed.rank() == 0:
             where = f"load_checkpoint({self._load_dir!r}, tag={tags[0]!r})"
             message = "elastic_ckpt loads nothing: no file %r is in %s, which has checkpoints under the tags %s: %s"
-            logger.warning(message, LATEST, self._load_dir, shortened(tags), where)
+            logger.warning(message, detect.LATEST, self._load_dir, shortened(tags), where)
         if found is not None and self._engine.use_node_local_storage():  # each rank has a load_dir of its own
             return replace(found, folder=os.path.abspath(os.path.join(self._load_dir, found.tag)))
         return found
@@ -354,11 +338,12 @@ class RetryPolicy:
         load_dir, trust, steps = self._load_dir, self._config.trust_pickle, self._steps
         limit = self._config.on_damage if isinstance(self._config.on_damage, int) else None
         if not steps:
-            step = step_of_tag(os.path.basename(damaged)) if found is None else global_steps(found, trust)
+            step = detect.step_of_tag(os.path.basename(damaged)) if found is None else detect.global_steps(found, trust)
             steps = () if step is None else (step,)
         if not steps and (limit is not None or self._tag is not None):
             return None, (), "which checkpoints are older is not known, since no file of this one tells its step"
-        others = [(global_steps(each, trust), each) for each in list_checkpoints(load_dir) if each.folder != damaged]
+        candidates = (each for each in detect.list_checkpoints(load_dir) if each.folder != damaged)
+        others = [(detect.global_steps(each, trust), each) for each in candidates]
         notes = [f"{each.tag} is left out, since no file tells its step" for step, each in others if step is None]
         older = [(step, each) for step, each in others if step is not None and (not steps or step < steps[-1])]
         if not older:

@@ -165,7 +165,7 @@ def read_on_two_ranks(monkeypatch: pytest.MonkeyPatch, *calls: LoadArguments, no
         sent.append(work())
         return [sent[-1], b"another"] if len(sent) == 1 else [sent[-1]]
 
-    monkeypatch.setattr(hook, "ds_config", lambda engine: {})
+    monkeypatch.setattr(hook.compat, "ds_config", lambda engine: {})
     monkeypatch.setattr(hook.distributed, "all_gather", of_the_other)
     hook._read_config(engine, calls[1])
     monkeypatch.setattr(hook.distributed, "all_gather", lambda doing, work: [work(), sent.pop(0)])

@@ -64,7 +64,7 @@ PREVIOUS: dict[str, Any] = {"on_damage": "previous"}
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_looks_and_all_take_what_it_has_found(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(hook, "find_checkpoint", lambda *arguments: looked.append(arguments) or FOUND)
+    monkeypatch.setattr(hook.detect, "find_checkpoint", lambda *arguments: looked.append(arguments) or FOUND)
     broadcast = alone if rank == 0 else lambda doing, work: (FOUND, [])
     monkeypatch.setattr(hook.distributed, "broadcast", broadcast)
     assert attempts(Path("/x")).find() == FOUND
@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_looked_into_is_named(monkeypatch: pytest.Monkey
     def broken(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", "/x")
 
-    monkeypatch.setattr(hook, "find_checkpoint", broken)
+    monkeypatch.setattr(hook.detect, "find_checkpoint", broken)
     with pytest.raises(
         ElasticCkptError, match=r"failed to look for a checkpoint: PermissionError.*Permission"
     ) as caught:
