@@ -41,13 +41,8 @@ def verify_reads(
 ) -> Verified:
     """Compare what all ranks read with the files' checksums. Collective if some records were not read once as a whole.
 
-    Args:
-        metadata: the checkpoint's; its files are the same on every rank.
-        everybody: the sums of every rank.
-        plan, options: what this rank read, and how.
-
-    Raises:
-        DamagedError: a checksum differs; the same on every rank.
+    ``everybody`` has the sums of every rank; ``plan`` and ``options`` say what this rank read, and how. Raises the same
+    :class:`DamagedError` on every rank if a checksum differs.
     """
     files, read_nbytes = metadata.files, sum(nbytes for _, nbytes in everybody)
     totals: dict[Key, PartialSum] = {}
