@@ -131,13 +131,13 @@ def left_in_file(value: Any) -> Iterator[LeftInFile]:
         yield from left_in_file(vars(value))
 
 
-def refuse_left_in_file(group: Mapping[str, Any], names: Iterable[str], folder: str, remedy: str = _KEEP_LIVE) -> None:
+def refuse_left_in_file(group: Mapping[str, Any], names: Iterable[str], folder: str) -> None:
     """Raise :class:`UnsupportedError` for a hyperparameter of a param group that was not read as a whole."""
     for key, value in group.items():
         for each in left_in_file(value):
             problem = f'"{key}" of a param group holds a tensor, an array or an object, which is not supported yet'
             expected = "numbers, strings, dtypes, and collections of these"
-            raise UnsupportedError(problem, folder, expected, each, parameter=listed(names), remedy=remedy)
+            raise UnsupportedError(problem, folder, expected, each, parameter=listed(names), remedy=_KEEP_LIVE)
 
 
 #: 1-bit optimizers of DeepSpeed before 0.19, by lower-case class name, as in its config.

@@ -83,10 +83,6 @@ class OptimizerFile:
     in_true_order: bool = False  # whether its writer guarantees that each parameter has its own data (TRUE_ORDER)
 
 
-def _state_path(found: CheckpointInfo, name: str, key: str) -> str:
-    return found.path(os.path.join(UNIVERSAL_FOLDER, name, f"{key}.pt"))
-
-
 def list_parameters(found: CheckpointInfo) -> tuple[bool, list[str]]:
     """Whether there is an optimizer's file, and the sorted names of parameters, whose folders are not looked into."""
     folder = found.path(UNIVERSAL_FOLDER)
@@ -155,7 +151,10 @@ class _Builder(MetadataBuilder):
         states: Mapping[tuple[str, str], StateFile],
         options: MetadataOptions,
     ) -> None:
-        files = (SourceFile(_state_path(found, *at), item.nbytes, records=item.records) for at, item in states.items())
+        zero = found.path(UNIVERSAL_FOLDER)
+        files = (
+            SourceFile(f"{zero}/{name}/{key}.pt", f.nbytes, records=f.records) for (name, key), f in states.items()
+        )
         super().__init__(found, [*models.values(), *files])
         self._models, self._optimizer, self._states = list(models.values()), optimizer, states
         self._ranks = [[models[rank] for rank in of_one] for _, of_one in groupby(models, key=itemgetter(0))]

@@ -16,9 +16,9 @@ import torch
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
-from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor, in_file_order
-from elastic_ckpt.core.strided import Shape, ShardSources, copied
+from elastic_ckpt.core.strided import Shape, copied
 from elastic_ckpt.core.values import TensorValue, common
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
@@ -125,7 +125,18 @@ class LogicalReader:
     @cached_property
     def tensors(self) -> dict[tuple[str, str], LogicalTensor]:
         """(name, key) -> tensor, in metadata order. Raises :class:`DamagedError` if elements of one are in no file."""
-        return {at: self._logical(tensor) for at, tensor in self.metadata.tensors.items()}
+        found: dict[tuple[str, str], LogicalTensor] = {}
+        for at, tensor in self.metadata.tensors.items():
+            check_tiling(self.metadata, tensor)
+            layout = self._layouts.get(tensor.name)
+            if tensor.has_own_shape or layout is None:
+                found[at] = LogicalTensor(*at, tensor.shape, tensor.dtype)
+                continue
+            shape, first = layout.shapes[0], tensor.shard_shapes[0]
+            planes = first[0] if len(first) == len(shape) + 1 else 1
+            dtype = "float32" if tensor.is_quantized else tensor.dtype
+            found[at] = LogicalTensor(*at, (planes, *shape) if planes > 1 else shape, dtype, planes)
+        return found
 
     def compare_copies(self, only: LogicalTensor | None = None) -> tuple[str, ...]:
         """Compare the saved copies of replicated tensors, or of one; returns notes on how differences were resolved.
@@ -167,7 +178,8 @@ class LogicalReader:
         """
         tensor = self.metadata.tensors[logical.name, logical.key]
         plane_numel = logical.numel // logical.planes
-        sources = self._sources(tensor) or copied(0, plane_numel)
+        transfers = {} if tensor.has_own_shape else self.resharding.transfers
+        sources = transfers.get((tensor.name, tensor.key)) or transfers.get((tensor.name, "")) or copied(0, plane_numel)
         items: list[ReadItem] = []
         for plane in range(wanted.start // max(plane_numel, 1), -(-wanted.stop // max(plane_numel, 1))):
             base = plane * plane_numel
@@ -181,20 +193,6 @@ class LogicalReader:
         target = TargetTensor(logical.key, 0, logical.name, wanted.numel, logical.dtype)
         plan = ReadPlan(self.metadata.files, (target,), in_file_order(items), requantize)
         execute(plan, [out], self.options)
-
-    def _sources(self, tensor: TensorMetadata) -> ShardSources | None:
-        transfers, name = self.resharding.transfers, tensor.name
-        return None if tensor.has_own_shape else transfers.get((name, tensor.key)) or transfers.get((name, ""))
-
-    def _logical(self, tensor: TensorMetadata) -> LogicalTensor:
-        check_tiling(self.metadata, tensor)
-        layout = self._layouts.get(tensor.name)
-        if tensor.has_own_shape or layout is None:
-            return LogicalTensor(tensor.name, tensor.key, tensor.shape, tensor.dtype)
-        shape, first = layout.shapes[0], tensor.shard_shapes[0]
-        planes = first[0] if len(first) == len(shape) + 1 else 1
-        dtype = "float32" if tensor.is_quantized else tensor.dtype
-        return LogicalTensor(tensor.name, tensor.key, (planes, *shape) if planes > 1 else shape, dtype, planes)
 
 
 def open(  # shadows the built-in function here alone: it is elastic_ckpt.open

@@ -26,7 +26,7 @@ import torch
 from elastic_ckpt.core.fqn import expert_name, with_stacks
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.shard_specs import VOCABULARY, ShardSpec
-from elastic_ckpt.core.values import differing
+from elastic_ckpt.core.values import differing, left_in_file
 from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
@@ -117,7 +117,10 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
         "it has damaged states": metadata.states.damaged,
         "it has experts, whose names are those of DeepSpeed's own layers": [*filter(expert_name, metadata.parameters)],
     }
-    if is_universal:
+    if not is_universal:
+        unread = {str(key) for group in metadata.groups for key, value in group.items() if any(left_in_file(value))}
+        reasons["it has hyperparameters that hold tensors, arrays or objects"] = unread
+    else:
         reasons |= {
             "it is a universal checkpoint already": [source.tag] * source.is_universal,
             "it has no files of DeepSpeed's to copy": [source.tag] * bool(source.foreign),

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from elastic_ckpt.core.metadata import WEIGHTS, CheckpointMetadata
-from elastic_ckpt.core.values import common, differing, refuse_left_in_file
+from elastic_ckpt.core.values import common, differing
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.formats.pickled import open_file
 from elastic_ckpt.formats.saved_config import config_section
@@ -34,7 +34,6 @@ from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 _ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
 #: Hyperparameters of optimizers with those of Adam that are none: LAMB and Muon.
 _OTHERS = frozenset({"max_coeff", "use_muon"})
-_WITHOUT_HYPERPARAMETERS = "export its weights, or convert it to a universal checkpoint"
 
 
 def convert_to_dcp(opened: Opened, target: Path, progress: bool | None = None) -> WriteReport:
@@ -44,9 +43,6 @@ def convert_to_dcp(opened: Opened, target: Path, progress: bool | None = None) -
     """
     target, started, metadata = target.absolute(), time.monotonic(), opened.metadata
     refuse_unconvertible(metadata, "dcp")
-    for number, group in enumerate(metadata.groups):
-        names = (name for name, saved in metadata.parameters.items() if saved.group == number)
-        refuse_left_in_file(group, names, opened.found.folder, _WITHOUT_HYPERPARAMETERS)
     reader, adamw = LogicalReader(metadata, opened.config), _adamw_of(opened)
     tensors = {path: tensor for tensor in reader.tensors.values() for path in _paths_of(tensor, metadata)}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
