@@ -184,7 +184,7 @@ def report(job: VirtualJob, found: Sequence[RankForecast], in_detail: bool) -> I
         shown = table("ranks", *columns, min_width=_LEAST_WIDTH)
         for each in found:
             at = job.topology.coordinates(each.rank)
-            numbers = map(str, (each.rank, at.pp_rank, at.dp_rank, at.tp_rank))
+            numbers = map(str, (each.rank, at.pp_rank, at.partition_rank, at.tp_rank))
             shown.add_row(*numbers, size(each.nbytes_read), f"{each.reads:,}", str(each.files), size(each.memory))
         yield shown
 

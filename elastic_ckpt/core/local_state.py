@@ -30,9 +30,9 @@ class SequenceParallel:
         """Ranks that share their samples, among those that ZeRO partitions over."""
         return self.degree if self.partitioned else 1
 
-    def data_degree(self, dp: int) -> int:
-        """Data-parallel degree, given the ``dp`` ranks that ZeRO partitions over."""
-        return dp // self.ranks_per_sample or dp
+    def data_degree(self, partition_degree: int) -> int:
+        """Data-parallel degree, given the number of ranks that ZeRO partitions over."""
+        return partition_degree // self.ranks_per_sample or partition_degree
 
 
 NO_SEQUENCE_PARALLEL = SequenceParallel()
@@ -97,27 +97,27 @@ class LiveShards:
 class RankCoordinates:
     """Degree and rank in each parallelism."""
 
-    dp: int = 1  # ranks that ZeRO partitions over: data-parallel times sequence-parallel
-    dp_rank: int = 0
+    partition_degree: int = 1  # ranks that ZeRO partitions over: data-parallel times sequence-parallel
+    partition_rank: int = 0
     tp: int = 1
     tp_rank: int = 0
     pp: int = 1
     pp_rank: int = 0
-    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL  # how it divides the ``dp`` ranks
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL  # how it divides the ``partition_degree`` ranks
     sp_rank: int = 0
-    #: Among the ``dp`` ranks, or ``dp x tp`` if these do not slice experts; of layers of several degrees, the largest.
+    #: Among the same ranks, or these times ``tp`` if they do not slice experts; of several degrees, the largest.
     ep: int = 1
     ep_rank: int = 0
 
     @property
     def data_degree(self) -> int:
         """Data-parallel degree without sequence parallelism."""
-        return self.sequence.data_degree(self.dp)
+        return self.sequence.data_degree(self.partition_degree)
 
     @property
     def data_rank(self) -> int:
         """Data-parallel rank, shared by the ranks of a sequence-parallel group."""
-        return self.dp_rank // self.sequence.ranks_per_sample
+        return self.partition_rank // self.sequence.ranks_per_sample
 
     @property
     def mp_rank(self) -> int:

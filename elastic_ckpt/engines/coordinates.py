@@ -92,9 +92,13 @@ def follow_topology(args: Any, coordinates: RankCoordinates, rank: int) -> Any:
     values = vars(changed) if isinstance(changed, argparse.Namespace) else changed
     live = dict.fromkeys(("tensor_model_parallel_size", "model_parallel_size"), tp)
     live |= dict.fromkeys(("pipeline_model_parallel_size", "pipe_parallel_size"), pp)
-    live |= {"transformer_pipeline_model_parallel_size": pp, "data_parallel_size": coordinates.dp, "rank": rank}
+    live |= {
+        "transformer_pipeline_model_parallel_size": pp,
+        "data_parallel_size": coordinates.partition_degree,
+        "rank": rank,
+    }
     live |= {"tensor_model_parallel_rank": coordinates.tp_rank, "pipeline_model_parallel_rank": coordinates.pp_rank}
-    live["world_size"] = coordinates.dp * tp * pp
+    live["world_size"] = coordinates.partition_degree * tp * pp
     values.update({key: value for key, value in live.items() if isinstance(values.get(key), int)})
     return changed
 
@@ -108,7 +112,7 @@ def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLa
     stage = [
         other
         for other in sorted(everybody, key=lambda other: other.coordinates.tp_rank)
-        if (other.coordinates.pp_rank, other.coordinates.dp_rank) == (at.pp_rank, at.dp_rank)
+        if (other.coordinates.pp_rank, other.coordinates.partition_rank) == (at.pp_rank, at.partition_rank)
     ]
     elsewhere = frozenset(name for other in everybody for name in other.layouts).difference(layouts)
     for name, layout in mine.layouts.items() if len(stage) > 1 else ():

@@ -44,7 +44,7 @@ class Grid:
         their samples, so their number does not matter.
         """
         saved = (self.tp, self.pp, self.sequence.data_degree(self.partition_degree))
-        is_known = self.partition_degree == coordinates.dp or not coordinates.sequence.strided
+        is_known = self.partition_degree == coordinates.partition_degree or not coordinates.sequence.strided
         return saved == (coordinates.tp, coordinates.pp, coordinates.data_degree) and is_known
 
     def own_file(self, coordinates: RankCoordinates) -> int | None:
@@ -55,8 +55,8 @@ class Grid:
         if not self.has_ranks_of(coordinates):
             return None
         saved = self.sequence.ranks_per_sample
-        if self.partition_degree == coordinates.dp and saved == coordinates.sequence.ranks_per_sample:
-            return coordinates.dp_rank
+        if self.partition_degree == coordinates.partition_degree and saved == coordinates.sequence.ranks_per_sample:
+            return coordinates.partition_rank
         return coordinates.data_rank * saved + (coordinates.sp_rank if saved == coordinates.sequence.degree else 0)
 
 
@@ -97,6 +97,7 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
         return grid
     # an unstated degree is the live one only if ranks and counted samples both agree: counters alone may stem from
     # earlier runs with other batches
-    same_ranks = (grid.tp, grid.pp, grid.partition_degree) == (coordinates.tp, coordinates.pp, coordinates.dp)
+    same_ranks = (grid.tp, grid.pp) == (coordinates.tp, coordinates.pp)
+    same_ranks = same_ranks and grid.partition_degree == coordinates.partition_degree
     agrees = coordinates.sequence.partitioned and coordinates.sequence.degree in stated.possible
     return replace(grid, sequence=coordinates.sequence) if same_ranks and agrees else grid

@@ -227,7 +227,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
     call.engine.elastic_report = report = LoadReport(
         source=ready.checkpoint.metadata.source,
         zero_stage=ready.local_state.zero_stage,
-        dp=at.dp,
+        dp=at.partition_degree,
         rank=distributed.rank(),
         outcomes=united(of_stages) or _outcomes(ready),
         global_steps=call.engine.global_steps,
@@ -287,7 +287,7 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
             worst_requantization_error=done.worst_error,
             files_read=len(plan.reads.files_read),
         )
-        outcomes = _outcomes(ready) if at.pp > 1 and at.tp_rank == at.dp_rank == 0 else ()
+        outcomes = _outcomes(ready) if at.pp > 1 and at.tp_rank == at.partition_rank == 0 else ()
         return work, at.pp_rank, outcomes, None if sums is None else (sums.sums, sums.nbytes)
 
     everybody = distributed.all_gather("set the counters", finish)

@@ -363,7 +363,7 @@ class _Matcher:
         if any(flat.states is None for flat in local_state.flats if flat.index in self.links):
             shown = ", ".join(f"{key} ({layout})" for key, layout in sorted(kinds.items()))
             yield f"{local_state.optimizer} is not known: its states were taken as the checkpoint has them: {shown}"
-        now = local_state.zero_stage, local_state.model.coordinates.dp
+        now = local_state.zero_stage, local_state.model.coordinates.partition_degree
         if (
             not kinds.keys().isdisjoint((UPDATE_NORM, "variance"))
             and (metadata.source.zero_stage, metadata.source.partition_degree) != now

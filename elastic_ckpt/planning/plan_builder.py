@@ -71,7 +71,7 @@ class PlanBuilder:
 
     def __post_init__(self) -> None:
         at = self.local_state.model.coordinates
-        self._sharing, self._tp_rank = BroadcastRanges(at.dp, at.dp_rank), at.tp_rank
+        self._sharing, self._tp_rank = BroadcastRanges(at.partition_degree, at.partition_rank), at.tp_rank
 
     def build(self, matching: Matching, states: StateMatching) -> ReadPlan:
         """The plan of everything that is restored.

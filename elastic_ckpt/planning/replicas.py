@@ -76,7 +76,7 @@ def compare_replicas(
     ``of_job``: the metadata common to all ranks, before this rank's tied names were changed; ``None`` if unchanged.
     """
     names, at = frozenset(restored), model.coordinates
-    ranks, rank = at.tp * at.dp, at.tp_rank * at.dp + at.dp_rank
+    ranks, rank = at.tp * at.partition_degree, at.tp_rank * at.partition_degree + at.partition_rank
     stateful = names.union(model.names) if with_states else frozenset(model.unsynchronized)
     if at.pp == 1:
         wanted = [*_of_tied(metadata, names, stateful), *_of_stage(metadata, resharding, names, with_states)]

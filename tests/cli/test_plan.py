@@ -64,7 +64,7 @@ def test_the_topology_of_the_save_is_the_default() -> None:
     for rank in own:
         (path,) = rank["files"]
         place = rank["coordinates"]
-        assert path.endswith(f"zero_pp_rank_{place['dp_rank']}_mp_rank_{place['tp_rank']:02d}_optim_states.pt")
+        assert path.endswith(f"zero_pp_rank_{place['partition_rank']}_mp_rank_{place['tp_rank']:02d}_optim_states.pt")
     assert found["nbytes_read"]["total"] == sum(rank["nbytes_read"] for rank in found["ranks"])
     assert found["nbytes_read"]["total"] == 4 * proof.numel_written
 
@@ -131,7 +131,16 @@ def test_a_zero3_checkpoint_of_512_ranks_is_read_by_1024() -> None:
 def test_one_rank_in_detail() -> None:
     found = told("bloom-176b", "--rank", "100", "--tp", "8", "--dp", "4", "--pp", "6", "--tp-preset", "bloom")
     assert [rank["rank"] for rank in found["ranks"]] == [100]
-    place = {"dp": 4, "dp_rank": 0, "tp": 8, "tp_rank": 4, "pp": 6, "pp_rank": 3, "ep": 1, "ep_rank": 0}
+    place = {
+        "partition_degree": 4,
+        "partition_rank": 0,
+        "tp": 8,
+        "tp_rank": 4,
+        "pp": 6,
+        "pp_rank": 3,
+        "ep": 1,
+        "ep_rank": 0,
+    }
     assert place.items() <= found["ranks"][0]["coordinates"].items()
     assert any('the preset "bloom"' in note for note in found["notes"])
     result = run("bloom-176b", "--rank", "100", "--tp", "8", "--dp", "4", "--pp", "6", "--tp-preset", "bloom")

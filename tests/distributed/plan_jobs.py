@@ -64,7 +64,7 @@ def both_sides(engine: Any, folder: str, stage: int, where: str, sub_group: int 
     more = {} if sub_group is None else {"sub_group_numel": sub_group}
     job = VirtualJob(
         metadata,
-        Topology(coordinates.dp, coordinates.tp, coordinates.pp, stage, ep=coordinates.ep, **more),
+        Topology(coordinates.partition_degree, coordinates.tp, coordinates.pp, stage, ep=coordinates.ep, **more),
         LoadOptions.of(config),
     )
     engine.load_checkpoint(folder)

@@ -11,7 +11,7 @@ import torch
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.engines.coordinates import follow_topology
 
-PLACE = RankCoordinates(dp=2, dp_rank=1, tp=4, tp_rank=3, pp=2, pp_rank=1)
+PLACE = RankCoordinates(partition_degree=2, partition_rank=1, tp=4, tp_rank=3, pp=2, pp_rank=1)
 CUDA_STATE = torch.zeros(16, dtype=torch.uint8)
 
 

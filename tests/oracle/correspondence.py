@@ -59,7 +59,7 @@ class Correspondence:
     def faults(self, local_state: LocalState, plan: LoadPlan) -> Iterator[Fault]:
         """What goes elsewhere, of one rank."""
         where = f"pipeline stage {local_state.model.coordinates.pp_rank}, tensor-parallel rank {local_state.model.coordinates.tp_rank}"
-        where += f", data-parallel rank {local_state.model.coordinates.dp_rank}"
+        where += f", data-parallel rank {local_state.model.coordinates.partition_rank}"
         places = _places(local_state)
         for copy in _copies(plan):
             target = plan.reads.targets[copy.target]

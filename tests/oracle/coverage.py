@@ -174,8 +174,8 @@ class Coverage:
         """One rank."""
         at = (local_state.model.coordinates.pp_rank, local_state.model.coordinates.tp_rank)
         where = f"pipeline stage {at[0]}, tensor-parallel rank {at[1]}"
-        place = self._places.setdefault(at, _Place(where, local_state.model.coordinates.dp))
-        place.ranks.append(local_state.model.coordinates.dp_rank)
+        place = self._places.setdefault(at, _Place(where, local_state.model.coordinates.partition_degree))
+        place.ranks.append(local_state.model.coordinates.partition_rank)
         self._source.add(local_state, plan)
         self._remember(place, local_state)
         self._check_restored(place, local_state, plan)
@@ -208,7 +208,7 @@ class Coverage:
 
     def _check_written(self, place: _Place, local_state: LocalState, plan: LoadPlan) -> None:
         """Each target of its own exactly once; what ranks fill together is looked at when all of them are there."""
-        where = f"{place.where}, data-parallel rank {local_state.model.coordinates.dp_rank}"
+        where = f"{place.where}, data-parallel rank {local_state.model.coordinates.partition_rank}"
         own, shared = _line(plan, replicated=False), _line(plan, replicated=True)
         self._compare(_writes(plan, own), own, where)
         if place.shared is None:
@@ -220,7 +220,7 @@ class Coverage:
         mine = intervals(
             (shared.bases[share.target] + share.range.start, shared.bases[share.target] + share.range.stop)
             for share in plan.reads.shares
-            if share.owner == local_state.model.coordinates.dp_rank and share.target in shared.bases
+            if share.owner == local_state.model.coordinates.partition_rank and share.target in shared.bases
         )
         found = coverage([(written, 1), (mine, 1)])
         for start, stop, (times, allowed) in zip(found.starts, found.stops, found.counts, strict=True):

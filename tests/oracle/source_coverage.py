@@ -88,7 +88,7 @@ class SourceCoverage:
 
     def add(self, local_state: LocalState, plan: LoadPlan) -> None:
         """One rank."""
-        self._tp, self._dp = local_state.model.coordinates.tp, local_state.model.coordinates.dp
+        self._tp, self._dp = local_state.model.coordinates.tp, local_state.model.coordinates.partition_degree
         self._with_states = self._with_states or plan.restores_states
         for name, layout in local_state.model.layouts.items():
             self._live.setdefault(name, layout.shapes)

@@ -46,8 +46,12 @@ def test_ranks_are_numbered_as_deepspeed_numbers_them(pp: int, dp: int, tp: int)
     assert len(places) == ours.ranks == pp * dp * tp
     for rank, place in enumerate(places):
         coordinates = theirs.get_coord(rank)
-        assert (place.pp_rank, place.dp_rank, place.tp_rank) == (coordinates.pipe, coordinates.data, coordinates.model)
-        assert (place.pp, place.dp, place.tp) == (pp, dp, tp)
+        assert (place.pp_rank, place.partition_rank, place.tp_rank) == (
+            coordinates.pipe,
+            coordinates.data,
+            coordinates.model,
+        )
+        assert (place.pp, place.partition_degree, place.tp) == (pp, dp, tp)
 
 
 # --- partitions -------------------------------------------------------------------------------------------------------

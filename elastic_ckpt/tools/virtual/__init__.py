@@ -133,7 +133,7 @@ class VirtualJob:
     def _first(self, rank: int) -> RankCoordinates:
         """The first rank with the partitions of this one: it differs in its data-parallel rank alone."""
         at = self.topology.coordinates(rank)
-        return replace(at, dp_rank=at.ep_rank)
+        return replace(at, partition_rank=at.ep_rank)
 
     def _common(self, at: RankCoordinates) -> tuple[LocalState, list[Sequence[PartitionRule]]]:
         """What all data-parallel ranks have in common, and where the members of each flat partition are."""
@@ -191,12 +191,12 @@ class VirtualJob:
         self, groups: Sequence[Sequence[str]], at: RankCoordinates
     ) -> Iterator[tuple[FlatPartition, Sequence[PartitionRule]]]:
         """The flat partitions of one coordinate's ranks, and where each member of one is."""
-        is_everywhere = self.topology.zero_stage == 0 and at.dp > 1
+        is_everywhere = self.topology.zero_stage == 0 and at.partition_degree > 1
         every = ((number, members) for number, names in enumerate(groups) for members in self._sub_groups(names, at))
         for index, (number, names) in enumerate(every):
             key, of_expert = tuple(names), names[0] in self._experts
             numels = [math.prod(self.layouts[name].shapes[at.tp_rank]) for name in names]
-            numel, rules = self._rules(numels, at.dp // at.ep if of_expert else at.dp)
+            numel, rules = self._rules(numels, at.partition_degree // at.ep if of_expert else at.partition_degree)
             in_all = is_everywhere and not of_expert
             yield FlatPartition(index, number, numel, "float32", key, in_all, self._states_of(key), None), rules
 
@@ -204,7 +204,7 @@ class VirtualJob:
         self, flats: Sequence[FlatPartition], rules: Sequence[Sequence[PartitionRule]], at: RankCoordinates
     ) -> Iterator[Fragment]:
         for flat, mine in zip(flats, rules, strict=True):
-            rank = at.dp_rank // at.ep if flat.members[0] in self._experts else at.dp_rank
+            rank = at.partition_rank // at.ep if flat.members[0] in self._experts else at.partition_rank
             for part in placements(mine, rank if self.topology.zero_stage else 0):
                 name = flat.members[part.index]
                 yield Fragment(name, self.layouts[name].shapes[at.tp_rank], part.range, flat.index, part.flat_offset)
@@ -273,10 +273,10 @@ class VirtualJob:
                 continue
             shape = self.layouts[name].shapes[at.tp_rank]
             numel = math.prod(shape)
-            in_all = at.dp > 1 and name not in self._experts
+            in_all = at.partition_degree > 1 and name not in self._experts
             whole = WholeTensor(name, key, shape, FlatRange(0, numel), tensor.dtype, in_all)
             if key == FROZEN and self.topology.zero_stage == 3:
-                part = next(iter(placements(parameter_rules([numel], [self._step(numel)]), at.dp_rank)), None)
+                part = next(iter(placements(parameter_rules([numel], [self._step(numel)]), at.partition_rank)), None)
                 whole = replace(whole, range=part.range if part else FlatRange(0, 0), replicated=False)
             yield whole
 
@@ -318,7 +318,7 @@ def forecast(rank: int, local_state: LocalState, plan: LoadPlan, options: ReadOp
     reads = plan.reads
     nbytes_read, calls = staged_reads(reads, options)
     replicas = (replica for check in plan.replica_checks for replica in check.replicas)
-    received = (share for share in reads.shares if share.owner != local_state.model.coordinates.dp_rank)
+    received = (share for share in reads.shares if share.owner != local_state.model.coordinates.partition_rank)
     filled: dict[tuple[str, str], tuple[int, int, int]] = {}
     for target in reads.targets:
         tensors, numel, left = filled.get((target.key, target.dtype), (0, 0, 0))
