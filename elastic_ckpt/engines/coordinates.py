@@ -46,8 +46,7 @@ def model_of(
 ) -> ModelLayout:
     """The live model as far as this rank knows it, with its own shapes only.
 
-    ``dp_group``: the ranks that ZeRO partitions over; ``fqns``: name in the module -> FQN, where they differ;
-    ``stacked``: stacked parameter -> the experts in it.
+    ZeRO partitions over ``dp_group``; ``fqns``: :func:`expert_fqns`; ``stacked``: :func:`stacked_experts`.
     """
     coordinates = _coordinates_of(engine, dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group))
     layouts = _layouts_of(engine, coordinates.tp)
@@ -131,8 +130,16 @@ def _coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
         grid = engine.grid
         tp, tp_rank = grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank()
         return RankCoordinates(dp, dp_rank, tp, tp_rank, grid.pipe_parallel_size, grid.get_stage_id())
-    sequence, sp_rank = _sequence_of(engine, dp)
-    coordinates = RankCoordinates(dp, dp_rank, sequence=sequence, sp_rank=sp_rank)
+    coordinates = RankCoordinates(dp, dp_rank)
+    if (degree := int(engine.sequence_parallel_size)) > 1:
+        data = engine.dp_world_size  # None with ``parallel_state_sp``, which always partitions over sequence ranks
+        members = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
+        ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
+        # with a device mesh that group lacks the other sequence-parallel ranks; the job has no others then
+        positions = [ranks.index(member) for member in members] if {*members} <= {*ranks} else members
+        strided = positions != list(range(positions[0], positions[0] + degree))
+        sequence = SequenceParallel(degree, data is None or dp == data * degree, strided)
+        coordinates = replace(coordinates, sequence=sequence, sp_rank=groups._get_sequence_parallel_rank())
     if engine.has_moe_layers:
         largest = groups._get_max_expert_size_name()
         ep, ep_rank = groups._get_expert_parallel_world_size(largest), groups._get_expert_parallel_rank(largest)
@@ -146,21 +153,6 @@ def _coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
         return coordinates
     tp, tp_rank = bwc_tensor_model_parallel_world_size(engine.mpu), bwc_tensor_model_parallel_rank(engine.mpu)
     return replace(coordinates, tp=tp, tp_rank=tp_rank)
-
-
-def _sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
-    """Sequence parallelism of a live engine whose ZeRO partitions over ``dp`` ranks, and the sequence-parallel rank."""
-    degree = int(engine.sequence_parallel_size)
-    if degree == 1:
-        return SequenceParallel(), 0
-    data = engine.dp_world_size  # None with ``parallel_state_sp``, which always partitions over sequence ranks
-    partitioned = data is None or dp == data * degree
-    members = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
-    ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
-    # with a device mesh that group lacks the other sequence-parallel ranks; the job has no others then
-    positions = [ranks.index(member) for member in members] if {*members} <= {*ranks} else members
-    strided = positions != list(range(positions[0], positions[0] + degree))
-    return SequenceParallel(degree, partitioned, strided), groups._get_sequence_parallel_rank()
 
 
 def _unsynchronized(module: Any) -> Iterator[str]:

@@ -61,10 +61,10 @@ class LoadArguments:
         others = (name for name, value in more if name not in known and value is not parameters[name].default)
         return cls(**values, others=tuple(others), has_optimizer=has_optimizer)
 
-
-def restores_states(arguments: LoadArguments) -> bool:
-    """Whether optimizer states and hyperparameters are requested, and there is an optimizer for them."""
-    return arguments.has_optimizer and arguments.load_optimizer_states and not arguments.load_module_only
+    @property
+    def restores_states(self) -> bool:
+        """Whether optimizer states and hyperparameters are requested, and there is an optimizer for them."""
+        return self.has_optimizer and self.load_optimizer_states and not self.load_module_only
 
 
 #: An attribute of an object of the engine, and its new value.
@@ -91,7 +91,7 @@ class TrainingStateCommit:
         #: Whether :meth:`load_schedulers` has any to load.
         self.runs_code = self.loads_scheduler or bool(self._own_schedulers)
         self._undo = ExitStack()
-        scale, changes = loss_scale_changes(engine, saved, wanted=restores_states(arguments))
+        scale, changes = loss_scale_changes(engine, saved, wanted=arguments.restores_states)
         self._changes: list[Change] = [*self._counters(), *changes]
         self.outcomes = scale if arguments.load_module_only else [Outcome("counters", "restored"), *scale]
         none = "the checkpoint holds none"
@@ -303,9 +303,7 @@ def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bo
     """Warnings about changes of the global batch and of the micro-batches per step.
 
     ``engine.train_batch_size()`` counts the tensor-parallel ranks of AutoTP too, each of which has the same samples.
-
-    Raises:
-        MismatchError: something changed, and ``refuse`` is set.
+    Raises :class:`MismatchError` if something changed and ``refuse`` is set.
     """
     micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     live, changes = BatchSizes(micro * steps * data_degree, micro, steps), []

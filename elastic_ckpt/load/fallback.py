@@ -28,7 +28,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from elastic_ckpt import distributed
 from elastic_ckpt.engines import compat
-from elastic_ckpt.engines.training_state import restores_states
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
@@ -136,7 +135,7 @@ class _Comparison:
     def __init__(self, call: LoadCall, found: CheckpointInfo, own_files: bool) -> None:
         self.engine, self.arguments, self.found, self.own_files = call.engine, call.arguments, found, own_files
         self.stage: int = call.engine.zero_optimization_stage()
-        self.with_states = restores_states(call.arguments)
+        self.with_states = call.arguments.restores_states
         self.files = files = sort_names(file_names(found.folder), is_universal=False) if own_files else found.files
         mp = call.engine.checkpoint_mp_rank
         dp = dist.get_rank(group=compat.dp_group_of(call.engine)) if own_files else None

@@ -28,7 +28,6 @@ from elastic_ckpt.engines.training_state import (
     LoadArguments,
     TrainingStateCommit,
     compare_batches,
-    restores_states,
     warn_of_unscaled_gradients,
 )
 from elastic_ckpt.engines.zero import select_adapter
@@ -108,7 +107,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
     Raises the same :class:`ElasticCkptError` on every rank.
     """
     engine, arguments, config, clock = call.engine, call.arguments, call.config, Clock()
-    with_states, strict = restores_states(arguments), arguments.load_module_strict
+    with_states, strict = arguments.restores_states, arguments.load_module_strict
     with clock("plan"):
         adapter, local_state = _describe(engine, arguments)
     at = local_state.model.coordinates
@@ -154,7 +153,7 @@ def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, Loc
     described: list[tuple[EngineAdapter, LocalState]] = []
 
     def describe() -> ModelLayout | None:
-        adapter = select_adapter(engine, with_states=restores_states(arguments))
+        adapter = select_adapter(engine, with_states=arguments.restores_states)
         if holds_gradients(engine):  # of the old weights, which would enter the next step
             problem = "the engine holds gradients that no step has used yet; they would be mixed into the restored run"
             expected = "a load right after engine.step(), or before the first backward"
@@ -176,7 +175,7 @@ def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> t
     if call.arguments.load_module_only or not call.arguments.has_optimizer:
         return ()
     warnings = compare_batches(engine, data_degree, saved.batch, refuse=call.config.on_change == "error")
-    if restores_states(call.arguments):
+    if call.arguments.restores_states:
         warnings += metadata.warnings + warn_of_unscaled_gradients(engine, saved, metadata.source.zero_stage)
     return warnings
 
@@ -270,7 +269,7 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
         received_nbytes = exchange_shares(plan.reads, tensors, adapter.dp_group)
     with clock("commit"), distributed.together("derive the weights from their masters"):
         # DeepSpeed rounds the masters of native checkpoints if states are left out, not those of universal ones
-        adapter.refresh_weights(plan, exact_masters=restores_states(ready.call.arguments) or not source.by_rank)
+        adapter.refresh_weights(plan, exact_masters=ready.call.arguments.restores_states or not source.by_rank)
 
     def finish() -> _Done:
         with clock("commit"):
@@ -301,7 +300,7 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
 
 def _outcomes(ready: Prepared) -> tuple[Outcome, ...]:
     outcomes, arguments = (*ready.plan.outcomes, *ready.host.outcomes), ready.call.arguments
-    if restores_states(arguments):
+    if arguments.restores_states:
         return outcomes
     if not arguments.has_optimizer:
         return (*outcomes, Outcome("optimizer states", "skipped", (), "the live engine has no optimizer"))

@@ -95,8 +95,7 @@ def is_weighted(method: Any) -> bool:
 def layer_weights(method: str, names: Sequence[str | None]) -> list[Fraction]:
     """The weight of each layer by a weighted partition method; the name ``None`` weighs nothing.
 
-    Raises:
-        ConfigError: the method is malformed, one of its regexes matches no layer, or all weights are zero.
+    Raises :class:`ConfigError` if it is malformed, one of its regexes matches no layer, or all weights are zero.
     """
     weighed: list[tuple[re.Pattern[str], Fraction]] = []
     for pattern, weight in _alternatives(method):
