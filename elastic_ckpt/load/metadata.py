@@ -26,7 +26,6 @@ from elastic_ckpt.planning.live_names import name_states
 
 T = TypeVar("T")
 _DOING = "read the checkpoint's metadata"
-_DIGEST_NBYTES = 16
 
 
 def read_checkpoint(
@@ -128,7 +127,7 @@ def read_my_share(count: int, read: Callable[[int], T]) -> list[T]:
             parts = (id(type(common)), *map(id, vars(common).values()))
             if parts not in digests:
                 kept.append(common)  # an id stays unique as long as its object lives
-                digests[parts] = hashlib.blake2b(pickle.dumps(common), digest_size=_DIGEST_NBYTES).digest()
+                digests[parts] = hashlib.blake2b(pickle.dumps(common), digest_size=16).digest()
                 commons.setdefault(digests[parts], common)
             message[position] = digests[parts], own
         return message

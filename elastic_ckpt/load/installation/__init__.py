@@ -73,13 +73,10 @@ class _SetFlag(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add elastic_ckpt's flags to a training script's parser, beside ``deepspeed.add_config_arguments``.
+    """Add elastic_ckpt's flags to a training script's parser, beside ``deepspeed.add_config_arguments``, and return it.
 
     Parsing sets them for the whole process; they override the DeepSpeed config. A parser with its own
     ``--universal-checkpoint``, such as Megatron-DeepSpeed's, keeps it.
-
-    Returns:
-        The same parser.
     """
     # whatever the parser does about conflicts: with "resolve", its own flag would be removed
     group = parser.add_argument_group("elastic_ckpt", "loading checkpoints of any topology", conflict_handler="error")
