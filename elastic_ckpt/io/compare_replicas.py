@@ -185,14 +185,12 @@ def judge_drift(found: Sequence[Drift], may_differ: frozenset[str], policy: str)
     guessed = [drift for drift in asked if drift.check.is_guess]
     if guessed:  # of equal shape, but with other values on every rank: most likely each rank's own shard
         pattern = json.dumps(re.escape(guessed[0].check.name))
-        raise MismatchError(
-            "tensors that by their shapes alone would be copies are not the same on the tensor-parallel ranks",
-            parameter=listed({drift.check.name for drift in guessed}),
-            expected="equal copies, or a rule that says how it is sharded",
-            found="; ".join(map(str, guessed[:_SHOWN])),
-            remedy=f'"elastic_checkpoint": {{"tp_rules": [{{"pattern": {pattern}, "kind": "vocabulary"}}]}} (or '
-            'column, row; replicated only for copies that drifted apart, together with "replicated_params")',
-        )
+        problem = "tensors that by their shapes alone would be copies are not the same on the tensor-parallel ranks"
+        expected, found_here = "equal copies, or a rule that says how it is sharded", map(str, guessed[:_SHOWN])
+        remedy = f'"elastic_checkpoint": {{"tp_rules": [{{"pattern": {pattern}, "kind": "vocabulary"}}]}} (or column, '
+        remedy += 'row; replicated only for copies that drifted apart, together with "replicated_params")'
+        names = listed({drift.check.name for drift in guessed})
+        raise MismatchError(problem, None, expected, "; ".join(found_here), parameter=names, remedy=remedy)
     if asked and policy not in (FIRST, MEAN):
         raise _different(asked, idle)
     notes = [f"only the first pipeline stage trains its copy, which was taken: {listed(sorted(of_one_stage))}"]

@@ -27,7 +27,7 @@ from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, UnsupportedError
 
 #: Members, display names, and implementation choices, which do not affect training: the live run's are kept.
 _LIVE_KEYS = frozenset({"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"})
-_DECOUPLED = "decoupled_weight_decay"
+_DECOUPLED, _DECAYS = "decoupled_weight_decay", ("L2 (Adam)", "decoupled (AdamW)")
 #: Family -> the names its members give to the same states.
 _FAMILIES: Mapping[str, tuple[tuple[str, ...], ...]] = {"adam": (("exp_avg", "exp_avg_sq"), ("state1", "state2"))}
 #: Hyperparameters that distinguish kinds of optimizers.
@@ -82,8 +82,13 @@ def match_groups(
         elif not group.names and len(metadata.groups) == len(local_state.groups):
             has_members = any(saved.group == number for saved in metadata.parameters.values())
             found = [] if has_members else [number]  # all its members are frozen, saved and live
-        if with_states:
-            _refuse_other_weight_decay(number, group, [metadata.groups[source] for source in found])
+        live = group.hyperparameters.get(_DECOUPLED)
+        for source in found if with_states and live is not None else ():
+            # Adam and AdamW keep the same states; one flag decides what their weight decay means
+            if (was := metadata.groups[source].get(_DECOUPLED, live)) != live:
+                problem = f"weight decay of param group {number} is of another kind"
+                both = f"{_DECAYS[bool(live)]} in the live optimizer", f"{_DECAYS[bool(was)]} in the checkpoint"
+                raise MismatchError(problem, None, *both, parameter=listed(group.names), remedy=OTHER_OPTIMIZER)
         if keep_live or not all(metadata.groups[source] for source in found):
             found = []  # by the user's choice, or because there are none (BLOOM's universal checkpoint)
         values = [transferable(metadata.groups[source]) for source in found]
@@ -124,17 +129,6 @@ def _mixed(
     problem = f"param group {number} now mixes parameters whose saved groups had different hyperparameters"
     expected = "one set of hyperparameters for the group"
     return MismatchError(problem, None, expected, found, parameter=listed(changed or group.names), remedy=remedy)
-
-
-def _refuse_other_weight_decay(number: int, group: LiveGroup, saved: list[Mapping[str, Any]]) -> None:
-    """Adam and AdamW keep the same states; one flag decides what their weight decay means."""
-    live = group.hyperparameters.get(_DECOUPLED)
-    kinds = {True: "decoupled (AdamW)", False: "L2 (Adam)"}
-    for values in saved:
-        if live is not None and values.get(_DECOUPLED, live) != live:
-            problem = f"weight decay of param group {number} is of another kind"
-            both = f"{kinds[bool(live)]} in the live optimizer", f"{kinds[bool(values[_DECOUPLED])]} in the checkpoint"
-            raise MismatchError(problem, None, *both, parameter=listed(group.names), remedy=OTHER_OPTIMIZER)
 
 
 def transferable(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:

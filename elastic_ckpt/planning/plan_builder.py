@@ -17,7 +17,6 @@ from elastic_ckpt.core.metadata import (
     MASTER,
     CheckpointMetadata,
     ReplicatedState,
-    TensorMetadata,
     converts_by_rounding,
     converts_exactly,
     is_floating,
@@ -201,7 +200,14 @@ class PlanBuilder:
         name = fragment.name
         if key in (MASTER, FROZEN):  # it may have been frozen at save time
             key = MASTER if name in self.metadata.parameters else FROZEN
-        tensor = self._tensor(name, key)
+        tensor = self.metadata.tensors.get((name, key))
+        if tensor is None:
+            problem = f"the checkpoint knows this parameter but holds no {key} for it"
+            remedy = "the save is incomplete: take another tag, or load with load_optimizer_states=False"
+            raise self.metadata.error(DamagedError, problem, name, f"a tensor for {key}", "none", remedy)
+        if (name, key) not in self._tiled:
+            check_tiling(self.metadata, tensor)
+            self._tiled.add((name, key))
         resharded = self.resharding.get((name, tensor.key)) or self.resharding.get((name, ""))
         own = copied(self._tp_rank if tensor.shards else 0, math.prod(fragment.shape))
         return FragmentSource(fragment, tensor, resharded or own)
@@ -272,17 +278,6 @@ class PlanBuilder:
         self._items.append(ReadItem(saved.file, saved.byte_offset, len(self._targets), 0, numel, saved.dtype))
         what = live.key, flat.index, "", numel, saved.dtype
         self._targets.append(TargetTensor(*what, (), False, REPLICATED, 1, saved.shape))
-
-    def _tensor(self, name: str, key: str) -> TensorMetadata:
-        tensor = self.metadata.tensors.get((name, key))
-        if tensor is None:
-            problem = f"the checkpoint knows this parameter but holds no {key} for it"
-            remedy = "the save is incomplete: take another tag, or load with load_optimizer_states=False"
-            raise self.metadata.error(DamagedError, problem, name, f"a tensor for {key}", "none", remedy)
-        if (name, key) not in self._tiled:
-            check_tiling(self.metadata, tensor)
-            self._tiled.add((name, key))
-        return tensor
 
     def _check_shape(self, part: FragmentSource, planes: int = 1, of_whole: bool = False) -> None:
         """Refuse another shape; and if it is ``of_whole`` parameters, without a shape for each shard, to reshard it."""

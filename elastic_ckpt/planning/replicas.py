@@ -131,7 +131,7 @@ def _of_tied(metadata: CheckpointMetadata, names: frozenset[str], stateful: froz
         shards, saved_name = range(len(tensor.shard_shapes)), metadata.saved_names.get(tensor.name, tensor.name)
         pairs = [(replica, shard) for replica in metadata.replicas[tensor.name, tensor.key] for shard in shards]
         for number, (replica, shard) in enumerate(pairs, 1):
-            both = [(tensor, copied_shard(tensor, shard)), (replica, copied_shard(replica, shard))]
+            both = [(each, copied(shard, math.prod(each.shard_shapes[shard]))) for each in (tensor, replica)]
             numel = math.prod(tensor.shard_shapes[shard])
             both_names = (saved_name, replica.name) if replica.name != saved_name else ()
             yield ReplicaCheck(tensor.name, tensor.key, numel, (), number=number, names=both_names), both
@@ -150,15 +150,10 @@ def _of_stage(
         if name in resharding.replicas:
             transfer = resharding.transfers.get((name, ""))
             taken = MEAN if transfer is not None and transfer.scale is not None else FIRST
-            every = [(tensor, copied_shard(tensor, shard)) for shard in range(len(tensor.shard_shapes))]
+            every = [(tensor, copied(shard, math.prod(shape))) for shard, shape in enumerate(tensor.shard_shapes)]
             is_guess = name in resharding.guessed and (key == BUFFER or len(tensor.shard_shapes[0]) > 1)
             yield ReplicaCheck(name, key, math.prod(tensor.shard_shapes[0]), (), taken, is_guess), every
         # numbers are negative, unlike those of tied replicas
         for number, pair in enumerate(resharding.overlaps.get(name, ()), 1):
             check = ReplicaCheck(name, key, pair[0][1].numel, (), number=-number)
             yield check, [(tensor, ShardSources((copy,))) for copy in pair]
-
-
-def copied_shard(tensor: TensorMetadata, shard: int) -> ShardSources:
-    """One saved shard, unchanged."""
-    return copied(shard, math.prod(tensor.shard_shapes[shard]))
