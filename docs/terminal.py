@@ -33,7 +33,7 @@ COMMANDS = {
 #: What this command prints when it resumes is the picture "report".
 RESUME = "torchrun --nproc_per_node 3 -m elastic_ckpt.run train.py --resume-from checkpoints"
 #: This one draws a picture of its own.
-SCATTER = "elastic-ckpt plan checkpoints --dp 3 --zero 1 --svg scatter.svg"
+SCATTER = "elastic-ckpt plan checkpoints --dp 3 --zero 1 --plot scatter.svg"
 _STEPS = 3
 _TRAIN = f"--losses losses.csv --steps {_STEPS}"
 

@@ -1,4 +1,4 @@
-"""``elastic-ckpt``: its commands, and the options that they share.
+"""``elastic-ckpt``: its commands.
 
 Exit codes: 0, success; 1, a finding (damage, a difference, a load that would be refused); 2, wrong usage; 3, the
 checkpoint cannot be read.
@@ -30,23 +30,6 @@ COMMANDS = dict(sorted((name, module) for module, names in _MODULES.items() for 
 #: Made before Python looks for cycles again. Plans are millions of small objects without any, and Python's own choice
 #: takes a fifth of the time of planning.
 _NEW_OBJECTS = 10_000
-
-Folder = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder with a [bold]latest[/] file, or the folder of one tag.")
-]
-Tag = Annotated[str | None, typer.Option("--tag", help="Which checkpoint of the folder; default: the latest.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output, and nothing else there.")]
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", help='DeepSpeed config; its "elastic_checkpoint" section counts, as in a load.'),
-]
-Preset = Annotated[
-    str | None, typer.Option("--tp-preset", help="Rules of a code base: bloom, gpt-neox, megatron-core ...")
-]
-Replicated = Annotated[
-    str | None, typer.Option("--replicated", help='Copies that differ: strict, first or mean ("replicated_params").')
-]
-TrustPickle = Annotated[bool, typer.Option("--trust-pickle", help="Let checkpoint files run code while they are read.")]
 
 
 class LazyCommands(TyperGroup):

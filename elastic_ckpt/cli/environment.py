@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from elastic_ckpt.cli import AsJson, app
-from elastic_ckpt.cli.output import end_with, os_errors_end_the_command, print_json, print_wide, table
+from elastic_ckpt.cli import app
+from elastic_ckpt.cli.output import EXIT_FOUND, Answer, AsJson, os_errors_end_the_command, table, tell
 from elastic_ckpt.config import VARIABLE, Mode
 from elastic_ckpt.engines import versions
 from elastic_ckpt.load import installation
@@ -48,19 +48,13 @@ def doctor(as_json: AsJson = False) -> None:
     Exit code 1: install() would fail.
     """
     found = diagnose()
-    if as_json:
-        print_json(found)
-    else:
-        rows, facts, variable = table("Versions", "", "found", "tried", ""), table("Environment"), found["variable"]
-        for name, (installed, tried, verdict) in found["versions"].items():
-            rows.add_row(name, installed or "-", tried, verdict)
-        for bug in found["known_bugs"]:
-            facts.add_row("known bug", escape(bug))
-        facts.add_row("enabled", escape("\n".join(map(str, found["enabled"])) or "no (elastic-ckpt enable)"))
-        if variable is not None:
-            facts.add_row(VARIABLE, escape(f"{variable}{', which turns it off' * (variable == '0')}"))
-        print_wide([rows, facts])
-    end_with(found=not found["ok"])
+    rows = [(name, installed or "-", *more) for name, (installed, *more) in found["versions"].items()]
+    facts = [("known bug", escape(bug)) for bug in found["known_bugs"]]
+    facts += [("enabled", escape("\n".join(map(str, found["enabled"])) or "no (elastic-ckpt enable)"))]
+    if (variable := found["variable"]) is not None:
+        facts += [(VARIABLE, escape(f"{variable}{', which turns it off' * (variable == '0')}"))]
+    tables = table("Versions", "", "found", "tried", "", rows=rows), table("Environment", rows=facts)
+    tell(Answer(found, tables, exit_code=0 if found["ok"] else EXIT_FOUND), as_json)
 
 
 @app.command("enable", epilog="Example: elastic-ckpt enable")

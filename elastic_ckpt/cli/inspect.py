@@ -12,40 +12,30 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
-from elastic_ckpt.cli.output import end_with, errors_end_the_command, print_json, print_wide, table
+from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folder, Tag, reads_checkpoint, table
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.report import size, title
 from elastic_ckpt.tools.inspection import ERROR, TRAINED, inspect_folder
-from elastic_ckpt.tools.opened import config_of
 
 _ABOUT = "Metadata only: elastic-ckpt verify lists all problems of a checkpoint, with --full those of every byte."
 #: Hyperparameters that are shown first, in this order.
 _FIRST = ("name", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum")
 
 
-@app.command("inspect", epilog="Example: [bold]elastic-ckpt inspect checkpoints --params[/]")
+@reads_checkpoint("inspect", epilog="Example: [bold]elastic-ckpt inspect checkpoints --params[/]")
 def inspect(
+    config: ElasticConfig,
     folder: Folder,
     tag: Tag = None,
-    config: Config = None,
-    preset: Preset = None,
     params: Annotated[bool, typer.Option("--params", help="List every parameter and buffer.")] = False,
-    trust_pickle: TrustPickle = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Show what a checkpoint's metadata says: who saved it, and what it holds.
 
     Exit code 1: something in it is damaged, or not supported.
     """
-    with errors_end_the_command(as_json):
-        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle)
-        found = inspect_folder(str(folder), tag, options)
-    if as_json:
-        print_json(found)
-    else:
-        print_wide(report(found, params))
-    end_with(found=not found["ok"])
+    found = inspect_folder(str(folder), tag, config)
+    return Answer(found, report(found, params), exit_code=0 if found["ok"] else EXIT_FOUND)
 
 
 def clean(value: Any) -> str:
@@ -56,31 +46,30 @@ def clean(value: Any) -> str:
 def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
     """All tables, in order."""
     yield _overview(found)
-    shown = table("What it holds", "what", "kind", "dtype", ">number", ">elements", ">bytes")
+    rows: list[tuple[Any, ...]] = []
     for each in found["contents"]:
         values = " to ".join(f"{value:g}" for value in each["values"])
         kind = each["kind"] + (f" = {values}" if values else "")
         sizes = (f"{each['numel']:,}", size(each["nbytes"])) if each["numel"] else ("", "")
-        shown.add_row(clean(title(each["key"])), kind, each["dtype"], f"{each['tensors']:,}", *sizes)
-    yield shown
+        rows.append((clean(title(each["key"])), kind, each["dtype"], f"{each['tensors']:,}", *sizes))
+    yield table("What it holds", "what", "kind", "dtype", ">number", ">elements", ">bytes", rows=rows)
     if found["groups"]:
-        shown = table("Param groups", ">group", ">members", ">elements", "hyperparameters")
+        rows = []
         for number, group in enumerate(found["groups"]):
-            saved = group["hyperparameters"]
-            keys = [key for key in dict.fromkeys((*_FIRST, *saved)) if key in saved]
-            ordered = {key: saved[key] for key in keys if saved[key] is not None and saved[key] is not False}
-            counts = (str(number), str(group["members"]), f"{group['numel']:,}")
-            shown.add_row(*counts, clean(_pairs(ordered)) or "none saved")
-        yield shown
-    if found["findings"]:
-        shown = table("Findings")
-        for finding in found["findings"]:
-            details = {name: getattr(finding, name) for name in ("parameter", "file", "expected", "found", "remedy")}
-            known = {name: str(value) for name, value in details.items() if value is not None}
-            lines = [f"[dim]{name}:[/] {clean(text)}" for name, text in known.items() if text not in finding.text]
-            level = "[bold red]error[/]" if finding.level == ERROR else finding.level
-            shown.add_row(level, "\n".join([clean(finding.text), *lines]))
-        yield shown
+            known = group["hyperparameters"].items()
+            saved = {key: value for key, value in known if value is not None and value is not False}
+            ordered = {key: saved[key] for key in dict.fromkeys((*_FIRST, *saved)) if key in saved}
+            rows.append((number, group["members"], f"{group['numel']:,}", clean(_pairs(ordered)) or "none saved"))
+        yield table("Param groups", ">group", ">members", ">elements", "hyperparameters", rows=rows)
+    rows = []
+    for finding in found["findings"]:
+        details = {name: getattr(finding, name) for name in ("parameter", "file", "expected", "found", "remedy")}
+        texts = {name: str(value) for name, value in details.items() if value is not None}
+        lines = [f"[dim]{name}:[/] {clean(text)}" for name, text in texts.items() if text not in finding.text]
+        level = "[bold red]error[/]" if finding.level == ERROR else finding.level
+        rows.append((level, "\n".join([clean(finding.text), *lines])))
+    if rows:
+        yield table("Findings", rows=rows)
     if params:
         yield _parameters(found)
     yield Text(_ABOUT, style="dim")
@@ -95,7 +84,7 @@ def _overview(found: Mapping[str, Any]) -> Table:
     batch = f"{run['micro_batch'] or '?'} a rank x {run['accumulation_steps'] or '?'} micro-batches"
     experts = Counter(found["experts"].values())
     scale = run["loss_scale"]
-    rows = {
+    facts = {
         "folder": clean(source["folder"]),
         "format": f"{source['format']}, tag {clean(source['tag'])}",
         "saved": clean(f"{steps}, {found['topology']}{by}"),
@@ -107,31 +96,27 @@ def _overview(found: Mapping[str, Any]) -> Table:
         "tied names": clean(shortened([f"{name} = {holder}" for name, holder in found["aliases"].items()], 4)),
         "files": f"{len(files)}, {size(sum(file['nbytes'] for file in files))}",
     }
-    shown = table("elastic_ckpt: checkpoint")
-    for what, text in rows.items():
-        if text:
-            shown.add_row(what, str(text))
-    return shown
+    return table("elastic_ckpt: checkpoint", rows=facts.items())
 
 
 def _parameters(found: Mapping[str, Any]) -> Table:
-    entries = found["parameters"]
-    columns = ("name", "shape", "dtype", ">group", "states", ">elements")
-    shown = table(f"{len(entries)} parameters and buffers", *columns)
-    for column in shown.columns:
-        column.ratio = {"name": 3, "shape": 2, "states": 2}.get(str(column.header))
+    entries, rows = found["parameters"], []
     for entry in entries:
         about = [entry["role"]] if entry["role"] != TRAINED else []
         about += [f"tied: {', '.join(entry['tied'])}"] if entry["tied"] else []
         about += [f"{entry['copies']} copies"] if entry["copies"] > 1 else []
         name = clean(entry["name"]) + (f"\n[dim]{clean('; '.join(about))}[/]" if about else "")
-        group = "" if entry["group"] is None else str(entry["group"])
+        group = "" if entry["group"] is None else entry["group"]
         shape = escape("?" if entry["shape"] is None else str(list(entry["shape"])))
         if len(entry["shards"]) > 1:
             counted = (f"{count} x {list(shard)}" for shard, count in Counter(entry["shards"]).items())
             shape += f"\n[dim]{escape(', '.join(counted))}[/]"
         states = clean(", ".join(entry["states"]))
-        shown.add_row(name, shape, entry["dtype"], group, states, f"{entry['numel']:,}")
+        rows.append((name, shape, entry["dtype"], group, states, f"{entry['numel']:,}"))
+    columns = ("name", "shape", "dtype", ">group", "states", ">elements")
+    shown = table(f"{len(entries)} parameters and buffers", *columns, rows=rows)
+    for column in shown.columns:
+        column.ratio = {"name": 3, "shape": 2, "states": 2}.get(str(column.header))
     return shown
 
 

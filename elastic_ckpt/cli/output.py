@@ -1,13 +1,16 @@
-"""Output and exit codes of the commands."""
+"""What the commands share: options, output and exit codes."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -15,10 +18,29 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from elastic_ckpt.cli import app
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
+from elastic_ckpt.tools.opened import config_of
 
 #: A finding; wrong usage; the checkpoint cannot be read.
 EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
+
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder with a [bold]latest[/] file, or the folder of one tag.")
+]
+Tag = Annotated[str | None, typer.Option("--tag", help="Which checkpoint of the folder; default: the latest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output, and nothing else there.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help='DeepSpeed config; its "elastic_checkpoint" section counts, as in a load.'),
+]
+Preset = Annotated[
+    str | None, typer.Option("--tp-preset", help="Rules of a code base: bloom, gpt-neox, megatron-core ...")
+]
+TrustPickle = Annotated[bool, typer.Option("--trust-pickle", help="Let checkpoint files run code while they are read.")]
+Replicated = Annotated[
+    str | None, typer.Option("--replicated", help='Copies that differ: strict, first or mean ("replicated_params").')
+]
 
 
 class SafeConsole(Console):
@@ -35,9 +57,85 @@ error_console = SafeConsole(stderr=True)
 _WIDTH = 100
 
 
-def print_json(what: Any) -> None:
-    """Print a record as JSON to standard output."""
-    print(json.dumps(plain(what), indent=2, allow_nan=False))
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a command has to say."""
+
+    document: Any  # with --json
+    parts: Iterable[RenderableType]  # else; strings are lines of text, whatever the width of the terminal
+    notes: Iterable[str] = ()  # lines for standard error
+    exit_code: int = 0
+
+
+def refusal(error: ElasticCkptError, exit_code: int = EXIT_UNREADABLE) -> Answer:
+    """The answer of a command that cannot do it; the exit code is 2 if a config is wrong."""
+    known = {name: value for name, value in error.details.items() if value is not None and name != "rank"}
+    document = {"error": type(error).__name__, "problem": error.problem, **known}
+    exit_code = EXIT_USAGE if isinstance(error, ConfigError) else exit_code
+    return Answer(document, (), [f"{type(error).__name__}: {error}"], exit_code)
+
+
+def reads_checkpoint(
+    name: str, epilog: str, policy: str | None = None
+) -> Callable[[Callable[..., Answer]], Callable[..., None]]:
+    """A command that is called with a ``config``, made of the options that all such commands have after their own.
+
+    ``policy``: ``replicated_params`` where neither ``--config`` nor ``--replicated`` is given.
+    """
+
+    def add(function: Callable[..., Answer]) -> Callable[..., None]:
+        def command(
+            *,
+            config: Annotated[
+                Path | None,
+                typer.Option(
+                    "--config", help='DeepSpeed config; its "elastic_checkpoint" section counts, as in a load.'
+                ),
+            ] = None,
+            preset: Annotated[
+                str | None, typer.Option("--tp-preset", help="Rules of a code base: bloom, gpt-neox, megatron-core ...")
+            ] = None,
+            trust_pickle: Annotated[
+                bool, typer.Option("--trust-pickle", help="Let checkpoint files run code while they are read.")
+            ] = False,
+            as_json: AsJson = False,
+            **own: Any,
+        ) -> None:
+            replicated = own.pop("replicated", None) or (policy if config is None else None)
+            overrides = {"tp_preset": preset, "trust_pickle": trust_pickle, "replicated_params": replicated}
+            try:
+                answer = function(config_of(config, **overrides), **own)
+            except ElasticCkptError as error:
+                answer = refusal(error)
+            tell(answer, as_json)
+
+        (_, *mine), (*shared, _) = (
+            inspect.signature(each, eval_str=True).parameters.values() for each in (function, command)
+        )
+        parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in (*mine, *shared)]
+        functools.update_wrapper(command, function)
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return app.command(name, epilog=epilog)(command)
+
+    return add
+
+
+def tell(answer: Answer, as_json: bool) -> None:
+    """Print an answer, as wide as its tables need if the output is no terminal."""
+    if as_json:
+        print(json.dumps(plain(answer.document), indent=2, allow_nan=False))
+    else:
+        wide = console if console.is_terminal else SafeConsole(width=max(console.width, _WIDTH))
+        for note in answer.notes:
+            error_console.print(escape(note), soft_wrap=True, highlight=False)
+        for part in answer.parts:
+            if isinstance(part, str):
+                console.print(escape(part), soft_wrap=True, highlight=False)
+            else:
+                wide.print(part)
+    if answer.exit_code:
+        raise typer.Exit(answer.exit_code)
 
 
 def plain(item: Any) -> Any:
@@ -60,8 +158,11 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
 
 
-def table(title: str, *columns: str, **options: Any) -> Table:
-    """A titled table; headings that begin with ``>`` are of numeric columns. Without headings, it lists facts."""
+def table(title: str, *columns: str, rows: Iterable[Sequence[Any]] = (), **options: Any) -> Table:
+    """A titled table of rows, whose cells may have markup; headings that begin with ``>`` are of numeric columns.
+
+    Without headings, it lists facts: pairs of a name and a value, those without a value left out.
+    """
     made = Table(title=title, title_justify="left", caption_justify="left", show_header=bool(columns), **options)
     for heading in columns:
         is_number = heading.startswith(">")
@@ -69,40 +170,10 @@ def table(title: str, *columns: str, **options: Any) -> Table:
     if not columns:
         made.add_column(style="bold", no_wrap=True)
         made.add_column(overflow="fold")
+    for row in rows:
+        if columns or row[1]:
+            made.add_row(*map(str, row))
     return made
-
-
-def print_line(text: str, to: Console = console) -> None:
-    """Print text of a checkpoint as it is, on one line whatever the width of the terminal."""
-    to.print(escape(text), soft_wrap=True, highlight=False)
-
-
-def print_wide(parts: Iterable[RenderableType]) -> None:
-    """Print a report, as wide as its tables need if the output is no terminal."""
-    wide = console if console.is_terminal else SafeConsole(width=max(console.width, _WIDTH))
-    for part in parts:
-        wide.print(part)
-
-
-def end_with(found: bool) -> None:
-    """Exit with code 1 if something was found."""
-    if found:
-        raise typer.Exit(EXIT_FOUND)
-
-
-@contextmanager
-def errors_end_the_command(as_json: bool, exit_code: int = EXIT_UNREADABLE) -> Iterator[None]:
-    """Print an :class:`ElasticCkptError` instead of a traceback, and exit; with 2 if a config is wrong."""
-    try:
-        yield
-    except ElasticCkptError as error:
-        if as_json:
-            details = ("problem", "parameter", "file", "expected", "found", "remedy")
-            known = {name: value for name in details if (value := getattr(error, name)) is not None}
-            print_json({"error": type(error).__name__, **known})
-        else:
-            _print_error(error)
-        raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else exit_code) from error
 
 
 @contextmanager
@@ -111,10 +182,5 @@ def os_errors_end_the_command(remedy: str, exit_code: int = EXIT_USAGE) -> Itera
     try:
         yield
     except OSError as error:
-        _print_error(error, f"; {remedy}")
+        error_console.print(escape(f"{type(error).__name__}: {error}; {remedy}"), soft_wrap=True, highlight=False)
         raise typer.Exit(exit_code) from error
-
-
-def _print_error(error: Exception, more: str = "") -> None:
-    text = f"[bold red]{type(error).__name__}[/]: {escape(f'{error}{more}')}"
-    error_console.print(text, soft_wrap=True, highlight=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,6 +191,14 @@ def test_no_checkpoint_ends_with_3(tmp_path: Path) -> None:
 
 def test_the_scatter_is_drawn_of_the_planned_ranks(tmp_path: Path) -> None:
     path = tmp_path / "scatter.svg"
-    assert run("small", "--dp", "2", "--rank", "1", "--svg", str(path)).exit_code == 0
+    assert run("small", "--dp", "2", "--rank", "1", "--plot", str(path)).exit_code == 0
     assert "rank 1 reads" in path.read_text() and "rank 0 reads" not in path.read_text()
-    assert run("small", "--dp", "2", "--svg", "/nowhere/at/all.svg").exit_code == 2
+    assert run("small", "--dp", "2", "--plot", "/nowhere/at/all.svg").exit_code == 2
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "elastic_ckpt.cli.plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    result = run("small", "--plot", str(tmp_path / "scatter.png"))
+    assert result.exit_code == 2 and "pip install elastic_ckpt[plots]" in result.stderr
+    assert told("small", "--plot", "scatter.png", code=2)["problem"] == "--plot needs matplotlib"

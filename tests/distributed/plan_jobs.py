@@ -69,14 +69,14 @@ def both_sides(engine: Any, folder: str, stage: int, where: str, sub_group: int 
     )
     engine.load_checkpoint(folder)
     local_state, plan = job.planned(dist.get_rank())
-    reads = forecast(0, local_state, plan, ReadOptions())
+    reads = forecast(local_state, plan, ReadOptions())
     work = engine.elastic_report.mine
     return SimpleNamespace(
         where=where,
         coordinates=(job.topology.coordinates(dist.get_rank()), coordinates),
         layouts=(shapes_of(local_state), shapes_of(live)),
         states=(what_is_read(local_state), what_is_read(live)),
-        reads=((reads.nbytes_read, reads.nbytes_received), (work.nbytes_read, work.nbytes_received)),
+        reads=((reads["nbytes_read"], reads["nbytes_received"]), (work.nbytes_read, work.nbytes_received)),
     )
 
 

@@ -25,8 +25,7 @@ from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.planning.planner import LoadOptions, match, plan_load
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.tools import virtual
-from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.stages import _partition, stages_of
+from elastic_ckpt.tools.virtual import Topology, VirtualJob, _partition, stages_of
 from tests.simulation import Element, Shape, elements_of, saved
 
 OPTIONS = LoadOptions()

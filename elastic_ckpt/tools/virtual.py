@@ -8,10 +8,14 @@ alone, as all but DeepSpeed's ``FP16_Optimizer`` do.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache
 from itertools import chain, product
+from typing import Any
+
+import numpy as np
 
 from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules, placements
 from elastic_ckpt.core.flat_ranges import FlatRange, group_offsets, per_parameter_numel
@@ -43,10 +47,11 @@ from elastic_ckpt.planning.planner import LoadOptions, Matched, match, plan_load
 from elastic_ckpt.report import topology_text
 from elastic_ckpt.sharding.rules import tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts
-from elastic_ckpt.tools.virtual.stages import stages_of
 
 #: Stages 1 and 2 pad each group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 START_ALIGNMENT = 2
+_LAYER = re.compile(r"^(\d+)\.")
+_TIED = "tied_modules."
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,15 @@ class VirtualJob:
         self.layouts = virtual_layouts(metadata, self._keys, topology.tp, options.rules)
         numels = {name: math.prod(layout.shapes[0]) for name, layout in self.layouts.items()}
         self.stages = stages_of(numels, topology.pp, metadata)
-        self._names = self._by_rank()
+        #: Of each stage and expert-parallel rank: all such ranks have what is of no expert.
+        self._names: dict[tuple[int, int], list[str]] = {}
+        for name in self._keys:
+            expert = self._experts.get(name)
+            mine = (
+                range(topology.ep) if expert is None else (expert.number * topology.ep // self._counts[expert.layer],)
+            )
+            for at in product(self.stages[name], mine):
+                self._names.setdefault(at, []).append(name)
 
     def planned(self, rank: int) -> tuple[LocalState, LoadPlan]:
         """LocalState of one rank, and its LoadPlan."""
@@ -123,9 +136,16 @@ class VirtualJob:
         """LocalState of one rank."""
         at = self.topology.coordinates(rank)
         common, rules = self._of_stage(self._first(rank))
+        fragments = []
+        for flat, mine in zip(common.flats, rules, strict=True):
+            part_of = at.partition_rank // at.ep if flat.members[0] in self._experts else at.partition_rank
+            for part in placements(mine, part_of if self.topology.zero_stage else 0):
+                name = flat.members[part.index]
+                shape = self.layouts[name].shapes[at.tp_rank]
+                fragments.append(Fragment(name, shape, part.range, flat.index, part.flat_offset))
         return replace(
             common,
-            fragments=tuple(self._fragments(common.flats, rules, at)),
+            fragments=tuple(fragments),
             wholes=tuple(self._wholes(common.model.layouts, at)),
             model=replace(common.model, coordinates=at),
         )
@@ -137,23 +157,34 @@ class VirtualJob:
 
     def _common(self, at: RankCoordinates) -> tuple[LocalState, list[Sequence[PartitionRule]]]:
         """What all data-parallel ranks have in common, and where the members of each flat partition are."""
-        mine = self._names.get((at.pp_rank, at.ep_rank), [])
+        held = self._names.get((at.pp_rank, at.ep_rank), [])
         groups: list[list[str]] = [[] for _ in self.metadata.groups]
-        for name in mine:
+        for name in held:
             if name in self.metadata.parameters:
                 groups[self.metadata.parameters[name].group].append(name)
-        groups = list(map(self._in_module_order, groups))
-        partitions = list(self._partitions(groups, at))
+        layers = {layer: number for number, layer in enumerate(self._counts)}
+        for names in groups:  # a checkpoint has the members of one expert-parallel rank after those of another
+            if all(name in self._experts for name in names):
+                names.sort(key=lambda name: (layers[self._experts[name].layer], self._experts[name].number))
+        flats, rules = list[FlatPartition](), list[Sequence[PartitionRule]]()
+        every = ((number, tuple(key)) for number, names in enumerate(groups) for key in self._sub_groups(names, at))
+        for number, key in every:
+            of_expert = key[0] in self._experts
+            numels = [math.prod(self.layouts[name].shapes[at.tp_rank]) for name in key]
+            numel, mine = self._rules(numels, at.partition_degree // at.ep if of_expert else at.partition_degree)
+            in_all = self.topology.zero_stage == 0 and at.partition_degree > 1 and not of_expert
+            flats.append(FlatPartition(len(flats), number, numel, "float32", key, in_all, self._states_of(key), None))
+            rules.append(mine)
         state = LocalState(
             zero_stage=self.topology.zero_stage,
             optimizer=SAVED_OPTIMIZER,
-            flats=tuple(flat for flat, _ in partitions),
+            flats=tuple(flats),
             fragments=(),
             wholes=(),
             groups=tuple(LiveGroup(tuple(n), dict(own)) for n, own in zip(groups, self.metadata.groups, strict=True)),
-            model=ModelLayout(at, {name: self.layouts[name] for name in mine}, frozenset(self._keys).difference(mine)),
+            model=ModelLayout(at, {name: self.layouts[name] for name in held}, frozenset(self._keys).difference(held)),
         )
-        return state, [rules for _, rules in partitions]
+        return state, rules
 
     def _refuse_uneven_experts(self) -> None:
         ep = self.topology.ep
@@ -168,46 +199,6 @@ class VirtualJob:
                 found=f"{self.topology}, {listed(set(map(str, self._counts.values())))} experts in a layer",
                 remedy="other degrees, or another stage",
             )
-
-    def _by_rank(self) -> dict[tuple[int, int], list[str]]:
-        """What each expert-parallel rank of each pipeline stage has: all of them have what is of no expert."""
-        found: dict[tuple[int, int], list[str]] = {}
-        ep_ranks = range(self.topology.ep)
-        for name in self._keys:
-            expert = self._experts.get(name)
-            mine = ep_ranks if expert is None else (expert.number * len(ep_ranks) // self._counts[expert.layer],)
-            for at in product(self.stages[name], mine):
-                found.setdefault(at, []).append(name)
-        return found
-
-    def _in_module_order(self, names: list[str]) -> list[str]:
-        """The members of a group: a checkpoint has those of one expert-parallel rank after those of another."""
-        experts, layers = self._experts, {layer: number for number, layer in enumerate(self._counts)}
-        if not experts.keys() >= set(names):
-            return names
-        return sorted(names, key=lambda name: (layers[experts[name].layer], experts[name].number))
-
-    def _partitions(
-        self, groups: Sequence[Sequence[str]], at: RankCoordinates
-    ) -> Iterator[tuple[FlatPartition, Sequence[PartitionRule]]]:
-        """The flat partitions of one coordinate's ranks, and where each member of one is."""
-        is_everywhere = self.topology.zero_stage == 0 and at.partition_degree > 1
-        every = ((number, members) for number, names in enumerate(groups) for members in self._sub_groups(names, at))
-        for index, (number, names) in enumerate(every):
-            key, of_expert = tuple(names), names[0] in self._experts
-            numels = [math.prod(self.layouts[name].shapes[at.tp_rank]) for name in names]
-            numel, rules = self._rules(numels, at.partition_degree // at.ep if of_expert else at.partition_degree)
-            in_all = is_everywhere and not of_expert
-            yield FlatPartition(index, number, numel, "float32", key, in_all, self._states_of(key), None), rules
-
-    def _fragments(
-        self, flats: Sequence[FlatPartition], rules: Sequence[Sequence[PartitionRule]], at: RankCoordinates
-    ) -> Iterator[Fragment]:
-        for flat, mine in zip(flats, rules, strict=True):
-            rank = at.partition_rank // at.ep if flat.members[0] in self._experts else at.partition_rank
-            for part in placements(mine, rank if self.topology.zero_stage else 0):
-                name = flat.members[part.index]
-                yield Fragment(name, self.layouts[name].shapes[at.tp_rank], part.range, flat.index, part.flat_offset)
 
     def _sub_groups(self, names: Sequence[str], at: RankCoordinates) -> Iterator[Sequence[str]]:
         """Members of each flat partition: a group; without ZeRO a parameter; with ZeRO-3 a sub-group.
@@ -281,64 +272,128 @@ class VirtualJob:
             yield whole
 
 
-@dataclass(frozen=True, slots=True)
-class RankForecast:
-    """What one rank reads, and the memory that it fills.
+def forecast(local_state: LocalState, plan: LoadPlan, options: ReadOptions) -> dict[str, Any]:
+    """What a rank whose tensors are on an accelerator reads, and the memory that it fills.
 
-    Attributes:
-        nbytes_read, reads: bytes of tensors from files, and system calls, as :mod:`elastic_ckpt.io.reader` makes them.
-        nbytes_compared, nbytes_received: of replicas that are compared before the load; from other ranks' broadcasts.
-        by_file: bytes read of each file, by its index in the metadata.
-        filled: (key, dtype) -> tensors, elements, and elements among them that no read fills.
-        notes: of its plan.
+    ``nbytes_read``, ``reads``: bytes of tensors from files, and system calls, as :mod:`elastic_ckpt.io.reader` makes
+    them. ``nbytes_compared``: of replicas that are compared before the load. ``nbytes_received``: of other ranks'
+    broadcasts. ``files``: path -> bytes. ``memory``: bytes of masters, optimizer states, buffers and frozen weights.
+    ``filled``: their tensors and elements, and elements among them that no read fills.
     """
-
-    rank: int
-    nbytes_read: int
-    reads: int
-    nbytes_compared: int
-    nbytes_received: int
-    by_file: Mapping[int, int]
-    filled: Mapping[tuple[str, str], tuple[int, int, int]]
-    notes: tuple[str, ...]
-
-    @property
-    def files(self) -> int:
-        """Number of files that it reads."""
-        return len(self.by_file)
-
-    @property
-    def memory(self) -> int:
-        """Bytes of masters, optimizer states, buffers and frozen weights."""
-        return sum(numel * ITEMSIZE[dtype] for (_, dtype), (_, numel, _) in self.filled.items())
-
-
-def forecast(rank: int, local_state: LocalState, plan: LoadPlan, options: ReadOptions) -> RankForecast:
-    """The forecast of a rank whose tensors are on an accelerator."""
-    reads = plan.reads
+    reads, coordinates = plan.reads, local_state.model.coordinates
     nbytes_read, calls = staged_reads(reads, options)
     replicas = (replica for check in plan.replica_checks for replica in check.replicas)
-    received = (share for share in reads.shares if share.owner != local_state.model.coordinates.partition_rank)
-    filled: dict[tuple[str, str], tuple[int, int, int]] = {}
+    received = (share for share in reads.shares if share.owner != coordinates.partition_rank)
+    filled: dict[tuple[str, str], dict[str, Any]] = {}
     for target in reads.targets:
-        tensors, numel, left = filled.get((target.key, target.dtype), (0, 0, 0))
-        gaps = sum(gap.numel for gap in target.gaps)
-        filled[target.key, target.dtype] = tensors + 1, numel + target.numel, left + gaps
-    return RankForecast(
-        rank,
-        nbytes_read=nbytes_read,
-        reads=calls,
-        nbytes_compared=sum(item.nbytes for replica in replicas for item in replica),
-        nbytes_received=sum(share.range.numel * ITEMSIZE[reads.targets[share.target].dtype] for share in received),
-        by_file=bytes_by_file(reads),
-        filled=filled,
-        notes=plan.notes,
-    )
+        new = {"key": target.key, "dtype": target.dtype, "tensors": 0, "numel": 0, "padding": 0}
+        entry = filled.setdefault((target.key, target.dtype), new)
+        entry["tensors"] += 1
+        entry["numel"] += target.numel
+        entry["padding"] += sum(gap.numel for gap in target.gaps)
+    return {
+        "coordinates": asdict(coordinates),
+        "nbytes_read": nbytes_read,
+        "nbytes_compared": sum(item.nbytes for replica in replicas for item in replica),
+        "nbytes_received": sum(share.range.numel * ITEMSIZE[reads.targets[share.target].dtype] for share in received),
+        "reads": calls,
+        "files": {reads.files[file].path: nbytes for file, nbytes in sorted(bytes_by_file(reads).items())},
+        "memory": sum(target.numel * ITEMSIZE[target.dtype] for target in reads.targets),
+        "filled": list(filled.values()),
+        "notes": plan.notes,
+    }
 
 
 def bytes_by_file(reads: ReadPlan) -> dict[int, int]:
     """Bytes of tensors that a plan reads from each file, without scales of requantized blocks."""
     found: dict[int, int] = {}
     for item in chain(reads.items, *(item.sources for item in reads.requantize_items)):
-        found[item.file] = found.get(item.file, 0) + item.rows * item.numel * ITEMSIZE[item.dtype]
+        found[item.file] = found.get(item.file, 0) + item.nbytes
     return found
+
+
+def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) -> dict[str, tuple[int, ...]]:
+    """The stages of each parameter or buffer of a ``PipelineModule``, given the elements of each.
+
+    At the saved degree, stages are as saved, and a buffer is where its layer's parameters are. At another, layers are
+    balanced by parameters (``partition_method="parameters"``, DeepSpeed's default), and tied modules are on the first
+    and last stage, except those that only one stage saved (BLOOM's norm behind the embedding).
+
+    Raises :class:`UnsupportedError` if names do not show their layer, or a stage would have no parameter.
+    """
+    if pp == 1:
+        return dict.fromkeys(numels, (0,))
+    layer_of = {name: int(match[1]) for name in numels if (match := _LAYER.match(name))}
+    tied = [name for name in numels if name.startswith(_TIED)]
+    others = set(numels) - set(layer_of) - set(tied)
+    if others or not layer_of:
+        raise UnsupportedError(
+            "a pipeline of several stages needs a model that is built of numbered layers (DeepSpeed's PipelineModule)",
+            parameter=listed(others),
+            file=metadata.source.folder,
+            expected="names such as 3.self_attention.dense.weight",
+            found="a model that is no PipelineModule",
+            remedy="a pipeline-parallel degree of 1",
+        )
+    saved = metadata.stages
+    if metadata.source.pp == pp:
+        of_layer = {layer_of[name]: stages for name, stages in saved.items() if name in layer_of}
+        as_saved = {name: saved.get(name) or of_layer.get(layer_of.get(name, -1), ()) for name in numels}
+        if all(as_saved.values()):
+            return as_saved
+    stages = _balanced(numels, layer_of, tied, pp)
+    stages |= {name: (0,) if len(saved.get(name, ())) == 1 else (0, pp - 1) for name in tied}
+    if empty := set(range(pp)).difference(*stages.values()):
+        raise UnsupportedError(
+            "this pipeline would have stages without a parameter, for which no optimizer can be made",
+            file=metadata.source.folder,
+            expected=f"at most as many stages as layers have parameters: {len(set(layer_of.values()))}",
+            found=f"{pp} stages, of which {len(empty)} are empty",
+            remedy="a lower pipeline-parallel degree",
+        )
+    return stages
+
+
+def _balanced(
+    numels: Mapping[str, int], layer_of: Mapping[str, int], tied: Sequence[str], pp: int
+) -> dict[str, tuple[int, ...]]:
+    weights = [0] * (max(layer_of.values()) + 1)
+    for name, layer in layer_of.items():
+        weights[layer] += numels[name]
+    shift = 0
+    if tied:  # a tied layer is both first and last, and both occurrences count
+        ends, first = sum(numels[name] for name in tied), min(layer_of.values())
+        shift = 0 if first else 1
+        weights = [0] * shift + weights + [ends]
+        weights[first + shift - 1] = ends
+    bounds = [bound - shift for bound in _partition(tuple(weights), pp)]
+    stage_of_layer = {layer: stage for stage in range(pp) for layer in range(bounds[stage], bounds[stage + 1])}
+    return {name: (stage_of_layer[layer],) for name, layer in layer_of.items()}
+
+
+@lru_cache(maxsize=32)
+def _partition(weights: tuple[int, ...], pp: int) -> tuple[int, ...]:
+    """The layers at which stages begin, and the last one's end.
+
+    As DeepSpeed's ``partition_balanced`` (``deepspeed/runtime/utils.py``): the difference of the heaviest and the
+    lightest stage is least, of equal choices the last. Its dynamic program, with all choices at once.
+    """
+    count = len(weights)
+    if count <= pp:
+        return tuple(min(stage, count) for stage in range(pp + 1))
+    until = np.concatenate([[0.0], np.cumsum(weights)])
+    heaviest, lightest = np.full((2, count + 1), np.inf)
+    heaviest[0] = 0.0  # no layers on no stages
+    begins = np.zeros((pp + 1, count + 1), dtype=int)
+    for stages in range(1, pp + 1):
+        before, heaviest = heaviest, np.full(count + 1, np.inf)
+        lightest_before, lightest = lightest, np.full(count + 1, np.inf)
+        for stop in range(stages, count + 1):
+            last = until[stop] - until[:stop]
+            most, least = np.maximum(before[:stop], last), np.minimum(lightest_before[:stop], last)
+            start = stop - 1 - int((most - least)[::-1].argmin())
+            heaviest[stop], lightest[stop], begins[stages, stop] = most[start], least[start], start
+    bounds = [count]
+    for stages in range(pp, 0, -1):
+        bounds.append(int(begins[stages, bounds[-1]]))
+    return tuple(reversed(bounds))
