@@ -31,21 +31,15 @@ _ONE_CHUNK = ReadOptions(threads=1, chunk_nbytes=16 * _MIB, staging_nbytes=16 * 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor, ``(name, key)``, or other fact that differs between two checkpoints, or is missing from one.
-
-    Attributes:
-        what, detail: ``"differs"`` or ``"missing"``; values, shapes or dtypes, or which side lacks it.
-        max_abs, at: largest difference, ``None`` if values cannot be subtracted; its index in the whole tensor.
-        differing: number of elements that differ.
-    """
+    """A tensor, ``(name, key)``, or other fact that differs between two checkpoints, or is missing from one."""
 
     name: str
     key: str
-    what: str
-    detail: str
-    max_abs: float | None = None
-    at: tuple[int, ...] | None = None
-    differing: int = 0
+    what: str  # ``"differs"`` or ``"missing"``
+    detail: str  # values, shapes or dtypes, or which side lacks it
+    max_abs: float | None = None  # largest difference; ``None`` if values cannot be subtracted
+    at: tuple[int, ...] | None = None  # its index in the whole tensor
+    differing: int = 0  # number of elements that differ
 
 
 @dataclass(frozen=True)
@@ -181,15 +175,12 @@ def _not_understood(first: CheckpointMetadata, second: CheckpointMetadata) -> tu
     return differences, notes
 
 
-def _fact(name: str, key: str, *values: Any) -> Difference | None:
-    mine, theirs = values
+def _fact(name: str, key: str, mine: Any, theirs: Any) -> Difference | None:
     if mine == theirs or repr(mine) == repr(theirs):
         return None
-    are_numbers = all(isinstance(value, int | float) for value in values)
-    detail = " and ".join(f"{value!r:.120}" for value in values)
-    return Difference(
-        name, key, MISSING if None in values else DIFFERS, detail, abs(mine - theirs) if are_numbers else None
-    )
+    apart = abs(mine - theirs) if isinstance(mine, int | float) and isinstance(theirs, int | float) else None
+    what = MISSING if None in (mine, theirs) else DIFFERS
+    return Difference(name, key, what, f"{mine!r:.120} and {theirs!r:.120}", apart)
 
 
 def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: int) -> Iterator[Finding]:
@@ -203,7 +194,8 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     metadata, unknown = reader.metadata, set(errors)
     drifts = find_drift(metadata.files, reader.replica_checks, ReadOptions(threads=threads))
     of_stages = {each.check.name for each in drifts if each.check.is_of_stages}
-    synchronized = {_module(name) for name, _ in metadata.replicas if name not in of_stages}
+    # tied modules, such as ("tied_modules", "embed"), of which a parameter is synchronized
+    synchronized = {tuple(name.split(".")[:2]) for name, _ in metadata.replicas if name not in of_stages}
     for drift in united(without_untrained(drifts, reader.of_first_stage)[0]):
         name, key = drift.check.name, drift.check.key
         if name in reader.resharding.guessed and (name, key) not in metadata.replicas:
@@ -212,7 +204,7 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
         what = "" if key in WEIGHTS else f" of {key}"
         text = f"{drift.copies} copies{what}, which should be equal, are {drift.apart}"
         is_expected = name in reader.resharding.averaged
-        if name in of_stages and _module(name) in synchronized:
+        if name in of_stages and tuple(name.split(".")[:2]) in synchronized:
             is_expected, text = True, f"{text}: DeepSpeed synchronizes only the tied weights of a tied module"
         yield Finding(NOTE if is_expected else ERROR, "drift", text, name, metadata.source.folder)
     if unknown:
@@ -224,8 +216,3 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
             '"tp_rules" with --config',
             file=metadata.source.folder,
         )
-
-
-def _module(name: str) -> str:
-    """The tied module of a parameter: ``tied_modules.embed``."""
-    return ".".join(name.split(".")[:2])

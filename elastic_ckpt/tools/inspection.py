@@ -55,21 +55,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of a checkpoint, or a fact worth knowing.
+    """A problem of a checkpoint, or a fact worth knowing, with details as far as they are known."""
 
-    Attributes:
-        level: ``"error"`` if a load would be refused or lose something, or ``"note"``.
-        kind: one word for programs, stable across versions. ``"not-checked"``, ``"no-checksum"`` and ``"reader"`` are
-            of notes alone.
-        parameter, file: name of the parameter, buffer or state, and path of the file concerned.
-        text, expected, found, remedy: description, and details as far as known.
-    """
-
-    level: Level
-    kind: str
+    level: Level  # ``"error"`` if a load would be refused or lose something
+    kind: str  # one word for programs, stable; ``"not-checked"``, ``"no-checksum"`` and ``"reader"`` are notes alone
     text: str
-    parameter: str | None = None
-    file: str | None = None
+    parameter: str | None = None  # or buffer, or state
+    file: str | None = None  # its path
     expected: str | None = None
     found: str | None = None
     remedy: str | None = None
@@ -92,11 +84,11 @@ class Finding:
         return one_line(": ".join([*parts, self.message]))
 
 
-def of_error(error: ElasticCkptError, kind: str, level: Level = ERROR) -> Finding:
-    """The finding for an error."""
+def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ERROR) -> Finding:
+    """The finding for an error; ``kind``: :func:`kind_of` it, if not given."""
     known = {name: getattr(error, name) for name in ("file", "expected", "found", "remedy")}
     parameter = None if error.parameter == listed(()) else error.parameter
-    return Finding(level, kind, error.problem, parameter, **known)
+    return Finding(level, kind or kind_of(error), error.problem, parameter, **known)
 
 
 def kind_of(error: ElasticCkptError) -> str:
@@ -130,7 +122,7 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
             yield Finding(ERROR, "missing", text, file=file)
     yield from _state_findings(metadata)
     for error in state_errors(metadata):
-        yield of_error(error, kind_of(error), ERROR if isinstance(error, DamagedError) else NOTE)
+        yield of_error(error, level=ERROR if isinstance(error, DamagedError) else NOTE)
     for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
         yield Finding(NOTE, "reader", note)
 

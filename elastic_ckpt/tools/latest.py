@@ -24,20 +24,13 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint of the folder.
+    """A checkpoint of the folder."""
 
-    Attributes:
-        path: what to resume from: the folder of a tag, or the one around it that a framework made (``checkpoint-20``).
-        load_dir, tag: as ``load_checkpoint`` takes them.
-        step: global step of its model-states files; ``None`` if none can be read.
-        problem: why it is not whole, in one line; ``None``: it is, or was not looked at.
-    """
-
-    path: str
-    load_dir: str
+    path: str  # what to resume from: the folder of a tag, or the one around it that a framework made (checkpoint-20)
+    load_dir: str  # this and the tag as ``load_checkpoint`` takes them
     tag: str
-    step: int | None
-    problem: str | None = None
+    step: int | None  # global step of its model-states files; ``None`` if none can be read
+    problem: str | None = None  # why it is not whole, in one line; ``None``: it is, or was not looked at
 
 
 def find_latest(folder: str | os.PathLike[str], full: bool = False) -> str:

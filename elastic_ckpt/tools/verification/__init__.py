@@ -28,7 +28,7 @@ from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.storage.local import open_stream
-from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, kind_of, of_error
+from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, of_error
 from elastic_ckpt.tools.opened import locate_despite_latest
 from elastic_ckpt.tools.verification.files import (
     OTHER,
@@ -52,24 +52,16 @@ _Counts = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The outcome of a verification.
+    """The outcome of a verification."""
 
-    Attributes:
-        folder, tag: requested absolute path; verified tag.
-        full: whether every byte was read, or only metadata.
-        findings, notes: problems; other facts, and what was not checked.
-        files, tensors: number of files and of logical tensors (masters, states, buffers, frozen weights) checked.
-        nbytes: bytes read and checked; without ``full``, the size of the files.
-    """
-
-    folder: str
-    tag: str
-    full: bool
-    findings: tuple[Finding, ...]
-    notes: tuple[Finding, ...]
-    files: int
-    tensors: int
-    nbytes: int
+    folder: str  # requested absolute path
+    tag: str  # verified tag
+    full: bool  # whether every byte was read, or only metadata
+    findings: tuple[Finding, ...]  # problems
+    notes: tuple[Finding, ...]  # other facts, and what was not checked
+    files: int  # number of files checked
+    tensors: int  # number of logical tensors checked: masters, states, buffers, frozen weights
+    nbytes: int  # read and checked; without ``full``, the size of the files
     seconds: float
 
 
@@ -167,7 +159,7 @@ def _check_bytes(
         try:
             yield from check_copies(metadata, config, threads)
         except (DamagedError, MismatchError) as error:
-            yield of_error(error, kind_of(error))
+            yield of_error(error)
 
 
 class Record(NamedTuple):

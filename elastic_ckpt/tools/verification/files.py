@@ -83,7 +83,7 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
     except ElasticCkptError as raised:
         error = raised
     if found.foreign:
-        return None, [of_error(error, kind_of(error)), Finding(NOTE, "not-checked", "anything else")]
+        return None, [of_error(error), Finding(NOTE, "not-checked", "anything else")]
     findings, present = list[Finding](), set(map(plain_name, file_names(found.folder)))
     for name in expected_files(found, config.trust_pickle):
         if name not in present:
@@ -102,7 +102,7 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
         # without ZeRO, states that only a live model can name are no damage
         return None, [of_error(error, "not-checked", NOTE)]
     if error.file not in {finding.file for finding in findings}:
-        findings.append(of_error(error, kind_of(error)))
+        findings.append(of_error(error))
     try:  # where values alone contradict each other
         return open_checkpoint(found, config.model_copy(update={"verify": "bytes"})).checkpoint.metadata, findings
     except ElasticCkptError:
