@@ -77,7 +77,8 @@ def pictures(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Every picture, by its name: the commands are run in a folder, which is empty before."""
     found = {"report": picture(RESUME, prepare(folder, environment))}
     _run(SCATTER, folder, environment)
-    found["scatter"] = (folder / "scatter.svg").read_text(encoding="utf-8")
+    drawn = (folder / "scatter.svg").read_text(encoding="utf-8")
+    found["scatter"] = re.sub(r" <metadata>.*?</metadata>\n", "", drawn, flags=re.DOTALL)  # the date, matplotlib's site
     return found | {name: picture(command, _run(command, folder, environment)) for name, command in COMMANDS.items()}
 
 
