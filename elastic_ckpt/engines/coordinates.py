@@ -23,12 +23,7 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.utils import groups
-from deepspeed.utils.bwc import (
-    bwc_pipeline_parallel_world_size,
-    bwc_tensor_model_parallel_rank,
-    bwc_tensor_model_parallel_world_size,
-)
+from deepspeed.utils import bwc, groups
 
 from elastic_ckpt.core.fqn import ExpertName, slices
 from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates, SequenceParallel
@@ -146,12 +141,12 @@ def _coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
         coordinates = replace(coordinates, ep=ep, ep_rank=ep_rank)
     if engine.mpu is None:
         return coordinates
-    if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
+    if bwc.bwc_pipeline_parallel_world_size(engine.mpu) > 1:
         found = f"{type(engine.module).__name__}, and an mpu of several stages"
         raise UnsupportedError("only DeepSpeed's PipelineModule is supported for pipeline parallelism", found=found)
     if engine.mp_world_size == 1:
         return coordinates
-    tp, tp_rank = bwc_tensor_model_parallel_world_size(engine.mpu), bwc_tensor_model_parallel_rank(engine.mpu)
+    tp, tp_rank = bwc.bwc_tensor_model_parallel_world_size(engine.mpu), bwc.bwc_tensor_model_parallel_rank(engine.mpu)
     return replace(coordinates, tp=tp, tp_rank=tp_rank)
 
 

@@ -24,20 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_ckpt.core import state_kinds
 from elastic_ckpt.core.read_plan import TargetTensor
-from elastic_ckpt.core.state_kinds import (
-    COMPANIONS,
-    ELEMENTWISE,
-    PER_PARAMETER,
-    REPLICATED,
-    SCRATCH,
-    TOUCHED,
-    BlockFormat,
-    Codebook,
-    LiveState,
-    block_numel_of,
-    codebook,
-)
+from elastic_ckpt.core.state_kinds import COMPANIONS, LiveState
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, UnsupportedError
 
@@ -119,7 +108,7 @@ class StateSchema:
             del state[key]
         for target in targets:
             planes = (target.planes,) if target.planes > 1 else ()
-            shape = planes + tuple(master.shape) if target.layout == ELEMENTWISE else target.shape
+            shape = planes + tuple(master.shape) if target.layout == state_kinds.ELEMENTWISE else target.shape
             dtype: torch.dtype = getattr(torch, target.dtype)
             live = state.get(target.key)
             if isinstance(live, torch.Tensor) and tuple(live.shape) == shape and live.dtype == dtype:
@@ -173,14 +162,16 @@ def _adafactor(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
     if len(shape) < 2:
         return (LiveState("variance", _MASTER_DTYPE),)
     factors = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
-    return tuple(LiveState(key, _MASTER_DTYPE, PER_PARAMETER, shape=factor) for key, factor in factors.items())
+    return tuple(
+        LiveState(key, _MASTER_DTYPE, state_kinds.PER_PARAMETER, shape=factor) for key, factor in factors.items()
+    )
 
 
 def _deepspeed_muon(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
     if not group["use_muon"]:
         return _PLAIN_ADAM(group, param)
     # the dtype follows the gradients; a restored buffer keeps the saved one until the next step
-    touched = LiveState("momentum_buffer", "", TOUCHED)
+    touched = LiveState("momentum_buffer", "", state_kinds.TOUCHED)
     return (touched if param.keeps_touched else LiveState("momentum_buffer", _MASTER_DTYPE),)
 
 
@@ -229,7 +220,7 @@ class BitsAndBytesSchema(StateSchema):
         family = "adam" if getattr(base, "optimizer_name", None) == "adam" else None
         super().__init__(base, self._made, step=INT, family=family, wide=True)
         self.decoupled = True
-        self._codebooks: dict[str, Codebook] = {}
+        self._codebooks: dict[str, state_kinds.Codebook] = {}
 
     def _made(self, _: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
         master = param.master
@@ -244,26 +235,24 @@ class BitsAndBytesSchema(StateSchema):
             least = probe.get_config(param.group, param.position, probe.param_groups[param.group])["min_8bit_size"]
             _, tables = self._probe(torch.zeros(max(1, min(least, param.numel))), param)
             maps = {name: table.float().cpu().tolist() for name, table in tables.items() if name[:4] == "qmap"}
-            self._codebooks |= {name: codebook(values) for name, values in maps.items()}
+            self._codebooks |= {name: state_kinds.codebook(values) for name, values in maps.items()}
         companions = {name for key in quantized for name in COMPANIONS[key]}
-        return tuple(
-            self._live_state(key, made, param, key in quantized)
-            for key, value in made.items()
-            if isinstance(value, torch.Tensor) and key not in companions
-        )
-
-    def _live_state(self, key: str, made: dict[str, Any], param: OptimizerParam, quantized: bool) -> LiveState:
-        value, dtype = made[key], dtype_name(made[key])
-        if key not in COMPANIONS:
-            layout = SCRATCH if key == "unorm_vec" else REPLICATED  # each step writes it before it reads it
-            return LiveState(key, dtype, layout, shape=tuple(value.shape))
-        planes = value.numel() // max(param.numel, 1) or 1
-        if not quantized:
-            return LiveState(key, dtype, planes=planes)
-        scales, qmap = COMPANIONS[key]
-        block_numel = block_numel_of(param.numel, made[scales].numel() // planes)
-        assert block_numel is not None, f"{made[scales].numel()} scales of {param.numel} elements"
-        return LiveState(key, dtype, planes=planes, blocks=BlockFormat(block_numel, scales, self._codebooks[qmap]))
+        states: list[LiveState] = []
+        for key, value in made.items():
+            if not isinstance(value, torch.Tensor) or key in companions:
+                continue
+            if key not in COMPANIONS:  # each step writes unorm_vec before it reads it
+                layout = state_kinds.SCRATCH if key == "unorm_vec" else state_kinds.REPLICATED
+                states.append(LiveState(key, dtype_name(value), layout, shape=tuple(value.shape)))
+                continue
+            planes, blocks = value.numel() // max(param.numel, 1) or 1, None
+            if key in quantized:
+                scales, qmap = COMPANIONS[key]
+                block_numel = state_kinds.block_numel_of(param.numel, made[scales].numel() // planes)
+                assert block_numel is not None, f"{made[scales].numel()} scales of {param.numel} elements"
+                blocks = state_kinds.BlockFormat(block_numel, scales, self._codebooks[qmap])
+            states.append(LiveState(key, dtype_name(value), planes=planes, blocks=blocks))
+        return tuple(states)
 
     def _probe(self, tensor: torch.Tensor, param: OptimizerParam) -> tuple[Any, dict[str, Any]]:
         """A shallow copy of the live optimizer, and the state that it makes for a tensor in place of the master."""

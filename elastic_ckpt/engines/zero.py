@@ -25,17 +25,8 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
+from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.adapter import EngineAdapter, Params, ReadPart, partitions_of
-from elastic_ckpt.engines.compat import (
-    base_optimizer,
-    dp_group_of,
-    flat_offsets,
-    has_comm_dtype,
-    has_optimizer,
-    live_features,
-    partition_group,
-    swaps_to_nvme,
-)
 from elastic_ckpt.engines.optimizers import StateSchema, schema_of
 from elastic_ckpt.engines.versions import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
 from elastic_ckpt.errors import UnsupportedError
@@ -68,11 +59,11 @@ class Zero012Adapter(EngineAdapter):
     """
 
     def __init__(self, engine: Any, schema: StateSchema) -> None:
-        optimizer, trains = engine.optimizer, has_optimizer(engine)
+        optimizer, trains = engine.optimizer, compat.has_optimizer(engine)
         lists = [getattr(optimizer, name) for name in LISTS.get(type(optimizer), ()) if trains]
         self._has_masters = bool(lists)
         if not lists:
-            numbered = [group["params"] for group in base_optimizer(engine).param_groups] if trains else []
+            numbered = [group["params"] for group in compat.base_optimizer(engine).param_groups] if trains else []
             own = [[param for param in params if param.requires_grad] for params in numbered]
             lists = [own, own, numbered]
         masters, members, self._numbered, *partitions = lists
@@ -81,12 +72,12 @@ class Zero012Adapter(EngineAdapter):
         if not self._has_masters or isinstance(optimizer, FP16_UnfusedOptimizer):
             groups = [number for number, of_group in enumerate(masters) for _ in of_group]
             masters, members = [*chain(*masters)], [[param] for params in members for param in params]
-        self._offsets = flat_offsets(optimizer, members)
+        self._offsets = compat.flat_offsets(optimizer, members)
         # Muon orthogonalizes whole gradients on every rank that has some of their elements; offloaded, it gathers them
         self.keeps_touched = bool(partitions) and not getattr(optimizer, "cpu_offload", False)
         self.replicated = not partitions
         stage = engine.zero_optimization_stage() if partitions else 0
-        super().__init__(engine, schema, stage, masters, list(groups), members, dp_group_of(engine))
+        super().__init__(engine, schema, stage, masters, list(groups), members, compat.dp_group_of(engine))
 
     def numbered(self) -> Params:
         return self._numbered
@@ -152,13 +143,13 @@ class Zero3Adapter(EngineAdapter):
     """
 
     def __init__(self, engine: Any, schema: StateSchema) -> None:
-        optimizer, trains = engine.optimizer, has_optimizer(engine)
-        self._swaps = trains and swaps_to_nvme(engine)
+        optimizer, trains = engine.optimizer, compat.has_optimizer(engine)
+        self._swaps = trains and compat.swaps_to_nvme(engine)
         self._offload = optimizer.parameter_offload if trains else optimizer
         masters = optimizer.fp32_partitioned_groups_flat if trains else ()
         groups = [optimizer.sub_group_to_group_id[index] for index in range(len(masters))]
         members = optimizer.fp16_groups if trains else ()
-        super().__init__(engine, schema, 3, masters, groups, members, partition_group(engine))
+        super().__init__(engine, schema, 3, masters, groups, members, compat.partition_group(engine))
         for name, param in self.frozen.items():
             if hasattr(param.ds_tensor, "ds_quant_scale"):
                 problem = "a frozen parameter is quantized, and its scales are not in the checkpoint"
@@ -253,7 +244,7 @@ def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
     together: dict[tuple[torch.dtype, int], list[Any]] = {}
     for param in params:
         # torch_autocast's would be rounded to their communication dtype, and empty ones cannot travel together
-        if not (hasattr(param.ds_tensor, "ds_quant_scale") or has_comm_dtype(param) or not param.ds_numel):
+        if not (hasattr(param.ds_tensor, "ds_quant_scale") or compat.has_comm_dtype(param) or not param.ds_numel):
             together.setdefault((param.ds_tensor.dtype, id(param.ds_process_group)), []).append(param)
     for (dtype, _), same in together.items():
         yield from in_buckets(same, [param.ds_numel * dtype.itemsize for param in same])
@@ -264,7 +255,7 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
 
     Raises :class:`UnsupportedError` naming a feature that cannot be restored, or what DeepSpeed lacks for it.
     """
-    optimizer, features = engine.optimizer, live_features(engine).names
+    optimizer, features = engine.optimizer, compat.live_features(engine).names
     # Twin-Flow: a second base optimizer updates some sub-groups; its states are neither saved nor loaded
     partly_offloaded = getattr(optimizer, "offload_optimizer", False) and getattr(optimizer, "partial_offload", 1.0) < 1
     # Muon's momentum in DeepSpeed's own buffers, beside the optimizer's state
@@ -282,13 +273,13 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
     kind = type(optimizer)  # exactly: a subclass (MiCS, ZenFlow) lays out or updates its partitions differently
     zero3 = kind in (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeRoOffload)
     plain = engine.zero_optimization_stage() == 0 and isinstance(optimizer, torch.optim.Optimizer)
-    if not (zero3 or plain or kind in LISTS) and has_optimizer(engine):
+    if not (zero3 or plain or kind in LISTS) and compat.has_optimizer(engine):
         found = f"{kind.__name__} at ZeRO stage {engine.zero_optimization_stage()}"
         raise UnsupportedError("the live engine's optimizer is not supported", found=found)
-    if has_optimizer(engine):  # DeepSpeed sets up nothing else for weights alone
-        uses = {LOAD: True, ZERO3: zero3, NVME: zero3 and swaps_to_nvme(engine), EXPERTS: engine.has_moe_layers}
+    if compat.has_optimizer(engine):  # DeepSpeed sets up nothing else for weights alone
+        uses = {LOAD: True, ZERO3: zero3, NVME: zero3 and compat.swaps_to_nvme(engine), EXPERTS: engine.has_moe_layers}
         refuse_missing(engine, [use for use, is_needed in uses.items() if is_needed])
-    base = base_optimizer(engine)
+    base = compat.base_optimizer(engine)
     schema = schema_of(base) if with_states else StateSchema(base, known=())
     chosen = Zero3Adapter(engine, schema) if zero3 else Zero012Adapter(engine, schema)
     masters = {master.dtype for master in chosen.masters}

@@ -28,20 +28,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from elastic_ckpt import distributed
 from elastic_ckpt.engines import compat
-from elastic_ckpt.formats import CheckpointInfo
+from elastic_ckpt.formats import CheckpointInfo, saved_config
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled
 from elastic_ckpt.formats.same_save import Counts
-from elastic_ckpt.formats.saved_config import (
-    COUNTERS,
-    base_groups,
-    base_state,
-    config_section,
-    counts_ahead,
-    features_in,
-    saved_config,
-)
 from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.screening import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -186,9 +177,11 @@ class _Comparison:
         is_legacy = any(isinstance(state.get("base_optimizer_state"), list) for state in states)
         if is_legacy or (self.files.model_zero3 and len(models) != len(optimizers)):
             return None
-        counters = {tuple(file.tree.get(key) for key in COUNTERS) for file in models}
+        counters = {tuple(file.tree.get(key) for key in saved_config.COUNTERS) for file in models}
         versions = {file.tree["ds_version"] for file in (*models, *optimizers) if "ds_version" in file.tree}
-        facts = {(_steps(file), repr(settings(read_groups(file, base_groups(file))))) for file in optimizers}
+        facts = {
+            (_steps(file), repr(settings(read_groups(file, saved_config.base_groups(file))))) for file in optimizers
+        }
         if len(counters) > 1 or len(versions) > 1 or len(facts) > 1:
             return None
         counted = counters.pop()
@@ -212,7 +205,7 @@ class _Comparison:
             frozenset(chain.from_iterable(map(_steps, optimizers))),
             [file.section("optimizer_state_dict").get("loss_scaler") for file in optimizers],
             str(tree.get("ds_version")),
-            counts_ahead(model),
+            saved_config.counts_ahead(model),
         )
         return self.with_states and counts.contradiction(exact=self.stage == 3) is not None
 
@@ -221,7 +214,7 @@ class _Comparison:
         if self.stage:
             return False
         model = self._open(self.files.model[self.engine.checkpoint_mp_rank])
-        groups, live = base_groups(model), compat.base_optimizer(self.engine).param_groups
+        groups, live = saved_config.base_groups(model), compat.base_optimizer(self.engine).param_groups
         here = len(groups) == len(live) and all(
             _same_shapes(model, saved["params"], group["params"]) for saved, group in zip(groups, live, strict=True)
         )
@@ -231,7 +224,8 @@ class _Comparison:
     def _native_fits(self) -> bool:
         engine, model = self.engine, self._open(self._models[0])
         optimizer = self._open(self._optimizers[0]) if self._optimizers else model
-        same = self._same_topology(model) and compat.same_features(engine, features_in(model) | features_in(optimizer))
+        features = saved_config.features_in(model) | saved_config.features_in(optimizer)
+        same = self._same_topology(model) and compat.same_features(engine, features)
         if not self.arguments.load_module_strict:
             names = module_entries(model.tree["module"]).keys()
             trained = {name for name, param in engine.module.named_parameters() if param.requires_grad}
@@ -258,10 +252,10 @@ class _Comparison:
         in_bf16 = any(name.startswith("bf16_") for name in files.optimizer.values())
         if files.optimizer and in_bf16 != engine.bfloat16_enabled():
             return False
-        in_fp16 = bool(config_section(model, "fp16").get("enabled"))
-        if in_fp16 != engine.fp16_enabled() and saved_config(model) is not None:
+        in_fp16 = bool(saved_config.config_section(model, "fp16").get("enabled"))
+        if in_fp16 != engine.fp16_enabled() and saved_config.saved_config(model) is not None:
             return False
-        if not _same_hyperparameters(base_groups(optimizer), compat.base_optimizer(engine).param_groups):
+        if not _same_hyperparameters(saved_config.base_groups(optimizer), compat.base_optimizer(engine).param_groups):
             return False
         if self.stage == 0:
             return self._same_module_order(model, optimizer)
@@ -272,7 +266,7 @@ class _Comparison:
         """Without ZeRO: the order of the model, the members of the groups, and how masters are kept."""
         engine, module, state = self.engine, module_entries(model.tree["module"]), optimizer.tree["optimizer"]
         in_both = [name for name in engine.module.state_dict() if name in module]
-        saved, live = base_groups(optimizer), compat.numbered_params(engine)
+        saved, live = saved_config.base_groups(optimizer), compat.numbered_params(engine)
         return (
             in_both == [name for name in module if name in in_both]
             and [len(group["params"]) for group in saved] == list(map(len, live))
@@ -287,7 +281,7 @@ def _same_hyperparameters(saved: Sequence[Mapping[str, Any]], live: Sequence[Map
 
 def _same_shapes(file: PickledFile, numbers: Sequence[int], live: Sequence[torch.Tensor]) -> bool:
     """Whether saved parameters, by their states if they have any, have the live ones' shapes."""
-    states = [base_state(file)["state"].get(number, {}).values() for number in numbers]
+    states = [saved_config.base_state(file)["state"].get(number, {}).values() for number in numbers]
     shapes = [next((ref.shape for ref in each if isinstance(ref, TensorRef) and ref.shape), None) for each in states]
     return len(shapes) == len(live) and all(a in (None, tuple(b.shape)) for a, b in zip(shapes, live, strict=True))
 
@@ -310,7 +304,7 @@ def _same_members(engine: Any, optimizer: PickledFile, saved: Mapping[str, Any],
 
 def _partition_numels(file: PickledFile, zero3: bool) -> Iterator[int]:
     """Elements of each partition, with the padding that ZeRO-1 and 2 cut off the masters."""
-    state, states = file.section("optimizer_state_dict"), base_state(file).get("state", {})
+    state, states = file.section("optimizer_state_dict"), saved_config.base_state(file).get("state", {})
     refs: Sequence[TensorRef] = state["fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"]
     paddings = [0] * len(refs) if zero3 else state["group_paddings"]
     for index, (ref, padding) in enumerate(zip(refs, paddings, strict=True)):
@@ -320,6 +314,6 @@ def _partition_numels(file: PickledFile, zero3: bool) -> Iterator[int]:
 
 
 def _steps(file: PickledFile) -> frozenset[int]:
-    counted = (value for value in base_state(file).get("state", {}).values() if isinstance(value, Mapping))
+    counted = (value for value in saved_config.base_state(file).get("state", {}).values() if isinstance(value, Mapping))
     steps = (value["step"] for value in counted if "step" in value)
     return frozenset(int(plain_numbers(file, {"step": step})["step"]) for step in steps)

@@ -21,15 +21,10 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
+from elastic_ckpt.engines import training_state
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.compat import holds_gradients, record_counts
 from elastic_ckpt.engines.coordinates import model_of_all
-from elastic_ckpt.engines.training_state import (
-    LoadArguments,
-    TrainingStateCommit,
-    compare_batches,
-    warn_of_unscaled_gradients,
-)
 from elastic_ckpt.engines.zero import select_adapter
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, MismatchError, PartialLoadError, SavedOverError
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
@@ -69,7 +64,7 @@ class LoadCall:
     """A call of ``load_checkpoint``: the live engine, arguments and configuration."""
 
     engine: Any
-    arguments: LoadArguments
+    arguments: training_state.LoadArguments
     config: ElasticConfig
 
 
@@ -96,7 +91,7 @@ class Prepared:
     local_state: LocalState
     checkpoint: Checkpoint
     plan: LoadPlan
-    host: TrainingStateCommit
+    host: training_state.TrainingStateCommit
     warnings: tuple[str, ...]
     runs_code: bool  # whether any rank loads the state of a scheduler; the others wait for it
 
@@ -122,11 +117,11 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
         )
         checkpoint = read_checkpoint(found, options, local_state, config.rename)
     with clock("plan"):
-        planned: list[tuple[LoadPlan, TrainingStateCommit, tuple[str, ...]]] = []
+        planned: list[tuple[LoadPlan, training_state.TrainingStateCommit, tuple[str, ...]]] = []
 
         def make_plan() -> RankPlan:
             warnings = _compare_runs(call, at.data_degree, checkpoint)
-            host = TrainingStateCommit(engine, checkpoint.training_state, arguments, at)
+            host = training_state.TrainingStateCommit(engine, checkpoint.training_state, arguments, at)
             warnings += tuple(checkpoint.training_state.left_out.values())
             wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": host.loads_scheduler}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
@@ -148,7 +143,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
     return Prepared(call, found, clock, adapter, local_state, checkpoint, plan, host, warnings, runs_code)
 
 
-def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, LocalState]:
+def _describe(engine: Any, arguments: training_state.LoadArguments) -> tuple[EngineAdapter, LocalState]:
     """The adapter of this rank's engine, and its LocalState. Collective."""
     described: list[tuple[EngineAdapter, LocalState]] = []
 
@@ -174,9 +169,10 @@ def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> t
     engine, saved, metadata = call.engine, checkpoint.training_state, checkpoint.metadata
     if call.arguments.load_module_only or not call.arguments.has_optimizer:
         return ()
-    warnings = compare_batches(engine, data_degree, saved.batch, refuse=call.config.on_change == "error")
+    warnings = training_state.compare_batches(engine, data_degree, saved.batch, refuse=call.config.on_change == "error")
     if call.arguments.restores_states:
-        warnings += metadata.warnings + warn_of_unscaled_gradients(engine, saved, metadata.source.zero_stage)
+        warnings += metadata.warnings
+        warnings += training_state.warn_of_unscaled_gradients(engine, saved, metadata.source.zero_stage)
     return warnings
 
 

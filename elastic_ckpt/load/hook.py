@@ -17,24 +17,10 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from elastic_ckpt import distributed
+from elastic_ckpt import distributed, errors
 from elastic_ckpt.config import ElasticConfig, flag_given, read_config, requires_elastic
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.training_state import LoadArguments
-from elastic_ckpt.errors import (
-    ConfigError,
-    DamagedError,
-    ElasticCkptError,
-    LayoutError,
-    MismatchError,
-    NotFoundError,
-    PartialLoadError,
-    SavedOverError,
-    UnforeseenError,
-    UnsupportedError,
-    listed,
-    shortened,
-)
 from elastic_ckpt.formats import CheckpointInfo, detect
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks, screen_folder, screened_loads
@@ -90,7 +76,7 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
             found = policy.find()
             with pinned():
                 return _load(call, found, policy, functools.partial(_call, original, given))
-        except ElasticCkptError as error:
+        except errors.ElasticCkptError as error:
             if not policy.recover(error, found):
                 raise
 
@@ -109,7 +95,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
     if found is None:
         if call.config.mode == "require":
             problem, expected = "there is no DeepSpeed checkpoint to load", "a checkpoint, since the mode is 'require'"
-            raise NotFoundError(problem, call.arguments.load_dir, expected, "none")
+            raise errors.NotFoundError(problem, call.arguments.load_dir, expected, "none")
         with screened_loads(call):
             return own()
     with collector_off(), distributed.together("load the checkpoint"):
@@ -123,7 +109,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
             result = own(found.tag)
         with distributed.agree("look at the checkpoint's files again"):
             look_again()
-    except SavedOverError as error:
+    except errors.SavedOverError as error:
         raise as_partial_load_error(error) from error
     if found.files.is_universal:
         compat.separate_steps(engine)
@@ -161,7 +147,7 @@ def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
             here, there = ({key: values[key] for key in keys} for values in (first, other))
             expected, found = f"{here}, as on rank 0", f"{there} on rank {rank}"
             remedy = "give every rank the same arguments and the same DeepSpeed config"
-            raise ConfigError(problem, None, expected, found, remedy=remedy, rank=rank)
+            raise errors.ConfigError(problem, None, expected, found, remedy=remedy, rank=rank)
     return configs[0]
 
 
@@ -173,7 +159,7 @@ def _meaning(arguments: LoadArguments, config: ElasticConfig) -> dict[str, Any]:
     elif config.mode != "off":
         problem, expected = "load_checkpoint was given no folder", "load_dir as a str or a Path"
         remedy = "give the folder that save_checkpoint was given; without one, do not call load_checkpoint"
-        raise ConfigError(problem, None, expected, repr(load_dir)[:200], remedy=remedy)
+        raise errors.ConfigError(problem, None, expected, repr(load_dir)[:200], remedy=remedy)
     return {
         **{key: bool(value) for key, value in vars(arguments).items()},
         "others": arguments.others,
@@ -194,13 +180,13 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
     if not own_files:
         try:
             if others := call.arguments.others:
-                raise UnsupportedError(f"{', '.join(others)}: handled by DeepSpeed's own loader only")
+                raise errors.UnsupportedError(f"{', '.join(others)}: handled by DeepSpeed's own loader only")
             return prepare(call, found)
-        except ElasticCkptError as first:
+        except errors.ElasticCkptError as first:
             error = told_apart(first)
-            may_leave = isinstance(error, (UnsupportedError, LayoutError, UnforeseenError)) and not elastic_only
-            understood = isinstance(error, UnsupportedError)
-            if not may_leave or not deepspeed_loads_it_right(call, found, check_steps=not understood):
+            understood = isinstance(error, errors.UnsupportedError)
+            may_leave = understood or isinstance(error, (errors.LayoutError, errors.UnforeseenError))
+            if elastic_only or not may_leave or not deepspeed_loads_it_right(call, found, check_steps=not understood):
                 raise error from error.__cause__
             why = error.problem
     if not call.config.trust_pickle:
@@ -237,7 +223,7 @@ class RetryPolicy:
         def look() -> tuple[CheckpointInfo | None, list[str]]:
             try:
                 return detect.find_checkpoint(self._load_dir, tag, self._prefer_universal, config.trust_pickle), []
-            except NotFoundError:
+            except errors.NotFoundError:
                 # where DeepSpeed's own loader returns without a checkpoint: scripts that start a run rely on it
                 asks = self._prefer_universal or config.mode == "require" or config.on_damage != "error"
                 latest = (os.path.join(self._load_dir, name) for name in (detect.LATEST, detect.LATEST_UNIVERSAL))
@@ -253,7 +239,7 @@ class RetryPolicy:
         if tags and distributed.rank() == 0:
             where = f"load_checkpoint({self._load_dir!r}, tag={tags[0]!r})"
             message = "elastic_ckpt loads nothing: no file %r is in %s, which has checkpoints under the tags %s: %s"
-            logger.warning(message, detect.LATEST, self._load_dir, shortened(tags), where)
+            logger.warning(message, detect.LATEST, self._load_dir, errors.shortened(tags), where)
         if found is not None and self._engine.use_node_local_storage():  # each rank has a load_dir of its own
             return replace(found, folder=os.path.abspath(os.path.join(self._load_dir, found.tag)))
         return found
@@ -273,23 +259,23 @@ class RetryPolicy:
             with distributed.agree("compare the checkpoint with the damaged one"):
                 if left := before - self._restoring:
                     problem = "an older checkpoint does not replace all that the damaged one has left in the engine"
-                    names = listed({" of ".join(filter(None, item)) for item in left})
+                    names = errors.listed({" of ".join(filter(None, item)) for item in left})
                     file, expected = ready.found.folder, "what the damaged checkpoint holds"
                     remedy = "start the job again, and load this checkpoint by its tag"
-                    raise MismatchError(problem, file, expected, parameter=names, remedy=remedy)
+                    raise errors.MismatchError(problem, file, expected, parameter=names, remedy=remedy)
 
-    def recover(self, error: ElasticCkptError, found: CheckpointInfo | None) -> bool:
+    def recover(self, error: errors.ElasticCkptError, found: CheckpointInfo | None) -> bool:
         """Whether there is something else to try after an error. Collective.
 
         Raises :class:`PartialLoadError` if not, and an earlier attempt has overwritten the engine.
         """
-        partly = isinstance(error, PartialLoadError)
+        partly = isinstance(error, errors.PartialLoadError)
         self.partly_overwritten |= partly
         cause = error.__cause__ if partly else error
-        missing = isinstance(cause, NotFoundError) and found is None
-        if isinstance(cause, DamagedError) or missing:
-            assert isinstance(cause, ElasticCkptError)
-            again = not partly or isinstance(cause, SavedOverError)  # which the new save replaces
+        missing = isinstance(cause, errors.NotFoundError) and found is None
+        if isinstance(cause, errors.DamagedError) or missing:
+            assert isinstance(cause, errors.ElasticCkptError)
+            again = not partly or isinstance(cause, errors.SavedOverError)  # which the new save replaces
             if again and self._older is None and self._wait(cause.problem):
                 return True
             if self._config.on_damage != "error" and not (missing and self._tag is not None):
@@ -318,7 +304,7 @@ class RetryPolicy:
 
         return distributed.broadcast("wait for files", sleep)
 
-    def _fall_back(self, cause: ElasticCkptError, found: CheckpointInfo | None) -> str | None:
+    def _fall_back(self, cause: errors.ElasticCkptError, found: CheckpointInfo | None) -> str | None:
         """Take the newest older checkpoint for the next attempt; or why there is none. Collective."""
         damaged = found.folder if found is not None else cause.file or self._load_dir
         where = f" ({', '.join(filter(None, (cause.parameter, cause.file)))})"
