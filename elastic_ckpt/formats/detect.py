@@ -14,8 +14,7 @@ from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSA
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.storage.local import file_names, folder_names, named_os_errors, open_stream
 
-LATEST = "latest"
-LATEST_UNIVERSAL = "latest_universal"
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 #: Longer than any folder name; a ``latest`` file is untrusted input.
 MOST_TAG_NBYTES = 4096
 #: Folders of steps as DeepSpeed, torchtitan and Megatron name them.
@@ -40,23 +39,19 @@ def find_checkpoint(
             raise _no_such_tag(load_dir, f"the tag {str(tag)!r} that load_checkpoint was given", str(tag))
         return found
     choices: list[CheckpointInfo] = []
-    broken: NotFoundError | None = None
-    preferred, other = (LATEST_UNIVERSAL, LATEST) if prefer_universal else (LATEST, LATEST_UNIVERSAL)
-    for latest in (preferred, other):
+    for latest in (LATEST_UNIVERSAL, LATEST) if prefer_universal else (LATEST, LATEST_UNIVERSAL):
         named = read_latest(load_dir, latest)
-        found = None if named is None else look_below(load_dir, named)
+        found = None if named is None else _look_below(load_dir, named)
         if found is not None:
             choices.append(found)
-        elif named is not None:
-            broken = _misled(load_dir, latest, named)
-            if latest == preferred:
-                raise broken
-    if not choices and broken is None and (found := _without_latest(load_dir)) is not None:
+        elif named is not None and not choices:
+            raise _misled(load_dir, latest, named)
+    if not choices:
+        if (found := _without_latest(load_dir)) is None and list_tags(load_dir):
+            raise _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
         return found
-    if not choices and (broken is not None or list_tags(load_dir)):
-        raise broken or _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
     if len(choices) < 2 or choices[0].folder == choices[1].folder:
-        return choices[0] if choices else None
+        return choices[0]
     steps = [global_steps(each, trust_pickle) for each in choices]
     if choices[0].format == "universal" and None not in steps and steps[1] > steps[0]:  # type: ignore[operator]
         choices, steps = choices[::-1], steps[::-1]
@@ -96,11 +91,8 @@ def look_at(load_dir: str, tag: str) -> CheckpointInfo | None:
     return CheckpointInfo("dcp", folder, tag, files) if os.path.lexists(os.path.join(folder, DCP_METADATA)) else None
 
 
-def look_below(load_dir: str, tag: str) -> CheckpointInfo | None:
-    """:func:`look_at` for a tag from a ``latest`` file, which may name nothing outside ``load_dir``.
-
-    It may be a path, and the folder itself, as where it is empty: DeepSpeed's loader follows any.
-    """
+def _look_below(load_dir: str, tag: str) -> CheckpointInfo | None:
+    """:func:`look_at` for a tag from a ``latest`` file: a path, but to nothing outside ``load_dir``; empty: itself."""
     relative = os.path.relpath(os.path.join(load_dir, tag), load_dir)
     return None if _is_outside(relative) else look_at(load_dir, "" if relative == os.curdir else relative)
 

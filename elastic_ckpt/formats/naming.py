@@ -25,42 +25,29 @@ _WRITER = re.compile(r"(?<=\.pt)-(\d+)\.(\d+)$")
 
 #: Folder of a universal checkpoint with one folder per parameter.
 UNIVERSAL_FOLDER = "zero"
+#: File in it with what belongs to no parameter.
+UNIVERSAL_OPTIMIZER = "optimizer_state.pt"
 #: Folder of a tag to which DeepSpeed copies optimizer states on NVMe.
 SWAPPED_FOLDER = "offloaded_tensors"
-#: File of a ``torch.distributed.checkpoint`` folder that lists its entries.
-DCP_METADATA = ".metadata"
-#: End of the names of its other files.
-DCP_SUFFIX = ".distcp"
-#: File in :data:`UNIVERSAL_FOLDER` with what belongs to no parameter.
-UNIVERSAL_OPTIMIZER = "optimizer_state.pt"
+#: File of a ``torch.distributed.checkpoint`` folder that lists its entries, and the end of the names of its others.
+DCP_METADATA, DCP_SUFFIX = ".metadata", ".distcp"
 
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The file names of one tag, by kind.
+    """The file names of one tag, by kind."""
 
-    Attributes:
-        optimizer, model_zero3: (dp rank, mp rank) -> ``*optim_states.pt``, ``zero_pp_rank_*_model_states.pt``.
-        model: mp rank -> ``mp_rank_*_model_states.pt``.
-        layers: (layer, tensor-parallel rank) -> its file.
-        experts: (``MoE`` layer, expert, mp rank) -> its file; layer -1 in files of DeepSpeed before 0.5.
-        expert_optimizers: (expert-parallel rank, mp rank) -> ``expp_rank_*_optim_states.pt``.
-        clashes: second files of one rank (a bf16 and an fp32 save mixed).
-        is_universal: whether it is a universal checkpoint.
-        copies: files of other data-parallel writers -> the file that they are copies of.
-        by_fast_writer: whether there are names that only the ``fast`` writer gives, which DeepSpeed does not find.
-    """
-
-    optimizer: dict[tuple[int, int], str]
-    model: dict[int, str]
-    model_zero3: dict[tuple[int, int], str]
-    layers: dict[tuple[int, int], str]
-    clashes: tuple[str, ...]
+    optimizer: dict[tuple[int, int], str]  # (dp rank, mp rank) -> ``*optim_states.pt``
+    model: dict[int, str]  # mp rank -> ``mp_rank_*_model_states.pt``
+    model_zero3: dict[tuple[int, int], str]  # (dp rank, mp rank) -> ``zero_pp_rank_*_model_states.pt``
+    layers: dict[tuple[int, int], str]  # (layer, tensor-parallel rank) -> its file
+    clashes: tuple[str, ...]  # second files of one rank (a bf16 and an fp32 save mixed)
     is_universal: bool
+    #: (``MoE`` layer, expert, mp rank) -> its file; layer -1 in files of DeepSpeed before 0.5.
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
-    expert_optimizers: dict[tuple[int, int], str] = field(default_factory=dict)
-    copies: dict[str, str] = field(default_factory=dict)
-    by_fast_writer: bool = False
+    expert_optimizers: dict[tuple[int, int], str] = field(default_factory=dict)  # (expert-parallel rank, mp rank)
+    copies: dict[str, str] = field(default_factory=dict)  # of other data-parallel writers -> what they are copies of
+    by_fast_writer: bool = False  # has names that only the ``fast`` writer gives, which DeepSpeed does not find
 
     @property
     def of_experts(self) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE
@@ -30,7 +31,15 @@ from elastic_ckpt.formats.torch_archive.calls import (
     unsafe_error,
 )
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, NAMESPACE, PLAIN_CLASSES, is_attribute
-from elastic_ckpt.formats.torch_archive.tensors import CHANGED, PARAMETER, QUANTIZED, SPARSE, StorageRef, TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import (
+    CHANGED,
+    OTHER_FORM,
+    PARAMETER,
+    QUANTIZED,
+    SPARSE,
+    StorageRef,
+    TensorRef,
+)
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.storage.local import open_stream
 
@@ -56,12 +65,8 @@ def materialise(file: PickledFile, node: Any) -> Any:
     file that has shrunk.
     """
     maker = _Maker(file)
-    try:
+    with maker.errors_of(node):  # keys may be unhashable, or take too long
         return replace_leaves(node, maker.made, maker.give)
-    except ElasticCkptError:
-        raise
-    except Exception as error:  # of keys that cannot be hashed, or take too long
-        raise maker.failed(node, error) from error
 
 
 def materialise_entries(
@@ -97,9 +102,24 @@ class _Maker:
         self._typed: dict[StorageRef, torch.TypedStorage] = {}
         self._left = _MOST_GIVEN * file.nbytes + _MOST_MORE_GIVEN
 
+    @contextmanager
+    def errors_of(self, leaf: Any) -> Iterator[None]:
+        """Raises what the body raises, as constructors can raise anything, as an error that names what is not made."""
+        try:
+            yield
+        except ElasticCkptError:
+            raise
+        except Exception as error:
+            refuse_used_up(error, self._file.path)
+            while isinstance(leaf, Call):  # its result was called
+                leaf = leaf.function
+            name = leaf if isinstance(leaf, Global) else type(leaf).__name__
+            problem, found = "an object of this file cannot be made again", f"{name}: {type(error).__name__}: {error}"
+            raise UnsupportedError(problem, self._file.path, found=found[:300], remedy=OTHER_FORM) from error
+
     def made(self, leaf: Any) -> Any:
         """What a leaf stands for."""
-        try:
+        with self.errors_of(leaf):
             if type(leaf) is TensorRef:
                 return self._tensor(leaf)
             if type(leaf) is StorageRef:
@@ -111,14 +131,10 @@ class _Maker:
             if type(leaf) is Call and leaf.name in (SPARSE, QUANTIZED):  # torch looks at each element of their parts
                 self._charge(None, sum(part.numel() for part in leaf.args if hasattr(part, "is_leaf")))
             return _named(leaf) if type(leaf) is Global else _called(leaf) if type(leaf) is Call else leaf
-        except ElasticCkptError:
-            raise
-        except Exception as error:  # arguments of a constructor can raise anything
-            raise self.failed(leaf, error) from error
 
     def give(self, call: Call, made: Any, attributes: dict[str, Any], steps: list[tuple[str, list[Any]]]) -> None:
         """Give an object its attributes, states and items, as :mod:`pickle` does."""
-        try:
+        with self.errors_of(call):
             if attributes:
                 self._charge(attributes)
                 vars(made).update(attributes)
@@ -136,10 +152,6 @@ class _Maker:
                 else:
                     for value in values:
                         (made.append if kind == ITEMS else made.add)(value)
-        except ElasticCkptError:
-            raise
-        except Exception as error:
-            raise self.failed(call, error) from error
 
     def _charge(self, state: Any, elements: int = 0) -> None:
         self._left -= elements
@@ -147,19 +159,6 @@ class _Maker:
             self._left -= len(each) if isinstance(each, (dict, tuple)) else 0
         if self._left < 0:
             raise ValueError("objects that are given the same many attributes or elements again and again")
-
-    def failed(self, leaf: Any, error: Exception) -> ElasticCkptError:
-        """The error of what raised another one, or is not made."""
-        refuse_used_up(error, self._file.path)
-        while isinstance(leaf, Call):  # its result was called
-            leaf = leaf.function
-        name = leaf if isinstance(leaf, Global) else type(leaf).__name__
-        return UnsupportedError(
-            "an object of this file cannot be made again",
-            self._file.path,
-            found=f"{name}: {type(error).__name__}: {error}"[:300],
-            remedy="save it in another form",
-        )
 
     def _storage(self, start: int, nbytes: int) -> torch.UntypedStorage:
         import torch  # noqa: PLC0415
@@ -218,11 +217,8 @@ def _named(leaf: Global) -> Any:
     found = _imported(leaf.name)
     if isinstance(found, type) or (leaf.name.startswith("torch.") and found is not None and not callable(found)):
         return found
-    raise UnsupportedError(
-        "this file holds the name of a class or function that is not there",
-        found=leaf.name[:300],
-        remedy="import its module before loading",
-    )
+    problem = "this file holds the name of a class or function that is not there"
+    raise UnsupportedError(problem, found=leaf.name[:300], remedy="import its module before loading")
 
 
 def _imported(path: str) -> Any:

@@ -103,23 +103,19 @@ def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> Pick
     try:
         file = open_pickled(path, trust_pickle, known)
     except DamagedError:
+        nbytes = 0
         if os.path.isfile(path):
             with suppress(ArchiveError), open_stream(path) as stream:
-                _refuse_surplus(path, Listing(stream).surplus_nbytes)
-        raise
-    if file.surplus_nbytes and file.changed_record() is not None:
-        _refuse_surplus(path, file.surplus_nbytes)
-    return file
-
-
-def _refuse_surplus(path: str, nbytes: int) -> None:
-    if nbytes > 0:
-        raise DamagedError(
-            "this file was written over an older one: DeepSpeed's fast checkpoint writer appends the last bytes of the "
-            "new file to the old one, and torch.load then reads old values",
-            path,
-            "a file that was written once, by one rank",
-            f"{nbytes} bytes of another archive inside it",
-            remedy="take another tag; with this writer, remove the folder of a tag before it is saved again, and let "
-            'each rank write under a name of its own ("data_parallel": "replica")',
-        )
+                nbytes = Listing(stream).surplus_nbytes
+        if nbytes <= 0:
+            raise
+    else:
+        nbytes = file.surplus_nbytes
+        if nbytes <= 0 or file.changed_record() is None:
+            return file
+    problem = "this file was written over an older one: DeepSpeed's fast checkpoint writer appends the last bytes of "
+    problem += "the new file to the old one, and torch.load then reads old values"
+    remedy = "take another tag; with this writer, remove the folder of a tag before it is saved again, and let each "
+    remedy += 'rank write under a name of its own ("data_parallel": "replica")'
+    expected, found = "a file that was written once, by one rank", f"{nbytes} bytes of another archive inside it"
+    raise DamagedError(problem, path, expected, found, remedy=remedy)

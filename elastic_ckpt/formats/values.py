@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, is_floating
 from elastic_ckpt.core.values import LeftInFile, TensorValue
@@ -30,32 +30,27 @@ _MADE = frozenset((*PLAIN_CLASSES, ARRAY, BUFFER, DTYPE))
 
 def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
     """The elements of each tensor in row-major order; :class:`DamagedError` if the file has shrunk."""
-    wanted = list(refs)
+    wanted, most_nbytes, read = list(refs), _MOST_COPIES * file.nbytes + _MOST_MORE_NBYTES, list[bytes]()
     if not wanted:
-        return []  # as in most files: they need not be opened again
-    most = _MOST_COPIES * file.nbytes + _MOST_MORE_NBYTES
+        return read  # as in most files: they need not be opened again
     with open_stream(file.path) as stream:
-        return [_row_major(file, stream, ref, most) for ref in wanted]
+        for ref in wanted:
+            itemsize = ITEMSIZE[ref.dtype]
+            raw: bytes | bytearray = bytearray(ref.reach * itemsize)
+            if ref.numel * itemsize > most_nbytes:  # strides of 0 repeat elements without end
+                problem = "this file holds tensors that share their elements, and are many times larger than the file"
+                expected = f"at most {most_nbytes} bytes, {_MOST_COPIES} times the file's size and a bit more"
+                remedy = "leave such tensors out of the client state, or save copies of them"
+                found = f"{ref.numel} elements of {len(raw)} bytes"
+                raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
+            read_into(file, stream, ref.byte_offset, memoryview(raw))
+            if not ref.is_contiguous:
+                import numpy as np  # noqa: PLC0415  few files need it
 
-
-def _row_major(file: PickledFile, stream: BinaryIO, ref: TensorRef, most_nbytes: int) -> bytes:
-    itemsize = ITEMSIZE[ref.dtype]
-    raw = bytearray(ref.reach * itemsize)
-    if ref.numel * itemsize > most_nbytes:  # strides of 0 repeat elements without end
-        raise UnsupportedError(
-            "this file holds tensors that share their elements, and are many times larger than the file",
-            file.path,
-            f"at most {most_nbytes} bytes, {_MOST_COPIES} times the file's size and a bit more",
-            f"{ref.numel} elements of {len(raw)} bytes",
-            remedy="leave such tensors out of the client state, or save copies of them",
-        )
-    read_into(file, stream, ref.byte_offset, memoryview(raw))
-    if ref.is_contiguous:
-        return bytes(raw)
-    import numpy as np  # noqa: PLC0415  few files need it
-
-    strides = tuple(stride * itemsize for stride in ref.stride)
-    return np.ndarray(ref.shape, f"V{itemsize}", raw, strides=strides).tobytes()
+                strides = tuple(stride * itemsize for stride in ref.stride)
+                raw = np.ndarray(ref.shape, f"V{itemsize}", raw, strides=strides).tobytes()
+            read.append(bytes(raw))
+    return read
 
 
 def read_numbers(file: PickledFile, refs: Iterable[TensorRef]) -> list[np.ndarray[Any, Any]]:
@@ -67,10 +62,9 @@ def read_numbers(file: PickledFile, refs: Iterable[TensorRef]) -> list[np.ndarra
 def tensor_values(file: PickledFile, refs: Iterable[TensorRef]) -> list[TensorValue | None]:
     """Small tensors as plain values; ``None`` for dtypes that numpy lacks."""
     refs = list(refs)
-    read = [tuple(elements.tolist()) for elements in read_numbers(file, refs)]
     return [
-        None if any(isinstance(element, bytes) for element in elements) else TensorValue(ref.dtype, ref.shape, elements)
-        for ref, elements in zip(refs, read, strict=True)
+        None if read.dtype.kind == "V" else TensorValue(ref.dtype, ref.shape, tuple(read.tolist()))
+        for ref, read in zip(refs, read_numbers(file, refs), strict=True)
     ]
 
 

@@ -34,7 +34,7 @@ from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled
 from elastic_ckpt.formats.same_save import Counts
 from elastic_ckpt.formats.saved_states import read_groups, settings
-from elastic_ckpt.formats.torch_archive.screening import screen
+from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.load.flow import LoadCall

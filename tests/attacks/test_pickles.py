@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.torch_archive.screening import screen
+from elastic_ckpt.formats.torch_archive.archive import screen
 from tests.attacks.assembly import archive, legacy, packed, records_of
 from tests.attacks.guard import guarded, read
 from tests.attacks.pickles import BOMBS, NAMES, SCREENED, TRICKS, Nested, routes

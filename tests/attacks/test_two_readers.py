@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.pickled import named_errors, open_pickled
+from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.directory import Directory
-from elastic_ckpt.formats.torch_archive.screening import screen
 from elastic_ckpt.load.fallback import open_screened
 from tests.attacks.assembly import LEGACY_START, Records, call, name, packed, records_of, text
 

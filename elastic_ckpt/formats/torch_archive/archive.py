@@ -1,12 +1,21 @@
-"""Reads the object tree of a ``torch.save`` file, zip archive or legacy, and none of its tensors' bytes."""
+"""Reads the object tree of a ``torch.save`` file, zip archive or legacy, and none of its tensors' bytes.
+
+Or looks for code in a file that another loader is about to read, which runs what pickles name. That loader is torch's,
+without ``weights_only``. It makes objects that cannot be read piece by piece (sparse tensors, entangled containers), so
+nothing is kept of them here; but each opcode is interpreted, and each name must be on the closed list. The archive's
+own checks (:mod:`.directory`) see to it that torch reads the same bytes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import pickle
+import re
 import struct
+import tarfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO, NoReturn
@@ -15,10 +24,11 @@ from isal import isal_zlib
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import ElasticCkptError, LayoutError
+from elastic_ckpt.errors import ElasticCkptError, LayoutError, UnsupportedError
+from elastic_ckpt.formats.torch_archive.calls import Global, unsafe_error
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layout, Layouts
 from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted
-from elastic_ckpt.formats.torch_archive.tensors import StorageRef, storage_id
+from elastic_ckpt.formats.torch_archive.tensors import UNREADABLE, StorageRef, kind_error, storage_id
 from elastic_ckpt.formats.torch_archive.tree import check_tree, own_entries
 from elastic_ckpt.formats.torch_archive.unpickler import Machine
 from elastic_ckpt.storage.local import open_stream
@@ -33,38 +43,38 @@ _LEGACY_VERSION = 1001
 _FIRST_NBYTES = 1 << 20
 #: Read at once to compare a checksum.
 _PIECE_NBYTES = 1 << 20
+#: Records that ``torch.save`` writes, below the archive's root. ``constants.pkl`` would make it TorchScript.
+_RECORD = re.compile(
+    r"data\.pkl|byteorder|version|data/\w+|\.format_version|\.storage_alignment|\.data/serialization_id"
+)
+#: Names that screening does not call: of torchao's optimizer states, which are tensors with attributes.
+_NOT_CALLED = re.compile(r"torchao\.(?:prototype\.low_bit_optim|optim)\.subclass_\w+\.OptimState\w+")
 #: Turns the bytes of a pickle at an offset, in a file of some size, into an object and the offset behind it.
 Unpickle = Callable[[bytes, int, Callable[[Any], Any], int], tuple[Any, int]]
 
 
 @dataclass(frozen=True)
 class Trees:
-    """Trees of zip archives that were read, to be shared by others with the same pickle and places of storages.
+    """Trees of zip archives that were read, to be shared by others with the same pickle and places of storages."""
 
-    ``storages`` has, by the digest of a pickle, the key and size of each storage that it names; ``trees`` is by that
-    digest and the offsets of the storages; ``whole`` has trees and records by it and the layout, if that gives offsets.
-    """
-
+    layouts: Layouts = field(default_factory=dict)
+    #: By the digest of a pickle: the key and size of each storage that it names. By it and their offsets: the tree.
     storages: dict[bytes, list[tuple[str, int]]] = field(default_factory=dict)
     trees: dict[tuple[bytes, tuple[int, ...]], Any] = field(default_factory=dict)
-    layouts: Layouts = field(default_factory=dict)
+    #: By the digest and a layout that alone gives these offsets: the tree, and the records.
     whole: dict[tuple[bytes, Layout], tuple[Any, Records]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PickledFile:
-    """A file's object tree, with each tensor replaced by a :class:`TensorRef`.
-
-    ``root`` is the name that the file was saved under, without its suffix; ``None`` or ``"archive"``: not recorded.
-    ``records`` are those of its tensors, if it has checksums; ``surplus_nbytes`` are bytes that no record needs.
-    """
+    """A file's object tree, with each tensor replaced by a :class:`TensorRef`."""
 
     path: str
     nbytes: int
     tree: Any
-    root: str | None = None
-    records: Records = field(default_factory=Records)
-    surplus_nbytes: int = 0
+    root: str | None = None  # the name it was saved under, without its suffix; None or "archive": not recorded
+    records: Records = field(default_factory=Records)  # of its tensors, if it has checksums
+    surplus_nbytes: int = 0  # which no record needs
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -111,15 +121,15 @@ def read_archive_tree(stream: BinaryIO, path: str, trust_pickle: bool, known: Tr
         UnsafePickleError, UnsupportedError: see :mod:`.globals`, :mod:`.tensors`, :mod:`.tree`.
     """
     unpickle = _unpickle_trusting if trust_pickle else _unpickle
-    if not is_legacy(stream):
+    if not _is_legacy(stream):
         return _read_zip(stream, path, unpickle, Trees() if known is None or trust_pickle else known)
-    tree = read_legacy(stream, unpickle)
+    tree = _read_legacy(stream, unpickle)
     check_tree(own_entries(tree))
     return PickledFile(path, os.fstat(stream.fileno()).st_size, tree)
 
 
-def is_legacy(stream: BinaryIO) -> bool:
-    """Whether an open file begins like a legacy archive. The stream is left at its start."""
+def _is_legacy(stream: BinaryIO) -> bool:
+    """Whether an open file begins like a legacy archive; leaves it at its start."""
     begin = stream.read(len(_LEGACY_MAGIC))
     stream.seek(0)
     return begin == _LEGACY_MAGIC
@@ -185,17 +195,23 @@ def unpickled(data: bytes, file_nbytes: int, trust_pickle: bool) -> Any:
 
 
 def _unpickle(
-    data: bytes, at: int, load: Callable[[Any], Any], file_nbytes: int, is_trusted: bool = False
+    data: bytes,
+    at: int,
+    load: Callable[[Any], Any],
+    file_nbytes: int,
+    *,
+    find: Callable[[str, str], Global] = find_global,
+    keeps: tuple[type[ElasticCkptError], ...] = (ElasticCkptError,),
+    is_trusted: bool = False,
 ) -> tuple[Any, int]:
-    find = find_trusted if is_trusted else find_global
-    machine = Machine(data, find, load, at, file_nbytes, keeps=(ElasticCkptError,), is_trusted=is_trusted)
+    machine = Machine(data, find, load, at, file_nbytes, keeps, is_trusted)
     return machine.run(), machine.at
 
 
-_unpickle_trusting = partial(_unpickle, is_trusted=True)
+_unpickle_trusting = partial(_unpickle, find=find_trusted, is_trusted=True)
 
 
-def read_legacy(stream: BinaryIO, unpickle: Unpickle) -> Any:
+def _read_legacy(stream: BinaryIO, unpickle: Unpickle) -> Any:
     """The tree of a legacy archive: pickles of magic number, version, system, object and keys, then the storages."""
     nbytes, take = os.fstat(stream.fileno()).st_size, _FIRST_NBYTES
     while True:
@@ -244,3 +260,55 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle)
         offsets[key] = at + 8
         at += 8 + size
     return unpickle(head, begin, load, nbytes)[0]
+
+
+def screen(stream: BinaryIO) -> None:
+    """Raise unless what torch's loader would unpickle of an open file names nothing but what is safe.
+
+    Raises:
+        ArchiveError: damaged, or torch might read other bytes than these.
+        pickle.UnpicklingError: a pickle that no ``torch.save`` wrote. Noise can raise other exceptions as well.
+        UnsafePickleError, UnsupportedError: a name, or a use of one, that is not known to be safe.
+    """
+    unpickle = partial(_unpickle, find=_find_safe, keeps=(UnsupportedError,))
+    if _is_legacy(stream):
+        head = stream.read(tarfile.BLOCKSIZE)
+        with suppress(tarfile.HeaderError):  # torch's loader looks first whether a file is one of its very first form
+            tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
+            raise ArchiveError("a legacy archive that is a tar archive, too")
+        _read_legacy(stream, unpickle)
+        return
+    directory = Directory(stream, {})
+    if odd := [name for name in directory.layout.records if not _RECORD.fullmatch(name)]:
+        raise ArchiveError(f"record {odd[0][:100]}, which torch.save does not write")
+    data = directory.read_record("data.pkl", most_pickle_nbytes(directory.nbytes, trust_pickle=False))
+
+    def load(persistent_id: Any) -> StorageRef:
+        dtype, _key, nbytes, _view = storage_id(persistent_id)
+        return StorageRef(dtype, nbytes, 0)
+
+    unpickle(data, 0, load, directory.nbytes)
+
+
+def _find_safe(module: str, name: str) -> Global:
+    path = f"{module}.{name}"
+    if path in UNREADABLE:
+        return Global(path, partial(_refuse_functions, path))
+    entry = Global(path) if _NOT_CALLED.fullmatch(path) else find_global(module, name)
+    if entry.error is not None:
+        raise entry.error
+    return entry
+
+
+def _refuse_functions(name: str, *arguments: Any) -> NoReturn:
+    """Raise :class:`UnsafePickleError` if a part of a tensor is a function; else what no reader here makes of parts."""
+    met: set[int] = set()
+    parts: list[Any] = [*arguments]
+    while parts:
+        part = parts.pop()
+        if type(part) is Global and part.call is not None:
+            raise unsafe_error(f"{part.name} as a part of a tensor")
+        if type(part) in (tuple, list) and id(part) not in met:
+            met.add(id(part))
+            parts += part
+    raise kind_error(name)

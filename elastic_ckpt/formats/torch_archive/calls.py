@@ -29,20 +29,14 @@ class Global:
     """What a name in a pickle stands for; it stays in the tree where a pickle keeps the name, as for ``torch.float32``.
 
     With an error it stands for any object that is refused, whose states and items are dropped.
-
-    Attributes:
-        name: the qualified name.
-        call: a function of this package that takes the arguments of REDUCE or NEWOBJ; ``None``: none does.
-        users: the real class or function, where the user allowed it: it is called when its result is wanted.
-        error: why neither is there; it is raised when the object is wanted.
-        copies: whether the result of ``call`` may be as large as its arguments.
     """
 
-    name: str
-    call: Callable[..., Any] | None = None
+    name: str  # the qualified one
+    call: Callable[..., Any] | None = None  # of this package, which takes the arguments of REDUCE or NEWOBJ
+    #: The real class or function, where the user allowed it: it is called when its result is wanted.
     users: Any = field(default=None, compare=False)
-    error: ElasticCkptError | None = field(default=None, compare=False)
-    copies: bool = True
+    error: ElasticCkptError | None = field(default=None, compare=False)  # raised when the object is wanted
+    copies: bool = True  # whether the result of ``call`` may be as large as its arguments
 
     def __repr__(self) -> str:
         return self.name
@@ -51,19 +45,15 @@ class Global:
 class Call:
     """An object that is made when it is wanted: by calling what, with what, and which state and items it then gets.
 
-    Attributes:
-        function: the :class:`Global` that is called, or another call, whose result is.
-        args, how: its arguments; CALL, NEW, MEMBER, TENSOR or SUBCLASS.
-        steps: of a kind each (STATE, ITEMS, PAIRS or MEMBERS), and with a value: states are lists of one.
-
-    The attributes of an object of a listed class are its own.
+    What is called is a :class:`Global`, or the result of another call. The attributes of an object of a listed class
+    are the call's own.
     """
 
     __slots__ = ("__dict__", "args", "function", "how", "steps")
 
     def __init__(self, function: Any, args: tuple[Any, ...] = (), how: str = CALL) -> None:
         self.function, self.args, self.how = function, args, how
-        self.steps: list[tuple[str, list[Any]]] = []
+        self.steps: list[tuple[str, list[Any]]] = []  # STATE, ITEMS, PAIRS or MEMBERS, with values; of a state, one
 
     @property
     def name(self) -> str:

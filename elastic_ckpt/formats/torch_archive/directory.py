@@ -43,38 +43,26 @@ class ArchiveError(Exception):
 
 
 class ArchiveRecord(NamedTuple):
-    """A record by the directory.
-
-    Attributes:
-        name, nbytes, crc32: name, size and CRC32 (0: perhaps not computed) of its data.
-        header, entry: offsets of its header in the file, and of its entry in the directory.
-        flags, is_stored: flags; whether its data is not compressed.
-    """
+    """A record by the directory."""
 
     name: str
-    nbytes: int
-    crc32: int
-    header: int
-    entry: int
+    nbytes: int  # of its data
+    crc32: int  # of its data; 0: perhaps not computed
+    header: int  # offset of its header in the file
     flags: int
-    is_stored: bool
+    is_stored: bool  # not compressed
 
 
 class Listing:
-    """What the directory of an open archive says, not compared with the rest.
+    """What the directory of an open archive says, not compared with the rest; :class:`ArchiveError` if there is none.
 
-    Attributes:
-        nbytes: size of the file.
-        start, directory_nbytes, count: offset and size of the directory, number of its records, all by its end.
-        surplus_nbytes: bytes between the directory and its end.
-        comment: what follows the end.
-
-    Raises :class:`ArchiveError` if there is none.
+    Offset and size of the directory (``start``, ``directory_nbytes``) and the number of its records (``count``) are
+    those that its end states; ``surplus_nbytes`` are between the two.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self.nbytes = stream.seek(0, os.SEEK_END)
+        self.nbytes = stream.seek(0, os.SEEK_END)  # of the file
         for most in (_FIRST_TAIL_NBYTES, END.size + _MOST_COMMENT_NBYTES):  # few archives have a long comment
             tail_nbytes = min(self.nbytes, most)
             tail = self.read(self.nbytes - tail_nbytes, tail_nbytes)
@@ -88,7 +76,6 @@ class Listing:
                 raise UnsupportedError("files of DataStates-LLM are not supported", remedy=remedy)
             raise ArchiveError(f"{self.nbytes} bytes without a directory: the file is truncated, or no zip archive")
         _, _, _, _, self.count, nbytes, self.start, _ = END.unpack_from(tail, at)
-        self.comment = tail[at + END.size :]
         end = self.nbytes - tail_nbytes + at
         before = end - LOCATOR.size - END64.size
         if before >= 0:
@@ -128,22 +115,19 @@ class Listing:
             following = extra_at + extra_nbytes + comment_nbytes
             if signature != b"PK\x01\x02" or following > len(raw):
                 raise ArchiveError("an entry of its directory is damaged")
-            name = decoded(raw[name_at:extra_at], flags)
+            name = _decoded(raw[name_at:extra_at], flags)
             if MAX32 in (packed, size, header):
                 size, packed, header = _wide(raw[extra_at : extra_at + extra_nbytes], size, packed, header)
-            yield ArchiveRecord(name, size, crc32, header, self.start + at, flags, not method and packed == size)
+            yield ArchiveRecord(name, size, crc32, header, flags, not method and packed == size)
             at = following
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The records of a directory by name below the root; that of a record outside it begins with ``../``.
+    """The records of a directory."""
 
-    ``ends`` are the offsets of headers and of the directory.
-    """
-
-    records: Mapping[str, ArchiveRecord]
-    ends: Sequence[int]
+    records: Mapping[str, ArchiveRecord]  # by name below the root; that of one outside it begins with ``../``
+    ends: Sequence[int]  # offsets of headers, and of the directory
 
 
 #: By offset, size and number of entries of a directory, and the digest of it without the root's name.
@@ -153,17 +137,15 @@ Layouts = dict[tuple[int, int, int, bytes], Layout]
 class Directory(Listing):
     """The records of an open archive, with a layout in ``known`` if there is such a one; else it is added to them.
 
-    Attributes:
-        layout: its records, named as in the first file with it.
-        root: the name of the folder that all records are in, after the name of the file as it was saved.
-        has_read_headers: whether local headers were read, which the layout does not show.
+    ``layout`` names records as in the first file with it. ``root`` is the folder that all records are in, named after
+    the file as it was saved.
 
     Raises :class:`ArchiveError` for a directory that is missing, damaged, or of an archive with compressed records.
     """
 
     def __init__(self, stream: BinaryIO, known: Layouts) -> None:
         super().__init__(stream)
-        self.has_read_headers = False
+        self.has_read_headers = False  # local ones, which the layout does not show
         raw = self.read(self.start, self.directory_nbytes)
         name = raw[ENTRY.size : raw.find(b"/", ENTRY.size)] if b"/" in raw[ENTRY.size :] else b""
         self.root = name.decode("utf-8", "backslashreplace")
@@ -181,7 +163,7 @@ class Directory(Listing):
         records = {record.name: record for record in self.entries()}
         if len(records) != self.count:
             raise ArchiveError(f"{len(records)} records, but its end counts {self.count}: damaged, or two of one name")
-        for name, nbytes, _, header, _, _, is_stored in records.values():
+        for name, nbytes, _, header, _, is_stored in records.values():
             if not is_stored:  # tensors are read by their offsets, which would give other bytes
                 raise ArchiveError(f"a zip archive that was packed anew: {name} is compressed")
             if header + HEADER.size + nbytes > self.start:
@@ -198,7 +180,8 @@ class Directory(Listing):
             raise ArchiveError(f"a zip archive with {len(pickles)} pickles")
         if pickles[0] != f"{self.root}/data.pkl" or not next(iter(records)).startswith(f"{self.root}/"):
             raise ArchiveError("its first record is not in the folder of its pickle")
-        below = {_below(name, f"{self.root}/"): record for name, record in records.items()}
+        root = f"{self.root}/"
+        below = {name[len(root) :] if name.startswith(root) else f"../{name}": each for name, each in records.items()}
         return Layout(below, [*headers, self.start])
 
     def find(self, name: str) -> ArchiveRecord | None:
@@ -226,7 +209,7 @@ class Directory(Listing):
 
         Its local header need not be read where torch's alignment leads to the offset that follows from the next header.
         """
-        name, nbytes, _, header, _, flags, _ = record
+        name, nbytes, _, header, flags, _ = record
         start = header + HEADER.size + len(name.encode()) + 4  # as getPadding (inline_container.cc) counts
         descriptor = 16 if flags & SIZES_FOLLOW else 0
         if nbytes >= MAX32 or header >= MAX32:
@@ -240,7 +223,7 @@ class Directory(Listing):
         self.has_read_headers = True
         signature, *_, name_nbytes, extra_nbytes = HEADER.unpack(self.read(record.header, HEADER.size))
         name = self.read(record.header + HEADER.size, name_nbytes)
-        if signature != b"PK\x03\x04" or decoded(name, record.flags) != record.name:
+        if signature != b"PK\x03\x04" or _decoded(name, record.flags) != record.name:
             raise ArchiveError(f"the header of record {record.name} at byte {record.header} is damaged")
         offset: int = record.header + HEADER.size + name_nbytes + extra_nbytes
         if offset + record.nbytes > following:
@@ -248,11 +231,7 @@ class Directory(Listing):
         return offset
 
 
-def _below(name: str, root: str) -> str:
-    return name[len(root) :] if name.startswith(root) else f"../{name}"
-
-
-def decoded(name: bytes, flags: int) -> str:
+def _decoded(name: bytes, flags: int) -> str:
     """A record's name."""
     return name.decode("utf-8" if flags & 0x0800 else "cp437", "backslashreplace")
 

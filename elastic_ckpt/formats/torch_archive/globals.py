@@ -93,6 +93,7 @@ _LAYOUT = re.compile(r"torch\.(?:strided|jagged|_mkldnn|sparse_[a-z]{3})")
 #: Dtypes of numpy: numbers, strings of one length, dates and durations; the units of these.
 _PLAIN_DTYPE = re.compile(r"[?biufc]\d{0,2}|[US]\d{1,6}|[mM]8")
 _UNIT, _MOST_UNITS = re.compile(rb"[a-zA-Z]{1,7}"), 1 << 30
+_MOST_PATH_PARTS = 1 << 11  # as Linux has them
 
 
 def find_global(module: str, name: str) -> Global:
@@ -166,7 +167,7 @@ def _closed_list() -> dict[str, Global]:
     }
     for module in ("pathlib", "pathlib._local"):  # the second is Python 3.13's
         for cls in (pathlib.PosixPath, pathlib.PurePosixPath):
-            calls[f"{module}.{cls.__name__}"] = _typed(cls, str, is_repeated=True)  # touches no file
+            calls[f"{module}.{cls.__name__}"] = _typed(cls, *(str,) * _MOST_PATH_PARTS)  # touches no file
     for core in ("numpy._core", "numpy.core"):  # of numpy 2, and of older ones
         calls[f"{core}.multiarray._reconstruct"] = _numpy_array
         calls[f"{core}.multiarray.scalar"] = _numpy_scalar
@@ -296,16 +297,15 @@ def _layout(name: Any) -> Global:
     return Global(name)
 
 
-def _typed(make: Callable[..., Any], *kinds: type | tuple[type, ...], is_repeated: bool = False) -> Callable[..., Any]:
-    """A function whose arguments must be of these kinds, or of the first, however many there are."""
+def _typed(make: Callable[..., Any], *kinds: type | tuple[type, ...]) -> Callable[..., Any]:
+    """A function whose arguments must be of these kinds."""
 
     def checked(*args: Any) -> Any:
-        expected = kinds * len(args) if is_repeated else kinds
-        for arg, kind in zip(args, expected, strict=False):
+        if len(args) > len(kinds):
+            raise pickle.UnpicklingError(f"{len(args)} arguments, where there are at most {len(kinds)}")
+        for arg, kind in zip(args, kinds, strict=False):
             if type(arg) not in (kind if isinstance(kind, tuple) else (kind,)):
                 raise pickle.UnpicklingError(f"an argument of the wrong type: {described(arg)}")
-        if len(args) > len(expected):
-            raise pickle.UnpicklingError(f"{len(args)} arguments, where there are at most {len(expected)}")
         return make(*args)
 
     return checked

@@ -34,6 +34,7 @@ _MOST_REPEATED_NBYTES = 1 << 16
 SPARSE, QUANTIZED = "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor"
 META, CHANGED = "torch._utils._rebuild_meta_tensor_no_storage", "torch._utils.set_tensor_metadata"
 PARAMETER = "torch.nn.Parameter"
+OTHER_FORM = "save it in another form"
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: that takes five times as long to make, and there are many
@@ -253,12 +254,8 @@ def _with_state(data: Any, state: Any) -> Any:
 
 def kind_error(found: str) -> UnsupportedError:
     """A tensor that has no bytes of its own, or where only those can be read."""
-    return UnsupportedError(
-        "this file holds a tensor of a kind that cannot be read by its bytes",
-        expected="a dense tensor of a plain dtype",
-        found=found[:300],
-        remedy="save it in another form",
-    )
+    problem = "this file holds a tensor of a kind that cannot be read by its bytes"
+    return UnsupportedError(problem, expected="a dense tensor of a plain dtype", found=found[:300], remedy=OTHER_FORM)
 
 
 def subclass_error(name: str) -> UnsupportedError:

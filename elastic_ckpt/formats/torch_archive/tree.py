@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, SUBCLASS, TENSOR, Call, Global, refuse_errors
-from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef, kind_error
+from elastic_ckpt.formats.torch_archive.tensors import OTHER_FORM, StorageRef, TensorRef, kind_error
 
 #: Deepest nesting of containers, and how many objects a walk may meet per object that there is: shared objects are met
 #: again and again, and a few dozen lists can hold each other 2 ** 60 times.
@@ -53,7 +53,7 @@ def check_tree(tree: Any) -> None:
             return known
         if depth > _MOST_DEPTH:
             raise _too_entangled(f"objects {depth} deep in each other")
-        refuse_errors(node)
+        refuse_errors(node, node.function if type(node) is Call else None)
         if type(node) is Call and node.how in (TENSOR, SUBCLASS):
             raise kind_error(f"{node}, a tensor of a class of its own" if node.how == SUBCLASS else str(node))
         children = _children(node)
@@ -71,19 +71,27 @@ def check_tree(tree: Any) -> None:
 
 def _children(node: Any) -> list[Any] | tuple[Any, ...]:
     """All objects in a container, keys that are strings excepted."""
+    needed, given = _parts(node)
+    return [*needed, *given] if needed and given else needed or given
+
+
+def _parts(node: Any) -> tuple[Any, Any]:
+    """What must be there before an object is made, and what it gets then; both without keys that are strings."""
+    needed: Any = ()
+    given: Any = ()
     if type(node) is Call:  # first what there are most of
-        return [node.function, *node.args, *vars(node).values(), *(each for _, values in node.steps for each in values)]
-    children: Any = ()
-    if isinstance(node, (list, tuple)):
-        children = node
-    elif isinstance(node, dict):
-        keys = [key for key in node if type(key) is not str]
-        children = [*keys, *node.values(), *(vars(node).values() if hasattr(node, "__dict__") else ())]
-    elif isinstance(node, argparse.Namespace):
-        children = list(vars(node).values())
-    elif isinstance(node, (set, frozenset)):
-        children = list(node)
-    return children
+        needed = (node.function, *node.args) if type(node.function) is Call else node.args
+        given = [*vars(node).values(), *(value for _, values in node.steps for value in values)]
+    elif isinstance(node, (tuple, frozenset)):
+        needed = list(node)
+    elif isinstance(node, (list, set)):
+        given = list(node)
+    elif isinstance(node, (dict, argparse.Namespace)):
+        given = [key for key in node if type(key) is not str] + [*node.values()] if isinstance(node, dict) else []
+        given += vars(node).values() if hasattr(node, "__dict__") else ()
+    elif type(node) is TensorRef:
+        needed = (node.attributes,)
+    return needed, given
 
 
 def refusals(tree: Any) -> Iterator[ElasticCkptError]:
@@ -92,8 +100,9 @@ def refusals(tree: Any) -> Iterator[ElasticCkptError]:
     kept, waiting = [], [tree]
     while waiting:
         node = waiting.pop()
-        if type(node) is Global and node.error is not None:
-            yield node.error
+        name = node.function if type(node) is Call else node
+        if type(name) is Global and name.error is not None:
+            yield name.error
         if type(node) not in _LEAVES and id(node) not in met:
             met.add(id(node))
             kept.append(children := _children(node))
@@ -128,7 +137,7 @@ def replace_leaves(
     waiting = [(root, _ENTER)]
     while waiting:
         node, stage = waiting.pop()
-        parts: list[Any] = []
+        parts: Any = ()
         if stage == _ENTER and type(node) not in _PLAIN and id(node) not in met:
             met.add(id(node))
             waiting.append((node, _MAKE))
@@ -141,30 +150,14 @@ def replace_leaves(
             else:
                 fill(node)
         elif stage == _FILL:
-            if all(id(part) in done for part in _parts(node)[1]):
+            if all(id(part) in done for part in _parts(node)[1] if type(part) not in _PLAIN):
                 fill(node)
             else:
                 late.append(node)
-        waiting += [(part, _ENTER) for part in reversed(parts)]
+        waiting += [(part, _ENTER) for part in reversed(parts) if type(part) not in _PLAIN]
     for node in late:
         fill(node)
     return new(root)
-
-
-def _parts(node: Any) -> tuple[list[Any], list[Any]]:
-    """What must be there before a node is made, and what it gets then; both without plain values."""
-    needed: Any = ()
-    given: Any = ()
-    if type(node) in (tuple, frozenset):
-        needed = node
-    elif type(node) is Call:
-        needed = [*((node.function,) if type(node.function) is Call else ()), *node.args]
-        given = [*vars(node).values(), *(value for _, values in node.steps for value in values)]
-    elif type(node) is TensorRef and node.attributes is not None:
-        needed = [node.attributes]
-    elif isinstance(node, _FILLED):
-        given = _children(node)
-    return [part for part in needed if type(part) not in _PLAIN], [part for part in given if type(part) not in _PLAIN]
 
 
 def _made(node: Any, new: Callable[[Any], Any], replace: Callable[[Any], Any]) -> Any:
@@ -226,9 +219,6 @@ def _fill(node: Any, target: Any, new: Callable[[Any], Any], give: Any) -> None:
 
 
 def _too_entangled(found: str) -> UnsupportedError:
-    return UnsupportedError(
-        "this file holds objects whose nesting cannot be walked through",
-        expected=f"a tree of containers, at most {_MOST_DEPTH} deep",
-        found=found,
-        remedy="save it in another form",
-    )
+    problem = "this file holds objects whose nesting cannot be walked through"
+    expected = f"a tree of containers, at most {_MOST_DEPTH} deep"
+    return UnsupportedError(problem, expected=expected, found=found, remedy=OTHER_FORM)
