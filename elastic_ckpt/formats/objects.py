@@ -16,24 +16,10 @@ from typing import TYPE_CHECKING, Any
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError, UnsupportedError, refuse_used_up
 from elastic_ckpt.formats.pickled import PickledFile, read_into, unreadable
-from elastic_ckpt.formats.torch_archive.calls import (
-    ITEMS,
-    MEMBER,
-    NEW,
-    PAIRS,
-    STATE,
-    SUBCLASS,
-    TENSOR,
-    Call,
-    Global,
-    Size,
-    refuse_errors,
-    unsafe_error,
-)
+from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, refuse_errors, unsafe_error
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, NAMESPACE, PLAIN_CLASSES, is_attribute
 from elastic_ckpt.formats.torch_archive.tensors import (
     CHANGED,
-    OTHER_FORM,
     PARAMETER,
     QUANTIZED,
     SPARSE,
@@ -114,8 +100,9 @@ class _Maker:
             while isinstance(leaf, Call):  # its result was called
                 leaf = leaf.function
             name = leaf if isinstance(leaf, Global) else type(leaf).__name__
-            problem, found = "an object of this file cannot be made again", f"{name}: {type(error).__name__}: {error}"
-            raise UnsupportedError(problem, self._file.path, found=found[:300], remedy=OTHER_FORM) from error
+            problem, remedy = "an object of this file cannot be made again", "save it in another form"
+            found = f"{name}: {type(error).__name__}: {error}"[:300]
+            raise UnsupportedError(problem, self._file.path, found=found, remedy=remedy) from error
 
     def made(self, leaf: Any) -> Any:
         """What a leaf stands for."""
@@ -141,17 +128,17 @@ class _Maker:
             if call.name == ARRAY and not steps:
                 raise ValueError("an array without data")
             for kind, values in steps:
-                if kind == STATE:
+                if kind == "state":
                     self._charge(values[0])
                     _set_state(call, made, values[0])
-                elif kind == PAIRS:
+                elif kind == "pairs":
                     for key, value in zip(values[::2], values[1::2], strict=True):
                         made[key] = value
-                elif kind == ITEMS and hasattr(made, "extend"):
+                elif kind == "items" and hasattr(made, "extend"):
                     made.extend(values)
                 else:
                     for value in values:
-                        (made.append if kind == ITEMS else made.add)(value)
+                        (made.append if kind == "items" else made.add)(value)
 
     def _charge(self, state: Any, elements: int = 0) -> None:
         self._left -= elements
@@ -235,16 +222,16 @@ def _called(call: Call) -> Any:
     if not isinstance(function, Global):
         return function(*args)
     refuse_errors(function)
-    if call.how == TENSOR:
+    if call.how == "tensor":
         return _not_dense(function.name, args)
     if function.users is None and function.name in (ARRAY, BUFFER, DTYPE):
         return _of_numpy(function.name, args)
     cls = _imported(function.name) if function.users is None else function.users
     if function.users is None and not isinstance(cls, type):
         return call
-    if call.how in (MEMBER, SUBCLASS):
-        return cls[args[0]] if call.how == MEMBER else args[0].as_subclass(cls)
-    return cls.__new__(cls, *args) if call.how == NEW else cls(*args)
+    if call.how in ("member", "subclass"):
+        return cls[args[0]] if call.how == "member" else args[0].as_subclass(cls)
+    return cls.__new__(cls, *args) if call.how == "new" else cls(*args)
 
 
 def _of_numpy(name: str, args: tuple[Any, ...]) -> Any:

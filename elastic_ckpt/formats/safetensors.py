@@ -6,6 +6,7 @@ The format is that of https://github.com/huggingface/safetensors#format (0.8.0):
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -30,7 +31,6 @@ from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.errors import listed as shown
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
-from elastic_ckpt.formats.json_text import MOST_JSON_NBYTES, parse_json
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import named_errors
 from elastic_ckpt.storage.local import file_names, open_stream
@@ -48,6 +48,12 @@ _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 #: Files with optimizer states, as ``elastic-ckpt export --optimizer`` writes them, and with the weights.
 _OPTIMIZER, _MODEL = "optimizer", "model"
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
+#: Text that is read of a file at most: the largest header that the library of safetensors reads.
+_MOST_JSON_NBYTES = 100_000_000
+#: Bytes that Python takes at most for what a sign begins or separates, and for a character, which may be a wide one.
+_COSTS: Mapping[bytes, int] = MappingProxyType({b"{": 250, b"[": 90, b":": 160, b",": 70})
+_COST_OF_ASCII, _COST_OF_OTHERS = 7, 10
+_MOST_MEMORY_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def _read_indexed(found: CheckpointInfo, stem: str) -> dict[str, _Header]:
     """The files that an index names, which have the tensors that it names."""
     path = found.path(stem + INDEX_SUFFIX)
     with named_errors(path, _EXPECTED), open_stream(path) as stream:
-        index = parse_json(stream.read(MOST_JSON_NBYTES))["weight_map"]
+        index = parse_json(stream.read(_MOST_JSON_NBYTES))["weight_map"]
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ValueError("a weight_map that does not name files")
         if any(os.path.basename(file) != file for file in index.values()):
@@ -139,7 +145,7 @@ def _read_header(path: str) -> _Header:
     with named_errors(path, _EXPECTED), open_stream(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         (nbytes,) = struct.unpack("<Q", stream.read(8))
-        if nbytes > min(MOST_JSON_NBYTES, size - 8):
+        if nbytes > min(_MOST_JSON_NBYTES, size - 8):
             raise ValueError(f"a header of {nbytes} bytes in a file of {size}")
         header = parse_json(stream.read(nbytes))
         metadata, position, tensors = header.pop(METADATA, {}), 8 + nbytes, {}
@@ -209,3 +215,29 @@ def _metadata(
         aliases={alias: name for alias, name in ties.items() if (False, alias) not in owner},
         notes=notes,
     )
+
+
+def parse_json(text: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none, or has a key twice.
+        UnsupportedError: it might take more than 1 GiB.
+    """
+    needed = len(text) * (_COST_OF_ASCII if text.isascii() else _COST_OF_OTHERS)
+    needed += sum(cost * text.count(sign) for sign, cost in _COSTS.items())
+    if needed > _MOST_MEMORY_NBYTES:
+        problem, remedy = "this file has more JSON than is read", "save fewer tensors in one file"
+        expected = f"JSON that takes at most {_MOST_MEMORY_NBYTES} bytes of memory"
+        found = f"{len(text)} bytes of text, which may take {needed}"
+        raise UnsupportedError(problem, expected=expected, found=found, remedy=remedy)
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("two entries of one name")
+    return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.detect import global_steps, list_checkpoints
-from elastic_ckpt.formats.json_text import parse_json
+from elastic_ckpt.formats.safetensors import parse_json
 from elastic_ckpt.storage.local import folder_names, open_stream
 from elastic_ckpt.tools.inspection import one_line
 from elastic_ckpt.tools.opened import config_of

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.json_text import _COST_OF_ASCII, _COST_OF_OTHERS, _COSTS, parse_json
+from elastic_ckpt.formats.safetensors import _COST_OF_ASCII, _COST_OF_OTHERS, _COSTS, parse_json
 
 #: What takes most memory for its length, of each kind.
 DENSE = {

@@ -86,13 +86,10 @@ class PickledFile:
         node = self.tree
         for depth, key in enumerate(keys):
             if not isinstance(node, Mapping) or key not in node:
-                raise LayoutError(
-                    "this file lacks an entry that DeepSpeed always writes",
-                    self.path,
-                    " / ".join(keys[: depth + 1]),
-                    sorted(map(str, node))[:12] if isinstance(node, Mapping) else type(node).__name__,
-                    remedy="the file is not of this checkpoint, or of a DeepSpeed version that is not supported",
-                )
+                problem, entry = "this file lacks an entry that DeepSpeed always writes", " / ".join(keys[: depth + 1])
+                found = sorted(map(str, node))[:12] if isinstance(node, Mapping) else type(node).__name__
+                remedy = "the file is not of this checkpoint, or of a DeepSpeed version that is not supported"
+                raise LayoutError(problem, self.path, entry, found, remedy=remedy)
             node = node[key]
         return node
 
@@ -265,10 +262,7 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle)
 def screen(stream: BinaryIO) -> None:
     """Raise unless what torch's loader would unpickle of an open file names nothing but what is safe.
 
-    Raises:
-        ArchiveError: damaged, or torch might read other bytes than these.
-        pickle.UnpicklingError: a pickle that no ``torch.save`` wrote. Noise can raise other exceptions as well.
-        UnsafePickleError, UnsupportedError: a name, or a use of one, that is not known to be safe.
+    Errors are those of :func:`read_archive_tree`, and an :class:`ArchiveError` where torch might read other bytes.
     """
     unpickle = partial(_unpickle, find=_find_safe, keeps=(UnsupportedError,))
     if _is_legacy(stream):

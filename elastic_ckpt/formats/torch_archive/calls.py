@@ -5,15 +5,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError
 
-#: How a :class:`Call` is made: NEWOBJ makes an object that is not initialized; a member of an enum by its name; a
-#: tensor that is not dense; one of a class of the user's.
-CALL, NEW, MEMBER, TENSOR, SUBCLASS = "call", "new", "member", "tensor", "subclass"
-#: What is done with its result.
-STATE, ITEMS, PAIRS, MEMBERS = "state", "items", "pairs", "members"
+#: How a :class:`Call` is made: "new", of NEWOBJ, is an object that is not initialized; "member" one of an enum, by its
+#: name; "tensor" one that is not dense; "subclass" one of a class of the user's. And what is done with its result.
+How = Literal["call", "new", "member", "tensor", "subclass"]
+Step = Literal["state", "items", "pairs", "members"]
 #: Most objects in a dictionary key or set member: hashing recurses into them.
 _MOST_KEY_OBJECTS = 32
 #: Smaller integers are their own hashes. Greater ones, floats and tuples can be made to collide: a dictionary or set
@@ -51,9 +50,9 @@ class Call:
 
     __slots__ = ("__dict__", "args", "function", "how", "steps")
 
-    def __init__(self, function: Any, args: tuple[Any, ...] = (), how: str = CALL) -> None:
+    def __init__(self, function: Any, args: tuple[Any, ...] = (), how: How = "call") -> None:
         self.function, self.args, self.how = function, args, how
-        self.steps: list[tuple[str, list[Any]]] = []  # STATE, ITEMS, PAIRS or MEMBERS, with values; of a state, one
+        self.steps: list[tuple[Step, list[Any]]] = []  # with values; of a state, one
 
     @property
     def name(self) -> str:
@@ -65,7 +64,7 @@ class Call:
         return type(self.function) is Call or self.function.users is not None
 
     def __int__(self) -> int:
-        return _STAGES[self.args[0]] if self.how == MEMBER else int(self.args[0])
+        return _STAGES[self.args[0]] if self.how == "member" else int(self.args[0])
 
     def __str__(self) -> str:
         return self.name
@@ -93,13 +92,11 @@ def described(value: Any) -> str:
 
 def unsafe_error(found: str) -> UnsafePickleError:
     """A name, or a use of it, that is not on the closed list."""
-    return UnsafePickleError(
-        "this file asks for a Python class or function that is not on the list of safe globals",
-        expected="tensors, containers, numbers, strings, and DeepSpeed's own small classes",
-        found=f"Unsupported GLOBAL {found}"[:300],
-        remedy="if you trust whoever wrote the file: torch.serialization.add_safe_globals([TheClass]) before loading, "
-        'or "elastic_checkpoint": {"trust_pickle": true}',
-    )
+    problem = "this file asks for a Python class or function that is not on the list of safe globals"
+    expected = "tensors, containers, numbers, strings, and DeepSpeed's own small classes"
+    remedy = "if you trust whoever wrote the file: torch.serialization.add_safe_globals([TheClass]) before loading, or "
+    remedy += '"elastic_checkpoint": {"trust_pickle": true}'
+    return UnsafePickleError(problem, expected=expected, found=f"Unsupported GLOBAL {found}"[:300], remedy=remedy)
 
 
 def refuse_errors(*values: Any) -> None:

@@ -186,8 +186,7 @@ class Directory(Listing):
 
     def find(self, name: str) -> ArchiveRecord | None:
         """The record of a name below :attr:`root`."""
-        record, full = self.layout.records.get(name), f"{self.root}/{name}"
-        return record if record is None or record.name == full else ArchiveRecord(full, *record[1:])
+        return self.layout.records.get(name)
 
     def read_record(self, name: str, most_nbytes: int) -> bytes:
         """A small record's data; :class:`ArchiveError` if it is missing, larger, or contradicts its checksum."""
@@ -198,10 +197,10 @@ class Directory(Listing):
         offset = self.offset(record)
         *_, name_nbytes, extra_nbytes = HEADER.unpack(self.read(record.header, HEADER.size))
         if record.header + HEADER.size + name_nbytes + extra_nbytes != offset:
-            raise ArchiveError(f"the header of record {record.name} says that its data is elsewhere")
+            raise ArchiveError(f"the header of record {name} says that its data is elsewhere")
         raw = self.read(offset, record.nbytes)
         if record.crc32 and zlib.crc32(raw) != record.crc32:  # 0: torch.serialization.set_crc32_options(False)
-            raise ArchiveError(f"Bad CRC-32 for record {record.name}")
+            raise ArchiveError(f"Bad CRC-32 for record {name}")
         return raw
 
     def offset(self, record: ArchiveRecord) -> int:
@@ -222,12 +221,13 @@ class Directory(Listing):
     def _offset_by_header(self, record: ArchiveRecord, following: int) -> int:
         self.has_read_headers = True
         signature, *_, name_nbytes, extra_nbytes = HEADER.unpack(self.read(record.header, HEADER.size))
-        name = self.read(record.header + HEADER.size, name_nbytes)
-        if signature != b"PK\x03\x04" or _decoded(name, record.flags) != record.name:
-            raise ArchiveError(f"the header of record {record.name} at byte {record.header} is damaged")
+        found = _decoded(self.read(record.header + HEADER.size, name_nbytes), record.flags)
+        name = f"{self.root}/{record.name.partition('/')[2]}"  # its own, where the layout is another file's
+        if signature != b"PK\x03\x04" or found != name:
+            raise ArchiveError(f"the header of record {name} at byte {record.header} is damaged")
         offset: int = record.header + HEADER.size + name_nbytes + extra_nbytes
         if offset + record.nbytes > following:
-            raise ArchiveError(f"record {record.name} reaches into the next one, at byte {following}")
+            raise ArchiveError(f"record {name} reaches into the next one, at byte {following}")
         return offset
 
 

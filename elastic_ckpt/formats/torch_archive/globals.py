@@ -25,12 +25,9 @@ from typing import TYPE_CHECKING, Any
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import (
-    CALL,
-    MEMBER,
-    NEW,
-    STATE,
     Call,
     Global,
+    How,
     Size,
     checked_keys,
     described,
@@ -161,7 +158,7 @@ def _closed_list() -> dict[str, Global]:
         DTYPE: _numpy_dtype,
         ARRAY: None,
         **REBUILD,
-        **{path: _later(path, how=NEW) for path in (*_CLASSES, *_OF_TUPLES)},
+        **{path: _later(path, how="new") for path in (*_CLASSES, *_OF_TUPLES)},
         **{path: _later(path, (int, str)) for path in _ENUMS},
         **{path: partial(_of_python, path) for path in PLAIN_CLASSES},
     }
@@ -182,7 +179,7 @@ def set_state(target: Any, state: Any) -> None:
         return
     if is_call and target.name in _OF_TUPLES and type(state) is tuple:
         state = dict(zip(_OF_TUPLES[target.name], state, strict=False))
-    is_users, is_new = is_call and target.is_users, is_call and target.how == NEW
+    is_users, is_new = is_call and target.is_users, is_call and target.how == "new"
     if is_call and target.name == ARRAY and not is_users:
         _version, shape, dtype, _is_fortran, data = state
         _check_elements(dtype, data, shape)
@@ -198,7 +195,7 @@ def set_state(target: Any, state: Any) -> None:
         if not is_namespace:
             vars(target).update(state)
             return
-    target.steps.append((STATE, [state]))
+    target.steps.append(("state", [state]))
 
 
 def is_attribute(key: Any, kind: type = argparse.Namespace) -> bool:
@@ -311,7 +308,7 @@ def _typed(make: Callable[..., Any], *kinds: type | tuple[type, ...]) -> Callabl
     return checked
 
 
-def _later(name: str, *kinds: type | tuple[type, ...], how: str = CALL) -> Callable[..., Any]:
+def _later(name: str, *kinds: type | tuple[type, ...], how: How = "call") -> Callable[..., Any]:
     """What makes a call of a name on the list."""
     return _typed(lambda *args: Call(Global(name), args, how), *kinds)
 
@@ -321,7 +318,7 @@ def _enum_member(enum: Any, name: Any) -> Call:
     if type(enum) is Global and type(name) is str and not name.startswith("_"):
         is_users = isinstance(enum.users, type) and issubclass(enum.users, Enum)
         if enum.name in _ENUMS or is_users:
-            return Call(Global(enum.name, users=enum.users), (name,), MEMBER)
+            return Call(Global(enum.name, users=enum.users), (name,), "member")
     raise unsafe_error(f"builtins.getattr of {described(enum)}, {described(name)}")
 
 

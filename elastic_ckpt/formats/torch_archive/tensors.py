@@ -14,7 +14,7 @@ from typing import Any
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import STATE, SUBCLASS, TENSOR, Call, Global, described, refuse_errors
+from elastic_ckpt.formats.torch_archive.calls import Call, Global, described, refuse_errors
 
 #: dtype of each of torch's typed storages.
 _STORAGES = {
@@ -154,7 +154,7 @@ def _changed(ref: TensorRef, metadata: Any) -> Call:
         raise kind_error(f"a tensor with {kinds}")
     if not ref.dtype.startswith("complex" if "conj" in metadata else ("complex", "float", "bfloat")):
         raise pickle.UnpicklingError(f"a tensor of torch.{ref.dtype} that is conjugated or negated")
-    return Call(Global(CHANGED), (ref, tuple(sorted(metadata))), TENSOR)
+    return Call(Global(CHANGED), (ref, tuple(sorted(metadata))), "tensor")
 
 
 def _quantized(storage: Any, offset: Any, size: Any, stride: Any, params: Any, grad: Any, _hooks: Any = None) -> Call:
@@ -173,7 +173,7 @@ def _quantized(storage: Any, offset: Any, size: Any, stride: Any, params: Any, g
         is_known = is_known and tuple(map(type, numbers)) == (float, int)
     if not is_known:
         raise pickle.UnpicklingError(f"a quantized tensor by {described(scheme)} with parameters of another kind")
-    return Call(Global(QUANTIZED), (storage, offset, ref.shape, ref.stride, grad is True, *params), TENSOR)
+    return Call(Global(QUANTIZED), (storage, offset, ref.shape, ref.stride, grad is True, *params), "tensor")
 
 
 def _sparse(layout: Any, parts: Any) -> Call:
@@ -187,7 +187,7 @@ def _sparse(layout: Any, parts: Any) -> Call:
     is_known = len(tensors) == count and isinstance(size, tuple) and math.prod(checked_shape(size)) < _MOST_ELEMENTS
     if not is_known or (more and (count, *map(type, more)) != (2, bool)):
         raise pickle.UnpicklingError("a sparse tensor of other parts")
-    return Call(Global(SPARSE), (layout, *parts), TENSOR)
+    return Call(Global(SPARSE), (layout, *parts), "tensor")
 
 
 def _check_parts(*parts: Any) -> None:
@@ -205,12 +205,12 @@ def _meta(dtype: Any, size: Any, stride: Any, grad: Any) -> Call:
         raise pickle.UnpicklingError("a tensor on meta without dtype, size or strides")
     if len(size) != len(stride):
         raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
-    return Call(Global(META), (dtype, checked_shape(size), checked_shape(stride), grad is True), TENSOR)
+    return Call(Global(META), (dtype, checked_shape(size), checked_shape(stride), grad is True), "tensor")
 
 
 def _rebuild_parameter(data: Any, requires_grad: Any, _hooks: Any, state: Any = None) -> TensorRef | Call:
-    if type(data) is Call and data.how == TENSOR:
-        return _with_state(Call(Global(PARAMETER), (data, requires_grad is True), TENSOR), state)
+    if type(data) is Call and data.how == "tensor":
+        return _with_state(Call(Global(PARAMETER), (data, requires_grad is True), "tensor"), state)
     ref: TensorRef = _with_state(data, state)
     return replace(ref, is_parameter=True, requires_grad=requires_grad is True)
 
@@ -230,14 +230,14 @@ def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Tensor
         return _with_state(data, state)
     if cls.users is None:
         raise cls.error or subclass_error(cls.name)
-    made = Call(cls, (data,), SUBCLASS)
-    made.steps.append((STATE, [state]))
+    made = Call(cls, (data,), "subclass")
+    made.steps.append(("state", [state]))
     return made
 
 
 def _with_state(data: Any, state: Any) -> Any:
     """The tensor with attributes; DeepSpeed's optimizer swapper names a tensor's file by its ``ds_id``."""
-    is_call = type(data) is Call and data.how == TENSOR
+    is_call = type(data) is Call and data.how == "tensor"
     if type(data) is not TensorRef and not is_call:
         raise pickle.UnpicklingError("a parameter that is no tensor")
     attributes = state[0] if type(state) is tuple and state else state  # with the values of slots
@@ -246,7 +246,7 @@ def _with_state(data: Any, state: Any) -> Any:
     if type(attributes) is not dict:
         raise pickle.UnpicklingError("attributes of a tensor that are no dictionary")
     if is_call:
-        data.steps.append((STATE, [attributes]))
+        data.steps.append(("state", [attributes]))
         return data
     swap_id = attributes.get("ds_id")
     return replace(data, swap_id=swap_id if isinstance(swap_id, str) else data.swap_id, attributes=attributes)
@@ -260,13 +260,10 @@ def kind_error(found: str) -> UnsupportedError:
 
 def subclass_error(name: str) -> UnsupportedError:
     """A tensor of a class of its own."""
-    return UnsupportedError(
-        "this file holds a tensor of a class of its own, whose parts cannot be cut for another topology",
-        expected="torch.Tensor",
-        found=name[:300],
-        remedy="the 8- and 4-bit formats of torchao are not supported: load at the topology it was saved with; a class "
-        "of your own in the client state: torch.serialization.add_safe_globals([TheClass])",
-    )
+    problem = "this file holds a tensor of a class of its own, whose parts cannot be cut for another topology"
+    remedy = "the 8- and 4-bit formats of torchao are not supported: load at the topology it was saved with; a class "
+    remedy += "of your own in the client state: torch.serialization.add_safe_globals([TheClass])"
+    return UnsupportedError(problem, expected="torch.Tensor", found=name[:300], remedy=remedy)
 
 
 #: Functions that rebuild tensors, by qualified name.

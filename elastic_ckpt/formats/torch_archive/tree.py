@@ -9,7 +9,7 @@ from dataclasses import replace as replaced
 from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, SUBCLASS, TENSOR, Call, Global, refuse_errors
+from elastic_ckpt.formats.torch_archive.calls import Call, Global, refuse_errors
 from elastic_ckpt.formats.torch_archive.tensors import OTHER_FORM, StorageRef, TensorRef, kind_error
 
 #: Deepest nesting of containers, and how many objects a walk may meet per object that there is: shared objects are met
@@ -54,8 +54,8 @@ def check_tree(tree: Any) -> None:
         if depth > _MOST_DEPTH:
             raise _too_entangled(f"objects {depth} deep in each other")
         refuse_errors(node, node.function if type(node) is Call else None)
-        if type(node) is Call and node.how in (TENSOR, SUBCLASS):
-            raise kind_error(f"{node}, a tensor of a class of its own" if node.how == SUBCLASS else str(node))
+        if type(node) is Call and node.how in ("tensor", "subclass"):
+            raise kind_error(f"{node}, a tensor of a class of its own" if node.how == "subclass" else str(node))
         children = _children(node)
         sizes[id(node)] = 0
         kept.append(children)
@@ -196,7 +196,7 @@ def _check_keys(keys: Iterable[Any], new: Callable[[Any], Any]) -> None:
 
 def _fill(node: Any, target: Any, new: Callable[[Any], Any], give: Any) -> None:
     if type(node) is Call:
-        keys = {PAIRS: slice(None, None, 2), MEMBERS: slice(None)}
+        keys = {"pairs": slice(None, None, 2), "members": slice(None)}
         _check_keys([key for kind, values in node.steps if kind in keys for key in values[keys[kind]]], new)
         steps = [(kind, list(map(new, values))) for kind, values in node.steps]
         attributes = {key: new(value) for key, value in vars(node).items()}

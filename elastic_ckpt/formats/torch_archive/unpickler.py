@@ -24,13 +24,10 @@ from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import (
-    CALL,
-    ITEMS,
-    MEMBERS,
-    NEW,
-    PAIRS,
     Call,
     Global,
+    How,
+    Step,
     check_key,
     checked_keys,
     described,
@@ -57,16 +54,11 @@ _OF_PROTOCOL_0 = frozenset(b"2FILPSTUVdgiop")
 
 
 class Machine:
-    """Runs one pickle.
+    """Runs the pickle that is at byte ``at`` of ``data``; what follows its end is not looked at.
 
-    Args:
-        data: bytes that begin with the pickle at ``at``; what follows its end is not looked at.
-        find: the entry of a global by (module, name), Python 2's names translated; raises for what is not allowed.
-        load: the object of a persistent id.
-        at: see ``data``.
-        file_nbytes: size of the file, from which the number of containers follows that it may make.
-        keeps: errors of what is refused that become a :class:`Global` with it in the result; others are raised.
-        is_trusted: whether counts and lengths are unbounded.
+    ``find`` gives the entry of a global by (module, name), Python 2's names translated, or raises; ``load`` the object
+    of a persistent id. What is refused with an error of ``keeps`` becomes a :class:`Global` with it in the result;
+    other errors are raised. ``file_nbytes`` bounds the number of containers; with ``is_trusted`` nothing is bounded.
     """
 
     def __init__(
@@ -204,7 +196,7 @@ class Machine:
             self._globals[key] = self._find(*key)
         return self._globals[key]
 
-    def call(self, function: Any, arguments: Any, *, how: str = CALL) -> Any:
+    def call(self, function: Any, arguments: Any, *, how: How = "call") -> Any:
         """What a global makes of its arguments, or will."""
         if type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"{described(function)} is called with no tuple")
@@ -271,21 +263,21 @@ def _memoize(machine: Machine) -> None:
     machine.memo[len(machine.memo)] = machine.stack[-1]
 
 
-def _fill(kind: str, items: list[Any], machine: Machine) -> None:
+def _fill(kind: Step, items: list[Any], machine: Machine) -> None:
     """Give the topmost object items, members or pairs; who is not made yet keeps them for later."""
     target, keys = machine.stack[-1], items[::2]
-    if kind == PAIRS and len(items) % 2:
+    if kind == "pairs" and len(items) % 2:
         raise pickle.UnpicklingError("a key without a value")
     if type(target) is Call:
-        checked_keys(keys if kind == PAIRS else [])
+        checked_keys(keys if kind == "pairs" else [])
         target.steps.append((kind, items))
-    elif kind == ITEMS and type(target) is list:
+    elif kind == "items" and type(target) is list:
         target += items
-    elif kind == MEMBERS and type(target) is set:
+    elif kind == "members" and type(target) is set:
         target |= set(checked_keys(items, len(target)))
-    elif kind == PAIRS and type(target) is dict and {str}.issuperset(map(type, keys)):
+    elif kind == "pairs" and type(target) is dict and {str}.issuperset(map(type, keys)):
         target.update(zip(keys, items[1::2], strict=True))
-    elif kind == PAIRS and isinstance(target, dict):
+    elif kind == "pairs" and isinstance(target, dict):
         for key, value in zip(keys, items[1::2], strict=True):
             check_key(key, len(target))
             target[key] = value
@@ -329,7 +321,7 @@ _VALUES: dict[int, Callable[[Machine], Any]] = {
     pickle.BINPERSID[0]: lambda machine: machine.load(machine.stack.pop()),
     pickle.GLOBAL[0]: lambda machine: machine.find(machine.line(), machine.line()),
     pickle.STACK_GLOBAL[0]: lambda machine: machine.find(*machine.last(2)),
-    pickle.NEWOBJ[0]: lambda machine: machine.call(*machine.last(2), how=NEW),
+    pickle.NEWOBJ[0]: lambda machine: machine.call(*machine.last(2), how="new"),
 }
 #: What pushes a container.
 _CONTAINERS: dict[int, Callable[[Machine], Any]] = {
@@ -346,11 +338,11 @@ _OPERATIONS: dict[int, Callable[[Machine], Any]] = {
     pickle.PROTO[0]: lambda machine: machine.take(1),
     pickle.FRAME[0]: lambda machine: machine.take(8),
     pickle.MEMOIZE[0]: _memoize,
-    pickle.APPEND[0]: lambda machine: _fill(ITEMS, machine.last(1), machine),
-    pickle.APPENDS[0]: lambda machine: _fill(ITEMS, machine.marked(), machine),
-    pickle.SETITEM[0]: lambda machine: _fill(PAIRS, machine.last(2), machine),
-    pickle.SETITEMS[0]: lambda machine: _fill(PAIRS, machine.marked(), machine),
-    pickle.ADDITEMS[0]: lambda machine: _fill(MEMBERS, machine.marked(), machine),
+    pickle.APPEND[0]: lambda machine: _fill("items", machine.last(1), machine),
+    pickle.APPENDS[0]: lambda machine: _fill("items", machine.marked(), machine),
+    pickle.SETITEM[0]: lambda machine: _fill("pairs", machine.last(2), machine),
+    pickle.SETITEMS[0]: lambda machine: _fill("pairs", machine.marked(), machine),
+    pickle.ADDITEMS[0]: lambda machine: _fill("members", machine.marked(), machine),
     pickle.BUILD[0]: _build,
     pickle.POP[0]: _pop,
     pickle.POP_MARK[0]: lambda machine: machine.marked(),

@@ -31,7 +31,7 @@ from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.torch_archive.calls import MEMBER, NEW, Call, Global
+from elastic_ckpt.formats.torch_archive.calls import Call, Global
 from elastic_ckpt.formats.universal import common_optimizer_state
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.report import progress_bar
@@ -166,7 +166,7 @@ class _Pickler(_PythonsPickler):  # type: ignore[misc]
             return
         module, _, of_class = obj.name.rpartition(".")
         named = f"c{module}\n{of_class}\n".encode()
-        if obj.how == MEMBER:
+        if obj.how == "member":
             self.save(getattr)
             self.write(pickle.MARK + named)
             for argument in obj.args:
@@ -175,7 +175,7 @@ class _Pickler(_PythonsPickler):  # type: ignore[misc]
         else:
             self.write(named)
             self.save(obj.args)
-            self.write(pickle.NEWOBJ if obj.how == NEW else pickle.REDUCE)
+            self.write(pickle.NEWOBJ if obj.how == "new" else pickle.REDUCE)
         self.memoize(obj)
         if vars(obj):
             self.save(vars(obj))
@@ -213,7 +213,7 @@ def tp_entries(rule: ShardSpec | None, tensor: LogicalTensor) -> dict[str, Any]:
         return {"cat_dim": 0, "param_n_sub_params": 2}
     shape = tensor.shape[1:] if tensor.planes > 1 else tensor.shape
     sizes = tuple(shape[dim] // sum(parts) * part for part in parts)
-    widths, noted = (*shape[:dim], sizes, *shape[dim + 1 :]), Call(Global(_SUBPARAM_SHAPE), (), NEW)
+    widths, noted = (*shape[:dim], sizes, *shape[dim + 1 :]), Call(Global(_SUBPARAM_SHAPE), (), "new")
     vars(noted).update(patterns=[re.escape(tensor.name)], shape=widths, partition_dim=dim)
     return {"sub_param_shape": noted}
 
