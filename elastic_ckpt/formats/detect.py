@@ -41,7 +41,8 @@ def find_checkpoint(
     choices: list[CheckpointInfo] = []
     for latest in (LATEST_UNIVERSAL, LATEST) if prefer_universal else (LATEST, LATEST_UNIVERSAL):
         named = read_latest(load_dir, latest)
-        found = None if named is None else _look_below(load_dir, named)
+        below = None if named is None else _below(load_dir, named)
+        found = None if below is None else look_at(load_dir, below)
         if found is not None:
             choices.append(found)
         elif named is not None and not choices:
@@ -91,14 +92,10 @@ def look_at(load_dir: str, tag: str) -> CheckpointInfo | None:
     return CheckpointInfo("dcp", folder, tag, files) if os.path.lexists(os.path.join(folder, DCP_METADATA)) else None
 
 
-def _look_below(load_dir: str, tag: str) -> CheckpointInfo | None:
-    """:func:`look_at` for a tag from a ``latest`` file: a path, but to nothing outside ``load_dir``; empty: itself."""
-    relative = os.path.relpath(os.path.join(load_dir, tag), load_dir)
-    return None if _is_outside(relative) else look_at(load_dir, "" if relative == os.curdir else relative)
-
-
-def _is_outside(relative: str) -> bool:
-    return relative.split(os.sep, maxsplit=1)[0] == os.pardir
+def _below(load_dir: str, named: str) -> str | None:
+    """The tag that a ``latest`` file names: a path, or nothing, which is the folder itself; ``None``: outside it."""
+    relative = os.path.relpath(os.path.join(load_dir, named), load_dir)
+    return None if relative.split(os.sep)[0] == os.pardir else "" if relative == os.curdir else relative
 
 
 def list_checkpoints(load_dir: str) -> list[CheckpointInfo]:
@@ -146,7 +143,7 @@ def _misled(load_dir: str, latest: str, named: str) -> NotFoundError:
     wanted, tag = f"the tag {shown} that {path} names", named[:200] or None
     if not named:
         wanted = f"the name of a tag in {path}, which is empty"
-    elif _is_outside(os.path.relpath(os.path.join(load_dir, named), load_dir)):
+    elif _below(load_dir, named) is None:
         wanted, tag = f"a tag below {load_dir}; {path} names {shown}, which is outside and is not followed", None
     return _no_such_tag(load_dir, wanted, tag)
 

@@ -18,14 +18,7 @@ from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError, Unsupported
 from elastic_ckpt.formats.pickled import PickledFile, read_into, unreadable
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, refuse_errors, unsafe_error
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, NAMESPACE, PLAIN_CLASSES, is_attribute
-from elastic_ckpt.formats.torch_archive.tensors import (
-    CHANGED,
-    PARAMETER,
-    QUANTIZED,
-    SPARSE,
-    StorageRef,
-    TensorRef,
-)
+from elastic_ckpt.formats.torch_archive.tensors import CHANGED, PARAMETER, QUANTIZED, SPARSE, StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.storage.local import open_stream
 

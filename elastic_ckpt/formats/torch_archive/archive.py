@@ -160,17 +160,17 @@ def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees) -> 
     key = digest, directory.layout
     if key in known.whole:
         tree, kept = known.whole[key]
-        return PickledFile(path, directory.nbytes, tree, directory.root, kept, directory.surplus_nbytes)
-    offsets = tuple(offset_of(*storage) for storage in known.storages.get(digest, ()))
-    if (digest, offsets) not in known.trees:
-        records.clear()
-        tree, _ = unpickle(data, 0, load, directory.nbytes)
-        check_tree(own_entries(tree))
-        offsets = tuple(offset for offset, _, _ in records)
-        known.storages[digest], known.trees[digest, offsets] = storages, tree
-    tree, kept = known.trees[digest, offsets], Records.of(records)
-    if not directory.has_read_headers:
-        known.whole[key] = tree, kept
+    else:
+        offsets = tuple(offset_of(*storage) for storage in known.storages.get(digest, ()))
+        if (digest, offsets) not in known.trees:
+            records.clear()
+            tree, _ = unpickle(data, 0, load, directory.nbytes)
+            check_tree(own_entries(tree))
+            offsets = tuple(offset for offset, _, _ in records)
+            known.storages[digest], known.trees[digest, offsets] = storages, tree
+        tree, kept = known.trees[digest, offsets], Records.of(records)
+        if not directory.has_read_headers:
+            known.whole[key] = tree, kept
     return PickledFile(path, directory.nbytes, tree, directory.root, kept, directory.surplus_nbytes)
 
 

@@ -130,9 +130,6 @@ def replace_leaves(
     def new(part: Any) -> Any:
         return part if type(part) in _PLAIN else done[id(part)]
 
-    def fill(node: Any) -> None:
-        _fill(node, done[id(node)], new, give)
-
     late: list[Any] = []  # what contains a tuple that contains it
     waiting = [(root, _ENTER)]
     while waiting:
@@ -144,19 +141,16 @@ def replace_leaves(
             parts, _ = _parts(node)
         elif stage == _MAKE:
             done[id(node)] = _made(node, new, replace)
+            waiting.append((node, _FILL))
             _, parts = _parts(node)
-            if parts:
-                waiting.append((node, _FILL))
-            else:
-                fill(node)
         elif stage == _FILL:
             if all(id(part) in done for part in _parts(node)[1] if type(part) not in _PLAIN):
-                fill(node)
+                _fill(node, done[id(node)], new, give)
             else:
                 late.append(node)
         waiting += [(part, _ENTER) for part in reversed(parts) if type(part) not in _PLAIN]
     for node in late:
-        fill(node)
+        _fill(node, done[id(node)], new, give)
     return new(root)
 
 

@@ -1,15 +1,9 @@
 """Interprets a pickle without ever calling what the pickle names.
 
-What a pickle names is looked up in a closed list of :class:`Global` entries, whose functions are this package's own; no
-class is instantiated, no attribute set, and nothing imported at a pickle's wish. Python's own :class:`pickle.Unpickler`
+The package's docstring says what it may name, and what bounds time and memory. Python's own :class:`pickle.Unpickler`
 is not safe even with ``find_class`` overridden: it sets attributes of whatever a BUILD opcode meets, takes objects from
 ``copyreg``'s cache of extensions, allocates what a LONG_BINPUT or a length claims, and hashes tuples that a
-few dozen bytes make exponentially large.
-
-Time and memory are linear in the size of the pickle: the package's docstring says what bounds them.
-
-Source: ``pickletools.py`` of Python, protocols 2 to 5. Opcodes that no pickler writes for plain data (extension codes,
-out-of-band buffers, instances of Python 2's classes) are refused, and so are those of protocols 0 and 1.
+few dozen bytes make exponentially large. Source: ``pickletools.py`` of Python, protocols 2 to 5.
 """
 
 from __future__ import annotations
