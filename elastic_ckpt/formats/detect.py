@@ -15,12 +15,11 @@ from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.storage.local import file_names, folder_names, named_os_errors, open_stream
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+_MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 #: Longer than any folder name; a ``latest`` file is untrusted input.
 MOST_TAG_NBYTES = 4096
 #: Folders of steps as DeepSpeed, torchtitan and Megatron name them.
 _OWN_TAG = re.compile(r"(?:global_step|step-|iter_)(\d+)")
-#: File with the newest step that Megatron writes.
-_MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 
 
 def find_checkpoint(
@@ -150,13 +149,10 @@ def _misled(load_dir: str, latest: str, named: str) -> NotFoundError:
 
 def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
     tags = list_tags(load_dir)
-    return NotFoundError(
-        "the checkpoint to load is not there",
-        file=os.path.join(load_dir, tag) if tag else os.path.join(load_dir, LATEST),
-        expected=wanted,
-        found=f"checkpoints under the tags {', '.join(tags[:8])}" if tags else f"no checkpoint in {load_dir}",
-        remedy=f"load_checkpoint({load_dir!r}, tag={tags[0]!r})" if tags else "check the path",
-    )
+    problem, file = "the checkpoint to load is not there", os.path.join(load_dir, tag or LATEST)
+    found = f"checkpoints under the tags {', '.join(tags[:8])}" if tags else f"no checkpoint in {load_dir}"
+    remedy = f"load_checkpoint({load_dir!r}, tag={tags[0]!r})" if tags else "check the path"
+    return NotFoundError(problem, file, wanted, found, remedy=remedy)
 
 
 def global_steps(found: CheckpointInfo, trust_pickle: bool = False) -> int | None:

@@ -2,8 +2,7 @@
 
 DeepSpeed numbers them together: ``mp_rank = stage * tp + tensor-parallel rank`` (``PipelineParallelGrid``,
 topology.py). Since 0.17 files state both degrees (``checkpoint_parallel_dimensions``); in older ones, ranks of one
-stage list the same parameters. Statements are compared with the number of files (:class:`.StatedDegrees`). File names
-are not used: gpt-neox's would suggest another topology.
+stage list the same parameters. Names of files are not used: gpt-neox's would suggest another topology.
 """
 
 from __future__ import annotations
@@ -20,14 +19,11 @@ from elastic_ckpt.formats.model_states import ModelShard
 
 @dataclass(frozen=True)
 class Grid:
-    """Model-parallel ranks by pipeline stage, each stage in tensor-parallel order.
-
-    ZeRO partitioned each over ``partition_degree`` ranks, which sequence parallelism divided as in ``sequence``.
-    """
+    """Model-parallel ranks by pipeline stage, each stage in tensor-parallel order."""
 
     stages: tuple[tuple[int, ...], ...]
-    partition_degree: int = 1
-    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
+    partition_degree: int = 1  # ranks over which ZeRO partitioned each
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL  # how it divided these
 
     @property
     def tp(self) -> int:

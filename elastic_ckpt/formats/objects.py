@@ -38,10 +38,8 @@ def materialise(file: PickledFile, node: Any) -> Any:
     """The tree below ``node`` as the job that saved it had it; for what lies outside the model, not for weights.
 
     Tensors of one storage share memory. Objects of DeepSpeed and Megatron become real ones if their classes are
-    imported already; else stand-ins remain. torch is imported only for what is torch's.
-
-    Raises :class:`UnsafePickleError` or :class:`UnsupportedError` for what is not made, and :class:`DamagedError` for a
-    file that has shrunk.
+    imported already; else stand-ins remain. torch is imported only for what is torch's. What is not made is an
+    :class:`UnsafePickleError` or :class:`UnsupportedError`, a file that has shrunk a :class:`DamagedError`.
     """
     maker = _Maker(file)
     with maker.errors_of(node):  # keys may be unhashable, or take too long
@@ -51,9 +49,9 @@ def materialise(file: PickledFile, node: Any) -> Any:
 def materialise_entries(
     file: PickledFile, entries: Mapping[Any, Any], may_skip: Callable[[Any], bool]
 ) -> tuple[dict[Any, Any], dict[Any, ElasticCkptError]]:
-    """:func:`materialise` of a dictionary, without those entries that are not made and may be left out, which say why.
+    """:func:`materialise` of a dictionary, without entries that are not made, whose errors are returned by their keys.
 
-    An entry that is not made, and may not be left out, is an error that names it.
+    An entry that may not be left out raises its error, which names it.
     """
     try:
         return materialise(file, dict(entries)), {}

@@ -48,12 +48,9 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
     """Read the metadata of one file: a zip archive or a legacy one of ``torch.save``.
 
     With ``trust_pickle`` the file may run code; only at the user's explicit wish. Trees in ``known`` are not read again
-    but shared, and those that are read are added.
-
-    Raises:
-        DamagedError: missing, truncated, not a ``torch.save`` file, or shorter than its tensors claim.
-        UnsafePickleError: a class or function is not on the list of safe globals.
-        UnsupportedError: a tensor or object that cannot be read piece by piece.
+    but shared, and those that are read are added. Raises :class:`DamagedError` for a file that is missing, truncated or
+    shorter than its tensors claim, :class:`UnsafePickleError` for a class or function that is not on the list of safe
+    globals, :class:`UnsupportedError` for a tensor or object that cannot be read piece by piece.
     """
     with named_errors(path), open_stream(path) as stream:
         return read_archive_tree(stream, path, trust_pickle, known)
@@ -97,8 +94,7 @@ def unreadable(path: str, found: str, expected: str | None = None) -> DamagedErr
 def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> PickledFile:
     """:func:`open_pickled`, with an error that says so if DeepSpeed's ``fast`` writer appended to the file.
 
-    Such a file has bytes in its middle that its archive's directory does not know of. Where it can be read, it is
-    refused only if not all of its records have their checksums.
+    Where such a file can be read, it is refused only if not all of its records have their checksums.
     """
     try:
         file = open_pickled(path, trust_pickle, known)

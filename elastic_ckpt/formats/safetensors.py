@@ -218,12 +218,7 @@ def _metadata(
 
 
 def parse_json(text: bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is none, or has a key twice.
-        UnsupportedError: it might take more than 1 GiB.
-    """
+    """The value of a JSON text; ``ValueError`` if it is none or has a key twice, ``UnsupportedError`` above 1 GiB."""
     needed = len(text) * (_COST_OF_ASCII if text.isascii() else _COST_OF_OTHERS)
     needed += sum(cost * text.count(sign) for sign, cost in _COSTS.items())
     if needed > _MOST_MEMORY_NBYTES:

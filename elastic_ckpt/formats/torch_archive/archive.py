@@ -39,10 +39,9 @@ _MOST_PICKLE_NBYTES, _MOST_SMALL_PICKLE_NBYTES = 1 << 30, 1 << 26
 #: ``torch.serialization.MAGIC_NUMBER`` as its own pickle, which a legacy archive begins with.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_VERSION = 1001
-#: First part of a legacy archive that is read; four times as much each time that its pickles are longer.
-_FIRST_NBYTES = 1 << 20
-#: Read at once to compare a checksum.
-_PIECE_NBYTES = 1 << 20
+#: First part of a legacy archive that is read, four times as much each time that its pickles are longer; part of a
+#: record that is read at once to compare its checksum.
+_FIRST_NBYTES = _PIECE_NBYTES = 1 << 20
 #: Records that ``torch.save`` writes, below the archive's root. ``constants.pkl`` would make it TorchScript.
 _RECORD = re.compile(
     r"data\.pkl|byteorder|version|data/\w+|\.format_version|\.storage_alignment|\.data/serialization_id"
@@ -110,12 +109,9 @@ def read_archive_tree(stream: BinaryIO, path: str, trust_pickle: bool, known: Tr
     """Read an open file.
 
     With ``trust_pickle`` its pickles may run code. Otherwise a zip archive shares the tree of one in ``known``, if
-    there is such a one, and else is added to them.
-
-    Raises:
-        ArchiveError: damaged, or no ``torch.save`` file.
-        pickle.UnpicklingError: a pickle that no ``torch.save`` wrote. Noise can raise other exceptions as well.
-        UnsafePickleError, UnsupportedError: see :mod:`.globals`, :mod:`.tensors`, :mod:`.tree`.
+    there is such a one, and else is added to them. Raises :class:`ArchiveError` (damaged, or no ``torch.save`` file),
+    :class:`pickle.UnpicklingError` (no ``torch.save`` wrote this pickle; noise can raise others as well), and
+    :class:`UnsafePickleError` or :class:`UnsupportedError` for what is refused.
     """
     unpickle = _unpickle_trusting if trust_pickle else _unpickle
     if not _is_legacy(stream):

@@ -166,8 +166,7 @@ class Directory(Listing):
         for name, nbytes, _, header, _, is_stored in records.values():
             if not is_stored:  # tensors are read by their offsets, which would give other bytes
                 raise ArchiveError(f"a zip archive that was packed anew: {name} is compressed")
-            if header + HEADER.size + nbytes > self.start:
-                reach = header + HEADER.size + nbytes
+            if (reach := header + HEADER.size + nbytes) > self.start:
                 raise ArchiveError(f"record {name} reaches to byte {reach}, into the directory")
         if len({name.lower() for name in records}) != len(records):
             raise ArchiveError("two records of one name but for upper and lower case")

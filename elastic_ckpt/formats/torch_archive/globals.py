@@ -1,9 +1,8 @@
 """The closed list of names that a checkpoint's pickles may use, and what is made of their arguments and states.
 
-torch's own names since 1.6 (``torch/_utils.py``, ``torch/_tensor.py``, ``torch/storage.py``), containers and numbers of
-Python, arrays of numpy 1 and 2, and the small classes that DeepSpeed, Megatron and ``torch.distributed.checkpoint``
-pickle, under every module path that they had. None of them runs code of the file's choosing. Others are named, and
-called by nobody here, if the user passed them to :func:`torch.serialization.add_safe_globals`, or trusts the pickle.
+torch's own names since 1.6, containers and numbers of Python, arrays of numpy 1 and 2, and the small classes that
+DeepSpeed, Megatron and ``torch.distributed.checkpoint`` pickle, under every module path that they had. None of them
+runs code of the file's choosing. Others are named, and called by nobody here, if the user allowed them.
 """
 
 from __future__ import annotations

@@ -130,11 +130,9 @@ def _rebuild(
     if 0 in size:
         offset = 0  # it has no elements that could be elsewhere
     elif offset < 0 or end > storage.nbytes:
-        what = f"a tensor of {size} ends at byte {end}"
-        raise pickle.UnpicklingError(f"a storage has {storage.nbytes} bytes, but {what}")
-    start = offset * itemsize
-    at = storage.byte_offset + start
-    ref = TensorRef(dtype, size, stride, at, False, None, grad is True, None, start, storage.nbytes)
+        raise pickle.UnpicklingError(f"a storage has {storage.nbytes} bytes, but a tensor of {size} ends at byte {end}")
+    start, nbytes = offset * itemsize, storage.nbytes
+    ref = TensorRef(dtype, size, stride, storage.byte_offset + start, False, None, grad is True, None, start, nbytes)
     return _changed(ref, metadata) if metadata else ref
 
 
@@ -279,10 +277,6 @@ REBUILD: dict[str, Callable[..., Any]] = {
     **{SPARSE: _sparse, QUANTIZED: _quantized, META: _meta},
 }
 #: Those of tensors that are not made here, which check their parts.
-UNREADABLE = frozenset(
-    f"torch._utils._rebuild_{kind}"
-    for kind in (
-        *("sparse_csr_tensor", "wrapper_subclass", "xla_tensor", "mkldnn_tensor", "nested_tensor"),
-        *("device_tensor_from_numpy", "device_tensor_from_cpu_tensor"),
-    )
-)
+_KINDS = ("sparse_csr_tensor", "wrapper_subclass", "xla_tensor", "mkldnn_tensor", "nested_tensor")
+_KINDS_OF_DEVICES = ("device_tensor_from_numpy", "device_tensor_from_cpu_tensor")
+UNREADABLE = frozenset(f"torch._utils._rebuild_{kind}" for kind in (*_KINDS, *_KINDS_OF_DEVICES))

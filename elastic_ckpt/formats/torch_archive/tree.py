@@ -12,8 +12,8 @@ from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, refuse_errors
 from elastic_ckpt.formats.torch_archive.tensors import OTHER_FORM, StorageRef, TensorRef, kind_error
 
-#: Deepest nesting of containers, and how many objects a walk may meet per object that there is: shared objects are met
-#: again and again, and a few dozen lists can hold each other 2 ** 60 times.
+#: Deepest nesting of containers; how many objects a walk may meet per object: a few dozen lists can hold each other
+#: 2 ** 60 times.
 _MOST_DEPTH, _MOST_REPEATED = 128, 64
 #: Most objects that a key is made of: hashing recurses into them. And most keys of one hash.
 _MOST_IN_KEY, _MOST_OF_ONE_HASH = 512, 128
@@ -120,9 +120,9 @@ def replace_leaves(
 ) -> Any:
     """Copy a tree, passing leaves through ``replace``; what was shared, or contains itself, does so again.
 
-    Strings, numbers and bytes stay. Keys and attributes are copied too. A call is a leaf whose arguments are replaced;
-    what it became is given its attributes and steps by ``give``. Each object is met once, and nothing recurses:
-    containers that may contain themselves are made empty, and filled behind their parts.
+    Keys and attributes are copied too. A call is a leaf whose arguments are replaced; what it became is given its
+    attributes and steps by ``give``. Each object is met once, and nothing recurses: containers that may contain
+    themselves are made empty, and filled behind their parts.
     """
     done: dict[int, Any] = {}
     met: set[int] = set()
