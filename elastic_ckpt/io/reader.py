@@ -75,10 +75,7 @@ def first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def execute(
-    plan: ReadPlan,
-    tensors: Sequence[torch.Tensor],
-    options: ReadOptions,
-    sums: ReadSums | None = None,
+    plan: ReadPlan, tensors: Sequence[torch.Tensor], options: ReadOptions, sums: ReadSums | None = None
 ) -> ReadStats:
     """Execute every item of a plan, whose targets are these tensors; ``sums`` sums up what is read. Local.
 

@@ -137,15 +137,12 @@ def match_states(
     :class:`UnsupportedError` for a state of unknown layout, :class:`MismatchError` if the optimizers keep different
     states or one flat tensor would need two step counts, :class:`DamagedError` if states are incomplete.
     """
-    for error in state_errors(metadata):
-        raise error
-    keys = metadata.keys_by_name
-    if not keys:
+    refuse_unreadable_states(metadata)
+    if not (keys := metadata.keys_by_name):
         reason = "the checkpoint holds no optimizer state"
         if not metadata.source.foreign:  # which may be of weights alone
             reason += " (saved before the first step)"
         return StateMatching(scalars=(None,) * len(local_state.flats), outcomes=(Outcome(_ROLE, "fresh", (), reason),))
-    refuse_partial(metadata)
     return _Matcher(metadata, local_state, matching, keys, convert).matching()
 
 
@@ -166,8 +163,13 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
         yield metadata.error(UnsupportedError, problem, key, expected, description, remedy)
 
 
-def refuse_partial(metadata: CheckpointMetadata) -> None:
-    """Refuse groups of which only some members have states: a partitioned optimizer keeps them for all or none."""
+def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:
+    """Refuse :func:`state_errors`, and groups of which only some members have states.
+
+    A partitioned optimizer keeps them for all or none.
+    """
+    for error in state_errors(metadata):
+        raise error
     stateful = metadata.keys_by_name
     if metadata.source.zero_stage == 0 or metadata.parameters.keys() <= stateful.keys():
         return

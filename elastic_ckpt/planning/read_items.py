@@ -96,7 +96,7 @@ def read_items(
                 for inside in (part,) if is_all else clip_source(part, chunk.range):
                     strides = inside.rows, inside.source_stride, inside.target_stride
                     skipped, target_offset = inside.source - chunk.range.start, inside.target + to_target
-                    yield _item(tensor.dtype, chunk, skipped, target, target_offset, inside.width, *strides)
+                    yield _item(tensor.dtype, chunk, skipped, target, target_offset, inside.width, strides)
 
 
 def _of_one_row(
@@ -113,23 +113,16 @@ def _of_one_row(
         left = found.start if found.start > source_start else source_start
         right = found.stop if found.stop < source_stop else source_stop
         target_offset = left - to_source + to_target
-        yield _item(tensor.dtype, chunk, left - found.start, target, target_offset, right - left)
+        yield _item(tensor.dtype, chunk, left - found.start, target, target_offset, right - left, (1, 0, 0))
 
 
 def _item(
-    dtype: str,
-    chunk: StorageChunk,
-    skipped: int,
-    target: int,
-    offset: int,
-    numel: int,
-    rows: int = 1,
-    file_stride: int = 0,
-    target_stride: int = 0,
+    dtype: str, chunk: StorageChunk, skipped: int, target: int, offset: int, numel: int, rows: tuple[int, int, int]
 ) -> ReadItem:
+    """``rows``: their number, and their strides in file and target."""
     byte_offset = chunk.byte_offset + skipped * ITEMSIZE[dtype]
     code = chunk.code and replace(chunk.code, position=chunk.code.position + skipped)
-    return ReadItem(chunk.file, byte_offset, target, offset, numel, dtype, rows, file_stride, target_stride, code)
+    return ReadItem(chunk.file, byte_offset, target, offset, numel, dtype, *rows, code)
 
 
 def rows_in_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
@@ -213,8 +206,12 @@ def split_plane(plane: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeI
             scales = codes.code.scales_offset + codes.code.position // step * ITEMSIZE[SCALE_DTYPE]
             to_scales = plane.scales_target, plane.scales_start + first, last - first
             copies += [replace(codes, code=None), ReadItem(item.file, scales, *to_scales, SCALE_DTYPE)]
-        rest += [(start // step, first), (last, end)]
-    parts = [(plane.start + first * step, min(plane.start + last * step, plane.stop)) for first, last in _union(rest)]
+        for left, right in ((start // step, first), (last, end)):
+            if rest and left < right and left <= rest[-1][1]:
+                rest[-1] = rest[-1][0], max(right, rest[-1][1])
+            elif left < right:
+                rest.append((left, right))
+    parts = [(plane.start + first * step, min(plane.start + last * step, plane.stop)) for first, last in rest]
     return copies, [plane.part(start, stop) for start, stop in parts]
 
 
@@ -236,13 +233,3 @@ def requantized_blocks(item: RequantizeItem) -> int:
                 sources.setdefault(at, set()).add(block)
             start = stop
     return sum(len(found) > 1 or (-1, -1, -1) in found for found in sources.values())
-
-
-def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for first, last in sorted(interval for interval in intervals if interval[0] < interval[1]):
-        if joined and first <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
-        else:
-            joined.append((first, last))
-    return joined

@@ -32,15 +32,9 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.values import common
 from elastic_ckpt.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError, listed
 from elastic_ckpt.formats.safetensors import DTYPES, METADATA, SUFFIX
+from elastic_ckpt.planning.matching import refuse_unreadable_states
 from elastic_ckpt.report import progress_bar
-from elastic_ckpt.tools.logical import (
-    LogicalReader,
-    LogicalTensor,
-    plain,
-    refuse_unreadable_states,
-    scalars_of,
-    weights_by_name,
-)
+from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, plain, scalars_of, weights_by_name
 from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 

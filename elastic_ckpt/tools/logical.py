@@ -24,7 +24,7 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, l
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
-from elastic_ckpt.planning.matching import refuse_partial, state_errors
+from elastic_ckpt.planning.matching import refuse_unreadable_states
 from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_order
 from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage
 from elastic_ckpt.sharding.resolve import resolve
@@ -61,13 +61,6 @@ def refuse_without_masters(metadata: CheckpointMetadata) -> None:
         problem = "the checkpoint knows these parameters but holds no master weights of them"
         remedy = "the save is incomplete: take another tag"
         raise DamagedError(problem, metadata.source.folder, parameter=listed(missing), remedy=remedy)
-
-
-def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:
-    """Raise an error that names the optimizer state that is damaged, of unknown layout, or not there for some."""
-    for error in state_errors(metadata):
-        raise error
-    refuse_partial(metadata)
 
 
 def weights_by_name(reader: LogicalReader) -> dict[str, LogicalTensor]:
