@@ -233,7 +233,7 @@ class _Matcher:
         # a member that lacks one of these is damaged, which shows when its tensor is looked up
         saved = frozenset().union(*(self.keys[name] for name in members))
         if flat.states is None:
-            refuse_other_kind(metadata, local_state, flat, members)
+            refuse_other_kind(metadata, local_state, flat, members, converted=False)
             return self._adopted(flat, members, saved)
         wanted = [live for live in flat.states if live.layout not in (REPLICATED, SCRATCH)]
         others = [live for live in flat.states if live.layout in (REPLICATED, SCRATCH)]

@@ -168,11 +168,7 @@ def saved_optimizer(metadata: CheckpointMetadata) -> str:
 
 
 def refuse_other_kind(
-    metadata: CheckpointMetadata,
-    local_state: LocalState,
-    flat: FlatPartition,
-    members: Sequence[str],
-    converted: bool = False,
+    metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, names: Sequence[str], converted: bool
 ) -> None:
     """Refuse states that, by the hyperparameters, another kind of optimizer saved, unless they are ``converted``.
 
@@ -183,11 +179,11 @@ def refuse_other_kind(
         problem = "the checkpoint was saved by another kind of optimizer, whose states have the same names"
         expected = f"{listed(live) if live else 'nothing'} (live optimizer {local_state.optimizer})"
         found = listed(saved) if saved else "nothing"
-        return metadata.error(MismatchError, problem, members, expected, found, OTHER_OPTIMIZER)
+        return metadata.error(MismatchError, problem, names, expected, found, OTHER_OPTIMIZER)
 
     own = local_state.groups[flat.group].hyperparameters if flat.group < len(local_state.groups) else {}
     live = {key: value for key, value in own.items() if key in local_state.defaults or not local_state.defaults}
-    for number in sorted({metadata.parameters[name].group for name in members}):
+    for number in sorted({metadata.parameters[name].group for name in names}):
         saved = metadata.groups[number]
         if not saved:  # as in BLOOM's universal checkpoint, which a note reports
             continue
@@ -203,8 +199,8 @@ def refuse_other_kind(
                 problem = f'"{key}" of param group {number} cannot be expressed in the other optimizer'
                 expected, found = (group.get(key, f"{usual}, always") for group in (own, saved))
                 both = f"{expected} (live optimizer {local_state.optimizer})", f"{found} in the checkpoint"
-                raise metadata.error(MismatchError, problem, members, *both, OTHER_OPTIMIZER)
-    replicated = {state.key for state in metadata.parameters[members[0]].replicated}
+                raise metadata.error(MismatchError, problem, names, *both, OTHER_OPTIMIZER)
+    replicated = {state.key for state in metadata.parameters[names[0]].replicated}
     scratch = {state.key for state in flat.states or () if state.layout == SCRATCH}
     if (UPDATE_NORM in replicated) != (UPDATE_NORM in scratch) and flat.states is not None and not converted:
         raise other_kind(scratch, replicated)

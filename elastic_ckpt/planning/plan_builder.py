@@ -22,15 +22,7 @@ from elastic_ckpt.core.metadata import (
     is_floating,
 )
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem, TargetTensor, in_file_order
-from elastic_ckpt.core.state_kinds import (
-    ELEMENTWISE,
-    PER_PARAMETER,
-    REPLICATED,
-    SCRATCH,
-    TOUCHED,
-    BlockFormat,
-    LiveState,
-)
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
 from elastic_ckpt.planning.matching import Matching, StateLink, StateMatching
@@ -145,7 +137,7 @@ class PlanBuilder:
         fill = live.initial if live.blocks is None else live.blocks.codebook.zero
         what = live.key, flat.index, "", live.planes * numel, dtype
         target = TargetTensor(*what, (), flat.replicated, live.layout, live.planes, shape, fill)
-        self._fill(target, parts, is_quantized, live.blocks)
+        self._fill(target, parts, live if is_quantized else None)
 
     def _add_padding(self, first: int, fragments: Sequence[Fragment]) -> None:
         """Have the targets from one on filled to the last element, if one rank of the save owned just these fragments.
@@ -212,14 +204,9 @@ class PlanBuilder:
         own = copied(self._tp_rank if tensor.shards else 0, math.prod(fragment.shape))
         return FragmentSource(fragment, tensor, resharded or own)
 
-    def _fill(
-        self,
-        target: TargetTensor,
-        parts: Sequence[FragmentSource],
-        is_quantized: bool = False,
-        live_blocks: BlockFormat | None = None,
-    ) -> None:
-        """Add a target, with that of its scales, and what fills it: values, or what is quantized on either side."""
+    def _fill(self, target: TargetTensor, parts: Sequence[FragmentSource], quantized: LiveState | None = None) -> None:
+        """Add a target, with that of its scales, and what fills it; ``quantized``: the state, if either side is."""
+        live_blocks = None if quantized is None else quantized.blocks
         number, planes, plane_numel = len(self._targets), target.planes, target.numel // target.planes
         self._targets.append(replace(target, gaps=gaps_of(parts, planes, plane_numel)))
         blocks, scales_target = 0, -1
@@ -230,7 +217,7 @@ class PlanBuilder:
             self._targets.append(TargetTensor(*what, every, target.replicated, planes=planes))
             self.blocks += planes * blocks
         mine = self._sharing.mine(number, self._targets[number:]) if target.replicated else None
-        if is_quantized and mine is not None and not mine.numel:
+        if quantized is not None and mine is not None and not mine.numel:
             return
         for plane in range(planes):
             coded: list[ReadItem] = []
@@ -242,7 +229,7 @@ class PlanBuilder:
                         continue
                     wanted = FlatRange(inside.start - to_target, inside.stop - to_target)
                 items = read_items(part.tensor, part.sources, wanted, number, to_target, plane, planes)
-                if is_quantized:
+                if quantized is not None:
                     coded += rows_in_order(items)
                 elif part.sources.scale is not None:
                     start, sources = wanted.start + to_target, rows_in_order(items)
@@ -250,7 +237,7 @@ class PlanBuilder:
                     self._requantize_items.append(summed)
                 else:  # chunks tile their shard, so that each element is written once
                     self._items += items
-            if is_quantized:
+            if quantized is not None:
                 to_scales = scales_target, plane * blocks
                 whole = RequantizeItem(number, plane * plane_numel, plane_numel, live_blocks, *to_scales, tuple(coded))
                 copies, requantize = split_plane(whole)
