@@ -1,25 +1,44 @@
 """CheckpointMetadata x LocalState -> LoadPlan. Pure: no files, collectives or devices.
 
 Proves that every destination element is written exactly once, or raises an error that names the parameter.
+
+A plan also lists replicas in the checkpoint that should be equal. Tensor-parallel ranks hold norms and some biases
+whole, and pipeline stages hold tied weights twice. Each rank trains its own copy, and in long runs they drift apart; a
+load at another degree can keep only one. Of a tied module, stages synchronize the tied weights alone: what else it has,
+each stage has its own copy of, which only the first trains.
+
+All comparisons are laid on one axis, by cost, and the axis is divided into one equal span per rank; a rank compares
+what begins in its span. Large tensors are thereby split, small ones stay whole. Tied weights are divided over all ranks
+of the job, since every rank knows of them; what the tensor-parallel ranks of a pipeline stage saved whole is known to,
+and divided over, the ranks of the live stage that holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import rename_saved
-from elastic_ckpt.core.local_state import LocalState
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
-from elastic_ckpt.core.read_plan import LoadPlan, Outcome
+from elastic_ckpt.core.local_state import LocalState, ModelLayout
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReplicaCheck
+from elastic_ckpt.core.strided import ShardSources, copied
+from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.planning.matching import Matching, StateMatching, match_parameters, match_states
 from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, with_own_values
 from elastic_ckpt.planning.plan_builder import PlanBuilder
-from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage, with_own_copies
-from elastic_ckpt.sharding.resolve import ReshardPlan, resolve
+from elastic_ckpt.planning.read_items import read_items, rows_in_order
+from elastic_ckpt.sharding.resolve import FIRST, MEAN, ReshardPlan, resolve
 from elastic_ckpt.sharding.rules import ShardingRules
+
+#: Granularity of the division, in elements: 1 MiB of fp32.
+GRAIN_NUMEL = 1 << 18
+#: Fixed cost of reading one more copy, expressed in bytes.
+_READ_NBYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +130,130 @@ def _restored(matching: Matching, states: StateMatching, sources: Sequence[Seque
         numbers = [str(n) for n, source in enumerate(sources) if (not source) == (what == "fresh")]
         outcomes.append(Outcome("param groups", what, tuple(numbers), reason))
     return tuple(outcome for outcome in outcomes if outcome.names)
+
+
+def with_own_copies(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:
+    """The metadata in which each pipeline stage has its own copies of what stages do not synchronize.
+
+    That is where the live model has such a parameter on the stages that saved it; elsewhere the first stage's copy is
+    the parameter, as for DeepSpeed's converter. All ranks agree on which.
+    """
+    own = {name for name, stages in model.unsynchronized.items() if stages[1:] and metadata.stages.get(name) == stages}
+    if not own or metadata.source.pp != model.coordinates.pp:
+        return metadata
+    tensors = dict(metadata.tensors)
+    for name, key in [place for place in metadata.replicas if place[0] in own]:
+        at = model.unsynchronized[name].index(model.coordinates.pp_rank) if name in model.layouts else 0
+        tensors[name, key] = replace((tensors[name, key], *metadata.replicas[name, key])[at], name=name)
+    note = f"every pipeline stage keeps its own copy, of which only the first is trained: {shortened(sorted(own))}"
+    replicas = {place: copies for place, copies in metadata.replicas.items() if place[0] not in own}
+    return replace(metadata, tensors=tensors, replicas=replicas, notes=(*metadata.notes, note))
+
+
+def of_first_stage(metadata: CheckpointMetadata, book: ShardingRules, model: ModelLayout) -> frozenset[str]:
+    """Tied parameters that only the first pipeline stage trains.
+
+    The checkpoint declares so of tied modules whole, which counts for what the live stages do not synchronize; of known
+    code bases (``book``) it is known.
+    """
+    if not metadata.replicas:
+        return frozenset()
+    names = {metadata.saved_names.get(name, name): name for name, _ in metadata.replicas}
+    declared = metadata.declared.of_first_stage(saved for saved, name in names.items() if name in model.unsynchronized)
+    return frozenset(names[saved] for saved in declared | book.for_run(metadata.run).of_first_stage(names))
+
+
+def compare_replicas(
+    metadata: CheckpointMetadata,
+    model: ModelLayout,
+    resharding: ReshardPlan,
+    restored: Iterable[str],
+    with_states: bool,
+    of_job: CheckpointMetadata | None = None,
+) -> tuple[ReplicaCheck, ...]:
+    """This rank's share of the comparisons. Together the ranks of the job compare each element of each replica once.
+
+    ``of_job``: the metadata common to all ranks, before this rank's tied names were changed; ``None`` if unchanged.
+    """
+    names, at = frozenset(restored), model.coordinates
+    ranks, rank = at.tp * at.partition_degree, at.tp_rank * at.partition_degree + at.partition_rank
+    stateful = names.union(model.names) if with_states else frozenset(model.unsynchronized)
+    if at.pp == 1:
+        wanted = [*_of_tied(metadata, names, stateful), *_of_stage(metadata, resharding, names, with_states)]
+        return tuple(_assigned(wanted, rank, ranks))
+    of_all = [one for one in _of_tied(of_job or metadata, model.names, stateful) if one[0].key != BUFFER]
+    known = {(check.name, check.key) for check, _ in of_all}
+    alone = [one for one in _of_tied(metadata, names, stateful) if (one[0].name, one[0].key) not in known]
+    alone += _of_stage(metadata, resharding, names, with_states)
+    mine = _assigned(of_all, at.pp_rank * ranks + rank, at.pp * ranks)
+    return (*mine, *_assigned(alone, rank, ranks))
+
+
+#: A comparison whose replicas are not yet located in files: tensor and sources of each.
+_Wanted = tuple[ReplicaCheck, Sequence[tuple[TensorMetadata, ShardSources]]]
+
+
+def _assigned(wanted: Sequence[_Wanted], rank: int, ranks: int) -> Iterator[ReplicaCheck]:
+    """What begins in span ``rank`` of as many equal ones as there are ranks, in whole grains."""
+    costs = [sum(check.numel * ITEMSIZE[t.dtype] + _READ_NBYTES for t, _ in copies) for check, copies in wanted]
+    first, last = (sum(costs) * border // ranks for border in (rank, rank + 1))
+    base = 0
+    for (check, copies), cost in zip(wanted, costs, strict=True):
+        numel = check.numel
+        if numel and base < last and base + cost > first:
+            grains = -(-numel // GRAIN_NUMEL)
+            # grain g begins at base + g * GRAIN_NUMEL * cost / numel
+            start, stop = (
+                min(max(-(-(border - base) * numel // (cost * GRAIN_NUMEL)), 0), grains) for border in (first, last)
+            )
+            if start < stop:
+                start, stop = start * GRAIN_NUMEL, min(stop * GRAIN_NUMEL, numel)
+                found = (read_items(*copy, FlatRange(start, stop), to_target=-start) for copy in copies)
+                yield replace(check, numel=stop - start, replicas=tuple(map(rows_in_order, found)), start=start)
+        base += cost
+
+
+def _wanted_tensors(
+    metadata: CheckpointMetadata, tensors: Iterable[tuple[str, str]], names: frozenset[str], stateful: frozenset[str]
+) -> Iterator[TensorMetadata]:
+    """In the same order on each rank; ``stateful``: names of which optimizer states are compared too."""
+    state_keys = frozenset(metadata.state_keys)
+    for name, key in sorted(tensors):
+        if name in names and (name in stateful or key not in state_keys):
+            tensor = metadata.tensors[name, key]
+            if not tensor.has_own_shape:
+                yield tensor
+
+
+def _of_tied(metadata: CheckpointMetadata, names: frozenset[str], stateful: frozenset[str]) -> Iterator[_Wanted]:
+    """Tied weights that were saved on several pipeline stages or under several names: the first with each other one."""
+    for tensor in _wanted_tensors(metadata, metadata.replicas.keys() & metadata.tensors.keys(), names, stateful):
+        shards, saved_name = range(len(tensor.shard_shapes)), metadata.saved_names.get(tensor.name, tensor.name)
+        pairs = [(replica, shard) for replica in metadata.replicas[tensor.name, tensor.key] for shard in shards]
+        for number, (replica, shard) in enumerate(pairs, 1):
+            both = [(each, copied(shard, math.prod(each.shard_shapes[shard]))) for each in (tensor, replica)]
+            numel = math.prod(tensor.shard_shapes[shard])
+            both_names = (saved_name, replica.name) if replica.name != saved_name else ()
+            yield ReplicaCheck(tensor.name, tensor.key, numel, (), number=number, names=both_names), both
+
+
+def _of_stage(
+    metadata: CheckpointMetadata, resharding: ReshardPlan, names: frozenset[str], with_states: bool
+) -> Iterator[_Wanted]:
+    """What several tensor-parallel ranks of one pipeline stage saved."""
+    concerned = resharding.replicas | resharding.overlaps.keys()
+    if not concerned:
+        return
+    tensors = (place for place in metadata.tensors if place[0] in concerned)
+    for tensor in _wanted_tensors(metadata, tensors, names, names if with_states else frozenset()):
+        name, key = tensor.name, tensor.key
+        if name in resharding.replicas:
+            transfer = resharding.transfers.get((name, ""))
+            taken = MEAN if transfer is not None and transfer.scale is not None else FIRST
+            every = [(tensor, copied(shard, math.prod(shape))) for shard, shape in enumerate(tensor.shard_shapes)]
+            is_guess = name in resharding.guessed and (key == BUFFER or len(tensor.shard_shapes[0]) > 1)
+            yield ReplicaCheck(name, key, math.prod(tensor.shard_shapes[0]), (), taken, is_guess), every
+        # numbers are negative, unlike those of tied replicas
+        for number, pair in enumerate(resharding.overlaps.get(name, ()), 1):
+            check = ReplicaCheck(name, key, pair[0][1].numel, (), number=-number)
+            yield check, [(tensor, ShardSources((copy,))) for copy in pair]

@@ -32,8 +32,8 @@ from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift, united
 from elastic_ckpt.io.reader import ReadStats, execute
+from elastic_ckpt.planning.planner import compare_replicas
 from elastic_ckpt.planning.read_items import read_items, rows_in_order
-from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, ReshardPlan, resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 

@@ -58,7 +58,7 @@ def test_ranks_of_a_job_compare_each_element_of_each_replica_and_tied_replica_on
     saved, options = save(case), LoadOptions(rules=rules_of(case))
     source, target = case.source, case.target
     plans: list[LoadPlan] = []
-    with patch("elastic_ckpt.planning.replicas.GRAIN_NUMEL", grain):
+    with patch("elastic_ckpt.planning.planner.GRAIN_NUMEL", grain):
         for stage in range(len(target.stages)):
             for rank in range(target.tp):
                 every = (engine(case, stage, rank, dp) for dp in range(target.dp))

@@ -29,7 +29,7 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, united
-from elastic_ckpt.planning.replicas import compare_replicas
+from elastic_ckpt.planning.planner import compare_replicas
 from elastic_ckpt.sharding.resolve import ReshardPlan
 
 OPTIONS = ReadOptions(threads=1)
@@ -149,8 +149,8 @@ def test_each_element_of_each_copy_is_compared_by_exactly_one_rank_and_all_compa
     stages |= {name: (data.draw(stage),) for name in checkpoint.replicated}
     ranks = jobs(checkpoint, tp, dp, pp, stages)
     with (
-        patch("elastic_ckpt.planning.replicas.GRAIN_NUMEL", grain),
-        patch("elastic_ckpt.planning.replicas._READ_NBYTES", 0),
+        patch("elastic_ckpt.planning.planner.GRAIN_NUMEL", grain),
+        patch("elastic_ckpt.planning.planner._READ_NBYTES", 0),
     ):
         every = shares(checkpoint, metadata, ranks)
     assert Counter(e for share in every for one in share for e in elements_of(one)) == checkpoint.elements(metadata)
@@ -249,7 +249,7 @@ def test_drift_is_found_wherever_it_lies_whoever_looks(
         metadata = replace(metadata, files=tuple(_write(Path(folder), metadata, changes)))
         differences: list[Drift] = []
         with (
-            patch("elastic_ckpt.planning.replicas.GRAIN_NUMEL", grain),
+            patch("elastic_ckpt.planning.planner.GRAIN_NUMEL", grain),
             patch("elastic_ckpt.io.compare_replicas._LEAST_NBYTES", 8),
         ):
             for share in shares(checkpoint, metadata, jobs(checkpoint, 1, dp, pp, {"t": (0, pp - 1)})):
