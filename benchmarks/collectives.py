@@ -27,7 +27,7 @@ from elastic_ckpt.load.flow import RankPlan
 from elastic_ckpt.load.metadata import read_my_share
 from elastic_ckpt.planning.live_names import name_states
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.report import RankWork
+from elastic_ckpt.report import RankWork, ReadStats
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 
 app = typer.Typer(add_completion=False)
@@ -72,7 +72,7 @@ def collectives_of(ranks: int, model: ScaleModel) -> Collectives:
         distributed.all_gather("fit the checkpoint's files together", lambda: (0, None))
         plan = RankPlan(0, digest, (), planned.may_differ, planned.notes, runs_code=True)
         distributed.all_gather("plan the load", lambda: plan)
-        work = RankWork(distributed.rank(), 1 << 30, 0, 2169, 2, seconds, files_read=len(planned.reads.files_read))
+        work = RankWork(distributed.rank(), ReadStats(1 << 30, 2169), 0, 2, seconds, 0, len(planned.reads.files_read))
         distributed.all_gather("set counters and client state", lambda: (work, 0, (), (read, 0)))
 
     job = PlayedJob(ranks)

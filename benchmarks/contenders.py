@@ -82,7 +82,7 @@ class InEngine:
             if report is None:
                 raise RuntimeError(f"elastic_ckpt left {self.folder} to DeepSpeed's own loader")
             self.phases = dict(report.mine.seconds)
-            self.tensor_nbytes = report.mine.nbytes_read
+            self.tensor_nbytes = report.mine.read.nbytes
 
     def parts(self) -> Iterator[Part]:
         """See :class:`Runner`."""

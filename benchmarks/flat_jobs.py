@@ -91,7 +91,7 @@ def _load_case(case: FlatCase, arguments: dict[str, Any], meter: Meter) -> dict[
         if number == 0 and not all(judge_parts(held.parts()).values()):
             raise AssertionError(f"{case} was not restored as it was saved")
         mine = engine.elastic_report.mine
-        told = {"phases": dict(mine.seconds), "tensor_nbytes": mine.nbytes_read}
+        told = {"phases": dict(mine.seconds), "tensor_nbytes": mine.read.nbytes}
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, {**asdict(cost), **told})
         rounds.append(everybody)

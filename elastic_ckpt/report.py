@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
-from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, SequenceParallel
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import Outcome, names_with
 from elastic_ckpt.errors import shortened
@@ -33,18 +33,31 @@ def progress_bar(what: str, nbytes: int, show: bool | None, leave: bool = True) 
 
 
 @dataclass(frozen=True)
+class ReadStats:
+    """What was read."""
+
+    nbytes: int = 0
+    calls: int = 0  # reads; the sources of one part of a requantize item count as one
+    staged_nbytes: int = 0  # bytes that went through staging buffers or other host memory
+    blocks: int = 0  # requantized 8-bit blocks
+    worst_error: float = 0.0  # of these, as a fraction of the new block's scale
+
+    def __add__(self, other: ReadStats) -> ReadStats:
+        nbytes, staged = self.nbytes + other.nbytes, self.staged_nbytes + other.staged_nbytes
+        calls, blocks = self.calls + other.calls, self.blocks + other.blocks
+        return ReadStats(nbytes, calls, staged, blocks, max(self.worst_error, other.worst_error))
+
+
+@dataclass(frozen=True)
 class RankWork:
     """What one rank did."""
 
     rank: int
-    nbytes_read: int  # of tensors, from files
+    read: ReadStats
     nbytes_received: int  # of tensors, from other ranks
-    read_calls: int
     files_opened: int  # for metadata
     seconds: dict[str, float]  # wall-clock, by phase
     blocks: int = 0  # 8-bit blocks of the rank's states
-    blocks_requantized: int = 0  # of these (lossy)
-    worst_requantization_error: float = 0.0  # of these, as a fraction of the new block's scale
     files_read: int = 0  # that tensors were read from
 
 
@@ -69,29 +82,17 @@ class Verified:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What an elastic load restored.
-
-    Attributes:
-        zero_stage, dp: of the live engine, and the ranks that ZeRO partitions over, which ``sequence`` divides.
-        rank: global rank of this report.
-        outcomes: what is restored, fresh, skipped or ignored; see :class:`elastic_ckpt.core.read_plan.Outcome`.
-        ranks: what each rank of the job did, in rank order.
-        verified: bytes compared with the checksums in the files; ``None`` with ``"verify": "off"``.
-    """
+    """What an elastic load restored."""
 
     source: SourceFacts
-    zero_stage: int
-    dp: int
-    rank: int
-    outcomes: tuple[Outcome, ...]
+    zero_stage: int  # of the live engine
+    live: RankCoordinates  # of this rank in the live job
+    rank: int  # global rank of this report
+    outcomes: tuple[Outcome, ...]  # what is restored, fresh, skipped or ignored
     global_steps: int = 0
-    ranks: tuple[RankWork, ...] = ()
+    ranks: tuple[RankWork, ...] = ()  # what each rank of the job did, in rank order
     notes: tuple[str, ...] = ()
-    tp: int = 1
-    pp: int = 1
-    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
-    verified: Verified | None = None
-    ep: int = 1
+    verified: Verified | None = None  # bytes compared with checksums in the files; ``None`` with ``"verify": "off"``
 
     def names(self, what: str) -> tuple[str, ...]:
         """Sorted names of parameters and buffers with one outcome (``"fresh"`` ...)."""
@@ -108,7 +109,7 @@ class LoadReport:
 
     def table(self) -> Table:
         """The report as a rich table."""
-        source, now = self.source, topology_text(self.zero_stage, self.dp, self.tp, self.pp, self.sequence, self.ep)
+        source, now = self.source, topology_text(self.zero_stage, self.live)
         by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
         done = ", ".join(_shown(outcome) for outcome in self.outcomes if outcome.what == "restored")
         rows = [("from", f"{source.format} {source.folder}"), ("saved", f"{saved_topology(source)}{by}")]
@@ -147,18 +148,18 @@ def title(role: str) -> str:
     return _TITLES.get(role, role)
 
 
-def topology_text(zero_stage: int, dp: int, tp: int, pp: int, sequence: SequenceParallel, ep: int = 1) -> str:
-    """A topology in words, such as ``"ZeRO-3, DP=2, SP=4"``, where ZeRO partitions over ``dp`` ranks."""
-    degrees = (("SP", sequence.degree), ("TP", tp), ("PP", pp), ("EP", ep))
+def topology_text(zero_stage: int, at: RankCoordinates | SourceFacts) -> str:
+    """A topology in words, such as ``"ZeRO-3, DP=2, SP=4"``."""
+    degrees = (("SP", at.sequence.degree), ("TP", at.tp), ("PP", at.pp), ("EP", at.ep))
     others = "".join(f", {name}={degree}" for name, degree in degrees if degree > 1)
-    return f"ZeRO-{zero_stage}, DP={sequence.data_degree(dp)}{others}"
+    return f"ZeRO-{zero_stage}, DP={at.sequence.data_degree(at.partition_degree)}{others}"
 
 
 def saved_topology(source: SourceFacts) -> str:
     """The topology of the run that saved a checkpoint, in words; whole tensors in files show none."""
     if source.foreign:
         return f"{source.files} files of {source.foreign}"
-    return topology_text(source.zero_stage, source.partition_degree, source.tp, source.pp, source.sequence, source.ep)
+    return topology_text(source.zero_stage, source)
 
 
 def size(nbytes: float) -> str:
@@ -188,12 +189,12 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
         return []
     opened, files = sum(work.files_opened for work in ranks), _span([work.files_read for work in ranks], "{:,}".format)
     rows = [("files", f"{opened:,} opened for metadata, {files} read per rank")]
-    rows += [("read per rank", _span([work.nbytes_read for work in ranks], size))]
+    rows += [("read per rank", _span([work.read.nbytes for work in ranks], size))]
     received = [work.nbytes_received for work in ranks]
     rows += [("received per rank", _span(received, size))] if any(received) else []
     if blocks := sum(work.blocks for work in ranks):
-        requantized = sum(work.blocks_requantized for work in ranks)
-        worst = max(work.worst_requantization_error for work in ranks)
+        requantized = sum(work.read.blocks for work in ranks)
+        worst = max(work.read.worst_error for work in ranks)
         change = f", values changed by at most {100 * worst:.3f} % of their block's largest" if requantized else ""
         rows += [("8-bit blocks", f"{blocks - requantized} exact, {requantized} of {blocks} requantized{change}")]
     phases = [f"{phase} {max(work.seconds.get(phase, 0.0) for work in ranks):.2f}" for phase in ranks[0].seconds]

@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 
 from elastic_ckpt.config import CONFIG_KEY, read_config
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan, names_with
 from elastic_ckpt.load.flow import publish
-from elastic_ckpt.report import LoadReport, RankWork, title, united
+from elastic_ckpt.report import LoadReport, RankWork, ReadStats, title, united
 
 SOURCE = SourceFacts("native", "/ckpt/step[4]", "step[4]", 3, 2, "0.19.8")
 OUTCOMES = (
@@ -35,11 +36,11 @@ OUTCOMES = (
 
 
 def work(rank: int, nbytes: int = 0, received: int = 0, **seconds: float) -> RankWork:
-    return RankWork(rank, nbytes, received, read_calls=3, files_opened=2, seconds=seconds)
+    return RankWork(rank, ReadStats(nbytes, 3), received, files_opened=2, seconds=seconds)
 
 
 def report_of(*outcomes: Outcome, **more: Any) -> LoadReport:
-    return LoadReport(SOURCE, zero_stage=1, dp=4, rank=more.pop("rank", 0), outcomes=outcomes, **more)
+    return LoadReport(SOURCE, 1, RankCoordinates(4), more.pop("rank", 0), outcomes, **more)
 
 
 def rows(report: LoadReport) -> list[tuple[str, str]]:
@@ -163,7 +164,7 @@ def test_seconds_are_those_of_the_slowest_rank_of_each_phase() -> None:
 
 
 def test_the_table_shows_expert_parallel_degrees() -> None:
-    report = LoadReport(replace(SOURCE, ep=2), zero_stage=1, dp=4, rank=0, outcomes=(), ep=4)
+    report = replace(report_of(), source=replace(SOURCE, ep=2), live=RankCoordinates(4, ep=4))
     shown = dict(rows(report))
     assert "ZeRO-3, DP=2, EP=2" in shown["saved"] and "ZeRO-1, DP=4, EP=4" in shown["now"]
 
@@ -187,18 +188,15 @@ def test_json_has_everything_and_can_be_read_back() -> None:
     assert read["ranks"] == [
         {
             "rank": 0,
-            "nbytes_read": 5,
+            "read": {"nbytes": 5, "calls": 3, "staged_nbytes": 0, "blocks": 0, "worst_error": 0.0},
             "nbytes_received": 6,
-            "read_calls": 3,
             "files_opened": 2,
             "seconds": {"read": 1.5},
             "blocks": 0,
-            "blocks_requantized": 0,
-            "worst_requantization_error": 0.0,
             "files_read": 0,
         }
     ]
-    assert (read["zero_stage"], read["dp"], read["rank"], read["global_steps"]) == (1, 4, 0, 7)
+    assert (read["zero_stage"], read["live"]["partition_degree"], read["rank"], read["global_steps"]) == (1, 4, 0, 7)
     assert read["notes"] == ["a", "ü"]
 
 

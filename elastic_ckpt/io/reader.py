@@ -27,8 +27,8 @@ from elastic_ckpt.core.read_plan import BroadcastRange, ReadItem, ReadPlan, Requ
 from elastic_ckpt.distributed import in_buckets, wait
 from elastic_ckpt.errors import DamagedError, SavedOverError, refuse_used_up
 from elastic_ckpt.io.coalesce import DirectRead, ReadOptions, Unwanted, parts_of, sort_reads, tasks
-from elastic_ckpt.io.staging import Prefault, ReadStats, StagingBuffers, requantize
-from elastic_ckpt.report import progress_bar
+from elastic_ckpt.io.staging import Prefault, StagingBuffers, requantize
+from elastic_ckpt.report import ReadStats, progress_bar
 from elastic_ckpt.storage.local import PINS, open_descriptor, open_stream
 
 #: Bytes that are read before they are summed: few enough to be in the processor's cache still, enough for few calls.

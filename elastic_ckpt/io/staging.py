@@ -15,7 +15,6 @@ import mmap
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
@@ -25,6 +24,7 @@ from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.coalesce import nbytes_read, scales_of
+from elastic_ckpt.report import ReadStats
 
 _HUGE_NBYTES = 2 << 20
 _MADV_HUGEPAGE = 14
@@ -138,22 +138,6 @@ def write_flat(target: torch.Tensor, offset: int, values: torch.Tensor) -> None:
         return
     positions = torch.arange(offset, offset + values.numel())
     target[torch.unravel_index(positions, target.shape)] = values.to(target.dtype).to(target.device)
-
-
-@dataclass(frozen=True)
-class ReadStats:
-    """What was read."""
-
-    nbytes: int = 0
-    calls: int = 0  # reads; the sources of one part of a requantize item count as one
-    staged_nbytes: int = 0  # bytes that went through staging buffers or other host memory
-    blocks: int = 0  # requantized 8-bit blocks
-    worst_error: float = 0.0  # of these, as a fraction of the new block's scale
-
-    def __add__(self, other: ReadStats) -> ReadStats:
-        nbytes, staged = self.nbytes + other.nbytes, self.staged_nbytes + other.staged_nbytes
-        calls, blocks = self.calls + other.calls, self.blocks + other.blocks
-        return ReadStats(nbytes, calls, staged, blocks, max(self.worst_error, other.worst_error))
 
 
 def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: ReadBytes) -> ReadStats:

@@ -31,11 +31,10 @@ from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
-from elastic_ckpt.io.staging import ReadStats
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
-from elastic_ckpt.report import LoadReport, RankWork, Verified, united
+from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, united
 from elastic_ckpt.storage.local import look_again, moved
 
 logger = logging.getLogger(__name__)
@@ -201,7 +200,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
     Collective. Returns what ``load_checkpoint`` does: path of the model-states file, and client state. Raises the
     same :class:`ElasticCkptError` on every rank; the engine is as it was unless it is a :class:`PartialLoadError`.
     """
-    call, at, model_path = ready.call, ready.local_state.model.coordinates, ready.checkpoint.model_path
+    call = ready.call
     if ready.runs_code:
         try:
             with distributed.agree("load the schedulers"):
@@ -222,23 +221,19 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
     call.engine.elastic_report = report = LoadReport(
         source=ready.checkpoint.metadata.source,
         zero_stage=ready.local_state.zero_stage,
-        dp=at.partition_degree,
+        live=ready.local_state.model.coordinates,
         rank=distributed.rank(),
         outcomes=united(of_stages) or _outcomes(ready),
         global_steps=call.engine.global_steps,
         ranks=tuple(work for work, *_ in everybody),
         notes=ready.plan.notes + ready.warnings,
-        tp=at.tp,
-        pp=at.pp,
-        ep=at.ep,
-        sequence=at.sequence,
         verified=verified,
     )
     if distributed.rank() == 0:
         publish(report, ready.warnings, call.config)
     # like DeepSpeed's own loader: below load_dir as the caller wrote it
-    path = os.path.join(call.arguments.load_dir, ready.found.tag, os.path.basename(model_path))
-    return path, ready.host.client_state
+    file = os.path.basename(ready.checkpoint.model_path)
+    return os.path.join(call.arguments.load_dir, ready.found.tag, file), ready.host.client_state
 
 
 #: One rank's work and pipeline stage, from one rank of each of several stages the outcomes there, and what it has read.
@@ -260,7 +255,6 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
         tensors = adapter.fill(plan, read)
         look_again()
         adapter.set_scalars_and_groups(plan)
-    done = sum(parts, ReadStats())
     with clock("exchange"), distributed.together("broadcast what every rank needs"):
         received_nbytes = exchange_shares(plan.reads, tensors, adapter.dp_group)
     with clock("commit"), distributed.together("derive the weights from their masters"):
@@ -270,18 +264,9 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     def finish() -> _Done:
         with clock("commit"):
             ready.host.finish()
-        work = RankWork(
-            rank=distributed.rank(),
-            nbytes_read=done.nbytes,
-            nbytes_received=received_nbytes,
-            read_calls=done.calls,
-            files_opened=ready.checkpoint.files_opened,
-            seconds=dict(clock.seconds),
-            blocks=plan.blocks,
-            blocks_requantized=done.blocks,
-            worst_requantization_error=done.worst_error,
-            files_read=len(plan.reads.files_read),
-        )
+        stats, files_opened, files_read = sum(parts, ReadStats()), ready.checkpoint.files_opened, plan.reads.files_read
+        mine = (distributed.rank(), stats, received_nbytes, files_opened, dict(clock.seconds))
+        work = RankWork(*mine, plan.blocks, len(files_read))
         outcomes = _outcomes(ready) if at.pp > 1 and at.tp_rank == at.partition_rank == 0 else ()
         return work, at.pp_rank, outcomes, None if sums is None else (sums.sums, sums.nbytes)
 

@@ -21,7 +21,6 @@ from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules
 from elastic_ckpt.core.flat_ranges import FlatRange, group_offsets, per_parameter_numel
 from elastic_ckpt.core.fqn import expert_name, rename_saved
 from elastic_ckpt.core.local_state import (
-    NO_SEQUENCE_PARALLEL,
     SAVED_OPTIMIZER,
     FlatPartition,
     Fragment,
@@ -83,7 +82,7 @@ class Topology:
         return replace(at, ep=self.ep, ep_rank=dp_rank % self.ep)
 
     def __str__(self) -> str:
-        return topology_text(self.zero_stage, self.dp, self.tp, self.pp, NO_SEQUENCE_PARALLEL, self.ep)
+        return topology_text(self.zero_stage, self.coordinates(0))
 
 
 class VirtualJob:

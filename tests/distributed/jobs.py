@@ -328,7 +328,7 @@ def frugal(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
         engine.load_checkpoint(case["folder"])
         report = engine.elastic_report
         work = report.mine
-        total = torch.tensor([work.files_opened, work.nbytes_read, read_so_far() - before])
+        total = torch.tensor([work.files_opened, work.read.nbytes, read_so_far() - before])
         dist.all_reduce(total)
         saved_buffers = [engine.module.ticks, engine.module.trace]
         owned = 12 * sum(getattr(param, "ds_numel", param.numel()) for param in engine.module.parameters())

@@ -115,9 +115,9 @@ def compare(engine: Any, truth: dict[str, Any], rename: dict[str, str]) -> Simpl
         differences=differences,
         states=states,
         drift=drift,
-        requantized=sum(rank.blocks_requantized for rank in ranks),
+        requantized=sum(rank.read.blocks for rank in ranks),
         blocks=sum(rank.blocks for rank in ranks),
-        reported_drift=max(rank.worst_requantization_error for rank in ranks),
+        reported_drift=max(rank.read.worst_error for rank in ranks),
         text=" ".join(str(engine.elastic_report).replace("│", " ").split()),
     )
 

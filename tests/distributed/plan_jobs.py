@@ -76,7 +76,7 @@ def both_sides(engine: Any, folder: str, stage: int, where: str, sub_group: int 
         coordinates=(job.topology.coordinates(dist.get_rank()), coordinates),
         layouts=(shapes_of(local_state), shapes_of(live)),
         states=(what_is_read(local_state), what_is_read(live)),
-        reads=((reads["nbytes_read"], reads["nbytes_received"]), (work.nbytes_read, work.nbytes_received)),
+        reads=((reads["nbytes_read"], reads["nbytes_received"]), (work.read.nbytes, work.nbytes_received)),
     )
 
 

@@ -49,7 +49,8 @@ def test_every_source_loads_at_any_sequence_and_tensor_parallel_degree(
         (source, ranks, case), report = load.case, load.report
         assert load.format == "native" and load.differences == {}, load.where
         assert load.loss_gap < 1e-5, load.where
-        assert (report.tp, report.sequence.degree, report.dp) == (case.tp, case.sp, world // case.tp), load.where
+        at = report.live
+        assert (at.tp, at.sequence.degree, at.partition_degree) == (case.tp, case.sp, world // case.tp), load.where
         is_known = source.states_batch or (source.tp, source.sp, ranks) == (case.tp, case.sp, world)
         if is_known:
             assert report.source.sequence.degree == source.sp, load.where

@@ -75,8 +75,8 @@ def test_every_source_loads_at_any_sequence_and_data_parallel_degree_and_stage(
     for number, load in enumerate(loads):
         source, report = load.case, load.report
         assert load.format == source["format"] and load.differences == {}, load.where
-        assert (report.sequence.degree, report.source.sequence.degree) == (sp, source["sp"]), load.where
-        assert report.sequence.data_degree(report.dp) == data, load.where
+        assert (report.live.sequence.degree, report.source.sequence.degree) == (sp, source["sp"]), load.where
+        assert report.live.data_degree == data, load.where
         assert report.source.sequence.data_degree(report.source.partition_degree) == source["data"], load.where
         assert not any("batch" in note for note in report.notes), report.notes
         # random states are each rank's own where each saved a file that belongs to one rank here
