@@ -39,7 +39,6 @@ OURS_IN_PROSE = [
     "this file is a mixture: several ranks wrote it at the same time",
     "this file was written over an older one",
     "the process that wrote it in the background has died",
-    "in the checkpoint but not in the model",
 ]
 
 
