@@ -30,14 +30,6 @@ Folder = Annotated[
 ]
 Tag = Annotated[str | None, typer.Option("--tag", help="Which checkpoint of the folder; default: the latest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output, and nothing else there.")]
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", help='DeepSpeed config; its "elastic_checkpoint" section counts, as in a load.'),
-]
-Preset = Annotated[
-    str | None, typer.Option("--tp-preset", help="Rules of a code base: bloom, gpt-neox, megatron-core ...")
-]
-TrustPickle = Annotated[bool, typer.Option("--trust-pickle", help="Let checkpoint files run code while they are read.")]
 Replicated = Annotated[
     str | None, typer.Option("--replicated", help='Copies that differ: strict, first or mean ("replicated_params").')
 ]

@@ -14,15 +14,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from tqdm import tqdm
 
-from elastic_ckpt.cli.output import (
-    EXIT_FOUND,
-    Answer,
-    Folder,
-    Tag,
-    reads_checkpoint,
-    refusal,
-    table,
-)
+from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folder, Tag, reads_checkpoint, refusal, table
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import ITEMSIZE

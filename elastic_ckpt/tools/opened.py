@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config, state_options
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
-from elastic_ckpt.errors import ConfigError, DamagedError, NotFoundError
+from elastic_ckpt.errors import ConfigError, NotFoundError
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
-from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, find_checkpoint, list_tags, look_at, read_latest
+from elastic_ckpt.formats.detect import find_checkpoint, look_at
 from elastic_ckpt.formats.safetensors import find_safetensors
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.storage.local import steady
@@ -52,24 +51,6 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Checkpoi
             remedy="give the folder that you pass to load_checkpoint, or one of the folders in it",
         )
     return found
-
-
-def locate_despite_latest(
-    folder: str, tag: str | None, trust_pickle: bool
-) -> tuple[CheckpointInfo, NotFoundError | DamagedError | None]:
-    """:func:`locate`; if a ``latest`` file is invalid, the tag in the other one or the newest, and the error."""
-    try:
-        return locate(folder, tag, trust_pickle), None
-    except (NotFoundError, DamagedError) as error:
-        path, named = os.path.abspath(folder), []
-        for name in (LATEST, LATEST_UNIVERSAL):
-            with suppress(DamagedError):
-                named.append(read_latest(path, name))
-        tags = list_tags(path) if tag is None else []
-        found = look_at(path, next((name for name in named if name in tags), tags[0])) if tags else None
-        if found is None:
-            raise
-        return found, error
 
 
 def open_checkpoint(

@@ -8,10 +8,13 @@ memory-mapped: a disk failure under a map would kill the process without naming 
 from __future__ import annotations
 
 import errno
+import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -21,30 +24,38 @@ from isal import isal_zlib
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata, SourceFile
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError, UnsupportedError, listed
 from elastic_ckpt.formats import CheckpointInfo
-from elastic_ckpt.formats.naming import DCP_METADATA
-from elastic_ckpt.formats.pickled import PickledFile, open_file
+from elastic_ckpt.formats.base import refuse_swapped
+from elastic_ckpt.formats.detect import list_tags
+from elastic_ckpt.formats.model_states import index_model_states
+from elastic_ckpt.formats.naming import (
+    DCP_METADATA,
+    DCP_SUFFIX,
+    SWAPPED_FOLDER,
+    UNIVERSAL_FOLDER,
+    plain_name,
+    sort_names,
+)
+from elastic_ckpt.formats.pickled import PickledFile, open_file, open_pickled, refuse_unmade
+from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
-from elastic_ckpt.storage.local import open_stream
-from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, of_error
-from elastic_ckpt.tools.opened import locate_despite_latest
-from elastic_ckpt.tools.verification.files import (
-    OTHER,
-    OWN,
-    SWAPPED,
-    files_by_kind,
-    of_unreadable,
-    read_metadata,
-    size_of,
-)
+from elastic_ckpt.storage.local import file_names, open_stream
+from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, kind_of, of_error
+from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 CHUNK_NBYTES = 1 << 20
 #: Bytes read behind a chunk to complete its last value: the largest item, less one byte.
 _MORE_NBYTES = max(ITEMSIZE.values()) - 1
 #: Dtypes of which values are looked at; ``bfloat16`` by its bits.
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "complex128"})
+#: How the files of formats that are not DeepSpeed's end.
+_ENDINGS = {"dcp": (DCP_METADATA, DCP_SUFFIX), "safetensors": (SUFFIX,)}
+OWN, SWAPPED, OTHER = "own", "swapped", "other"
+#: Files of more ranks than this are not enumerated, since the number is only a file's claim.
+_MOST_EXPECTED = 1 << 17
+_LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
 _WORDS = {"nan": "NaN", "inf": "infinite values"}
 #: Number of values of one kind in a tensor's part, and the index of the first.
 _Counts = dict[str, tuple[int, int]]
@@ -55,7 +66,7 @@ class Verification:
     """The outcome of a verification."""
 
     folder: str  # requested absolute path
-    tag: str  # verified tag
+    tag: str  # verified tag; empty if a ``latest`` file that is invalid should have named it
     full: bool  # whether every byte was read, or only metadata
     findings: tuple[Finding, ...]  # problems
     notes: tuple[Finding, ...]  # other facts, and what was not checked
@@ -88,14 +99,17 @@ def verify(
     """
     began = time.perf_counter()
     ShardingRules.of(config)  # a missing preset is an error at once, not after an hour of reading
-    found, misled = locate_despite_latest(folder, tag, config.trust_pickle)
-    findings: list[Finding] = []
-    if misled is not None:
-        findings += [of_error(misled, "latest"), Finding(NOTE, "latest", f"verified {found.tag} instead")]
+    path = os.path.abspath(folder)
+    try:
+        found = locate(path, tag, config.trust_pickle)
+    except (NotFoundError, DamagedError) as error:
+        if tag is not None or not list_tags(path):
+            raise
+        misled = of_error(error, "latest")
+        return Verification(path, "", full, (misled,), (), files=0, tensors=0, nbytes=0, seconds=0.0)
     files = files_by_kind(found)
     checked = files[OWN] | files[SWAPPED]
-    metadata, wrong = read_metadata(found, config)
-    findings += wrong
+    metadata, findings = read_metadata(found, config)
     names = [os.path.relpath(path, found.folder) for path in files[OTHER]]
     if others := [name for name in names if os.sep not in name and not name.endswith(".py")]:  # DeepSpeed's scripts
         findings.append(Finding(NOTE, "not-checked", f"files that are none of DeepSpeed's: {listed(others)}"))
@@ -105,7 +119,7 @@ def verify(
         findings += _check_bytes(found, files, metadata, config, threads, show_progress)
     unique = tuple(dict.fromkeys(findings))
     return Verification(
-        folder=os.path.abspath(folder),
+        folder=path,
         tag=found.tag,
         full=full,
         findings=tuple(finding for finding in unique if finding.level == ERROR),
@@ -128,11 +142,11 @@ def _check_bytes(
     """Read all files."""
     known: dict[str, SourceFile] = {} if metadata is None else {file.path: file for file in metadata.files}
     spans = {} if metadata is None else spans_of(metadata)
-    is_read = True
+    sizes, is_read = files[OWN] | files[SWAPPED], True
 
     def check(path: str) -> list[Finding]:
         file: SourceFile | PickledFile | None = known.get(path)
-        findings: list[Finding] = []
+        findings = list[Finding]()
         if file is None and path in files[OWN] and not found.foreign:
             try:
                 file = open_file(path, config.trust_pickle)
@@ -143,9 +157,8 @@ def _check_bytes(
         if has_data and not any(record.crc32 for record in records):
             text = "saved without checksums: bit flips are undetectable, only values are looked at"
             findings.append(Finding(NOTE, "no-checksum", text, file=path))
-        return [*findings, *scan_file(path, size_of(path), records, spans.get(path, []), bar.update)]
+        return [*findings, *scan_file(path, sizes[path], records, spans.get(path, []), bar.update)]
 
-    sizes = files[OWN] | files[SWAPPED]
     with (
         progress_bar("verify", sum(sizes.values()), show_progress, leave=False) as bar,
         ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,
@@ -160,6 +173,124 @@ def _check_bytes(
             yield from check_copies(metadata, config, threads)
         except (DamagedError, MismatchError) as error:
             yield of_error(error)
+
+
+def files_by_kind(found: CheckpointInfo) -> dict[str, dict[str, int]]:
+    """By :data:`OWN`, :data:`SWAPPED` (from NVMe) and :data:`OTHER` (none of DeepSpeed's): path -> size in bytes.
+
+    Of every file in the tag's folder and below it, links followed; opens none.
+    """
+    files: dict[str, dict[str, int]] = {OWN: {}, SWAPPED: {}, OTHER: {}}
+    walked = set[str]()
+    for folder, inside, names in os.walk(found.folder, followlinks=True):
+        if (itself := os.path.realpath(folder)) in walked:  # links may form a circle
+            inside.clear()
+            continue
+        walked.add(itself)
+        inside.sort()
+        for path in (os.path.join(folder, name) for name in sorted(names)):
+            of_kind = files[_kind_of_file(found, os.path.relpath(path, found.folder))]
+            of_kind[path] = 0  # of a link to nothing, say, which nobody can open
+            with suppress(OSError):
+                of_kind[path] = os.path.getsize(path)
+    return files
+
+
+def _kind_of_file(found: CheckpointInfo, name: str) -> str:
+    top, _, inside = name.partition(os.sep)
+    if top == SWAPPED_FOLDER and inside:
+        return SWAPPED
+    if found.foreign or name.endswith(tuple(chain.from_iterable(_ENDINGS.values()))):
+        is_own = name.endswith(_ENDINGS.get(found.format, ()))
+    elif top == UNIVERSAL_FOLDER and inside:
+        is_own = found.files.is_universal and name.endswith(".pt")
+    else:
+        files = sort_names([name], is_universal=False)
+        is_own = bool(files.layers or files.mp_ranks or files.of_experts)
+    return OWN if is_own else OTHER
+
+
+def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[CheckpointMetadata | None, list[Finding]]:
+    """The metadata, as a load would read it; else what is wrong with each file."""
+    try:
+        return open_checkpoint(found, config, with_unmade=False).checkpoint.metadata, []
+    except ElasticCkptError as raised:
+        error = raised
+    if found.foreign:
+        return None, [of_error(error), Finding(NOTE, "not-checked", "anything else")]
+    findings, present = list[Finding](), set(map(plain_name, file_names(found.folder)))
+    for name in expected_files(found, config.trust_pickle):
+        if name not in present:
+            text = "no such file; restore it, or take another tag"
+            findings.append(Finding(ERROR, "missing", text, file=found.path(name)))
+    for path in files_by_kind(found)[OWN]:
+        try:
+            file = open_file(path, config.trust_pickle)
+            refuse_unmade(file)
+            refuse_swapped(file)
+        except ElasticCkptError as refused:
+            findings.append(of_unreadable(refused))
+    if isinstance(error, UnsupportedError):
+        return None, [*findings, of_error(error, "not-checked", NOTE)]
+    if not findings and isinstance(error, MismatchError) and not found.files.is_universal:
+        # without ZeRO, states that only a live model can name are no damage
+        return None, [of_error(error, "not-checked", NOTE)]
+    if error.file not in {finding.file for finding in findings}:
+        findings.append(of_error(error))
+    try:  # where values alone contradict each other
+        return open_checkpoint(found, config.model_copy(update={"verify": "bytes"})).checkpoint.metadata, findings
+    except ElasticCkptError:
+        note = Finding(NOTE, "not-checked", "the tensors, since not all files can be read together")
+        return None, [*findings, note]
+
+
+def of_unreadable(error: ElasticCkptError) -> Finding:
+    """The finding for a file that the reader refuses."""
+    kind = "unreadable" if kind_of(error) == "damaged" else kind_of(error)
+    return of_error(error, kind, NOTE if kind == "not-checked" else ERROR)
+
+
+def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterator[str]:
+    """Plain names of the files that should be there, by the names of the others and a model-states file."""
+    files = found.files
+    if files.clashes or found.foreign:
+        return
+    model = None
+    for name in (*files.model.values(), *files.model_zero3.values()):
+        # the first that can be read: reading the whole checkpoint reports what is wrong with the others
+        with suppress(ElasticCkptError, TypeError, ValueError, AttributeError, LookupError):
+            model = index_model_states(open_pickled(found.path(name), trust_pickle))
+            break
+    dp = 0 if model is None or files.is_universal else model.counters["dp_world_size"]
+    model_parallel = 0 if model is None else math.prod(model.stated.borne_out(len(files.mp_ranks))[:2])
+    claims = () if model is None else model.features.experts
+    experts = [count for count in claims if isinstance(count, int) and count > 0]
+    ranks = max([dp, *(rank + 1 for rank, _ in (*files.optimizer, *files.model_zero3))], default=0) or 1
+    mp_ranks = max([model_parallel, *(rank + 1 for rank in files.mp_ranks)], default=0) or 1
+    if ranks * mp_ranks + sum(experts) > _MOST_EXPECTED:
+        return
+    dps, mps = range(ranks), range(mp_ranks)
+    for mp in mps:
+        if files.model_zero3 and mp not in files.model:
+            yield from (f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt" for dp in dps)
+        else:
+            yield from [f"mp_rank_{mp:02d}_model_states.pt"] if files.model else []
+    if files.is_universal:
+        return
+    if files.experts and mp_ranks == 1:  # tensor-parallel ranks slice experts, or have different ones
+        here = {(layer, n): name for (layer, n, _), name in files.experts.items()}
+        for at in ((layer, n) for layer, count in enumerate(experts) for n in range(count)):
+            yield here.get(at, f"layer_{at[0]}_expert_{at[1]}_mp_rank_00_model_states.pt")
+        ep_ranks = [rank for rank, _ in files.expert_optimizers]
+        yield from (f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(1 + max(ep_ranks, default=-1)))
+    if sample := next(iter(files.optimizer.values()), None):
+        prefix, joint = sample.partition("zero_pp_rank")[0], "_" if "_optim_states" in sample else ""
+        yield from (f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt" for mp in mps for dp in dps)
+    layers = {layer for layer, _ in files.layers}
+    tp = max((rank + 1 for _, rank in files.layers), default=0)
+    with_rank = any(_LAYER_OF_TP.search(name) for name in files.layers.values())
+    for layer in sorted(layers) if len(layers) * tp <= _MOST_EXPECTED else ():  # a layer is of every rank or of none
+        yield from (f"layer_{layer:02d}-{f'model_{rank:02d}-' * with_rank}model_states.pt" for rank in range(tp))
 
 
 class Record(NamedTuple):
