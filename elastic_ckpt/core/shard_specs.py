@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 
-T = TypeVar("T")
 Kind = Literal["column", "row", "vocabulary", "replicated", "averaged", "summed", "whole_only"]
 COLUMN: Kind = "column"
 ROW: Kind = "row"
@@ -168,12 +166,8 @@ class ShardSpec(BaseModel):
         return [heads // groups, 1, 1]
 
 
-@contextmanager
-def _understanding() -> Iterator[None]:
-    try:
-        yield
-    except _MALFORMED as error:
-        raise CannotSplit(f"its recorded layout cannot be understood: {type(error).__name__}: {error}") from error
+#: What is recorded, by precedence: why no layout is, an affine map, or (dimension, each sub-parameter's size by rank).
+_UNSUPPORTED, _AFFINE, _WIDTHS = range(3)
 
 
 @dataclass(frozen=True)
@@ -181,10 +175,7 @@ class DeclaredSpecs:
     """What a checkpoint declares, over all pipeline stages; the first spec whose pattern matches a name applies."""
 
     specs: tuple[ShardSpec, ...] = ()
-    affine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by pattern, the recorded map
-    #: By pattern: (dimension, per sub-parameter each rank's size).
-    widths: Mapping[str, tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
-    unsupported: Mapping[str, str] = field(default_factory=dict)  # pattern -> why its layout cannot be described
+    recorded: Mapping[tuple[int, str], Any] = field(default_factory=dict)  # what is recorded, by kind of it and pattern
     vocabulary: int | None = None  # rows of the vocabulary without padding
     unreadable: str = ""  # why the declaration cannot be used at all; empty if it can
     one_stage: tuple[str, ...] = ()  # of tied parameters of which the first pipeline stage's copy is the parameter
@@ -193,9 +184,7 @@ class DeclaredSpecs:
         known = {spec.pattern for spec in self.specs}
         return DeclaredSpecs(
             self.specs + tuple(spec for spec in other.specs if spec.pattern not in known),
-            {**other.affine, **self.affine},
-            {**other.widths, **self.widths},
-            {**other.unsupported, **self.unsupported},
+            dict(sorted({**other.recorded, **self.recorded}.items(), key=lambda entry: entry[0][0])),
             self.vocabulary or other.vocabulary,
             self.unreadable or other.unreadable,
             tuple(dict.fromkeys(self.one_stage + other.one_stage)),
@@ -213,34 +202,32 @@ class DeclaredSpecs:
 
     def is_recorded(self, name: str) -> bool:
         """Whether a layout of its shards is recorded."""
-        return any(re.match(pattern, name) for pattern in (*self.affine, *self.widths))
+        return any(kind != _UNSUPPORTED and re.match(pattern, name) for kind, pattern in self.recorded)
 
-    @_understanding()
-    def recorded(self, name: str) -> TPLayout | None:
-        """The recorded map of a parameter. Raises :class:`CannotSplit` if it is not a cut along one dimension."""
-        entry = _matching(self.affine, name)
-        return None if entry is None else layout_of_affine(entry)
+    def layout(self, name: str, shapes: Sequence[Shape] = ()) -> TPLayout | None:
+        """The recorded layout, for shards of these shapes; raises :class:`CannotSplit` if it does not describe them.
 
-    @_understanding()
-    def layout(self, name: str, shapes: Sequence[Shape]) -> TPLayout | None:
-        """The recorded layout for shards of these shapes; raises :class:`CannotSplit` if it does not describe them."""
-        why = _matching(self.unsupported, name)
-        if why is not None:
-            raise CannotSplit(f"the run that saved it could not describe its layout: {why}")
-        entry, widths = _matching(self.affine, name), _matching(self.widths, name)
+        Without shapes: of an affine map, which alone shows them.
+        """
+        found = ((kind, entry) for (kind, pattern), entry in self.recorded.items() if re.match(pattern, name))
         layout = None
-        if entry is not None and (math.prod(entry["logical_shape"]) or not any(map(math.prod, shapes))):
-            layout = layout_of_affine(entry)  # ZeRO-3 records unusable maps, of empty parameters
-        elif widths is not None:
-            dim, parts = widths
-            layout = fused((*shapes[0][:dim], sum(map(sum, parts)), *shapes[0][dim + 1 :]), dim, parts)
-        if layout is not None and tuple(map(layout.shard_shape, range(layout.degree))) != tuple(shapes):
+        try:
+            for kind, entry in found:
+                if kind == _UNSUPPORTED:
+                    raise CannotSplit(f"the run that saved it could not describe its layout: {entry}")
+                # ZeRO-3 records unusable maps, of empty parameters
+                if kind == _AFFINE and (math.prod(entry["logical_shape"]) or not any(map(math.prod, shapes))):
+                    layout = layout_of_affine(entry)
+                    break
+                if kind == _WIDTHS and shapes:
+                    dim, parts = entry
+                    layout = fused((*shapes[0][:dim], sum(map(sum, parts)), *shapes[0][dim + 1 :]), dim, parts)
+                    break
+        except _MALFORMED as error:
+            raise CannotSplit(f"its recorded layout cannot be understood: {type(error).__name__}: {error}") from error
+        if layout is not None and shapes and tuple(map(layout.shard_shape, range(layout.degree))) != tuple(shapes):
             raise CannotSplit(f"the checkpoint records a layout of {layout.degree} ranks for {layout.shape}")
         return layout
-
-
-def _matching(entries: Mapping[str, T], name: str) -> T | None:
-    return next((entry for pattern, entry in entries.items() if re.match(pattern, name)), None)
 
 
 def declared_by(info: Any) -> DeclaredSpecs:
@@ -254,24 +241,26 @@ def declared_by(info: Any) -> DeclaredSpecs:
 def _declared(info: Mapping[str, Any]) -> DeclaredSpecs:
     specs = [ShardSpec(pattern=pattern, **kind) for key, kind in _LISTS for pattern in _patterns(info.get(key))]
     of_fused = _specs_of_fused(info)
-    dims, widths = {spec.pattern: spec.cut_dim for spec in of_fused}, {}
-    for pattern, saved in (info.get("sub_param_shard_widths") or {}).items():
-        parts = tuple(tuple(map(int, ranks)) for ranks in saved)
-        if len(set(map(len, parts))) != 1 or not parts[0]:
-            raise ValueError("sub_param_shard_widths of unequal length")
-        widths[pattern] = dims[pattern], parts
+    dims, recorded = {spec.pattern: spec.cut_dim for spec in of_fused}, dict[tuple[int, str], Any]()
     affine = info.get("affine_map") or {}
     if affine.get("version", _AFFINE_VERSION) != _AFFINE_VERSION:
         raise ValueError(f"affine_map of version {affine['version']}, of which only {_AFFINE_VERSION} is known")
     maps, unsupported = dict(affine.get("params") or {}), dict(info.get("autotp_unsupported_parameter_patterns") or {})
     _patterns([*maps, *unsupported])
-    for entry in maps.values():
+    recorded |= {(_UNSUPPORTED, pattern): why for pattern, why in unsupported.items()}
+    for pattern, entry in maps.items():
         if not isinstance(entry["ranks"], Mapping) or not isinstance(entry["logical_shape"], (list, tuple)):
             raise TypeError("an affine map without ranks")
+        recorded[_AFFINE, pattern] = entry
+    for pattern, saved in (info.get("sub_param_shard_widths") or {}).items():
+        parts = tuple(tuple(map(int, ranks)) for ranks in saved)
+        if len(set(map(len, parts))) != 1 or not parts[0]:
+            raise ValueError("sub_param_shard_widths of unequal length")
+        recorded[_WIDTHS, pattern] = dims[pattern], parts
     vocabulary = info.get("original_vocab_size")
     known = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
     stages = tuple(_patterns(info.get("pipeline_replicated_parameter_patterns")))
-    return DeclaredSpecs((*specs, *of_fused), maps, widths, unsupported, known, one_stage=stages)
+    return DeclaredSpecs((*specs, *of_fused), recorded, known, one_stage=stages)
 
 
 def _specs_of_fused(info: Mapping[str, Any]) -> list[ShardSpec]:

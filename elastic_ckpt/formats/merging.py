@@ -122,7 +122,7 @@ def _with_empty_shards(ranks: Ranks) -> Ranks:
         for name in holders.keys() - rank.parameters.keys():
             layout = None
             with suppress(CannotSplit):
-                layout = rank.declared.recorded(name)
+                layout = rank.declared.layout(name)
             shape = layout.shard_shape(number) if layout is not None and number < layout.degree else (1,)
             if math.prod(shape) == 0:
                 parameters[name] = replace(holders[name].parameters[name], shape=shape, replicated=())
