@@ -160,7 +160,7 @@ def of_first_stage(metadata: CheckpointMetadata, book: ShardingRules, model: Mod
         return frozenset()
     names = {metadata.saved_names.get(name, name): name for name, _ in metadata.replicas}
     declared = metadata.declared.of_first_stage(saved for saved, name in names.items() if name in model.unsynchronized)
-    return frozenset(names[saved] for saved in declared | book.for_run(metadata.run).of_first_stage(names))
+    return frozenset(names[saved] for saved in declared | book.of_first_stage(metadata.run, names))
 
 
 def compare_replicas(

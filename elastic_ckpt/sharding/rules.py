@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -27,21 +27,16 @@ if TYPE_CHECKING:
 
 
 class Preset(BaseModel):
-    """Tensor-parallel rules of a well-known code base; the first rule that applies to a parameter wins.
-
-    ``one_stage``: patterns of what a tied pipeline module has beside the tied weight: its first stage alone trains it.
-    A run whose arguments have all of ``has`` and none of ``lacks`` is of that code base; without ``has``, none is.
-    ``unsaved``: arguments that such a run does not save with its checkpoints: the live run's count.
-    """
+    """Tensor-parallel rules of a well-known code base; the first rule that applies to a parameter wins."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     description: str
-    has: list[str] = []
+    has: list[str] = []  # a run whose arguments have all of these, and none of ``lacks``, is of it; if empty, no run
     lacks: list[str] = []
-    unsaved: list[str] = []
-    one_stage: list[str] = []
+    unsaved: list[str] = []  # arguments that such a run does not save with its checkpoints: the live run's count
+    one_stage: list[str] = []  # patterns of what a tied pipeline module's first stage alone trains
     rules: list[ShardSpec]
 
     @classmethod
@@ -125,15 +120,11 @@ def is_vocabulary(name: str) -> bool:
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """The rules and preset of the user's config; ``builtin`` applies to Megatron Core, after the live parameters.
-
-    Without a preset of the user's, that which the saved run's arguments prove applies (``is_recognized``).
-    """
+    """The rules and preset of the user's config; ``builtin`` applies to Megatron Core, after the live parameters."""
 
     rules: Sequence[ShardSpec] = ()
     preset: Preset | None = None
     builtin: Preset | None = None
-    is_recognized: bool = False
 
     @classmethod
     def of(cls, config: ElasticConfig) -> ShardingRules:
@@ -141,29 +132,14 @@ class ShardingRules:
         preset = Preset.load(config.tp_preset) if config.tp_preset else None
         return cls(tuple(config.tp_rules), preset, Preset.load("megatron-core"))
 
-    def for_run(self, run: Mapping[str, Any]) -> ShardingRules:
-        """The rules for a checkpoint of a run with these arguments."""
-        found = recognized(run) if self.preset is None else None
-        return replace(self, preset=found, is_recognized=True) if found is not None else self
+    def preset_for(self, run: Mapping[str, Any]) -> Preset | None:
+        """The user's preset, or that which the arguments of the saved run prove."""
+        return self.preset or recognized(run)
 
-    def completed(self, metadata: CheckpointMetadata, live_run: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments that the code base does not save, from the live run.
-
-        Raises :class:`MismatchError` if the configuration beside the checkpoint states others.
-        """
-        unsaved = () if self.preset is None else self.preset.unsaved
-        live, saved = {key: live_run[key] for key in unsaved if key in live_run}, metadata.run
-        other = [key for key in live if key in saved and saved[key] != live[key]]
-        if other:
-            problem = "the live model was built with other arguments than the configuration beside the checkpoint has"
-            expected, found = (", ".join(f"{key}: {side[key]}" for key in other) for side in (saved, live))
-            remedy = 'build the model as it was saved, or correct the files in the folder "configs"'
-            raise MismatchError(problem, metadata.source.folder, expected, found, remedy=remedy)
-        return live
-
-    def of_first_stage(self, names: Iterable[str]) -> set[str]:
+    def of_first_stage(self, run: Mapping[str, Any], names: Iterable[str]) -> set[str]:
         """Those of the saved names that, of several pipeline stages, only the first trains."""
-        patterns = () if self.preset is None else self.preset.one_stage
+        preset = self.preset_for(run)
+        patterns = () if preset is None else preset.one_stage
         return {name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)}
 
     def specs_for(self, sharding: Sharding) -> list[ShardSpec]:
@@ -178,7 +154,7 @@ class ShardingRules:
         declared = sharding.metadata.declared.spec(sharding.saved_name)
         found = [
             None if declared is None else declared.by("the checkpoint's universal_checkpoint_info"),
-            _by_preset(self.preset, sharding, self.is_recognized),
+            _by_preset(sharding.checkpoint.preset, sharding, is_recognized=self.preset is None),
             _by_live_parameter(sharding),
             _by_preset(self.builtin, sharding) if sharding.live.owner.startswith(_MEGATRON) else None,
             None if sharding.is_fused else _by_shapes(sharding),
@@ -211,7 +187,7 @@ def refuse_other_code(
 ) -> None:
     """Raise :class:`MismatchError` if the live code base fuses a parameter in another way than the one that saved it.
 
-    Shapes are equal then, and a load of it trains another model. Rules and presets of the user's settle it.
+    Shapes are equal then. Rules and presets of the user's settle it.
     """
     saved, live = recognized(metadata.run), recognized(model.run)
     if saved is None or live is None or saved.name == live.name or rules.preset is not None:
@@ -291,10 +267,7 @@ class ModelShapes:
                 self._columns.setdefault((_module(name), shapes[0][0]), Counter())[_total(shapes, 1)] += 1
 
     def is_fused(self, name: str, saved_name: str = "") -> bool:
-        """Whether a parameter is fused, by its names (unless its counterpart refutes that) or its module's shapes.
-
-        Shapes are found by ``name``; ``saved_name`` is what the parameter was called before it was renamed.
-        """
+        """Whether a parameter is fused, by its names (unless its counterpart refutes that) or its module's shapes."""
         rows, taken = self._widths(name)
         by_name = is_fused(name) or is_fused(saved_name)
         return (by_name and self._gate_factor(name) != 1) or (rows > taken > 0 and not is_vocabulary(name))

@@ -26,16 +26,13 @@ BY_DEFAULT = "the checkpoint's universal_checkpoint_info, by its default"
 
 
 class Sharding:
-    """How one parameter or buffer is sharded, saved and live; without a live model, the latter has no shapes.
-
-    ``saved_name`` differs from ``name`` for tied and renamed parameters.
-    """
+    """How one parameter or buffer is sharded, saved and live; without a live model, the latter has no shapes."""
 
     def __init__(self, checkpoint: Shardings, tensor: TensorMetadata, live: LiveShards | None) -> None:
         self.checkpoint, self.metadata, self.tensor = checkpoint, checkpoint.metadata, tensor
         self.live = live or LiveShards(())
         self.name, self.shapes = tensor.name, tensor.shard_shapes
-        self.saved_name = self.metadata.saved_names.get(self.name, self.name)
+        self.saved_name = self.metadata.saved_names.get(self.name, self.name)  # another if tied or renamed
         self.is_fused = checkpoint.shapes.is_fused(self.name, self.saved_name)
         self.specs: Sequence[ShardSpec] = ()  # all that is said of it, by precedence
         self.chosen: ShardSpec | None = None  # the one that counts: without a live model, no guess
@@ -179,15 +176,21 @@ class Sharding:
 class Shardings:
     """How one checkpoint's parameters are sharded, for a live run with these arguments, if any.
 
-    ``by_live``: arguments of the run that only the live run gives, which the metadata's are completed with.
+    Raises :class:`MismatchError` if the configuration beside the checkpoint states other arguments than the live run's.
     """
 
     def __init__(
-        self, metadata: CheckpointMetadata, rules: ShardingRules, live_run: Mapping[str, Any] | None = None
+        self, metadata: CheckpointMetadata, rules: ShardingRules, live: Mapping[str, Any] | None = None
     ) -> None:
-        self.rules = rules.for_run(metadata.run)
-        self.by_live = self.rules.completed(metadata, live_run or {})
-        self.metadata = replace(metadata, run={**metadata.run, **self.by_live})
+        self.rules, self.preset, live, saved = rules, rules.preset_for(metadata.run), live or {}, metadata.run
+        unsaved = () if self.preset is None else self.preset.unsaved
+        self.by_live = {key: live[key] for key in unsaved if key in live}  # which only the live run gives
+        if other := [key for key, value in self.by_live.items() if key in saved and saved[key] != value]:
+            problem = "the live model was built with other arguments than the configuration beside the checkpoint has"
+            expected, found = (", ".join(f"{key}: {side[key]}" for key in other) for side in (saved, live))
+            remedy = 'build the model as it was saved, or correct the files in the folder "configs"'
+            raise MismatchError(problem, metadata.source.folder, expected, found, remedy=remedy)
+        self.metadata = replace(metadata, run={**saved, **self.by_live})
 
     @cached_property
     def shapes(self) -> ModelShapes:  # which looks at every tensor, for parameters whose layout changes
@@ -251,10 +254,9 @@ def virtual_layouts(
 def known_specs(
     metadata: CheckpointMetadata, names: Iterable[str], rules: ShardingRules
 ) -> dict[str, ShardSpec | None]:
-    """The spec of each parameter; ``None`` without one, or where a recorded map replaces it.
+    """The spec of each parameter, its widths as numbers; ``None`` without one, or where a recorded map replaces it.
 
-    Widths of sub-parameters are numbers, even where the spec takes them from the run. Raises :class:`MismatchError` if
-    a spec does not fit the shapes.
+    Raises :class:`MismatchError` if a spec does not fit the shapes.
     """
     shardings = Shardings(metadata, rules)
     found: dict[str, ShardSpec | None] = dict.fromkeys(names)
