@@ -48,10 +48,9 @@ from elastic_ckpt.formats.saved_states import (
     SavedKind,
     StatesOfOne,
     classify,
-    kind_notes,
     normal_groups,
+    notes_and_warnings,
     resolve_codebooks,
-    unmatched_names,
     with_group_step,
 )
 from elastic_ckpt.formats.shards import FlatShard
@@ -255,6 +254,7 @@ class MetadataBuilder:
         fresh = frozenset(key for key, kind in self._kinds.items() if kind.kind == FRESH)
         scalars = {id(saved.scalars): saved.scalars for saved in self.parameters.values()}.values()
         values = frozenset(chain((key for each in scalars for key, _ in each), *groups))
+        notes, unmatched = notes_and_warnings(self._kinds, self._options, values)
         return CheckpointMetadata(
             source=source,
             files=tuple(self._files),
@@ -262,8 +262,8 @@ class MetadataBuilder:
             tensors=self.tensors,
             groups=normal_groups(groups, is_bitsandbytes=bool(self._codebooks)),
             states=StateFacts(self.opaque, self._damaged, fresh),
-            notes=(*self.notes, *kind_notes(self._kinds)),
-            warnings=(*unmatched_names(self._kinds, self._options, values), *warnings),
+            notes=(*self.notes, *notes),
+            warnings=(*unmatched, *warnings),
             **facts,
         )
 

@@ -23,14 +23,11 @@ _PATTERNS = {
 }
 _WRITER = re.compile(r"(?<=\.pt)-(\d+)\.(\d+)$")
 
-#: Folder of a universal checkpoint with one folder per parameter.
-UNIVERSAL_FOLDER = "zero"
-#: File in it with what belongs to no parameter.
-UNIVERSAL_OPTIMIZER = "optimizer_state.pt"
-#: Folder of a tag to which DeepSpeed copies optimizer states on NVMe.
-SWAPPED_FOLDER = "offloaded_tensors"
-#: File of a ``torch.distributed.checkpoint`` folder that lists its entries, and the end of the names of its others.
-DCP_METADATA, DCP_SUFFIX = ".metadata", ".distcp"
+UNIVERSAL_FOLDER = "zero"  # of a universal checkpoint, with one folder per parameter
+UNIVERSAL_OPTIMIZER = "optimizer_state.pt"  # in it, with what belongs to no parameter
+SWAPPED_FOLDER = "offloaded_tensors"  # of a tag, to which DeepSpeed copies optimizer states on NVMe
+DCP_METADATA = ".metadata"  # lists the entries of a ``torch.distributed.checkpoint`` folder
+DCP_SUFFIX = ".distcp"  # ends the names of its other files
 
 
 @dataclass(frozen=True)

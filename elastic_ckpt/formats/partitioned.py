@@ -34,11 +34,7 @@ from elastic_ckpt.formats.merging import ExpertShard, with_module_files
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shapes, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.saved_states import merged_groups
-from elastic_ckpt.formats.shards import (
-    OptimizerShard,
-    check_swap_file,
-    other_save_than_model,
-)
+from elastic_ckpt.formats.shards import OptimizerShard, check_swap_file, other_save_than_model
 
 #: Sequence-parallel degrees to try if the saved config states none (``mesh_param`` leaves no trace).
 _OTHER_DEGREES = range(2, 65)

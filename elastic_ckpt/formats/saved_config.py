@@ -22,14 +22,7 @@ import yaml
 
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.local_state import SequenceParallel
-from elastic_ckpt.core.values import (
-    AHEAD,
-    ONE_BIT_OPTIMIZERS,
-    BatchSizes,
-    Features,
-    LossScale,
-    TrainingState,
-)
+from elastic_ckpt.core.values import AHEAD, ONE_BIT_OPTIMIZERS, BatchSizes, Features, LossScale, TrainingState
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.objects import materialise_entries

@@ -187,24 +187,19 @@ def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[st
     return resolved, damaged
 
 
-def kind_notes(kinds: Mapping[str, SavedKind]) -> tuple[str, ...]:
-    """Notes about states that were classified by a guess."""
-    return tuple(
-        f"optimizer state {key} was taken as replicated: {kind.why}"
-        for key, kind in kinds.items()
-        if kind.kind == REPLICATED and kind.why
-    )
-
-
-def unmatched_names(
+def notes_and_warnings(
     kinds: Mapping[str, SavedKind], options: StateOptions, values: frozenset[str] = frozenset()
-) -> tuple[str, ...]:
-    """A warning about names in the user's options that no saved state has, nor any of the ``values`` beside them."""
+) -> tuple[list[str], list[str]]:
+    """About states that were classified by a guess, and names in the user's options that nothing saved has.
+
+    ``values`` are the names of what was saved beside the ``kinds``.
+    """
+    guesses = {key: kind.why for key, kind in kinds.items() if kind.kind == REPLICATED and kind.why}
     companions = {name for key, kind in kinds.items() if kind.block_numel for name in COMPANIONS[key]}
-    unmatched = sorted(options.schema.keys() - {*kinds, *companions, *values}) if kinds else []
-    if not unmatched:
-        return ()
-    return (f'the checkpoint holds no optimizer state named {", ".join(unmatched)}, which "states" names',)
+    unmatched = ", ".join(sorted(options.schema.keys() - {*kinds, *companions, *values})) if kinds else ""
+    warning = f'the checkpoint holds no optimizer state named {unmatched}, which "states" names'
+    notes = [f"optimizer state {key} was taken as replicated: {why}" for key, why in guesses.items()]
+    return notes, [warning] if unmatched else []
 
 
 def read_groups(file: PickledFile, param_groups: Iterable[Mapping[str, Any]]) -> Groups:

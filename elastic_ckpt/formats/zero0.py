@@ -22,13 +22,7 @@ from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.merging import ExpertShard
-from elastic_ckpt.formats.metadata_builder import (
-    MetadataBuilder,
-    Shape,
-    dense_tensor,
-    module_tensors,
-    weights_crc32s,
-)
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, dense_tensor, module_tensors, weights_crc32s
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState, saved_shape
 from elastic_ckpt.formats.partitioned import degree_in_name
 from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, merged_groups, settings

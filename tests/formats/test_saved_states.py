@@ -23,12 +23,11 @@ from elastic_ckpt.formats.saved_states import (
     Digest,
     SavedKind,
     StatesOfOne,
-    kind_notes,
     normal_groups,
+    notes_and_warnings,
     read_groups,
     resolve_codebooks,
     sort_states,
-    unmatched_names,
     with_group_step,
 )
 from elastic_ckpt.formats.shards import index_shard
@@ -308,7 +307,7 @@ def test_guesses_and_words_that_met_nothing_are_told_of() -> None:
         "odd": SavedKind(OPAQUE, why="odd"),
     }
     options = StateOptions({"declared": "replicated", "nobody": "replicated", "left": "fresh", "no one": "fresh"})
-    (replicated,), (unmatched,) = kind_notes(kinds), unmatched_names(kinds, options)
+    (replicated,), (unmatched,) = notes_and_warnings(kinds, options)
     assert replicated == "optimizer state table was taken as replicated: the same values on all ranks"
     assert "no one, nobody, which" in unmatched
     assert "qmap1" not in unmatched
@@ -317,15 +316,16 @@ def test_guesses_and_words_that_met_nothing_are_told_of() -> None:
 def test_words_about_scales_and_maps_meet_them() -> None:
     kinds = {"state1": SavedKind(ELEMENTWISE, block_numel=256)}
     options = StateOptions({"qmap1": "replicated", "qmap2": "replicated"})
-    (note,) = unmatched_names(kinds, options)
+    _, (note,) = notes_and_warnings(kinds, options)
     assert "named qmap2, which" in note
-    assert unmatched_names(kinds, StateOptions({"qmap1": "replicated"})) == ()
-    assert len(unmatched_names({"state1": SavedKind(ELEMENTWISE)}, StateOptions({"qmap1": "replicated"}))) == 1
+    options = StateOptions({"qmap1": "replicated"})
+    assert notes_and_warnings(kinds, options) == ([], [])
+    assert len(notes_and_warnings({"state1": SavedKind(ELEMENTWISE)}, options)[1]) == 1
 
 
 def test_a_checkpoint_without_states_meets_no_word_and_says_nothing() -> None:
-    assert unmatched_names({}, StateOptions({"mine": "replicated", "other": "fresh"})) == ()
-    assert unmatched_names({"exp_avg": SavedKind(ELEMENTWISE)}, DEFAULTS) == ()
+    assert notes_and_warnings({}, StateOptions({"mine": "replicated", "other": "fresh"})) == ([], [])
+    assert notes_and_warnings({"exp_avg": SavedKind(ELEMENTWISE)}, DEFAULTS) == ([], [])
 
 
 def test_shards_of_the_legacy_elastic_checkpoint_are_refused(tmp_path: Path) -> None:
