@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, TypeVar
 
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, UnforeseenError
@@ -70,12 +70,8 @@ def _initialized() -> Any:
 def all_gather(doing: str, work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank and return all results, by rank. Short messages take one collective.
 
-    Args:
-        doing: what the work does ("plan the load"), for unforeseen errors.
-        work: returns a picklable object.
-
-    Raises:
-        ElasticCkptError: the failure of the lowest failing rank, with its ``rank`` set.
+    ``doing`` names the work, which returns a picklable object, in unforeseen errors ("plan the load"). Raises the
+    :class:`ElasticCkptError` of the lowest failing rank, with its ``rank`` set.
     """
     return _exchange(doing, work, None)
 
@@ -121,11 +117,7 @@ def _exchange(doing: str, work: Callable[[], T], src: int | None) -> list[T]:
 
 @contextmanager
 def agree(doing: str) -> Iterator[None]:
-    """Run the body on every rank; if it fails on any, raise the same error on all. Success takes one small all-reduce.
-
-    Raises:
-        ElasticCkptError: the failure of the lowest failing rank, with its ``rank`` set.
-    """
+    """Run the body on every rank; errors as in :func:`all_gather`. Success takes one small all-reduce."""
     mine: ElasticCkptError | None = None
     cause: BaseException | None = None
     try:
@@ -146,10 +138,8 @@ def together(doing: str) -> Iterator[None]:
     """Run collectives that end on every rank, with the same error, once any rank fails in them, between them or dies.
 
     Without it the others would wait for the process group's timeout. The rank posts its error in the group's store,
-    where those in :func:`wait` look every second. An :class:`ElasticCkptError` is raised as it is: ranks have agreed.
-
-    Raises:
-        CommunicationError: the failure that was posted first.
+    where those in :func:`wait` look every second, and raises the :class:`CommunicationError` that was posted first; an
+    :class:`ElasticCkptError` as it is, since ranks have agreed.
     """
     try:
         yield
@@ -176,12 +166,6 @@ def wait(work: Any) -> None:
             if is_posted:
                 raise
     work.wait()
-
-
-def meet() -> None:
-    """Wait for all ranks before a collective that cannot be polled; fails once another rank has posted a failure."""
-    if world_size() > 1:
-        _any(False)
 
 
 def _post(doing: str, error: Exception) -> CommunicationError:
@@ -250,14 +234,12 @@ def common_nbytes(nbytes: Sequence[int]) -> int:
 
     The choice with the least time, so that padding never multiplies a long message by the number of ranks.
     """
-    costs: dict[int, int] = {}
-    longer_nbytes = 0
-    for longer, common in enumerate([*sorted(nbytes, reverse=True), 0]):
-        rest = longer_nbytes - longer * common
-        collectives = bool(common) + longer
-        costs.setdefault(common, len(nbytes) * common + rest + _COLLECTIVE_NBYTES * collectives)
-        longer_nbytes += common
-    return min(costs, key=lambda common: (costs[common], common))
+    choices = sorted([*nbytes, 0], reverse=True)
+    costs = (
+        ((len(nbytes) - longer) * common + longer_nbytes + _COLLECTIVE_NBYTES * (bool(common) + longer), common)
+        for longer, (common, longer_nbytes) in enumerate(zip(choices, accumulate(choices, initial=0), strict=False))
+    )
+    return min(costs)[1]
 
 
 def _any(flag: bool) -> bool:

@@ -49,10 +49,11 @@ class EngineAdapter(ABC):
         masters: Sequence[torch.Tensor],  # the fp32 tensor of each flat partition
         groups: Sequence[int],  # the index of each one's param group in ``base.param_groups``
         members: Params,  # the parameters in each in flat order, on this rank or not
+        numbered: Params,  # the parameters of each param group, in ``torch.optim``'s order
         dp_group: Any,
     ) -> None:
         self._engine, self.schema, self.zero_stage, self.dp_group = engine, schema, zero_stage, dp_group
-        self.masters, self.groups, self.members = masters, groups, members
+        self.masters, self.groups, self.members, self._numbered = masters, groups, members, numbered
         self.optimizer, self.has_optimizer = engine.optimizer, has_optimizer(engine)
         without = SimpleNamespace(param_groups=[], defaults={}, state={})
         self.base = base_optimizer(engine) if self.has_optimizer else without
@@ -96,13 +97,6 @@ class EngineAdapter(ABC):
     def placements(self, flat: int) -> Iterable[Placement]:
         """The elements of its members in one flat partition of this rank, in flat order."""
 
-    def numbered(self) -> Params:
-        """Parameters per param group, in ``torch.optim``'s order."""
-        numbered: list[list[Any]] = [[] for _ in self.base.param_groups]
-        for group, params in zip(self.groups, self.members, strict=True):
-            numbered[group] += params
-        return numbered
-
     def numel(self, flat: int) -> int:
         """Elements of a flat partition, which may be swapped out."""
         return self.masters[flat].numel()
@@ -126,7 +120,7 @@ class EngineAdapter(ABC):
         more = {} if decoupled is None else {"decoupled_weight_decay": decoupled}  # torch's flag
         groups = [
             LiveGroup(self._names_of(params), {key: value for key, value in group.items() if key != "params"} | more)
-            for params, group in zip(self.numbered(), self.base.param_groups, strict=True)
+            for params, group in zip(self._numbered, self.base.param_groups, strict=True)
         ]
         return LocalState(
             zero_stage=self.zero_stage,

@@ -84,15 +84,11 @@ def follow_topology(args: Any, coordinates: RankCoordinates, rank: int) -> Any:
         return args
     changed, tp, pp = copy.copy(args), coordinates.tp, coordinates.pp
     values = vars(changed) if isinstance(changed, argparse.Namespace) else changed
-    live = dict.fromkeys(("tensor_model_parallel_size", "model_parallel_size"), tp)
-    live |= dict.fromkeys(("pipeline_model_parallel_size", "pipe_parallel_size"), pp)
-    live |= {
-        "transformer_pipeline_model_parallel_size": pp,
-        "data_parallel_size": coordinates.partition_degree,
-        "rank": rank,
-    }
+    of_pp = ("pipeline_model_parallel_size", "pipe_parallel_size", "transformer_pipeline_model_parallel_size")
+    live = dict.fromkeys(("tensor_model_parallel_size", "model_parallel_size"), tp) | dict.fromkeys(of_pp, pp)
     live |= {"tensor_model_parallel_rank": coordinates.tp_rank, "pipeline_model_parallel_rank": coordinates.pp_rank}
-    live["world_size"] = coordinates.partition_degree * tp * pp
+    dp = coordinates.partition_degree
+    live |= {"data_parallel_size": dp, "world_size": dp * tp * pp, "rank": rank}
     values.update({key: value for key, value in live.items() if isinstance(values.get(key), int)})
     return changed
 

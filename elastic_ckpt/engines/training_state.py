@@ -76,7 +76,6 @@ class TrainingStateCommit:
 
     Then :meth:`load_schedulers` runs code of DeepSpeed and of the user, undone until every rank has succeeded; and
     :meth:`finish`, after tensors were overwritten, assigns attributes.
-
     """
 
     def __init__(self, engine: Any, saved: TrainingState, arguments: LoadArguments, at: RankCoordinates) -> None:
@@ -86,13 +85,24 @@ class TrainingStateCommit:
         is_saved = saved.lr_scheduler is not None
         #: Whether the lr scheduler's state is restored; ``None`` is the state of some.
         self.loads_scheduler = wanted and (is_saved or (hasattr(live, "state_dict") and live.state_dict() is None))
-        own = {} if arguments.load_module_only else _own_schedulers(engine)
+        own = {}  # DeepSpeed's own schedulers that the engine has, by their keys in a checkpoint
+        if not arguments.load_module_only:
+            if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
+                own["random_ltd"] = engine.random_ltd_scheduler
+            if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
+                own["data_sampler"] = engine.training_dataloader.data_sampler
         self._own_schedulers = {key: each for key, each in own.items() if saved.checkpoint.get(key) is not None}
         #: Whether :meth:`load_schedulers` has any to load.
         self.runs_code = self.loads_scheduler or bool(self._own_schedulers)
         self._undo = ExitStack()
         scale, changes = loss_scale_changes(engine, saved, wanted=arguments.restores_states)
-        self._changes: list[Change] = [*self._counters(), *changes]
+        counters, values = saved.counters, {"loaded_checkpoint_dp_world_size": saved.counters["dp_world_size"]}
+        if not arguments.load_module_only:
+            steps = counters["global_steps"]
+            samples = counters["global_samples"] if "global_samples" in counters else steps * engine.train_batch_size()
+            values |= {"global_steps": steps, "global_samples": samples, "skipped_steps": counters["skipped_steps"]}
+            values["loaded_checkpoint_mp_world_size"] = counters["mp_world_size"]
+        self._changes = [*((engine, name, value) for name, value in values.items()), *changes]
         self.outcomes = scale if arguments.load_module_only else [Outcome("counters", "restored"), *scale]
         none = "the checkpoint holds none"
         self.outcomes += [Outcome(key, "fresh", (), none) for key in own if key not in self._own_schedulers]
@@ -143,17 +153,6 @@ class TrainingStateCommit:
         for target, name, value in self._changes:
             setattr(target, name, value)
 
-    def _counters(self) -> Iterator[Change]:
-        engine, counters = self._engine, self._saved.counters
-        yield engine, "loaded_checkpoint_dp_world_size", counters["dp_world_size"]
-        if not self._arguments.load_module_only:
-            steps = counters["global_steps"]
-            yield engine, "global_steps", steps
-            samples = counters["global_samples"] if "global_samples" in counters else steps * engine.train_batch_size()
-            yield engine, "global_samples", samples
-            yield engine, "skipped_steps", counters["skipped_steps"]
-            yield engine, "loaded_checkpoint_mp_world_size", counters["mp_world_size"]
-
     def _client_state(self, at: RankCoordinates) -> dict[str, Any]:
         arguments = self._arguments
         saved = {**self._saved.checkpoint, "lr_scheduler": self._saved.lr_scheduler, "optimizer": None}
@@ -171,16 +170,6 @@ class TrainingStateCommit:
             reason += "rank 0's entries: give each rank a seed of its own rather than these"
             self.outcomes.append(Outcome("random state", "skipped", random, reason))
         return {key: value for key, value in saved.items() if key not in own}
-
-
-def _own_schedulers(engine: Any) -> dict[str, Any]:
-    """DeepSpeed's own schedulers that the engine has, by their keys in a checkpoint."""
-    found = {}
-    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
-        found["random_ltd"] = engine.random_ltd_scheduler
-    if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
-        found["data_sampler"] = engine.training_dataloader.data_sampler
-    return found
 
 
 def _kept(scheduler: Any, groups: Sequence[dict[str, Any]]) -> tuple[Any, Callable[[], None]]:

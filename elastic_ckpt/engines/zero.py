@@ -26,7 +26,7 @@ from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines import compat
-from elastic_ckpt.engines.adapter import EngineAdapter, Params, ReadPart, partitions_of
+from elastic_ckpt.engines.adapter import EngineAdapter, ReadPart, partitions_of
 from elastic_ckpt.engines.optimizers import StateSchema, schema_of
 from elastic_ckpt.engines.versions import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
 from elastic_ckpt.errors import UnsupportedError
@@ -44,8 +44,6 @@ LISTS = {
     FP16_Optimizer: ("fp32_groups_flat", "fp16_groups", "fp16_groups"),
     FP16_UnfusedOptimizer: ("fp32_groups", "fp16_groups", "fp16_groups"),
 }
-
-
 #: float32, or the result of ``bf16_master_weights_and_grads`` and ``fp16_master_weights_and_grads``.
 _MASTER_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -63,10 +61,10 @@ class Zero012Adapter(EngineAdapter):
         lists = [getattr(optimizer, name) for name in LISTS.get(type(optimizer), ()) if trains]
         self._has_masters = bool(lists)
         if not lists:
-            numbered = [group["params"] for group in compat.base_optimizer(engine).param_groups] if trains else []
-            own = [[param for param in params if param.requires_grad] for params in numbered]
-            lists = [own, own, numbered]
-        masters, members, self._numbered, *partitions = lists
+            every = [group["params"] for group in compat.base_optimizer(engine).param_groups] if trains else []
+            own = [[param for param in params if param.requires_grad] for params in every]
+            lists = [own, own, every]
+        masters, members, numbered, *partitions = lists
         self._partitions = partitions[0] if partitions else ()
         groups: Iterable[int] = range(len(masters))
         if not self._has_masters or isinstance(optimizer, FP16_UnfusedOptimizer):
@@ -77,10 +75,7 @@ class Zero012Adapter(EngineAdapter):
         self.keeps_touched = bool(partitions) and not getattr(optimizer, "cpu_offload", False)
         self.replicated = not partitions
         stage = engine.zero_optimization_stage() if partitions else 0
-        super().__init__(engine, schema, stage, masters, list(groups), members, compat.dp_group_of(engine))
-
-    def numbered(self) -> Params:
-        return self._numbered
+        super().__init__(engine, schema, stage, masters, list(groups), members, numbered, compat.dp_group_of(engine))
 
     def placements(self, flat: int) -> Iterable[Placement]:
         numels = [param.numel() for param in self.members[flat]]
@@ -91,7 +86,18 @@ class Zero012Adapter(EngineAdapter):
         optimizer = self.optimizer
         if self._partitions:
             if all(partitions[0].device.type == "cpu" for partitions in self._partitions):
-                self._broadcast_partitions()
+                # DeepSpeed gathers whole groups at once, for which gloo needs a second low-precision model in memory
+                for index, (partitions, master) in enumerate(zip(self._partitions, self.masters, strict=True)):
+                    group = optimizer.real_dp_process_group[index]
+                    partitions[dist.get_rank(group=group)].data.copy_(master.data)
+                    members = dist.get_process_group_ranks(group)
+                    pending = [
+                        # as bytes: not every backend knows every dtype
+                        dist.broadcast(partition.data.view(torch.uint8), src=member, group=group, async_op=True)
+                        for partition, member in zip(partitions, members, strict=True)
+                    ]
+                    for work in pending:
+                        distributed.wait(work)
             else:
                 optimizer.update_lp_params()
             if not exact_masters:
@@ -110,23 +116,6 @@ class Zero012Adapter(EngineAdapter):
                     param.data.copy_(flat[start : start + param.numel()].view(param.shape))
             if not exact_masters:
                 optimizer.refresh_fp32_params()
-
-    def _broadcast_partitions(self) -> None:
-        """Broadcast every rank's part of the low-precision weights in place, like ``update_lp_params``. Collective.
-
-        DeepSpeed gathers whole groups at once, for which gloo needs a second low-precision model in memory.
-        """
-        for index, (partitions, master) in enumerate(zip(self._partitions, self.masters, strict=True)):
-            group = self.optimizer.real_dp_process_group[index]
-            partitions[dist.get_rank(group=group)].data.copy_(master.data)
-            members = dist.get_process_group_ranks(group)
-            pending = [
-                # as bytes: not every backend knows every dtype
-                dist.broadcast(partition.data.view(torch.uint8), src=member, group=group, async_op=True)
-                for partition, member in zip(partitions, members, strict=True)
-            ]
-            for work in pending:
-                distributed.wait(work)
 
 
 #: The part of a plan that belongs to no sub-group.
@@ -149,7 +138,10 @@ class Zero3Adapter(EngineAdapter):
         masters = optimizer.fp32_partitioned_groups_flat if trains else ()
         groups = [optimizer.sub_group_to_group_id[index] for index in range(len(masters))]
         members = optimizer.fp16_groups if trains else ()
-        super().__init__(engine, schema, 3, masters, groups, members, compat.partition_group(engine))
+        numbered: list[list[Any]] = [[] for _ in compat.base_optimizer(engine).param_groups] if trains else []
+        for group, params in zip(groups, members, strict=True):
+            numbered[group] += params
+        super().__init__(engine, schema, 3, masters, groups, members, numbered, compat.partition_group(engine))
         for name, param in self.frozen.items():
             if hasattr(param.ds_tensor, "ds_quant_scale"):
                 problem = "a frozen parameter is quantized, and its scales are not in the checkpoint"
@@ -230,12 +222,11 @@ class Zero3Adapter(EngineAdapter):
         for param in self.param_names:
             if param.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
                 param.ds_secondary_tensor = None  # type: ignore[attr-defined]
-        persistent = self._offload.persistent_parameters  # in the same order on every rank
-        if persistent:
-            distributed.meet()
-        for bucket in _gathering_buckets(persistent):
-            bucket[0].all_gather_coalesced(bucket).wait()
-        if persistent:
+        if persistent := self._offload.persistent_parameters:  # in the same order on every rank
+            with distributed.agree("gather persistent parameters"):  # in collectives that cannot be polled
+                buckets = list(_gathering_buckets(persistent))
+            for bucket in buckets:
+                bucket[0].all_gather_coalesced(bucket).wait()
             persistent[0].all_gather(persistent)  # what is left
 
 

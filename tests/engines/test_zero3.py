@@ -44,13 +44,6 @@ def test_what_would_come_back_changed_or_not_at_all_is_left_to_deepspeed() -> No
     assert list(_gathering_buckets([rounded])) == []
 
 
-def test_sub_groups_are_numbered_by_their_param_group() -> None:
-    adapter: Any = object.__new__(Zero3Adapter)
-    adapter.base = SimpleNamespace(param_groups=[{}, {}, {}])
-    adapter.groups, adapter.members = [0, 2, 0], [["a", "b"], ["c"], ["d"]]
-    assert adapter.numbered() == [["a", "b", "d"], [], ["c"]]
-
-
 class Persistent:
     """A parameter that is never partitioned."""
 
