@@ -87,11 +87,8 @@ def _named_on_rank(names: Sequence[str], experts: ExpertRank) -> tuple[str, ...]
 
 
 def _assigned(numbered: NumberedStates, names: Sequence[str]) -> Names | None:
-    """Names in the order of the model, assigned to several saved groups; ``None`` unless shapes leave a single way.
-
-    As of the Trainer, whose second group has biases and norms. What did not train is passed over if no member is of its
-    shape.
-    """
+    """Names in the order of the model, assigned to several saved groups; ``None`` unless shapes leave a single way."""
+    # as of the Trainer, whose second group has biases and norms; what has no member's shape did not train
     if numbered.is_flat:
         return None
     left, shapes = [deque(group) for group in numbered.shapes], numbered.weights
@@ -129,10 +126,7 @@ def _are_in_another_order(numbered: NumberedStates, live: Sequence[LiveGroup]) -
 
 
 def _fit(numbered: NumberedStates, names: Names | None) -> Members | None:
-    """``names`` as the members of the saved groups; ``None`` if they do not fit.
-
-    Nor do they if a skipped saved state may belong to a live parameter that is left without one.
-    """
+    """``names`` as the members of the saved groups; ``None`` if they do not fit."""
     if names is None or len(names) != len(numbered.shapes):
         return None
     if numbered.is_flat:
@@ -142,6 +136,7 @@ def _fit(numbered: NumberedStates, names: Names | None) -> Members | None:
     members = [group for group in fitted if group is not None]
     if len(members) < len(fitted):
         return None
+    # nor do they if a skipped state may belong to a live parameter that is left without one
     placed = set(chain.from_iterable(members))
     without = {numbered.weights[name] for name in chain.from_iterable(names) if name not in placed}
     pairs = zip(chain.from_iterable(numbered.shapes), chain.from_iterable(members), strict=True)

@@ -25,9 +25,12 @@ from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, UnsupportedError, listed
 
-#: Members, display names, and implementation choices, which do not affect training: the live run's are kept.
-_LIVE_KEYS = frozenset({"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"})
 _DECOUPLED, _DECAYS = "decoupled_weight_decay", ("L2 (Adam)", "decoupled (AdamW)")
+#: Members, display names, and implementation choices, which do not affect training: the live run's are kept. So is the
+#: kind of weight decay, which has to be the same.
+_LIVE_KEYS = frozenset(
+    {"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable", _DECOUPLED}
+)
 #: Family -> the names its members give to the same states.
 _FAMILIES: Mapping[str, tuple[tuple[str, ...], ...]] = {"adam": (("exp_avg", "exp_avg_sq"), ("state1", "state2"))}
 #: Hyperparameters that distinguish kinds of optimizers.
@@ -122,22 +125,17 @@ def _mixed(
         for source, values in shown.items()
     )
     remedy = "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees "
-    remedy += (
-        '[0] under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is another '
-    )
-    remedy += f"training: it leaves {live} for all {len(group.names)} parameters, which changes {len(changed)} of them"
+    remedy += '[0] under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is '
+    remedy += f"another training: it leaves {live} for all {len(group.names)} parameters, which changes {len(changed)} "
+    remedy += "of them"
     problem = f"param group {number} now mixes parameters whose saved groups had different hyperparameters"
     expected = "one set of hyperparameters for the group"
     return MismatchError(problem, None, expected, found, parameter=listed(changed or group.names), remedy=remedy)
 
 
-def transferable(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+def transferable(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a saved group that a live group takes."""
-    return {
-        key: value
-        for key, value in hyperparameters.items()
-        if key not in _LIVE_KEYS and key != _DECOUPLED and not key.startswith("_ds_")
-    }
+    return {key: value for key, value in saved.items() if key not in _LIVE_KEYS and not key.startswith("_ds_")}
 
 
 def renamed_states(
@@ -223,10 +221,8 @@ def with_own_values(
     own = differing(chain(states.values(), metadata.groups))
     fresh = frozenset(key for key, word in state_options(config).schema.items() if word == "fresh")
     named = fresh.intersection(chain.from_iterable(chain(states.values(), metadata.groups)))
-    every = frozenset(chain.from_iterable(_RECOMPUTED.values()))
-    recomputed = (
-        every if local_state.optimizer == SAVED_OPTIMIZER else _RECOMPUTED.get(local_state.optimizer, frozenset())
-    )
+    may_be = _RECOMPUTED if local_state.optimizer == SAVED_OPTIMIZER else (local_state.optimizer,)
+    recomputed = frozenset(key for optimizer in may_be for key in _RECOMPUTED.get(optimizer, ()))
     anew = recomputed.intersection(chain.from_iterable(states.values())) - fresh
     if not (own or named or anew):
         return metadata, ()

@@ -84,13 +84,9 @@ class PlanBuilder:
         for whole in self.local_state.wholes:
             if (whole.name, whole.key) in matching.wholes:
                 self._add_whole(whole)
-        return ReadPlan(
-            files=self.metadata.files,
-            targets=tuple(self._targets),
-            items=in_file_order(self._items),
-            requantize_items=tuple(self._requantize_items),
-            shares=tuple(self._sharing.shares),
-        )
+        targets, items = tuple(self._targets), in_file_order(self._items)
+        requantize, shares = tuple(self._requantize_items), tuple(self._sharing.shares)
+        return ReadPlan(self.metadata.files, targets, items, requantize, shares)
 
     def notes(self) -> list[str]:
         """Dtype changes, for the report."""
@@ -140,10 +136,8 @@ class PlanBuilder:
         self._fill(target, parts, live if is_quantized else None)
 
     def _add_padding(self, first: int, fragments: Sequence[Fragment]) -> None:
-        """Have the targets from one on filled to the last element, if one rank of the save owned just these fragments.
-
-        What an unknown optimizer has in padding is not known, and norms of partitions count it.
-        """
+        """Have the targets from one on filled to their ends, if one rank of the save owned just these fragments."""
+        # what an unknown optimizer has in padding is not known, and norms of partitions count it
         for number, target in enumerate(self._targets[first:], start=first):
             # below ZeRO-3, masters are saved without it
             if target.layout != ELEMENTWISE or (target.key == MASTER and self.metadata.source.zero_stage < 3):
@@ -159,12 +153,8 @@ class PlanBuilder:
         places: set[tuple[int, int, int]] = set()
         for fragment in fragments:
             tensor = self.metadata.tensors.get((fragment.name, target.key))
-            if (
-                tensor is None
-                or target.planes > 1
-                or target.dtype != tensor.dtype
-                or (fragment.name, "") in self.resharding
-            ):
+            is_resharded = (fragment.name, "") in self.resharding
+            if is_resharded or tensor is None or target.planes > 1 or target.dtype != tensor.dtype:
                 return None
             source = tensor.sources[self._tp_rank if tensor.shards else 0]
             chunks = source.within(fragment.range.start, fragment.range.stop)
@@ -276,10 +266,8 @@ class PlanBuilder:
                 remedy = "load at the tensor-parallel degree it was saved with, or with load_optimizer_states=False"
                 raise self.metadata.error(MismatchError, problem, name, *both, remedy)
             return
-        saved, live = (
-            tensor.shard_shapes[self._tp_rank if tensor.shards else 0],
-            shape if planes == 1 else (planes, *shape),
-        )
+        live = shape if planes == 1 else (planes, *shape)
+        saved = tensor.shard_shapes[self._tp_rank if tensor.shards else 0]
         if saved != live:
             problem = f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs"
             both = f"{live} in the live model", f"{saved} in the checkpoint"
@@ -293,9 +281,8 @@ class PlanBuilder:
             if part.sources.scale is not None:
                 problem = f"{key} is quantized, and would have to be averaged or added up over ranks"
                 remedy = '"elastic_checkpoint": {"replicated_params": "first"}, or load_optimizer_states=False'
-                raise self.metadata.error(
-                    MismatchError, problem, name, "a state of plain values", "8-bit codes", remedy
-                )
+                both = "a state of plain values", "8-bit codes"
+                raise self.metadata.error(MismatchError, problem, name, *both, remedy)
             if tensor.is_empty:  # which does not show whether it was quantized
                 return
             saved = _VALUES_DTYPE if tensor.is_quantized else saved

@@ -40,13 +40,9 @@ class FragmentSource:
     tensor: TensorMetadata
     sources: ShardSources
 
-    @property
-    def offset(self) -> int:
-        return self.fragment.flat_offset
-
     def to_target(self, plane: int, plane_numel: int) -> int:
         """The difference between a position in the target and one in the live shard."""
-        return plane * plane_numel + self.offset - self.fragment.range.start
+        return plane * plane_numel + self.fragment.flat_offset - self.fragment.range.start
 
 
 def gaps_of(parts: Sequence[FragmentSource], planes: int, numel: int) -> tuple[FlatRange, ...]:
@@ -55,16 +51,16 @@ def gaps_of(parts: Sequence[FragmentSource], planes: int, numel: int) -> tuple[F
     for plane in range(planes):
         position = 0
         for part in parts:
-            if part.offset < position:
+            start = part.fragment.flat_offset
+            if start < position:
                 raise AssertionError(f"fragments of {part.fragment.name} overlap")
-            if part.offset > position:
-                gaps.append(FlatRange(plane * numel + position, plane * numel + part.offset))
+            if start > position:
+                gaps.append(FlatRange(plane * numel + position, plane * numel + start))
             for missing in part.sources.missing:
-                gap = missing.intersect(part.fragment.range)
-                if gap is not None:
+                if (gap := missing.intersect(part.fragment.range)) is not None:
                     distance = part.to_target(plane, numel)
                     gaps.append(FlatRange(gap.start + distance, gap.stop + distance))
-            position = part.offset + part.fragment.range.numel
+            position = start + part.fragment.range.numel
         if position < numel:
             gaps.append(FlatRange(plane * numel + position, (plane + 1) * numel))
     return tuple(gaps)
@@ -161,10 +157,7 @@ class BroadcastRanges:
         self.shares: list[BroadcastRange] = []
 
     def mine(self, first: int, targets: Sequence[TargetTensor]) -> FlatRange:
-        """Assign targets, numbered from ``first`` on, that are read together.
-
-        Returns the (possibly empty) range of the first one's elements that this rank reads.
-        """
+        """Assign targets read together, numbered from ``first`` on; returns the range of the first that is read here."""
         dp, numel, mine = len(self._load_nbytes), targets[0].numel, FlatRange(0, 0)
         owners, step = range(dp), -(-numel // dp)
         if len(targets) > 1 or numel * ITEMSIZE[targets[0].dtype] <= _SMALL_NBYTES * dp:

@@ -224,9 +224,8 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
         self._opened = opened
         self._reader = LogicalReader(opened.metadata, opened.config, errors={})
         self._weights = weights_by_name(self._reader)
-        self._weights |= {
-            alias: self._weights[name] for alias, name in opened.metadata.aliases.items() if name in self._weights
-        }
+        aliases = opened.metadata.aliases.items()
+        self._weights |= {alias: self._weights[name] for alias, name in aliases if name in self._weights}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._read(self._reader, self._logical(name))
