@@ -212,8 +212,9 @@ class _Matcher:
                 if link.live.layout != SCRATCH and link.source:
                     restored.setdefault(link.live.key, set()).update(members)
         by_key = {key: tuple(sorted(names)) for key, names in sorted(restored.items())}
-        scalars, outcomes, notes = self._with_own_steps(), tuple(self._outcomes()), tuple(self._notes())
-        return StateMatching(self.links, scalars, stateful, by_key, outcomes, self.converted, notes)
+        layouts = {link.live.key: link.live.layout for links in self.links.values() for link in links}
+        outcomes, notes = tuple(self._outcomes(layouts)), tuple(self._notes(layouts))
+        return StateMatching(self.links, self._with_own_steps(), stateful, by_key, outcomes, self.converted, notes)
 
     def _flat_scalars(self, members: Sequence[str]) -> Scalars | None:
         """Scalar states of one flat tensor; ``None`` if the checkpoint has no state of its members."""
@@ -330,7 +331,7 @@ class _Matcher:
                 flats[at] = flat, {**values, "step": own} if own is not None else values
         return tuple(values for _, values in flats)
 
-    def _outcomes(self) -> Iterator[Outcome]:
+    def _outcomes(self, layouts: Mapping[str, str]) -> Iterator[Outcome]:
         """States that start fresh, by reason, and saved ones that the live optimizer lacks."""
         metadata, restored = self.metadata, self.parameters.restored
         fresh: dict[str, set[str]] = {}
@@ -350,27 +351,23 @@ class _Matcher:
             yield Outcome(_ROLE, "skipped", tuple(dropped), "frozen now: only the weights are restored")
         for key in sorted(metadata.states.fresh):
             yield Outcome(key, "fresh", (), '"states" says so')
-        layouts = {link.live.key: link.live.layout for links in self.links.values() for link in links}
         for key in sorted({state.key for saved in metadata.parameters.values() for state in saved.replicated}):
             if layouts.get(key) == SCRATCH:
                 yield Outcome(key, "fresh", (), "each step writes it before it reads it")
             elif key not in layouts:
                 yield Outcome(key, "ignored", (), "the live optimizer keeps no such state")
 
-    def _notes(self) -> Iterator[str]:
+    def _notes(self, layouts: Mapping[str, str]) -> Iterator[str]:
         metadata, local_state = self.metadata, self.local_state
-        kinds = {link.live.key: link.live.layout for links in self.links.values() for link in links}
         if self.converted:
             yield f"optimizer states converted from {saved_optimizer(metadata)} to {local_state.optimizer}"
         if any(flat.states is None for flat in local_state.flats if flat.index in self.links):
-            shown = ", ".join(f"{key} ({layout})" for key, layout in sorted(kinds.items()))
+            shown = ", ".join(f"{key} ({layout})" for key, layout in sorted(layouts.items()))
             yield f"{local_state.optimizer} is not known: its states were taken as the checkpoint has them: {shown}"
         now = local_state.zero_stage, local_state.model.coordinates.partition_degree
-        if (
-            not kinds.keys().isdisjoint((UPDATE_NORM, "variance"))
-            and (metadata.source.zero_stage, metadata.source.partition_degree) != now
-        ):
-            yield (
-                f"{local_state.optimizer} scales updates by the norm of each flat partition, and these are others now: "
-                "states are restored, and the run goes on a little differently than it would have"
+        then = metadata.source.zero_stage, metadata.source.partition_degree
+        if now != then and (UPDATE_NORM in layouts or "variance" in layouts):
+            note = (
+                f"{local_state.optimizer} scales updates by the norm of each flat partition, and these are others now"
             )
+            yield f"{note}: states are restored, and the run goes on a little differently than it would have"

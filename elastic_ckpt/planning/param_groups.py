@@ -28,9 +28,7 @@ from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, UnsupportedError
 _DECOUPLED, _DECAYS = "decoupled_weight_decay", ("L2 (Adam)", "decoupled (AdamW)")
 #: Members, display names, and implementation choices, which do not affect training: the live run's are kept. So is the
 #: kind of weight decay, which has to be the same.
-_LIVE_KEYS = frozenset(
-    {"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable", _DECOUPLED}
-)
+_LIVE_KEYS = {"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable", _DECOUPLED}
 #: Family -> the names its members give to the same states.
 _FAMILIES: Mapping[str, tuple[tuple[str, ...], ...]] = {"adam": (("exp_avg", "exp_avg_sq"), ("state1", "state2"))}
 #: Hyperparameters that distinguish kinds of optimizers.

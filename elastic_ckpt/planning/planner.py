@@ -113,23 +113,22 @@ def plan_load(
         hyperparameters=hyperparameters,
         saved_groups=len(metadata.groups),
         group_sources=sources,
-        outcomes=_restored(found.parameters, states, sources if options.optimizer_states else ())
-        + found.parameters.outcomes
-        + states.outcomes
-        + found.values,
+        outcomes=_outcomes(found, sources if options.optimizer_states else ()),
         notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes()),
     )
 
 
-def _restored(matching: Matching, states: StateMatching, sources: Sequence[Sequence[int]]) -> tuple[Outcome, ...]:
+def _outcomes(found: Matched, sources: Sequence[Sequence[int]]) -> tuple[Outcome, ...]:
+    matching = found.parameters
     outcomes = [Outcome(MASTER, "restored", tuple(sorted(matching.restored)))]
-    outcomes += [Outcome(key, "restored", names) for key, names in states.restored.items()]
+    outcomes += [Outcome(key, "restored", names) for key, names in found.states.restored.items()]
     for kind in (BUFFER, FROZEN):
         outcomes.append(Outcome(kind, "restored", tuple(sorted(name for name, key in matching.wholes if key == kind))))
     for what, reason in (("restored", ""), ("fresh", "hyperparameters of the live group stay")):
         numbers = [str(n) for n, source in enumerate(sources) if (not source) == (what == "fresh")]
         outcomes.append(Outcome("param groups", what, tuple(numbers), reason))
-    return tuple(outcome for outcome in outcomes if outcome.names)
+    restored = (outcome for outcome in outcomes if outcome.names)
+    return (*restored, *matching.outcomes, *found.states.outcomes, *found.values)
 
 
 def with_own_copies(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:

@@ -157,7 +157,7 @@ class BroadcastRanges:
         self.shares: list[BroadcastRange] = []
 
     def mine(self, first: int, targets: Sequence[TargetTensor]) -> FlatRange:
-        """Assign targets read together, numbered from ``first`` on; returns the range of the first that is read here."""
+        """Assign targets read together, numbered from ``first`` on; returns the range of the first to be read here."""
         dp, numel, mine = len(self._load_nbytes), targets[0].numel, FlatRange(0, 0)
         owners, step = range(dp), -(-numel // dp)
         if len(targets) > 1 or numel * ITEMSIZE[targets[0].dtype] <= _SMALL_NBYTES * dp:

@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import BinaryIO, NamedTuple
 
@@ -146,11 +146,10 @@ def look_again(reopen: bool = True) -> None:
 def moved() -> SavedOverError | None:
     """The error of :func:`look_again`; ``None`` if nothing moved, or this process can no longer look."""
     try:
-        look_again()
+        with suppress(UnforeseenError):  # its own: descriptors or memory are used up
+            look_again()
     except SavedOverError as error:
         return error
-    except UnforeseenError:  # its own: descriptors or memory are used up
-        return None
     return None
 
 

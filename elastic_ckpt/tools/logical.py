@@ -148,12 +148,10 @@ class LogicalReader:
 
     @cached_property
     def of_first_stage(self) -> frozenset[str]:
-        """Tied parameters of which only the first pipeline stage's copy is trained."""
         return of_first_stage(self.metadata, self.rules, self._model)
 
     @cached_property
     def replica_checks(self) -> tuple[ReplicaCheck, ...]:
-        """The saved copies of replicated tensors."""
         return compare_replicas(self.metadata, self._model, self.resharding, self._names, with_states=True)
 
     def tensor(self, logical: LogicalTensor) -> torch.Tensor:
