@@ -24,29 +24,21 @@ _SCALE_NBYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class BlockCode:
-    """How the elements of a chunk are quantized.
-
-    The first is at ``position`` of the quantized tensor, in block ``position // format.numel``; block 0's scale (fp32)
-    is at ``scales_offset`` of the chunk's file.
-    """
+    """How the elements of a chunk are quantized."""
 
     format: BlockFormat
-    position: int
-    scales_offset: int
+    position: int  # of the first in the quantized tensor, in block ``position // format.numel``
+    scales_offset: int  # of block 0's scale (fp32) in the chunk's file
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as FlatRange
 class StorageChunk:
-    """A contiguous range of a tensor, or of one tensor-parallel shard of it, in one file. Immutable.
-
-    ``file`` is an index into :attr:`~elastic_ckpt.core.metadata.CheckpointMetadata.files`; ``code``: how the elements
-    are quantized, ``None`` for plain values.
-    """
+    """A contiguous range of a tensor, or of one tensor-parallel shard of it, in one file. Immutable."""
 
     range: FlatRange
-    file: int
+    file: int  # index into :attr:`~elastic_ckpt.core.metadata.CheckpointMetadata.files`
     byte_offset: int
-    code: BlockCode | None = None
+    code: BlockCode | None = None  # how the elements are quantized; ``None`` for plain values
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +151,11 @@ def by_rank(offsets: Iterable[int]) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class PartitionedChunks:
-    """The chunks of one parameter, or of one tensor-parallel shard of it, in the flat tensors of all ranks.
-
-    ``files_before`` is added to indices of files. A state has the chunks of one plane after another.
-    """
+    """The chunks of one parameter, or one tensor-parallel shard of it, in all ranks' flat tensors, plane by plane."""
 
     rule: PartitionRule
     flat: FlatTensors
-    files_before: int = 0
+    files_before: int = 0  # added to indices of files
 
     def __iter__(self) -> Iterator[StorageChunk]:
         return (self._chunk(plane, rank) for plane in range(self.flat.planes) for rank in self.rule.ranks)

@@ -21,6 +21,7 @@ from elastic_ckpt.core.chunks import PartitionRule, StorageChunk
 from elastic_ckpt.core.chunks import listed as chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, DerivedTensors, TensorMetadata
+from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import (
     AT_ITS_TOPOLOGY,
     RESTORE,
@@ -69,7 +70,6 @@ def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> Checkpoint
 def with_names(
     metadata: CheckpointMetadata, new_name: Callable[[str], str], notes: Sequence[str] = ()
 ) -> CheckpointMetadata:
-    """The metadata under new names."""
     every = [*metadata.parameters, *(name for name, _ in metadata.tensors)]
     return replace(
         metadata,
@@ -87,7 +87,6 @@ def with_names(
     )
 
 
-Shape = tuple[int, ...]
 #: Per saved group, the name of each member; ``None``: a parameter that no longer trains, whose state is not needed.
 Members = Sequence[Sequence[str | None]]
 
@@ -131,11 +130,11 @@ _EXPERT = re.compile(rf"(?P<layer>(?:.*\.)?){re.escape(EXPERTS)}(?P<number>\d+)\
 
 @dataclass(frozen=True)
 class ExpertName:
-    """The name of an expert's tensor: path of its ``MoE`` layer, number of the expert, name within the expert."""
+    """The name of an expert's tensor."""
 
-    layer: str
-    number: int
-    rest: str
+    layer: str  # path of the ``MoE`` layer
+    number: int  # of the expert
+    rest: str  # name within the expert
 
     def __str__(self) -> str:
         return f"{self.layer}{EXPERTS}{self.number}.{self.rest}"
@@ -152,11 +151,11 @@ def expert_name(name: str) -> ExpertName | None:
 
 
 class ExpertSlice(NamedTuple):
-    """One expert's slice of a stacked parameter: its FQN, its shape, and its elements of the parameter."""
+    """One expert's slice of a stacked parameter."""
 
-    name: str
-    shape: tuple[int, ...]
-    range: FlatRange
+    name: str  # FQN
+    shape: Shape
+    range: FlatRange  # its elements of the parameter
 
 
 def slices(name: str, shape: Sequence[int], experts: Sequence[int]) -> Iterator[ExpertSlice]:
@@ -168,11 +167,8 @@ def slices(name: str, shape: Sequence[int], experts: Sequence[int]) -> Iterator[
 
 def sliced(
     shapes: Sequence[tuple[str, Sequence[int]]], rules: Iterable[PartitionRule], stacked: Mapping[str, Sequence[int]]
-) -> tuple[list[tuple[str, tuple[int, ...]]], list[PartitionRule]]:
-    """FQNs and shapes, and how ZeRO partitions each, with the slices of ``stacked`` parameters instead of these.
-
-    ``stacked`` has the experts in each.
-    """
+) -> tuple[list[tuple[str, Shape]], list[PartitionRule]]:
+    """FQNs and shapes, and how ZeRO partitions each, with the slices of ``stacked`` parameters (experts in each)."""
     found, found_rules = [], []
     for (name, shape), rule in zip(shapes, rules, strict=True):
         parts = list(slices(name, shape, stacked.get(name, ())))
@@ -253,11 +249,3 @@ def _joined(name: str, parts: Sequence[TensorMetadata], dims: int) -> TensorMeta
             chunks.append(replace(chunk, range=FlatRange(chunk.range.start + shift, chunk.range.stop + shift)))
     chunks.sort(key=lambda chunk: chunk.range.start)
     return replace(first, name=name, shape=(*planes, number, *shape), sources=chunks_of(*chunks))
-
-
-def numbers_of_experts(names: Iterable[str]) -> dict[str, frozenset[int]]:
-    """Path of each ``MoE`` layer -> the numbers of the experts with tensors among some."""
-    found: dict[str, set[int]] = {}
-    for each in filter(None, map(expert_name, names)):
-        found.setdefault(each.layer, set()).add(each.number)
-    return {layer: frozenset(numbers) for layer, numbers in found.items()}

@@ -23,13 +23,8 @@ from elastic_ckpt.errors import ElasticCkptError, listed
 
 E = TypeVar("E", bound=ElasticCkptError)
 
-#: Key of the fp32 master weights; optimizer states have their own keys beside it.
-MASTER = "fp32"
-#: Key of a module buffer.
-BUFFER = "buffer"
-#: Key of a parameter that no optimizer owned at save time.
-FROZEN = "frozen"
-#: Keys of all that is no optimizer state.
+#: Keys of all that is no optimizer state: fp32 master weights, module buffers, parameters that no optimizer owned.
+MASTER, BUFFER, FROZEN = "fp32", "buffer", "frozen"
 WEIGHTS = frozenset({MASTER, BUFFER, FROZEN})
 
 _BY_SIZE = {
@@ -49,11 +44,6 @@ _WIDER = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"),
 def converts_exactly(source: str, target: str) -> bool:
     """Whether every value of ``source`` is a value of ``target``."""
     return source == target or target in _WIDER.get(source, ())
-
-
-def converts_by_rounding(source: str, target: str) -> bool:
-    """Whether ``target`` has the exponent range of ``source`` at lower precision: nothing overflows or vanishes."""
-    return source in ("float32", "float16") and target == "bfloat16"
 
 
 def is_floating(dtype: str) -> bool:
@@ -112,12 +102,10 @@ class TensorMetadata:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its elements are quantized."""
         return self.blocks is not None
 
 
-#: Name and key of a tensor.
-Place = tuple[str, str]
+Place = tuple[str, str]  # name and key of a tensor
 #: Shape of a parameter, how ZeRO partitions it, and by key the flat tensors of its masters and states.
 _Partitioned = tuple[tuple[int, ...], PartitionRule, Mapping[str, FlatTensors]]
 _NOT_PARTITIONED: _Partitioned = (), PartitionRule(0, 0), {}

@@ -14,7 +14,7 @@ A flat partition of ``N`` elements may have, besides scalars (``step``):
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -71,13 +71,10 @@ class Codebook:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """How a state is quantized: code ``c`` in a block of scale ``s`` stands for ``codebook.values[c] * s``.
+    """How a state is quantized: code ``c`` in a block of scale ``s`` stands for ``codebook.values[c] * s``."""
 
-    Blocks have ``numel`` elements, the last of a plane perhaps fewer; ``scales`` is the key of the fp32 scales' state.
-    """
-
-    numel: int
-    scales: str
+    numel: int  # elements of a block; the last of a plane may have fewer
+    scales: str  # key of the fp32 scales' state
     codebook: Codebook
 
     def blocks(self, numel: int) -> int:
@@ -115,9 +112,5 @@ class StateOptions:
         return self.schema.get(key, REPLICATED if key in NON_SHARD_KEYS else None)
 
 
-def codebook(values: Iterable[float]) -> Codebook:
-    """An interned :class:`Codebook`: equal ones are one object, pickled once per message."""
-    return _codebook(tuple(values))
-
-
-_codebook = lru_cache(maxsize=64)(Codebook)
+#: An interned :class:`Codebook`: equal ones are one object, pickled once per message.
+codebook = lru_cache(maxsize=64)(Codebook)

@@ -16,23 +16,18 @@ from itertools import pairwise
 from elastic_ckpt.core.flat_ranges import FlatRange
 
 Shape = tuple[int, ...]
-#: Elements ``[start, stop)`` of a dimension.
-DimRange = tuple[int, int]
+DimRange = tuple[int, int]  # elements ``[start, stop)`` of a dimension
 
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """``rows`` times ``width`` contiguous elements of a flat source tensor, and where they go in a flat target tensor.
+    """``rows`` times ``width`` contiguous elements of a flat tensor, and where they go in another."""
 
-    ``source`` and ``target`` are the first elements; the strides are elements from one row to the next, at least
-    ``width``, or 0 for a single row.
-    """
-
-    source: int
+    source: int  # the first element
     target: int
     width: int
     rows: int = 1
-    source_stride: int = 0
+    source_stride: int = 0  # elements from one row to the next, at least ``width``; 0 for a single row
     target_stride: int = 0
 
     @property
@@ -91,14 +86,11 @@ def clip_source(copy: StridedCopy, available: FlatRange) -> Iterator[StridedCopy
 
 @dataclass(frozen=True)
 class TPLayout:
-    """How tensor-parallel ranks hold a parameter of logical ``shape``: per rank, its ranges of the sharded dimension.
+    """How tensor-parallel ranks hold a parameter."""
 
-    A rank's ranges are in its own order; ranks may share a range.
-    """
-
-    shape: Shape
-    dim: int
-    ranges: tuple[tuple[DimRange, ...], ...]
+    shape: Shape  # logical
+    dim: int  # sharded
+    ranges: tuple[tuple[DimRange, ...], ...]  # of ``dim``, per rank in its own order; ranks may share a range
 
     @property
     def degree(self) -> int:
@@ -155,20 +147,16 @@ def fused(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> TPLayout:
     return TPLayout(shape, dim, tuple(map(tuple, ranges)))
 
 
-#: A saved shard, and a copy from it.
-ShardCopy = tuple[int, StridedCopy]
+ShardCopy = tuple[int, StridedCopy]  # a saved shard, and a copy from it
 
 
 @dataclass(frozen=True)
 class ShardSources:
-    """Where one live shard of a parameter gets its elements: ``scale`` times the sum of the sources of each, if given.
-
-    ``missing``: ranges of the live shard that no saved shard has.
-    """
+    """Where one live shard of a parameter gets its elements."""
 
     copies: tuple[ShardCopy, ...]
-    scale: float | None = None
-    missing: tuple[FlatRange, ...] = ()
+    scale: float | None = None  # if given, each element is so many times the sum of its sources
+    missing: tuple[FlatRange, ...] = ()  # of the live shard, which no saved shard has
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,8 +210,7 @@ def _append(copies: list[ShardCopy], shard: int, copy: StridedCopy) -> None:
     copies.append((shard, copy))
 
 
-#: The same elements in two saved shards; both copies have the same target.
-Overlap = tuple[ShardCopy, ShardCopy]
+Overlap = tuple[ShardCopy, ShardCopy]  # the same elements in two saved shards; both copies have the same target
 
 
 def duplicates(layout: TPLayout) -> tuple[Overlap, ...]:

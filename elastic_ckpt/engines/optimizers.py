@@ -235,7 +235,7 @@ class BitsAndBytesSchema(StateSchema):
             least = probe.get_config(param.group, param.position, probe.param_groups[param.group])["min_8bit_size"]
             _, tables = self._probe(torch.zeros(max(1, min(least, param.numel))), param)
             maps = {name: table.float().cpu().tolist() for name, table in tables.items() if name[:4] == "qmap"}
-            self._codebooks |= {name: state_kinds.codebook(values) for name, values in maps.items()}
+            self._codebooks |= {name: state_kinds.codebook(tuple(values)) for name, values in maps.items()}
         companions = {name for key in quantized for name in COMPANIONS[key]}
         states: list[LiveState] = []
         for key, value in made.items():

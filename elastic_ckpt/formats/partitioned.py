@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules
 from elastic_ckpt.core.flat_ranges import group_offsets, per_parameter_numel
-from elastic_ckpt.core.fqn import expert_name, numbers_of_experts
+from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, LayoutError
@@ -187,8 +187,10 @@ def degree_of(shards: Sequence[OptimizerShard], flat: int) -> int:
 @lru_cache(maxsize=1)  # asked for every flat tensor of a model
 def _experts_of_a_rank(param_shapes: tuple[Shapes, ...]) -> dict[str, int]:
     """Path of each ``MoE`` layer -> the number of its experts on one expert-parallel rank."""
-    numbers = numbers_of_experts(name for name, _ in chain.from_iterable(param_shapes))
-    return {layer: max(found) + 1 for layer, found in numbers.items()}
+    numbers: dict[str, int] = {}
+    for each in filter(None, (expert_name(name) for name, _ in chain.from_iterable(param_shapes))):
+        numbers[each.layer] = max(numbers.get(each.layer, 0), each.number + 1)
+    return numbers
 
 
 def check_experts(

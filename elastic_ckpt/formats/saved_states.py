@@ -161,7 +161,7 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
         tuple(sorted(scalars.items(), key=itemgetter(0))),
         opaque,
         digests,
-        {key: codebook(values.astype(float).tolist()) for key, values in maps},
+        {key: codebook(tuple(values.astype(float).tolist())) for key, values in maps},
         points,
     )
 

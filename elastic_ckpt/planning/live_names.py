@@ -23,13 +23,13 @@ from elastic_ckpt.core.fqn import (
     NamedStates,
     NumberedStates,
     RenameRules,
-    Shape,
     expert_name,
     rename,
     with_names,
 )
 from elastic_ckpt.core.local_state import LiveGroup, ModelLayout, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, DerivedTensors, Place
+from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import MismatchError, listed
 
 _OF_LAYER, _TIED_MODULE = re.compile(r"\d+\."), re.compile(r"tied_modules\.[^.]+\.")

@@ -16,7 +16,6 @@ from elastic_ckpt.core.fqn import (
     EXPERTS,
     ExpertName,
     expert_name,
-    numbers_of_experts,
     sliced,
     slices,
     with_slices,
@@ -41,11 +40,6 @@ def test_ranks_number_their_experts_one_after_the_other(ep: int, local: int) -> 
 def test_other_names_are_of_no_expert() -> None:
     for name in (f"a.{EXPERTS}", f"{EXPERTS}x.weight", f"a{EXPERTS}0.weight", "mlp.experts.0.weight", f"{EXPERTS}0"):
         assert expert_name(name) is None, name
-
-
-def test_the_experts_of_each_layer_are_counted() -> None:
-    names = [f"a.{EXPERTS}0.w", f"a.{EXPERTS}0.b", f"a.{EXPERTS}2.w", f"b.{EXPERTS}1.w", "head"]
-    assert numbers_of_experts(names) == {"a.": {0, 2}, "b.": {1}}
 
 
 @given(
