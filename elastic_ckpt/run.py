@@ -1,8 +1,16 @@
-"""``python -m elastic_ckpt.run train.py --my-args``: run an unchanged training script with elastic loading.
+"""Runs an unchanged training script with elastic loading; processes that it starts get elastic_ckpt installed too.
 
-Works under launchers: ``torchrun --nproc_per_node 4 -m elastic_ckpt.run train.py`` and
-``deepspeed --module elastic_ckpt.run train.py``. Flags of elastic_ckpt precede the script's name. Processes that the
-script starts get elastic_ckpt installed too.
+usage: python -m elastic_ckpt.run [--universal-checkpoint[=auto|require|off]] [-m] script [script arguments ...]
+
+Run a training script with elastic_ckpt installed: engine.load_checkpoint restores checkpoints of any topology.
+
+  -m                       script is the name of a module, as in python -m
+  --universal-checkpoint   auto (the default), require, or off
+
+examples:
+  torchrun --nproc_per_node 4 -m elastic_ckpt.run train.py --my-args
+  deepspeed --module elastic_ckpt.run train.py --my-args
+  torchrun --nproc_per_node 2 -m elastic_ckpt.run --universal-checkpoint=require -m my_package.train
 """
 
 from __future__ import annotations
@@ -24,19 +32,7 @@ from elastic_ckpt.config import VARIABLE
 from elastic_ckpt.load.installation import install, variables
 
 _MODES = ("auto", "require", "off")
-_USAGE = """\
-usage: python -m elastic_ckpt.run [--universal-checkpoint[=auto|require|off]] [-m] script [script arguments ...]
-
-Run a training script with elastic_ckpt installed: engine.load_checkpoint restores checkpoints of any topology.
-
-  -m                       script is the name of a module, as in python -m
-  --universal-checkpoint   auto (the default), require, or off
-
-examples:
-  torchrun --nproc_per_node 4 -m elastic_ckpt.run train.py --my-args
-  deepspeed --module elastic_ckpt.run train.py --my-args
-  torchrun --nproc_per_node 2 -m elastic_ckpt.run --universal-checkpoint=require -m my_package.train
-"""
+_USAGE = (__doc__ or "").partition("\n\n")[2]
 
 
 def main(arguments: list[str]) -> None:

@@ -97,10 +97,6 @@ class EngineAdapter(ABC):
     def placements(self, flat: int) -> Iterable[Placement]:
         """The elements of its members in one flat partition of this rank, in flat order."""
 
-    def numel(self, flat: int) -> int:
-        """Elements of a flat partition, which may be swapped out."""
-        return self.masters[flat].numel()
-
     def local_state(self) -> LocalState:
         """Describe what this rank holds. Local; changes nothing."""
         flats: list[FlatPartition] = []
@@ -141,7 +137,7 @@ class EngineAdapter(ABC):
     def param(self, flat: int) -> OptimizerParam:
         """What the base optimizer updates in place of one flat partition."""
         master, position = self.masters[flat], self._positions.get(id(self.masters[flat]), 0)
-        return OptimizerParam(master, self.numel(flat), self.groups[flat], position, self.keeps_touched)
+        return OptimizerParam(master, master.numel(), self.groups[flat], position, self.keeps_touched)
 
     def _whole(self, name: str, key: str, tensor: Any) -> WholeTensor:
         """What this rank holds of a buffer or a frozen parameter."""

@@ -45,9 +45,10 @@ def model_of(
     """
     coordinates = _coordinates_of(engine, dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group))
     layouts = _layouts_of(engine, coordinates.tp)
-    # of a tensor that experts share, one name is known
-    unsliced = layouts.keys() & unsliced_experts(engine)
-    layouts |= {name: replace(layouts[name], is_unsliced=True) for name in unsliced}
+    if engine.mp_world_size > 1:  # whose ranks may leave experts unsliced
+        whole = [name for layer, name, _ in _expert_tensors(engine) if not layer.enable_expert_tensor_parallelism]
+        unsliced = layouts.keys() & {*stacked, *whole}  # of a tensor that experts share, one name is known
+        layouts |= {name: replace(layouts[name], is_unsliced=True) for name in unsliced}
     for name, experts in stacked.items():
         layout = layouts.pop(name)
         parts = slices(name, layout.shapes[0], experts)
@@ -228,11 +229,3 @@ def stacked_experts(engine: Any) -> Mapping[str, tuple[int, ...]]:
         problem = "AutoEP of this version of DeepSpeed does not record which rank holds which experts"
         raise UnsupportedError(problem, expected="DeepSpeed 0.19.8 or later")
     return found
-
-
-def unsliced_experts(engine: Any) -> list[str]:
-    """Names in the live module of the tensors of experts that tensor-parallel ranks do not slice."""
-    if engine.mp_world_size == 1:
-        return []
-    whole = [name for layer, name, _ in _expert_tensors(engine) if not layer.enable_expert_tensor_parallelism]
-    return [*stacked_experts(engine), *whole]

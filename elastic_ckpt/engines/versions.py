@@ -187,10 +187,6 @@ class Privates(NamedTuple):
     since: str = "0"
     use: str = LOAD
 
-    def missing_in(self, live: Any) -> list[str]:
-        """Those that a live object lacks, with their owner."""
-        return [f"{self.owner or self.module}.{name}" for name in self.names if not _has(live, name)]
-
 
 def _has(live: Any, name: str) -> bool:
     plain, _, parameters = name.removesuffix(")").partition("(")
@@ -236,7 +232,7 @@ def refuse_missing(engine: Any, uses: Collection[str]) -> None:
     for each in needed():
         owner = live.get(each.owner) if each.owner else sys.modules.get(f"deepspeed.{each.module}")
         if each.use in uses and owner is not None:
-            lacking += each.missing_in(owner)
+            lacking += [f"{each.owner or each.module}.{name}" for name in each.names if not _has(owner, name)]
     if lacking:
         problem = "this version of DeepSpeed lacks private names that elastic_ckpt needs to load into such an engine"
         remedy = "install a version of DeepSpeed that was tried (elastic-ckpt doctor), or a newer elastic_ckpt"

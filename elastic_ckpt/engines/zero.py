@@ -27,7 +27,7 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.adapter import EngineAdapter, ReadPart, partitions_of
-from elastic_ckpt.engines.optimizers import StateSchema, schema_of
+from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, schema_of
 from elastic_ckpt.engines.versions import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
 from elastic_ckpt.errors import UnsupportedError
 
@@ -161,8 +161,11 @@ class Zero3Adapter(EngineAdapter):
                 raise UnsupportedError(problem, found=kind, remedy=remedy)
         return found
 
-    def numel(self, flat: int) -> int:
-        return int(self.optimizer.fp16_partitioned_groups_flat_numel[flat]) if self._swaps else super().numel(flat)
+    def param(self, flat: int) -> OptimizerParam:
+        param = super().param(flat)  # whose master may be swapped out
+        if self._swaps:
+            param = param._replace(numel=int(self.optimizer.fp16_partitioned_groups_flat_numel[flat]))
+        return param
 
     def placements(self, flat: int) -> Iterable[Placement]:
         return partitions_of(self.members[flat])

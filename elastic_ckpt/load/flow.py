@@ -40,22 +40,12 @@ from elastic_ckpt.storage.local import look_again, moved
 logger = logging.getLogger(__name__)
 
 
-class Clock:
-    """Wall-clock seconds by phase; a nested phase does not count towards the outer one."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._inner = 0.0
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Time the body as part of ``phase``."""
-        outer, self._inner = self._inner, 0.0
-        start = time.perf_counter()
-        yield
-        spent = time.perf_counter() - start
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + spent - self._inner
-        self._inner = outer + spent
+@contextmanager
+def timed(phase: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Add the wall-clock seconds of the body to those of a phase."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ class Prepared:
 
     call: LoadCall
     found: CheckpointInfo
-    clock: Clock
+    seconds: dict[str, float]  # wall-clock, by phase
     adapter: EngineAdapter
     local_state: LocalState
     checkpoint: Checkpoint
@@ -100,12 +90,13 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
 
     Raises the same :class:`ElasticCkptError` on every rank.
     """
-    engine, arguments, config, clock = call.engine, call.arguments, call.config, Clock()
+    engine, arguments, config = call.engine, call.arguments, call.config
+    seconds: dict[str, float] = {}
     with_states, strict = arguments.restores_states, arguments.load_module_strict
-    with clock("plan"):
+    with timed("plan", seconds):
         adapter, local_state = _describe(engine, arguments)
     at = local_state.model.coordinates
-    with clock("metadata"):
+    with timed("metadata", seconds):
         options = MetadataOptions(
             trust_pickle=config.trust_pickle,
             check_shards=config.verify == "load",
@@ -115,7 +106,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             skip_unreadable=config.on_unreadable_entry == "skip",
         )
         checkpoint = read_checkpoint(found, options, local_state, config.rename)
-    with clock("plan"):
+    with timed("plan", seconds):
         planned: list[tuple[LoadPlan, training_state.TrainingStateCommit, tuple[str, ...]]] = []
 
         def make_plan() -> RankPlan:
@@ -126,8 +117,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             check_files(plan.reads)
             planned.append((plan, host, warnings))
-            with clock("metadata"):
-                differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
+            differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
             look_again(reopen=False)
             shared = [(s.key, s.name, s.flat, s.numel, s.dtype) for s in plan.reads.targets if s.replicated]
             digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
@@ -139,7 +129,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
         with distributed.deterministic("judge copies of replicated parameters"):
             plan = replace(plan, notes=_notes(everybody, config))
     runs_code = any(each.runs_code for each in everybody)
-    return Prepared(call, found, clock, adapter, local_state, checkpoint, plan, host, warnings, runs_code)
+    return Prepared(call, found, seconds, adapter, local_state, checkpoint, plan, host, warnings, runs_code)
 
 
 def _describe(engine: Any, arguments: training_state.LoadArguments) -> tuple[EngineAdapter, LocalState]:
@@ -242,7 +232,7 @@ _Done = tuple[RankWork, int, tuple[Outcome, ...], RankSums | None]
 
 def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     """Read, broadcast and commit. Collective; returns all ranks' work, and what of the bytes was verified."""
-    adapter, plan, clock, config = ready.adapter, ready.plan, ready.clock, ready.call.config
+    adapter, plan, seconds, config = ready.adapter, ready.plan, ready.seconds, ready.call.config
     options, source, at = read_options(config), ready.checkpoint.metadata.source, ready.local_state.model.coordinates
     options = replace(options, progress=None if config.report and distributed.rank() == 0 else False)
     parts: list[ReadStats] = []
@@ -251,21 +241,21 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     def read(part: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
         parts.append(execute(part, tensors, options, sums))
 
-    with clock("read"), distributed.agree("read the checkpoint's tensors and set hyperparameters"):
+    with timed("read", seconds), distributed.agree("read the checkpoint's tensors and set hyperparameters"):
         tensors = adapter.fill(plan, read)
         look_again()
         adapter.set_scalars_and_groups(plan)
-    with clock("exchange"), distributed.together("broadcast what every rank needs"):
+    with timed("exchange", seconds), distributed.together("broadcast what every rank needs"):
         received_nbytes = exchange_shares(plan.reads, tensors, adapter.dp_group)
-    with clock("commit"), distributed.together("derive the weights from their masters"):
+    with timed("commit", seconds), distributed.together("derive the weights from their masters"):
         # DeepSpeed rounds the masters of native checkpoints if states are left out, not those of universal ones
         adapter.refresh_weights(plan, exact_masters=ready.call.arguments.restores_states or not source.by_rank)
 
     def finish() -> _Done:
-        with clock("commit"):
+        with timed("commit", seconds):
             ready.host.finish()
         stats, files_opened, files_read = sum(parts, ReadStats()), ready.checkpoint.files_opened, plan.reads.files_read
-        mine = (distributed.rank(), stats, received_nbytes, files_opened, dict(clock.seconds))
+        mine = (distributed.rank(), stats, received_nbytes, files_opened, dict(seconds))
         work = RankWork(*mine, plan.blocks, len(files_read))
         outcomes = _outcomes(ready) if at.pp > 1 and at.tp_rank == at.partition_rank == 0 else ()
         return work, at.pp_rank, outcomes, None if sums is None else (sums.sums, sums.nbytes)
@@ -273,7 +263,7 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     everybody = distributed.all_gather("set the counters", finish)
     verified = None
     if sums is not None:
-        with clock("verify"):
+        with timed("verify", seconds):
             sums_of_all = [read for *_, read in everybody if read is not None]
             verified = verify_reads(ready.checkpoint.metadata, sums_of_all, plan.reads, options)
     return everybody, verified

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from torch import nn
 
-from elastic_ckpt.engines.coordinates import stacked_experts, unsliced_experts
+from elastic_ckpt.engines.coordinates import stacked_experts
 from elastic_ckpt.errors import UnsupportedError
 
 
-def engine(*records: Any, tp: int = 1, moe: bool = True) -> Any:
+def engine(*records: Any, moe: bool = True) -> Any:
     """An engine whose parameters have these records of DeepSpeed's, or ``None``."""
     params = [SimpleNamespace(ds_autoep_uc_meta=record) for record in records]
     names = SimpleNamespace(items=lambda: [(param, f"w{number}") for number, param in enumerate(params)])
-    return SimpleNamespace(has_moe_layers=moe, mp_world_size=tp, module=nn.Linear(1, 1), param_names=names)
+    return SimpleNamespace(has_moe_layers=moe, module=nn.Linear(1, 1), param_names=names)
 
 
 def test_experts_are_those_of_deepspeeds_record_in_its_order() -> None:
@@ -27,8 +27,3 @@ def test_experts_are_those_of_deepspeeds_record_in_its_order() -> None:
 def test_experts_without_a_record_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"(?s)does not record which rank holds.*0\.19\.8"):
         stacked_experts(engine(None, None))
-
-
-def test_stacked_experts_are_whole_on_tensor_parallel_ranks() -> None:
-    assert unsliced_experts(engine(None, {"local_experts": [0]}, tp=2)) == ["w1"]
-    assert unsliced_experts(engine({"local_experts": [0]})) == []

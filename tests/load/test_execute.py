@@ -7,6 +7,16 @@ import gc
 import pytest
 
 from elastic_ckpt.formats.pickled import collector_off
+from elastic_ckpt.load import flow
+
+
+def test_a_phase_that_comes_twice_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow.time, "perf_counter", iter((0.0, 1.0, 5.0, 7.0)).__next__)
+    seconds: dict[str, float] = {}
+    for _ in range(2):
+        with flow.timed("plan", seconds):
+            pass
+    assert seconds == {"plan": 3.0}
 
 
 @pytest.mark.parametrize("collects", [True, False])
