@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -15,7 +15,6 @@ from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats import model_states, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
-from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import (
     ExpertShard,
     LayerShard,
@@ -24,8 +23,8 @@ from elastic_ckpt.formats.merging import (
     with_module_files,
     with_more,
 )
-from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState
-from elastic_ckpt.formats.same_save import with_progress_compared
+from elastic_ckpt.formats.model_states import Grid, ModelShard, UnpartitionedState, grid_of
+from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
@@ -47,18 +46,11 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class Assembled:
-    """A native checkpoint: ``ranks`` and ``all_metadata`` by model-parallel rank, ``metadata`` of all of them.
+    """A native checkpoint."""
 
-    ``across`` is that of the experts which tensor-parallel ranks do not slice, whose files are the model-states file of
-    the first rank, and the optimizer-states files of all: tensor-parallel ranks count first, then data-parallel ones.
-    """
-
-    ranks: Mapping[int, RankFiles]
-    layers: Sequence[LayerShard]
+    ranks: Mapping[int, RankFiles]  # by model-parallel rank
     grid: Grid
-    all_metadata: Mapping[int, CheckpointMetadata]
     metadata: CheckpointMetadata
-    across: CheckpointMetadata | None = None
 
 
 def assemble(
@@ -67,8 +59,12 @@ def assemble(
     indexed: Sequence[Any],
     options: MetadataOptions,
     name_states: NameStates,
+    opened: Collection[str] = (),
 ) -> Assembled:
-    """Combine the files of a checkpoint, given the model-parallel rank and the contents of each."""
+    """Combine the files of a checkpoint, given the model-parallel rank and the contents of each.
+
+    Where shards are checked, masters in the files that this process has ``opened`` are compared with weights.
+    """
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(mp_ranks, indexed)
     for rank in (rank for rank in ranks.values() if rank.model.before_0_19_4):
@@ -94,13 +90,50 @@ def assemble(
     across = _experts_across(found, list(ranks.values()), grid.tp, options)
     if across is not None:
         metadata = with_more(metadata, across)
-    return Assembled(ranks, layers, grid, all_metadata, metadata, across)
+    files = Assembled(ranks, grid, metadata)
+    if options.check_shards and opened:
+        _spot_check(files, all_metadata, layers, across, opened)
+    return files
+
+
+def _spot_check(
+    files: Assembled,
+    all_metadata: Mapping[int, CheckpointMetadata],
+    layers: Sequence[LayerShard],
+    across: CheckpointMetadata | None,
+    opened: Collection[str],
+) -> None:
+    """Compare masters with weights, in the files that this process opened."""
+
+    def opened_of(metadata: CheckpointMetadata) -> set[int]:
+        return {number for number, file in enumerate(metadata.files) if file.path in opened}
+
+    known = frozenset(chain.from_iterable(metadata.parameters for metadata in all_metadata.values()))
+    first_layers: dict[str, int] = {}
+    of_across = set() if across is None else opened_of(across)
+    for mp, rank in files.ranks.items():
+        mine = opened_of(all_metadata[mp])
+        spot_check(all_metadata[mp], rank.model.path, rank.model.weights, mine)
+        stage, tp_rank = divmod(mp, files.grid.tp)
+        for layer in (layer for layer in layers if layer.tp_rank == tp_rank):
+            # a tied module's first layer is the first stage's, and copies on other stages may have other values
+            weights = layer.named(known)
+            firsts = [name for name in weights if first_layers.setdefault(name, layer.layer) == layer.layer]
+            own = {name: weights[name] for name in firsts if files.metadata.stages.get(name, (stage,))[0] == stage}
+            spot_check(all_metadata[mp], layer.path, own, mine)
+        for expert in rank.experts:
+            of_experts, shards = (all_metadata[mp], mine) if across is None else (across, of_across)
+            spot_check(of_experts, expert.path, expert.weights, shards)
 
 
 def _experts_across(
     found: CheckpointInfo, ranks: Sequence[RankFiles], tp: int, options: MetadataOptions
 ) -> CheckpointMetadata | None:
-    """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole."""
+    """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole.
+
+    Its files are the model-states file of the first rank, and the optimizer-states files of all: tensor-parallel ranks
+    count first, then data-parallel ones.
+    """
     model, of_ranks = ranks[0].model, [rank.optimizers for rank in ranks]
     flats = range(len(model.param_shapes)) if of_ranks[0] else ()
     numbers = [flat for flat in flats if partitioned.is_across(model, of_ranks[0], flat, tp)]

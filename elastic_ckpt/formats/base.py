@@ -75,8 +75,7 @@ class Checkpoint:
     files_opened: int  # files whose metadata this rank read
 
 
-#: Opens a file of the checkpoint.
-OpenFile = Callable[[str], PickledFile]
+OpenFile = Callable[[str], PickledFile]  # opens a file of the checkpoint
 #: Returns on every rank what a function returns that one rank alone has to call, as it looks at the folder.
 Once = Callable[[Callable[[], Any]], Any]
 

@@ -61,8 +61,7 @@ Shapes = Sequence[tuple[str, Shape]]
 Tensors = dict[tuple[str, str], TensorMetadata]
 _PLAIN = SavedKind(ELEMENTWISE)
 _BUFFERS_DIFFERED = "buffers differed between ranks when saved; after a change of topology all ranks get rank 0's"
-#: Layout of a swap file.
-_SWAPPED = TensorRef("float32", (0,), (1,), 0)
+_SWAPPED = TensorRef("float32", (0,), (1,), 0)  # layout of a swap file
 
 
 class _Partitioned(NamedTuple):

@@ -6,22 +6,22 @@ ZeRO-1/2 writes one per job (``mp_rank_00``), ZeRO-3 one per data-parallel rank.
 Without ZeRO partitions (stage 0) the optimizer's state is in it too. Of its three layouts, *plain* (fp32) is the state
 dict alone: the weights in ``module`` are the masters. *Unfused* (``FP16_UnfusedOptimizer``, fp16 and bf16) adds
 ``fp32_groups``, one master per parameter, and *fused* (``FP16_Optimizer``) ``fp32_groups_flat``, one flat master per
-param group. All number their parameters. Sources:
-``fp16/unfused_optimizer.py``, ``fp16/fused_optimizer.py``, ``torch.optim.Optimizer.state_dict``.
+param group. All number their parameters. Sources: ``fp16/unfused_optimizer.py``, ``fp16/fused_optimizer.py``.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, ClassVar
 
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.flat_ranges import checked_shape
+from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, RankCoordinates, SequenceParallel
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
 from elastic_ckpt.core.state_kinds import StateOptions
@@ -50,18 +50,14 @@ PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 MASTER_ENTRIES = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
 #: Entries that DeepSpeed leaves out before 0.19.4 if there are experts (``_save_moe_checkpoint``, engine.py).
 _ADDED_IN_0_19_4 = frozenset({"buffer_names", "param_shapes", "ds_config", "ds_version"})
-#: Experts of a layer, of which a file may claim any number.
-_MOST_EXPERTS = 1 << 17
+_MOST_EXPERTS = 1 << 17  # experts of a layer, of which a file may claim any number
 Shape = tuple[int, ...]
 _DEFAULTS = StateOptions()
 
 
 @dataclass(frozen=True)
 class UnpartitionedState(SourceFile):
-    """An optimizer that is not partitioned, of a model-states file or of one of an expert-parallel rank.
-
-    The latter, ``expp_rank_E_mp_rank_00_optim_states.pt``, has the states of all dense parameters, and of its experts.
-    """
+    """An optimizer that is not partitioned, of a model-states file or ``expp_rank_E_mp_rank_00_optim_states.pt``."""
 
     OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "ep_rank")
 
@@ -99,15 +95,13 @@ class ModelShard(SourceFile):
     features: Features  # what only DeepSpeed's own loader restores
     optimizer: UnpartitionedState | None  # if it was not partitioned (ZeRO stage 0)
     without_states: bool = False  # whether no file has any (:func:`saved_without_states`)
-    #: Whether it is of a run with experts and lacks :data:`_ADDED_IN_0_19_4`, which assembling.py finds.
-    before_0_19_4: bool = False
+    before_0_19_4: bool = False  # with experts, and without :data:`_ADDED_IN_0_19_4`, which assembling.py finds
     stated: StatedDegrees = field(default_factory=StatedDegrees)
     declared: DeclaredSpecs = field(default_factory=DeclaredSpecs)
     #: Parameter in which AutoEP stacks experts -> the experts on each expert-parallel rank.
     stacked: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)  # plain values among the run's arguments
-    #: By how many steps counts of the optimizer are ahead of the counters, where it was recorded.
-    ahead: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    ahead: Mapping[str, frozenset[int]] = field(default_factory=dict)  # see :func:`.counts_ahead`
 
     @property
     def buffers(self) -> list[str]:
@@ -197,7 +191,7 @@ def model_indexer(options: StateOptions = _DEFAULTS) -> Callable[[PickledFile], 
         same = known[id(file.tree)][1]
         # what follows from bytes behind the tree is each file's own
         optimizer = index_unpartitioned(file, options) if same.optimizer is not None else None
-        crc32 = _checksum(file, [same.weights[name] for name in same.buffers])
+        crc32 = _checksum(file, map(same.weights.__getitem__, same.buffers))
         return replace(same, **file.facts, buffers_crc32=crc32, optimizer=optimizer)
 
     return index
@@ -241,7 +235,7 @@ def _named_shapes(file: PickledFile, shapes: Mapping[str, Any]) -> tuple[tuple[s
         return tuple((str(name), checked_shape(shape, str(name))) for name, shape in shapes.items())
 
 
-def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:
+def _checksum(file: PickledFile, refs: Iterable[TensorRef]) -> int:
     return reduce(lambda crc, raw: zlib.crc32(raw, crc), read_bytes(file, refs), 0)
 
 
@@ -314,3 +308,90 @@ def _damaged(file: PickledFile, expected: str, found: Any) -> DamagedError:
     problem = "the optimizer entry of this file is not one that DeepSpeed writes"
     remedy = "the file is of another kind of run; take another tag, or load_optimizer_states=False"
     return LayoutError(problem, file.path, expected, found, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which model-parallel file is of which pipeline stage and tensor-parallel rank.
+
+    DeepSpeed numbers them together: ``mp_rank = stage * tp + tensor-parallel rank`` (``PipelineParallelGrid``,
+    topology.py). Since 0.17 files state both degrees (``checkpoint_parallel_dimensions``); in older ones, ranks of one
+    stage list the same parameters. File names are not used: gpt-neox's would suggest another topology.
+    """
+
+    stages: tuple[tuple[int, ...], ...]  # model-parallel ranks, in tensor-parallel order
+    partition_degree: int = 1  # ranks over which ZeRO partitioned each
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL  # how it divided these
+
+    @property
+    def tp(self) -> int:
+        return len(self.stages[0])
+
+    @property
+    def pp(self) -> int:
+        return len(self.stages)
+
+    def has_ranks_of(self, coordinates: RankCoordinates) -> bool:
+        """Whether the live job has the data-, tensor- and pipeline-parallel ranks of the save.
+
+        Rank-local state (random states, data positions) then keeps its rank. Ranks of one sequence-parallel group share
+        their samples, so their number does not matter.
+        """
+        saved = (self.tp, self.pp, self.sequence.data_degree(self.partition_degree))
+        is_known = self.partition_degree == coordinates.partition_degree or not coordinates.sequence.strided
+        return saved == (coordinates.tp, coordinates.pp, coordinates.data_degree) and is_known
+
+    def own_file(self, coordinates: RankCoordinates) -> int | None:
+        """The data-parallel rank whose file belongs to this rank; ``None``: the job has other ranks than the save.
+
+        In a sequence-parallel group of another size, each rank gets the file of the group's first rank.
+        """
+        if not self.has_ranks_of(coordinates):
+            return None
+        saved = self.sequence.ranks_per_sample
+        if self.partition_degree == coordinates.partition_degree and saved == coordinates.sequence.ranks_per_sample:
+            return coordinates.partition_rank
+        return coordinates.data_rank * saved + (coordinates.sp_rank if saved == coordinates.sequence.degree else 0)
+
+
+def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoordinates | None = None) -> Grid:
+    """The grid of ``models``, one model-states file per model-parallel rank, in ``folder``.
+
+    ``coordinates``, of this rank in the live topology, can settle a sequence-parallel degree that no file states.
+    Raises :class:`LayoutError` for missing ranks, :class:`UnsupportedError` if it is unknown which rank is which.
+    """
+    ranks = sorted(models)
+    first, last = models[ranks[0]], models[ranks[-1]]
+    stated = first.stated
+    what = "tensor- and pipeline-parallel degree differ"
+    refuse_other_saves([models[rank] for rank in ranks], lambda model: {what: model.stated.dimensions})
+    tp, pp, sequence = stated.borne_out(len(ranks))
+    expected = tp * pp or max(ranks) + 1
+    if len(ranks) != expected or ranks[-1] != expected - 1:
+        problem, file, wanted = "there are files of more ranks than were saved", last.path, f"{expected} ranks"
+        if stated.contradiction:
+            problem = "two entries of a model-states file contradict each other, and the files fit neither"
+            file, wanted = first.path, f"as many model-parallel ranks as {stated.contradiction} say"
+        elif len(ranks) < expected:
+            problem, file = "files of model-parallel ranks are missing", folder
+        remedy = "restore the missing files, or remove those of another save; or take another tag"
+        raise LayoutError(problem, file, wanted, f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}", remedy=remedy)
+    stages, names = [ranks[at : at + tp] for at in range(0, len(ranks), tp or 1)], []
+    if not tp:  # neighbours with the same names form a stage
+        for each in (models[rank] for rank in ranks):
+            listed = frozenset(name for name, _ in chain.from_iterable(each.param_shapes))
+            names.append(listed or frozenset(each.weights))
+        stages = [[rank for rank, _ in stage] for _, stage in groupby(enumerate(names), key=lambda named: named[1])]
+    if (len(ranks) > 1 and not all(names)) or len({len(stage) for stage in stages}) > 1:
+        problem = "it is not known which model-parallel file is of which pipeline stage and tensor-parallel rank"
+        wanted = "checkpoint_parallel_dimensions, or parameters that are the same within a stage"
+        raise UnsupportedError(problem, first.path, wanted, f"{len(ranks)} model-parallel ranks")
+    grid = Grid(tuple(map(tuple, stages)), int(first.counters.get("dp_world_size", 1)), sequence)
+    if coordinates is None or stated.sequence is not None or grid.sequence != NO_SEQUENCE_PARALLEL:
+        return grid
+    # an unstated degree is the live one only if ranks and counted samples both agree: counters alone may stem from
+    # earlier runs with other batches
+    same_ranks = (grid.tp, grid.pp) == (coordinates.tp, coordinates.pp)
+    same_ranks = same_ranks and grid.partition_degree == coordinates.partition_degree
+    agrees = coordinates.sequence.partitioned and coordinates.sequence.degree in stated.possible
+    return replace(grid, sequence=coordinates.sequence) if same_ranks and agrees else grid

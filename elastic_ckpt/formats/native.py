@@ -8,14 +8,12 @@ own. Ranks of one name write one file at the same time, so that it may be a mixt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
@@ -26,7 +24,6 @@ from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned, model_indexer
 from elastic_ckpt.formats.naming import number_of_writers, plain_name
 from elastic_ckpt.formats.pickled import PickledFile, open_file
-from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.saved_config import COUNTERS, config_section, loss_scale_of, read_training_state
 from elastic_ckpt.formats.shards import OptimizerShard, index_shard
 from elastic_ckpt.storage.local import open_stream
@@ -48,9 +45,7 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
         return indexers[position](open_one(paths[position]))
 
     def fit(indexed: Sequence[Indexed], opened: Mapping[str, PickledFile], name_states: NameStates) -> Fitted:
-        files = assemble(found, mp_ranks, indexed, options, name_states)
-        if options.check_shards:
-            _spot_check(files, opened)
+        files = assemble(found, mp_ranks, indexed, options, name_states, opened)
         own, for_all = _own_state(files, options.coordinates)
 
         def read_state(at: int) -> TrainingState:
@@ -75,33 +70,6 @@ def _own_state(files: Assembled, coordinates: RankCoordinates) -> tuple[ModelSha
     models = files.ranks[coordinates.mp_rank if same_model else 0].models
     own = grid.own_file(coordinates) if len(models) > 1 else None
     return models[own or 0], own is None and (not same_model or coordinates.tp * coordinates.pp == 1)
-
-
-def _spot_check(files: Assembled, opened: Collection[str]) -> None:
-    """Compare masters with weights, in the files that this process opened."""
-
-    def opened_of(metadata: CheckpointMetadata) -> set[int]:
-        return {number for number, file in enumerate(metadata.files) if file.path in opened}
-
-    all_metadata, stages_of = files.all_metadata, files.metadata.stages
-    known = frozenset(chain.from_iterable(metadata.parameters for metadata in all_metadata.values()))
-    first_layers: dict[str, int] = {}
-    for mp, rank in files.ranks.items():
-        mine = opened_of(all_metadata[mp])
-        spot_check(all_metadata[mp], rank.model.path, rank.model.weights, mine)
-        stage, tp_rank = divmod(mp, files.grid.tp)
-        for layer in (layer for layer in files.layers if layer.tp_rank == tp_rank):
-            # a tied module's first layer is the first stage's, and copies on other stages may have other values
-            weights = layer.named(known)
-            firsts = [name for name in weights if first_layers.setdefault(name, layer.layer) == layer.layer]
-            own = {name: weights[name] for name in firsts if stages_of.get(name, (stage,))[0] == stage}
-            spot_check(all_metadata[mp], layer.path, own, mine)
-        for expert in rank.experts if files.across is None else ():
-            spot_check(all_metadata[mp], expert.path, expert.weights, mine)
-    if files.across is not None:
-        shards = opened_of(files.across)
-        for expert in chain.from_iterable(rank.experts for rank in files.ranks.values()):
-            spot_check(files.across, expert.path, expert.weights, shards)
 
 
 def _expected_files(found: CheckpointInfo, options: StateOptions) -> list[tuple[int, str, Indexer]]:

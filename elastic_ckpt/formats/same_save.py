@@ -27,8 +27,7 @@ from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import agrees_when_rounded, to_numbers
 from elastic_ckpt.storage.local import open_descriptor
 
-#: From this release on, ZeRO's optimizers do not step once when they are built.
-_NO_STEP_WHEN_BUILT = (0, 13, 5)
+_NO_STEP_WHEN_BUILT = (0, 13, 5)  # from this release on, ZeRO's optimizers do not step once when they are built
 #: Error, problem and remedy where masters are not those of their weights.
 _OTHER_RUN = (
     DamagedError,
@@ -42,9 +41,7 @@ _OTHER_ORDER = (
     "build the live param groups with the parameters of the saved ones, in their order; if they are, the file is "
     "damaged: take another tag",
 )
-#: Numbers of elements and parameters compared in each file.
-_ELEMENTS = 16
-_PARAMETERS = 8
+_ELEMENTS, _PARAMETERS = 16, 8  # compared in each file
 
 
 def with_progress_compared(

@@ -34,12 +34,8 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", 
 _ONE_BIT_STATES = {"worker_error", "server_error", "momentum_accumulator", "lamb_coeff_freeze", "scaling_coeff"}
 _PLAIN = (str, int, float, bool, type(None))
 _ENDINGS = (".yml", ".yaml", ".json")
-#: Limits for untrusted files, above any real configuration.
-_MOST_FILES = 32
-_MOST_BYTES = 1 << 18
-_MOST_RANKS = 1 << 17
-#: The option that identifies a dict of arguments as gpt-neox's.
-_NEOX_MARK = "model_parallel_size"
+_MOST_FILES, _MOST_BYTES, _MOST_RANKS = 32, 1 << 18, 1 << 17  # in untrusted files, above any real configuration
+_NEOX_MARK = "model_parallel_size"  # the option that identifies a dict of arguments as gpt-neox's
 #: gpt-neox's defaults of options that decide about layouts (megatron/neox_arguments/neox_args.py).
 _NEOX_DEFAULTS = {
     "activation": "gelu",
@@ -49,10 +45,8 @@ _NEOX_DEFAULTS = {
 }
 #: A dynamic scaler's state as in ``FP16_Optimizer.state_dict``; ``DynamicLossScaler`` adds more (loss_scaler.py).
 _DYNAMIC = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-_STATIC = ("cur_scale", "cur_iter")
 _HYSTERESIS = ("cur_hysteresis", "delayed_shift", "consecutive_hysteresis", "min_scale", "raise_error_at_min_scale")
-#: Larger scales are infinite.
-_MOST_SCALE = 2.0**1023
+_MOST_SCALE = 2.0**1023  # larger scales are infinite
 #: Entries that are DeepSpeed's and not the client's.
 _DEEPSPEEDS = frozenset({"lr_scheduler", "random_ltd", "data_sampler"})
 #: Entries that are no training state; DeepSpeed's own loader returns frozen fragments as client state.
@@ -154,7 +148,7 @@ def _neox_options(folder: str) -> dict[str, Any]:
         configs = os.path.join(parent, "configs")
         names = sorted(file_names(configs)) if not paths and os.path.isdir(configs) else []
         paths += [os.path.join(configs, name) for name in names if name.endswith(_ENDINGS)]
-    read = [_read_options(path) for path in paths] if len(paths) <= _MOST_FILES else []  # more are not of one run
+    read = [read_options(path) for path in paths] if len(paths) <= _MOST_FILES else []  # more are not of one run
     options: dict[str, Any] = {} if not read or None in read else dict(_NEOX_DEFAULTS)
     known = [each for each in read if each is not None]
     for key in dict.fromkeys(chain.from_iterable(known)):  # in an order that is the same on all ranks
@@ -165,24 +159,18 @@ def _neox_options(folder: str) -> dict[str, Any]:
     return options
 
 
-def _read_options(path: str) -> dict[str, Any] | None:
-    """The plain options in one file; ``None``: it cannot be read."""
-    try:
-        with open_stream(path) as stream:
-            text = stream.read(_MOST_BYTES + 1)
-        return parse_options(text.decode()) if len(text) <= _MOST_BYTES else None
-    except (DamagedError, OSError, ValueError):
-        return None
-
-
-def parse_options(text: str) -> dict[str, Any] | None:
-    """Plain top-level options of a YAML text, with underscores in their names; ``None``: it is no mapping of names.
+def read_options(path: str) -> dict[str, Any] | None:
+    """Plain top-level options of a YAML file, with underscores in their names; ``None``: it is no mapping of names.
 
     Only plain scalars are constructed: aliases and merge keys of a hostile file would grow exponentially.
     """
     options = {}
     try:
-        loader = yaml.SafeLoader(text)
+        with open_stream(path) as stream:
+            text = stream.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            return None
+        loader = yaml.SafeLoader(text.decode())
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             return None
@@ -191,7 +179,7 @@ def parse_options(text: str) -> dict[str, Any] | None:
                 return None
             if isinstance(value, yaml.ScalarNode) and isinstance(plain := loader.construct_object(value), _PLAIN):
                 options[name.value.replace("-", "_")] = plain
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (DamagedError, OSError, yaml.YAMLError, ValueError, RecursionError):
         return None
     return options
 
@@ -313,7 +301,7 @@ def loss_scale_of(saved: Any) -> LossScale | None:
         return None
     values = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
     dynamic = values.get("dynamic_loss_scale" if values is saved else "dynamic") is True
-    keys = (*_DYNAMIC, *_HYSTERESIS) if dynamic else _STATIC
+    keys = (*_DYNAMIC, *_HYSTERESIS) if dynamic else _DYNAMIC[:2]
     found = {key: values[key] for key in keys if key in values}
     wrong = [key for key, value in found.items() if not isinstance(value, (int, float)) or abs(value) > _MOST_SCALE]
     if wrong or "cur_scale" not in found:

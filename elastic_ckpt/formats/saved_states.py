@@ -32,8 +32,7 @@ from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import hyperparameters, read_bytes, read_numbers, tensor_values, to_numbers
 
 T = TypeVar("T")
-#: Tensors up to this size are read: they might be the same on all ranks.
-_SMALL_NUMEL = 4096
+_SMALL_NUMEL = 4096  # tensors up to this size are read: they might be the same on all ranks
 _MOST_REPLICATED_NUMEL = 1 << 24
 _QMAPS = frozenset(qmap for _, qmap in COMPANIONS.values())
 #: Entry under which bitsandbytes hides quantized tensors from FSDP in ``state_dict`` since 0.49.2.
@@ -48,18 +47,15 @@ _SETTINGS = frozenset(
 Groups = tuple[Mapping[str, Any], ...]
 Scalars = tuple[tuple[str, Any], ...]
 OPAQUE = "opaque"
-#: A tensor of the state is missing or too short.
-DAMAGED = "damaged"
-#: Not restored, as the user asks.
-FRESH = "fresh"
+DAMAGED = "damaged"  # a tensor of the state is missing or too short
+FRESH = "fresh"  # not restored, as the user asks
 #: Names under which known optimizers keep elementwise states.
 ELEMENTWISE_NAMES = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"}
     | {"acc_delta", "variance", "prev", "step_size", "state1", "state2"}
 )
 _CODES_DTYPES = frozenset({"uint8", "int8"})
-#: Values per element, at most: AdEMAMix has two in one state.
-_MOST_VALUES = 8
+_MOST_VALUES = 8  # values per element, at most: AdEMAMix has two in one state
 
 
 class Digest(NamedTuple):

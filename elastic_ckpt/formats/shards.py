@@ -33,8 +33,7 @@ from elastic_ckpt.storage.local import file_names, open_stream
 _SUFFIX = ".tensor.swp"
 _ID = re.compile(r"\d+_\d+")
 _STATE = re.compile(r"\w+")
-#: Upper bound of the padding behind the data (``intra_op_parallelism`` of 1024).
-_MOST_PADDING_NBYTES = 1 << 20
+_MOST_PADDING_NBYTES = 1 << 20  # upper bound of the padding behind the data (``intra_op_parallelism`` of 1024)
 _ALIGNMENT_NBYTES = 1024
 
 

@@ -28,10 +28,9 @@ from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
-from elastic_ckpt.formats.grid import grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors, weights_crc32s
-from elastic_ckpt.formats.model_states import ModelShard, model_indexer
+from elastic_ckpt.formats.model_states import ModelShard, grid_of, model_indexer
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile

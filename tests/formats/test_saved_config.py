@@ -15,7 +15,7 @@ import torch
 from elastic_ckpt.errors import UnsafePickleError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.saved_config import parse_options, run_arguments
+from elastic_ckpt.formats.saved_config import read_options, run_arguments
 
 NEOX = {"num_layers": 2, "model_parallel_size": 2}
 
@@ -32,8 +32,13 @@ FLOW = """# a comment: with {braces}, "quotes
 """
 
 
-def test_options_of_a_flow_mapping_are_read_as_yaml_means_them() -> None:
-    assert parse_options(FLOW) == {
+def options_of(folder: Path, text: str) -> dict[str, Any] | None:
+    (folder / "options.yml").write_text(text)
+    return read_options(str(folder / "options.yml"))
+
+
+def test_options_of_a_flow_mapping_are_read_as_yaml_means_them(tmp_path: Path) -> None:
+    assert options_of(tmp_path, FLOW) == {
         "pipe_parallel_size": 4,
         "model_parallel_size": 2,
         "hidden_size": "0x",
@@ -50,9 +55,9 @@ def test_options_of_a_flow_mapping_are_read_as_yaml_means_them() -> None:
     }
 
 
-def test_options_of_lines_are_read_and_what_belongs_to_others_is_not() -> None:
+def test_options_of_lines_are_read_and_what_belongs_to_others_is_not(tmp_path: Path) -> None:
     text = "---\nactivation: swiglu # new\noptimizer:\n  type: Adam\n  gpt_j_residual: true\nlist: [1, 2]\nnum-kv-heads: 4\n"
-    assert parse_options(text) == {"activation": "swiglu", "num_kv_heads": 4}
+    assert options_of(tmp_path, text) == {"activation": "swiglu", "num_kv_heads": 4}
 
 
 @pytest.mark.parametrize(
@@ -71,15 +76,15 @@ def test_options_of_lines_are_read_and_what_belongs_to_others_is_not() -> None:
         "a: \x01",
     ],
 )
-def test_what_is_no_configuration_is_passed_over(text: str) -> None:
-    assert parse_options(text) is None
+def test_what_is_no_configuration_is_passed_over(tmp_path: Path, text: str) -> None:
+    assert options_of(tmp_path, text) is None
 
 
-def test_aliases_and_merge_keys_are_not_expanded() -> None:
+def test_aliases_and_merge_keys_are_not_expanded(tmp_path: Path) -> None:
     """Each line has twice the entries of the one before: 2 ** 40 of them, were they built."""
     lines = ["a0: &a0 {x: 1, y: 2}"]
     lines += [f"a{number}: &a{number} {{<<: [*a{number - 1}, *a{number - 1}]}}" for number in range(1, 40)]
-    assert parse_options("\n".join([*lines, "seed: 3"])) == {"seed": 3}
+    assert options_of(tmp_path, "\n".join([*lines, "seed: 3"])) == {"seed": 3}
 
 
 def test_a_namespace_gives_its_plain_values(tmp_path: Path) -> None:

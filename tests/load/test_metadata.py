@@ -12,7 +12,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.formats.assembling import Assembled, RankFiles
 from elastic_ckpt.formats.base import Fitted
-from elastic_ckpt.formats.grid import Grid
+from elastic_ckpt.formats.model_states import Grid
 from elastic_ckpt.formats.native import _own_state
 from elastic_ckpt.load.metadata import fit_together
 
@@ -52,7 +52,7 @@ def test_each_rank_gets_the_state_that_is_its_own(
         ranks.setdefault(mp, RankFiles()).models.append(model)
     grid = Grid(tuple(tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(pp)), dp)
     nothing: Any = None
-    assembled = Assembled(ranks, (), grid, {}, nothing)
+    assembled = Assembled(ranks, grid, nothing)
 
     def read_state(position: int) -> Any:
         assert position % distributed.world_size() == distributed.rank()
