@@ -61,10 +61,7 @@ def assemble(
     name_states: NameStates,
     opened: Collection[str] = (),
 ) -> Assembled:
-    """Combine the files of a checkpoint, given the model-parallel rank and the contents of each.
-
-    Where shards are checked, masters in the files that this process has ``opened`` are compared with weights.
-    """
+    """Combine files, given each one's rank and contents; masters in those ``opened`` are compared with weights."""
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(mp_ranks, indexed)
     for rank in (rank for rank in ranks.values() if rank.model.before_0_19_4):
@@ -129,17 +126,13 @@ def _spot_check(
 def _experts_across(
     found: CheckpointInfo, ranks: Sequence[RankFiles], tp: int, options: MetadataOptions
 ) -> CheckpointMetadata | None:
-    """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole.
-
-    Its files are the model-states file of the first rank, and the optimizer-states files of all: tensor-parallel ranks
-    count first, then data-parallel ones.
-    """
+    """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole."""
     model, of_ranks = ranks[0].model, [rank.optimizers for rank in ranks]
     flats = range(len(model.param_shapes)) if of_ranks[0] else ()
     numbers = [flat for flat in flats if partitioned.is_across(model, of_ranks[0], flat, tp)]
     if not numbers:
         return None
-    shards = list(chain.from_iterable(zip(*of_ranks, strict=True)))
+    shards = list(chain.from_iterable(zip(*of_ranks, strict=True)))  # tensor-parallel ranks count first
     experts = {(each.layer, each.expert): each for rank in ranks for each in rank.experts}
     _refuse_different_experts(model, shards, numbers)
     partitioned.check_experts(found, model, shards, [each for _, each in sorted(experts.items())], mp="*")

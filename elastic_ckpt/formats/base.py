@@ -125,10 +125,7 @@ def refuse_unsupported_folder(found: CheckpointInfo) -> None:
 def refuse_other_saves(
     files: Sequence[FileT], facts_of: Callable[[FileT], Mapping[str, Any]], remedy: str = REMOVE_FOREIGN
 ) -> None:
-    """Raise :class:`DamagedError` for the first file of another save than ``files[0]``, and say in what it differs.
-
-    ``facts_of`` returns what must be equal in all files, by the words that describe a difference.
-    """
+    """Raise :class:`DamagedError` for the first file whose facts, by words for a difference, are not ``files[0]``'s."""
     own = getattr(files[0], OWN_FIELDS, ())
     names = [name for name in vars(files[0]) if name not in own]
     distinct: dict[tuple[int, ...], FileT] = {}  # where files were exchanged, they share what they have in common

@@ -74,10 +74,7 @@ def merge_shards(ranks: Ranks) -> CheckpointMetadata:
 
 
 def merge_stages(stages: Ranks) -> CheckpointMetadata:
-    """Merge all pipeline stages: the first stage's copy of a tied parameter counts, the others are its replicas.
-
-    Raises :class:`UnsupportedError` if they have different param groups.
-    """
+    """Merge pipeline stages of the same param groups: a tied parameter's first copy counts, others are replicas."""
     first = stages[0]
     if len(stages) == 1:
         return first

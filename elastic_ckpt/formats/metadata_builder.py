@@ -236,10 +236,7 @@ class MetadataBuilder:
     def build(
         self, model: ModelShard, zero_stage: int, groups: Sequence[Mapping[str, Any]], **source: Any
     ) -> CheckpointMetadata:
-        """The metadata, with ``groups`` as hyperparameters per param group, and ``source`` in its :class:`SourceFacts`.
-
-        ``model`` is the model-states file that represents all, ``zero_stage`` that of the run that saved it.
-        """
+        """The metadata of a run of ``zero_stage``, whose model-states files ``model`` represents."""
         partition_degree = int(model.counters.get("dp_world_size", 1))
         facts = self._found.source(zero_stage, partition_degree, model.ds_version, **source)
         more: dict[str, Any] = {"aliases": model.shared, "declared": model.declared, "run": model.run}

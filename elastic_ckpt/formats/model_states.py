@@ -198,10 +198,7 @@ def model_indexer(options: StateOptions = _DEFAULTS) -> Callable[[PickledFile], 
 
 
 def _tied_names(file: PickledFile, params: Mapping[str, TensorRef]) -> dict[str, str]:
-    """Tied names: later name -> first name.
-
-    The bytes show them: what DeepSpeed lists lacks a module's second name, and below ZeRO-3 has all that is empty.
-    """
+    """Later name -> first, by the bytes: DeepSpeed's list lacks some and, below ZeRO-3, has all that are empty."""
     listed: Mapping[str, str] = file.tree.get("shared_params") or {}
     is_zero3 = os.path.basename(file.path).startswith("zero_pp_rank_")
     shared = {name: first for name, first in listed.items() if is_zero3 or name not in params or params[name].numel}
@@ -280,10 +277,7 @@ def index_unpartitioned(file: PickledFile, options: StateOptions, ep_rank: int =
 
 
 def saved_without_states(file: PickledFile) -> bool:
-    """Whether DeepSpeed has saved no optimizer states with this model-states file: no entry and no file.
-
-    As 0.17 in bf16 without ZeRO, and at stage 1 with gradients in fp32 (``_configure_optimizer``, engine.py).
-    """
+    """Whether DeepSpeed 0.17 saved none: bf16 without ZeRO, stage 1 with fp32 gradients (``_configure_optimizer``)."""
     stage = config_section(file, "zero_optimization").get("stage")
     in_fp32 = config_section(file, "data_types").get("grad_accum_dtype") == "fp32"
     of_version = str(file.tree.get("ds_version") or "").startswith("0.17.")

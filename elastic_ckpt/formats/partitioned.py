@@ -125,21 +125,15 @@ def _rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int)
 
 
 class Division(NamedTuple):
-    """FQNs and shapes of parameters of a flat tensor, in flat order, and the data-parallel ranks that divide it.
-
-    ``stacked``: of stacked parameters, the experts that these ranks hold.
-    """
+    """FQNs and shapes of parameters of a flat tensor, in flat order, and the data-parallel ranks that divide it."""
 
     shapes: Shapes
     ranks: range
-    stacked: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    stacked: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # stacked parameters -> the experts on these ranks
 
 
 def is_across(model: ModelShard, shards: Sequence[OptimizerShard], flat: int, tp: int) -> bool:
-    """Whether experts of a flat tensor are on ranks of all ``tp`` tensor-parallel ranks, which do not slice them.
-
-    AutoEP never slices experts; those of ``MoE`` layers are sliced with ``enable_expert_tensor_parallelism``.
-    """
+    """Whether a flat tensor's experts are on all ``tp`` tensor-parallel ranks, unsliced, as AutoEP's always are."""
     if tp == 1 or any(name in model.stacked for name, _ in model.param_shapes[flat]):
         return tp > 1
     groups, number = shards[0].groups, shards[0].flat_groups[flat]

@@ -15,8 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
@@ -56,8 +55,8 @@ def with_progress_compared(
     kind = PLAIN if model.optimizer is None else model.optimizer.kind
     counted, skipped = int(model.counters["global_steps"]), int(model.counters["skipped_steps"])
     steps = _optimizer_steps(metadata, counted - skipped)
-    counts = Counts(counted, skipped, steps, scalers, model.ds_version, model.ahead, kind)
-    why = counts.contradiction(exact=metadata.source.zero_stage == 3)
+    exact = metadata.source.zero_stage == 3
+    odd_steps, why = compare_counts(counted, skipped, steps, scalers, model.ds_version, model.ahead, exact, kind)
     # Prodigy and D-Adaptation (d0) find their rate themselves, and count no step of rate zero
     counts_all = not any({"d", "d0"} & group.keys() for group in metadata.groups)
     if why is not None and scalers and check_shards and counts_all:
@@ -68,9 +67,9 @@ def with_progress_compared(
             remedy="take another tag; if the optimizer was reset during the run, or the run began without ZeRO in fp16 "
             'or bf16, or with DeepSpeed before 0.13, which explains it: "elastic_checkpoint": {"verify": "bytes"}',
         )
-    if not counts.odd_steps:
+    if not odd_steps:
         return metadata
-    found = f"at step {_shown(counts.steps)}, counters at {counts.expected}"
+    found = f"at step {_shown(steps)}, counters at {counted - skipped}"
     note = f"optimizer states are {found}: as after a reset of the optimizer"
     return replace(metadata, notes=(*metadata.notes, note))
 
@@ -86,58 +85,46 @@ def _optimizer_steps(metadata: CheckpointMetadata, expected: int) -> frozenset[f
     return frozenset(steps)
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What counts steps in the files of a checkpoint."""
+def compare_counts(
+    counted: int,
+    skipped: int,
+    steps: Collection[float],
+    scalers: Sequence[Any],
+    ds_version: str,
+    recorded: Mapping[str, Collection[int]],
+    exact: bool,
+    kind: str = PLAIN,
+) -> tuple[set[float], tuple[str, str] | None]:
+    """By how many steps the optimizer is ahead, where nothing explains it; and how files may be of two saves.
 
-    counted: int  # ``global_steps`` of the model-states files
-    skipped: int  # ``skipped_steps``
-    steps: frozenset[float]  # that the optimizer has counted
-    scalers: Sequence[Any]  # loss scalers, if the optimizer's states are in other files than the counters
-    ds_version: str
-    recorded: Mapping[str, Collection[int]]  # by how many steps counts are ahead, as far as the run has recorded it
-    kind: str = PLAIN  # of an optimizer without ZeRO
-
-    @cached_property
-    def scaled(self) -> set[int]:
-        """The steps that dynamic loss scalers have seen; of others, none."""
-        every = (each if isinstance(each, Mapping) else getattr(each, "__dict__", {}) for each in self.scalers)
-        dynamic = (values for values in every if values.get("dynamic_loss_scale", values.get("dynamic")))
-        return {values["cur_iter"] for values in dynamic if isinstance(values.get("cur_iter"), int)}
-
-    @cached_property
-    def explained(self) -> Mapping[str, Collection[int]]:
-        """By how many steps counts may be ahead of the counters in one save."""
-        step = {0}
-        if self.kind != PLAIN:  # FP16_Optimizer and FP16_UnfusedOptimizer step once when they are built
-            step = {1} if self.scalers else {0, 1}
-        elif () < tuple(map(int, re.findall(r"\d+", self.ds_version)[:3])) < _NO_STEP_WHEN_BUILT:
-            step = {0, 1}
-        return {"step": step, "cur_iter": {0}, **self.recorded}
-
-    @property
-    def expected(self) -> int:
-        return self.counted - self.skipped
-
-    @property
-    def odd_steps(self) -> set[float]:
-        """By how many steps the optimizer is ahead, where nothing explains it."""
-        return {step - self.expected for step in self.steps} - set(self.explained["step"])
-
-    def contradiction(self, exact: bool) -> tuple[str, str] | None:
-        """What was expected and found if the files may be of two saves; ``exact``: of any two, not of neighbours."""
-        odd = {found - self.counted for found in self.scaled} - set(self.explained["cur_iter"])
-        near, near_steps = (  # one step apart from a count that is explained
-            any(abs(each - known) == 1 for each in found for known in self.explained[key])
-            for key, found in (("cur_iter", odd), ("step", self.odd_steps))
-        )
-        if near:
-            return f"a loss scaler at step {self.counted}, from global_steps", f"at step {_shown(self.scaled)}"
-        # a scaler counts the steps that overflow, too: where it agrees, all files are of one save
-        if (odd or not self.scaled) and (near_steps or (exact and self.odd_steps)):
-            expected = f"optimizer step {self.expected}, from global_steps and skipped_steps"
-            return expected, f"optimizer step {_shown(self.steps)}"
-        return None
+    The latter is what was expected and found; ``exact``: of any two saves, not of neighbours. ``counted`` and
+    ``skipped`` are the counters of the model-states files, ``steps`` what the optimizer has counted, ``scalers`` loss
+    scalers if its states are in other files. ``recorded``: by how many steps counts are ahead, as far as the run has
+    recorded it. ``kind`` is that of an optimizer without ZeRO.
+    """
+    expected = counted - skipped
+    saved = (each if isinstance(each, Mapping) else getattr(each, "__dict__", {}) for each in scalers)
+    dynamic = (values for values in saved if values.get("dynamic_loss_scale", values.get("dynamic")))
+    scaled = {values["cur_iter"] for values in dynamic if isinstance(values.get("cur_iter"), int)}
+    step = {0}
+    if kind != PLAIN:  # FP16_Optimizer and FP16_UnfusedOptimizer step once when they are built
+        step = {1} if scalers else {0, 1}
+    elif () < tuple(map(int, re.findall(r"\d+", ds_version)[:3])) < _NO_STEP_WHEN_BUILT:
+        step = {0, 1}
+    explained: Mapping[str, Collection[int]] = {"step": step, "cur_iter": {0}, **recorded}
+    odd_steps = {each - expected for each in steps} - set(explained["step"])
+    odd = {each - counted for each in scaled} - set(explained["cur_iter"])
+    near, near_steps = (  # one step apart from a count that is explained
+        any(abs(each - known) == 1 for each in found for known in explained[key])
+        for key, found in (("cur_iter", odd), ("step", odd_steps))
+    )
+    if near:
+        return odd_steps, (f"a loss scaler at step {counted}, from global_steps", f"at step {_shown(scaled)}")
+    # a scaler counts the steps that overflow, too: where it agrees, all files are of one save
+    if (odd or not scaled) and (near_steps or (exact and odd_steps)):
+        wanted = f"optimizer step {expected}, from global_steps and skipped_steps"
+        return odd_steps, (wanted, f"optimizer step {_shown(steps)}")
+    return odd_steps, None
 
 
 def _shown(steps: Collection[float]) -> str:

@@ -163,10 +163,7 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
 
 
 def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[str, Codebook], dict[str, str]]:
-    """The map of each ``qmap`` key, given (path, states) of every flat tensor and rank; and what is wrong with others.
-
-    A quantization map must be the same well-formed one in all files.
-    """
+    """The map of each ``qmap`` key, well-formed and the same in all (path, states); and what is wrong with others."""
     saved: dict[str, dict[Codebook | None, str]] = {}
     for path, states in files:
         for key, (_, qmap) in COMPANIONS.items():
@@ -186,10 +183,7 @@ def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[st
 def notes_and_warnings(
     kinds: Mapping[str, SavedKind], options: StateOptions, values: frozenset[str] = frozenset()
 ) -> tuple[list[str], list[str]]:
-    """About states that were classified by a guess, and names in the user's options that nothing saved has.
-
-    ``values`` are the names of what was saved beside the ``kinds``.
-    """
+    """About guessed kinds, and names in the user's options that neither ``kinds`` nor ``values`` beside them have."""
     guesses = {key: kind.why for key, kind in kinds.items() if kind.kind == REPLICATED and kind.why}
     companions = {name for key, kind in kinds.items() if kind.block_numel for name in COMPANIONS[key]}
     unmatched = ", ".join(sorted(options.schema.keys() - {*kinds, *companions, *values})) if kinds else ""
@@ -325,10 +319,7 @@ def _by_shape(ranks: Sequence[RankStates], key: str, planes: int | None, options
 
 
 def _planes(ranks: Sequence[RankStates], key: str) -> int | None:
-    """How many values a state has per element; ``None``: it is not elementwise, or ranks differ.
-
-    A matrix of one row or of many is no such state: preconditioners have a row and a column for each element.
-    """
+    """A state's values per element; ``None``: ranks differ, or it is not elementwise, like preconditioners."""
     found = set()
     for states in ranks:
         shape, own = states.tensors[key].shape, states.shape

@@ -105,10 +105,7 @@ def build_shard(
 
 
 def index_shard(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
-    """Read one optimizer-states file of any ZeRO stage.
-
-    Raises :class:`DamagedError` for missing entries, :class:`UnsupportedError` if they are of DeepSpeed before 0.6.2.
-    """
+    """Read one optimizer-states file of any ZeRO stage; :class:`UnsupportedError` if of DeepSpeed before 0.6.2."""
     if "fp32_flat_groups" in file.section("optimizer_state_dict"):
         return _index_zero3(file, dp_rank, options)
     state = file.section("optimizer_state_dict")

@@ -32,7 +32,7 @@ from elastic_ckpt.formats import CheckpointInfo, saved_config
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled
-from elastic_ckpt.formats.same_save import Counts
+from elastic_ckpt.formats.same_save import compare_counts
 from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -199,15 +199,16 @@ class _Comparison:
     def _is_mixed(self, model: PickledFile, optimizers: Sequence[PickledFile]) -> bool:
         """Whether counters and optimizer states may be of two saves."""
         tree = model.tree
-        counts = Counts(
+        _, why = compare_counts(
             tree["global_steps"],
             tree.get("skipped_steps") or 0,
             frozenset(chain.from_iterable(map(_steps, optimizers))),
             [file.section("optimizer_state_dict").get("loss_scaler") for file in optimizers],
             str(tree.get("ds_version")),
             saved_config.counts_ahead(model),
+            exact=self.stage == 3,
         )
-        return self.with_states and counts.contradiction(exact=self.stage == 3) is not None
+        return self.with_states and why is not None
 
     def _pipeline_fits(self) -> bool:
         """Whether this rank's file holds states of exactly its stage's parameters; with ZeRO, DeepSpeed's fails too."""
