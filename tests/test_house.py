@@ -89,7 +89,6 @@ COVERED_BY = {
     "test_run.py": "__main__",
     "distributed/test_cli_diff.py": "cli/tensors",
     "distributed/test_cli_latest.py": "tools/latest",
-    "distributed/test_cli_verify.py": "cli/check",
     "distributed/test_parallel.py": "megatron",
 }
 

@@ -18,9 +18,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 
 _MODULES = {
-    "check": ("latest", "verify"),
     "environment": ("disable", "doctor", "enable", "exec"),
-    "inspect": ("inspect",),
+    "inspect": ("inspect", "latest", "verify"),
     "plan": ("plan",),
     "tensors": ("convert", "diff", "export"),
 }

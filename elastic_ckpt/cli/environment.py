@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -21,40 +21,27 @@ _VERDICTS = {-1: "too old", 0: "tried", 1: "not tried"}
 _EXIT_NOT_EXECUTABLE, _EXIT_NO_COMMAND = 126, 127
 
 
-def diagnose() -> dict[str, Any]:
-    """What was found in this environment.
-
-    ``ok``: whether ``elastic_ckpt.install()`` succeeds. ``versions``: by name, the version found, the range that was
-    tried, the verdict. ``known_bugs``: of this version of DeepSpeed. ``enabled``, ``variable``: files of
-    ``elastic-ckpt enable``, and the value of ``ELASTIC_CKPT``.
-    """
-    found: dict[str, tuple[str | None, str, str]] = {}
-    for each in versions.REQUIREMENTS:
-        verdict = "not installed" if each.found is None else _VERDICTS[each.compare(each.found)]
-        found[each.name] = (each.found, f"{each.oldest} to {each.newest}", verdict)
-    return {
-        "ok": all(verdict in ("tried", "not tried") for *_, verdict in found.values()),
-        "versions": found,
-        "known_bugs": versions.known_bugs(found["DeepSpeed"][0]),
-        "enabled": installation.enabled(),
-        "variable": os.environ.get(VARIABLE),
-    }
-
-
 @app.command("doctor", epilog="Example: elastic-ckpt doctor")
 def doctor(as_json: AsJson = False) -> None:
     """Tell whether elastic_ckpt works with the installed versions of DeepSpeed, torch and Python.
 
     Exit code 1: install() would fail.
     """
-    found = diagnose()
-    rows = [(name, installed or "-", *more) for name, (installed, *more) in found["versions"].items()]
-    facts = [("known bug", escape(bug)) for bug in found["known_bugs"]]
-    facts += [("enabled", escape("\n".join(map(str, found["enabled"])) or "no (elastic-ckpt enable)"))]
-    if (variable := found["variable"]) is not None:
+    found: dict[str, tuple[str | None, str, str]] = {}  # version, range that was tried, verdict
+    for each in versions.REQUIREMENTS:
+        verdict = "not installed" if each.found is None else _VERDICTS[each.compare(each.found)]
+        found[each.name] = (each.found, f"{each.oldest} to {each.newest}", verdict)
+    ok = all(verdict in ("tried", "not tried") for *_, verdict in found.values())
+    bugs, enabled = versions.known_bugs(found["DeepSpeed"][0]), installation.enabled()
+    variable = os.environ.get(VARIABLE)
+    document = {"ok": ok, "versions": found, "known_bugs": bugs, "enabled": enabled, "variable": variable}
+    rows = [(name, installed or "-", *more) for name, (installed, *more) in found.items()]
+    facts = [("known bug", escape(bug)) for bug in bugs]
+    facts += [("enabled", escape("\n".join(map(str, enabled)) or "no (elastic-ckpt enable)"))]
+    if variable is not None:
         facts += [(VARIABLE, escape(f"{variable}{', which turns it off' * (variable == '0')}"))]
     tables = table("Versions", "", "found", "tried", "", rows=rows), table("Environment", rows=facts)
-    tell(Answer(found, tables, exit_code=0 if found["ok"] else EXIT_FOUND), as_json)
+    tell(Answer(document, tables, exit_code=0 if ok else EXIT_FOUND), as_json)
 
 
 @app.command("enable", epilog="Example: elastic-ckpt enable")

@@ -47,10 +47,8 @@ def draw(job: VirtualJob, ranks: Sequence[int], path: Path) -> None:
     labels = [f"{os.path.relpath(file.path, source.folder)}, {size(file.nbytes)}" for file in files]
     starts, file_scale = _bars(axes, _FILES, [file.nbytes for file in files], labels, 0.09, color=colors)
     targets = [target for plan in plans for target in plan.targets]
-    sizes, labels = (
-        [target.numel * ITEMSIZE[target.dtype] for target in targets],
-        [target.name or title(target.key) for target in targets],
-    )
+    sizes = [target.numel * ITEMSIZE[target.dtype] for target in targets]
+    labels = [target.name or title(target.key) for target in targets]
     begins, scale = _bars(axes, _RANKS, sizes, labels, 0.025, "white", color=_INK)
     owned = [sum(target.numel * ITEMSIZE[target.dtype] for target in plan.targets) for plan in plans]
     labels = [f"rank {rank} reads {size(sum(each.values()))}" for rank, each in zip(ranks, read, strict=True)]

@@ -101,7 +101,6 @@ def export(
         adapter=adapter,
         optimizer=optimizer,
         config=config,
-        progress=None,
     )
     return _written(report, "elastic_ckpt: weights exported")
 

@@ -50,7 +50,6 @@ _WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 #: Roles of a parameter; buffers and frozen weights have their key. ``WEIGHT``: it is unknown whether it was trained.
 TRAINED, WEIGHT = "trained", "weight"
 SCALAR = "scalar"
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -242,13 +241,10 @@ def inspected(
     }
 
 
-def _numel(tensor: TensorMetadata) -> int:
-    return sum(map(math.prod, tensor.shard_shapes))
-
-
-def _nbytes(tensor: TensorMetadata) -> int:
-    """Bytes of all shards, without the scales of a quantized state."""
-    return _numel(tensor) * ITEMSIZE[tensor.dtype]
+def _sizes(tensor: TensorMetadata) -> tuple[int, int]:
+    """Elements and bytes of all shards, without the scales of a quantized state."""
+    numel = sum(map(math.prod, tensor.shard_shapes))
+    return numel, numel * ITEMSIZE[tensor.dtype]
 
 
 def _contents(metadata: CheckpointMetadata) -> Iterator[dict[str, Any]]:
@@ -256,7 +252,7 @@ def _contents(metadata: CheckpointMetadata) -> Iterator[dict[str, Any]]:
     rows: dict[tuple[str, str, str], list[tuple[int, int]]] = defaultdict(list)
     values: dict[tuple[str, str, str], set[float]] = defaultdict(set)
     for (name, key), tensor in metadata.tensors.items():
-        rows[key, _kind_of(metadata, name, tensor), tensor.dtype].append((_numel(tensor), _nbytes(tensor)))
+        rows[key, _kind_of(metadata, name, tensor), tensor.dtype].append(_sizes(tensor))
     every = chain.from_iterable(saved.replicated for saved in metadata.parameters.values())
     for state in {(each.file, each.byte_offset): each for each in every}.values():
         numel = math.prod(state.shape)
@@ -310,7 +306,7 @@ def _entry(metadata: CheckpointMetadata, name: str, keys: list[str], weights_onl
     saved, own = metadata.parameters.get(name), tensor_of(metadata, name)
     replicas = [replica for key in keys for replica in metadata.replicas.get((name, key), ())]
     states = sorted(set(keys) - WEIGHTS)
-    shards: tuple[Shape, ...] = () if own is None else own.shard_shapes
+    shards: tuple[tuple[int, ...], ...] = () if own is None else own.shard_shapes
     if saved is not None:
         states += [state.key for state in saved.replicated] + [key for key, _ in saved.scalars]
         shards = shards or saved.shards or (saved.shape,)
@@ -322,6 +318,6 @@ def _entry(metadata: CheckpointMetadata, name: str, keys: list[str], weights_onl
         "group": None if saved is None else saved.group,
         "states": states,
         "numel": sum(map(math.prod, shards)),
-        "nbytes": sum(map(_nbytes, [*(metadata.tensors[name, key] for key in keys), *replicas])),
+        "nbytes": sum(_sizes(each)[1] for each in (*(metadata.tensors[name, key] for key in keys), *replicas)),
         "copies": 1 + sum(own is not None and replica.key == own.key for replica in replicas),
     }

@@ -104,6 +104,7 @@ def _age(candidate: Candidate) -> tuple[float, float]:
 
 
 def _problem(candidate: Candidate, config: ElasticConfig, full: bool) -> str | None:
+    """Why it is not whole, or is not to Hugging Face's Trainer: its own state is missing, or of another step."""
     try:
         # by the folder of its tag, so that no ``latest`` file counts
         outcome = verify(os.path.join(candidate.load_dir, candidate.tag), None, config, full)
@@ -112,17 +113,12 @@ def _problem(candidate: Candidate, config: ElasticConfig, full: bool) -> str | N
     if outcome.findings:
         more = f" (and {len(outcome.findings) - 1} more)" if len(outcome.findings) > 1 else ""
         return outcome.findings[0].line(candidate.load_dir) + more
-    return _trainer_problem(candidate.path, candidate.step)
-
-
-def _trainer_problem(path: str, step: int | None) -> str | None:
-    """Why Hugging Face's Trainer would not go on from its folder: its own state is missing, or of another step."""
-    around = os.path.dirname(path)
+    around, step = os.path.dirname(candidate.path), candidate.step
     others = (os.path.join(around, name, _TRAINER_STATE) for name in folder_names(around))
     if not any(map(os.path.lexists, others)):
         return None  # another framework's folders
     try:
-        with open_stream(os.path.join(path, _TRAINER_STATE)) as stream:
+        with open_stream(os.path.join(candidate.path, _TRAINER_STATE)) as stream:
             saved = parse_json(stream.read(_MOST_STATE_NBYTES))["global_step"]
     except (ElasticCkptError, OSError, ValueError, TypeError, LookupError) as error:
         return f"{_TRAINER_STATE} cannot be read, which the Trainer writes last: {type(error).__name__}"

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain, product
 from typing import Any
 
@@ -90,7 +90,7 @@ class VirtualJob:
 
     def __init__(self, metadata: CheckpointMetadata, topology: Topology, options: LoadOptions) -> None:
         metadata = rename_saved(metadata, options.config.rename)
-        saved = metadata.source
+        saved, ep = metadata.source, topology.ep
         unchanged = (topology.dp, topology.tp, topology.pp) == (saved.partition_degree, saved.tp, saved.pp)
         if unchanged and saved.by_rank and saved.zero_stage == 3:
             # each rank would read buffers from its own file; here all read the first one, which has the same size
@@ -101,6 +101,7 @@ class VirtualJob:
         self._matched: dict[RankCoordinates, Matched] = {}
         self._of_stage = cache(self._common)
         self._states_of = cache(self.states_of)
+        self._step = partial(per_parameter_numel, world_size=topology.dp, multiple=topology.alignment)
         self._keys = dict.fromkeys(metadata.parameters, MASTER)
         for name, key in metadata.tensors:
             if key in (BUFFER, FROZEN):
@@ -117,9 +118,7 @@ class VirtualJob:
         self._names: dict[tuple[int, int], list[str]] = {}
         for name in self._keys:
             expert = self._experts.get(name)
-            mine = (
-                range(topology.ep) if expert is None else (expert.number * topology.ep // self._counts[expert.layer],)
-            )
+            mine = range(ep) if expert is None else (expert.number * ep // self._counts[expert.layer],)
             for at in product(self.stages[name], mine):
                 self._names.setdefault(at, []).append(name)
 
@@ -213,9 +212,6 @@ class VirtualJob:
             if is_full or name is names[-1]:
                 yield gathered
                 gathered, numel = [], 0
-
-    def _step(self, numel: int) -> int:
-        return per_parameter_numel(numel, self.topology.dp, self.topology.alignment)
 
     def _rules(self, numels: Sequence[int], dp: int) -> tuple[int, Sequence[PartitionRule]]:
         """Elements of a rank's flat partition, and where its members are."""
