@@ -18,6 +18,8 @@ _DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
 AT_ITS_TOPOLOGY = (
     'load at the topology it was saved with, where "elastic_checkpoint": {"mode": "off"} gives DeepSpeed\'s own loader'
 )
+#: A remedy for states of another optimizer.
+ITS_OPTIMIZER = "resume with the optimizer that saved it, or with load_optimizer_states=False"
 #: A remedy for files that do not fit together.
 RESTORE = "restore the folder from its original, or take another tag"
 

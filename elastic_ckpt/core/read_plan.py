@@ -93,7 +93,7 @@ def clip_items(items: Sequence[ReadItem], start: int, stop: int, disjoint: bool 
     return tuple(item.clip(start, stop) for item in items[first:last] if item.target_stop > start)
 
 
-def join_neighbours(items: Iterable[ReadItem]) -> list[ReadItem]:
+def join_items(items: Iterable[ReadItem]) -> list[ReadItem]:
     """Join single-row items that continue their predecessor, in file and in target; the order stays."""
     joined: list[ReadItem] = []
     end = -1  # the byte behind the last one
@@ -114,7 +114,7 @@ def join_neighbours(items: Iterable[ReadItem]) -> list[ReadItem]:
 def in_file_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
     """Items sorted by file and offset, neighbours joined."""
     in_file = operator.attrgetter("file", "byte_offset", "target", "target_offset")
-    return tuple(join_neighbours(sorted(items, key=in_file)))
+    return tuple(join_items(sorted(items, key=in_file)))
 
 
 @dataclass(frozen=True, slots=True)

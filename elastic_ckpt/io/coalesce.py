@@ -58,11 +58,8 @@ class ReadOptions:
 def read_options(config: ElasticConfig) -> ReadOptions:
     """The configured read options."""
     reading = config.reading
-    return ReadOptions(
-        threads=reading.threads,
-        staging_nbytes=reading.extra_memory_mib << 20,
-        gap_nbytes=_GAP_NBYTES[reading.storage] if reading.gap_kib is None else reading.gap_kib << 10,
-    )
+    gap_nbytes = _GAP_NBYTES[reading.storage] if reading.gap_kib is None else reading.gap_kib << 10
+    return ReadOptions(reading.threads, staging_nbytes=reading.extra_memory_mib << 20, gap_nbytes=gap_nbytes)
 
 
 #: One ``preadv``: file, byte offset, bytes, and the buffers for them, some of which may be for unwanted gaps.

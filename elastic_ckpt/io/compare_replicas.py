@@ -85,10 +85,9 @@ def find_drift(files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], op
 
 def _dtype_of(check: ReplicaCheck) -> str:
     """The files' dtype, if replicas can be compared bytewise; else one that holds the values of all."""
-    items = list(chain.from_iterable(check.replicas))
-    dtypes = {item.dtype for item in items}
-    is_quantized = any(item.code is not None for item in items)
-    return dtypes.pop() if len(dtypes) == 1 and not is_quantized else _WIDEST
+    items = chain.from_iterable(check.replicas)
+    dtypes = {item.dtype if item.code is None else _WIDEST for item in items}
+    return dtypes.pop() if len(dtypes) == 1 else _WIDEST
 
 
 def _read(

@@ -13,14 +13,8 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, PER_PARAMETER, REPLICATED, SCRATCH, LiveState
 from elastic_ckpt.core.values import numbers
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, MismatchError, UnsupportedError, listed
-from elastic_ckpt.planning.param_groups import (
-    OTHER_OPTIMIZER,
-    UPDATE_NORM,
-    refuse_other_kind,
-    renamed_states,
-    saved_optimizer,
-)
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, ITS_OPTIMIZER, DamagedError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.planning.param_groups import UPDATE_NORM, refuse_other_kind, renamed_states, saved_optimizer
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
 _EXCLUDED = "saved without frozen parameters (exclude_frozen_parameters=True): the model's own values stay"
@@ -214,7 +208,15 @@ class _Matcher:
         by_key = {key: tuple(sorted(names)) for key, names in sorted(restored.items())}
         layouts = {link.live.key: link.live.layout for links in self.links.values() for link in links}
         outcomes, notes = tuple(self._outcomes(layouts)), tuple(self._notes(layouts))
-        return StateMatching(self.links, self._with_own_steps(), stateful, by_key, outcomes, self.converted, notes)
+        if self.local_state.optimizer == _FUSED_ADAM:
+            # without ZeRO it reads the count beside each tensor, and uses only the last one of a group
+            flats = list(zip(self.local_state.flats, self.scalars, strict=True))
+            last = {flat.group: flat.index for flat, values in flats if values}
+            for at, (flat, values) in enumerate(flats):
+                if values and len(flat.members) == 1 and flat.index != last[flat.group]:
+                    own = parameters[flat.members[0]].own_step
+                    self.scalars[at] = values if own is None else {**values, "step": own}
+        return StateMatching(self.links, tuple(self.scalars), stateful, by_key, outcomes, self.converted, notes)
 
     def _flat_scalars(self, members: Sequence[str]) -> Scalars | None:
         """Scalar states of one flat tensor; ``None`` if the checkpoint has no state of its members."""
@@ -300,7 +302,7 @@ class _Matcher:
         problem = "the checkpoint was saved by an optimizer that keeps other states"
         expected = f"{listed(live.union(flat.scalars or ()))} (live optimizer {self.local_state.optimizer})"
         found = f"{listed(scalars.union(saved))} ({saved_optimizer(self.metadata)})"
-        return self.metadata.error(MismatchError, problem, members, expected, found, OTHER_OPTIMIZER)
+        return self.metadata.error(MismatchError, problem, members, expected, found, ITS_OPTIMIZER)
 
     def _refuse_other_scalars(self, flat: FlatPartition, values: Scalars) -> None:
         if flat.scalars is None:
@@ -318,18 +320,6 @@ class _Matcher:
         problem = "the checkpoint holds states of these parameters, but not all of their scalar states"
         expected = f"{listed(flat.scalars)} beside {listed(states)}"
         raise self.metadata.error(DamagedError, problem, flat.members, expected, listed(values), _RESTORE)
-
-    def _with_own_steps(self) -> tuple[Scalars | None, ...]:
-        """FusedAdam without ZeRO reads the count beside each tensor, and uses only the last one of a group."""
-        if self.local_state.optimizer != _FUSED_ADAM:
-            return tuple(self.scalars)
-        flats = list(zip(self.local_state.flats, self.scalars, strict=True))
-        last = {flat.group: flat.index for flat, values in flats if values}
-        for at, (flat, values) in enumerate(flats):
-            if values and len(flat.members) == 1 and flat.index != last[flat.group]:
-                own = self.metadata.parameters[flat.members[0]].own_step
-                flats[at] = flat, {**values, "step": own} if own is not None else values
-        return tuple(values for _, values in flats)
 
     def _outcomes(self, layouts: Mapping[str, str]) -> Iterator[Outcome]:
         """States that start fresh, by reason, and saved ones that the live optimizer lacks."""
@@ -367,7 +357,5 @@ class _Matcher:
         now = local_state.zero_stage, local_state.model.coordinates.partition_degree
         then = metadata.source.zero_stage, metadata.source.partition_degree
         if now != then and (UPDATE_NORM in layouts or "variance" in layouts):
-            note = (
-                f"{local_state.optimizer} scales updates by the norm of each flat partition, and these are others now"
-            )
-            yield f"{note}: states are restored, and the run goes on a little differently than it would have"
+            note = f"{local_state.optimizer} scales updates by the norm of each flat partition, and these are others"
+            yield f"{note} now: states are restored, and the run goes on a little differently than it would have"

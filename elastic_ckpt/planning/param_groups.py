@@ -23,7 +23,7 @@ from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, ITS_OPTIMIZER, MismatchError, UnsupportedError, listed
 
 _DECOUPLED, _DECAYS = "decoupled_weight_decay", ("L2 (Adam)", "decoupled (AdamW)")
 #: Members, display names, and implementation choices, which do not affect training: the live run's are kept. So is the
@@ -39,7 +39,6 @@ _MARKS = frozenset(
 #: Values that an optimizer without these hyperparameters implies.
 _USUAL = {"maximize": False, "bias_correction": True}
 _ADAM_MARKS = frozenset({"amsgrad", "bias_correction"})
-OTHER_OPTIMIZER = "resume with the optimizer that saved it, or with load_optimizer_states=False"
 #: State of bitsandbytes' LAMB and LARS only: the norm of an update.
 UPDATE_NORM = "unorm_vec"
 _RMS = frozenset({"RMS"})
@@ -89,7 +88,7 @@ def match_groups(
             if (was := metadata.groups[source].get(_DECOUPLED, live)) != live:
                 problem = f"weight decay of param group {number} is of another kind"
                 both = f"{_DECAYS[bool(live)]} in the live optimizer", f"{_DECAYS[bool(was)]} in the checkpoint"
-                raise MismatchError(problem, None, *both, parameter=listed(group.names), remedy=OTHER_OPTIMIZER)
+                raise MismatchError(problem, None, *both, parameter=listed(group.names), remedy=ITS_OPTIMIZER)
         if keep_live or not all(metadata.groups[source] for source in found):
             found = []  # by the user's choice, or because there are none (BLOOM's universal checkpoint)
         values = [transferable(metadata.groups[source]) for source in found]
@@ -175,7 +174,7 @@ def refuse_other_kind(
         problem = "the checkpoint was saved by another kind of optimizer, whose states have the same names"
         expected = f"{listed(live) if live else 'nothing'} (live optimizer {local_state.optimizer})"
         found = listed(saved) if saved else "nothing"
-        return metadata.error(MismatchError, problem, names, expected, found, OTHER_OPTIMIZER)
+        return metadata.error(MismatchError, problem, names, expected, found, ITS_OPTIMIZER)
 
     own = local_state.groups[flat.group].hyperparameters if flat.group < len(local_state.groups) else {}
     live = {key: value for key, value in own.items() if key in local_state.defaults or not local_state.defaults}
@@ -195,7 +194,7 @@ def refuse_other_kind(
                 problem = f'"{key}" of param group {number} cannot be expressed in the other optimizer'
                 expected, found = (group.get(key, f"{usual}, always") for group in (own, saved))
                 both = f"{expected} (live optimizer {local_state.optimizer})", f"{found} in the checkpoint"
-                raise metadata.error(MismatchError, problem, names, *both, OTHER_OPTIMIZER)
+                raise metadata.error(MismatchError, problem, names, *both, ITS_OPTIMIZER)
     replicated = {state.key for state in metadata.parameters[names[0]].replicated}
     scratch = {state.key for state in flat.states or () if state.layout == SCRATCH}
     if (UPDATE_NORM in replicated) != (UPDATE_NORM in scratch) and flat.states is not None and not converted:

@@ -23,9 +23,8 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem, TargetTensor, in_file_order
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
-from elastic_ckpt.errors import DamagedError, MismatchError, listed
+from elastic_ckpt.errors import ITS_OPTIMIZER, DamagedError, MismatchError, listed
 from elastic_ckpt.planning.matching import Matching, StateLink, StateMatching
-from elastic_ckpt.planning.param_groups import OTHER_OPTIMIZER
 from elastic_ckpt.planning.read_items import (
     BroadcastRanges,
     FragmentSource,
@@ -249,7 +248,7 @@ class PlanBuilder:
             problem = f"optimizer state {live.key!r}, which is one for all partitions, is of another kind"
             live_side, saved_side = (f"{each.dtype} of shape {each.shape}" for each in (live, saved))
             both = f"{live_side} in the live optimizer", f"{saved_side} in the checkpoint"
-            raise MismatchError(problem, self.metadata.files[saved.file].path, *both, remedy=OTHER_OPTIMIZER)
+            raise MismatchError(problem, self.metadata.files[saved.file].path, *both, remedy=ITS_OPTIMIZER)
         numel = math.prod(saved.shape)
         self._items.append(ReadItem(saved.file, saved.byte_offset, len(self._targets), 0, numel, saved.dtype))
         what = live.key, flat.index, "", numel, saved.dtype

@@ -99,14 +99,12 @@ def plan_load(
     """
     found, config = known or match(metadata, local_state, options), options.config
     metadata, resharding, states = found.metadata, found.resharding, found.states
-    sources, hyperparameters = found.groups
+    model, names, (sources, hyperparameters) = local_state.model, found.parameters.names, found.groups
     builder = PlanBuilder(metadata, local_state, resharding.transfers, may_change=config.on_change == "warn")
     return LoadPlan(
         reads=builder.build(found.parameters, states),
-        replica_checks=compare_replicas(
-            metadata, local_state.model, resharding, found.parameters.names, options.optimizer_states, found.saved
-        ),
-        may_differ=of_first_stage(metadata, options.rules, local_state.model).union(resharding.averaged),
+        replica_checks=compare_replicas(metadata, model, resharding, names, options.optimizer_states, found.saved),
+        may_differ=of_first_stage(metadata, options.rules, model).union(resharding.averaged),
         blocks=builder.blocks,
         restores_states=options.optimizer_states,
         scalars=states.scalars or (None,) * len(local_state.flats),

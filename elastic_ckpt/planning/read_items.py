@@ -17,14 +17,7 @@ from elastic_ckpt.core.chunks import StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import Fragment
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import (
-    SCALE_DTYPE,
-    BroadcastRange,
-    ReadItem,
-    RequantizeItem,
-    TargetTensor,
-    join_neighbours,
-)
+from elastic_ckpt.core.read_plan import SCALE_DTYPE, BroadcastRange, ReadItem, RequantizeItem, TargetTensor, join_items
 from elastic_ckpt.core.strided import ShardSources, StridedCopy, clip_source, clip_target
 from elastic_ckpt.errors import DamagedError
 
@@ -175,7 +168,7 @@ class BroadcastRanges:
 
 def split_plane(plane: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeItem]]:
     """Split a plane, of which no two sources write the same element, into plain copies and items to requantize."""
-    plane, live = replace(plane, sources=tuple(join_neighbours(plane.sources))), plane.blocks
+    plane, live = replace(plane, sources=tuple(join_items(plane.sources))), plane.blocks
     if live is None:
         coded = tuple(item for item in plane.sources if item.code is not None)
         plain = [item for item in plane.sources if item.code is None]

@@ -175,8 +175,7 @@ class LogicalReader:
         for plane in range(wanted.start // max(plane_numel, 1), -(-wanted.stop // max(plane_numel, 1))):
             base = plane * plane_numel
             inside = FlatRange(max(wanted.start - base, 0), min(wanted.stop - base, plane_numel))
-            at = {"to_target": base - wanted.start, "plane": plane, "planes": logical.planes}
-            items += read_items(tensor, sources, inside, **at)
+            items += read_items(tensor, sources, inside, 0, base - wanted.start, plane, logical.planes)
         requantize: tuple[RequantizeItem, ...] = ()
         if tensor.is_quantized or sources.scale is not None:
             requantize = (RequantizeItem(0, 0, wanted.numel, None, -1, 0, rows_in_order(items), sources.scale),)
