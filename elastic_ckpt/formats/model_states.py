@@ -363,9 +363,11 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
     expected = tp * pp or max(ranks) + 1
     if len(ranks) != expected or ranks[-1] != expected - 1:
         problem, file, wanted = "there are files of more ranks than were saved", last.path, f"{expected} ranks"
-        if stated.contradiction:
+        if stated.dimensions is not None and stated.mp not in (None, stated.dimensions[0]):
             problem = "two entries of a model-states file contradict each other, and the files fit neither"
-            file, wanted = first.path, f"as many model-parallel ranks as {stated.contradiction} say"
+            degrees = dict(zip(("tp_degree", "pp_degree"), stated.dimensions, strict=True))
+            both = f"mp_world_size {stated.mp} and checkpoint_parallel_dimensions {degrees}"
+            file, wanted = first.path, f"as many model-parallel ranks as {both} say"
         elif len(ranks) < expected:
             problem, file = "files of model-parallel ranks are missing", folder
         remedy = "restore the missing files, or remove those of another save; or take another tag"

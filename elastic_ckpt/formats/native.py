@@ -141,15 +141,11 @@ def refuse_mixture(file: PickledFile) -> None:
     with open_stream(file.path) as stream:
         is_zip = stream.read(2) == b"PK"
     if not is_zip:
-        problem = (
-            "several ranks may have written this legacy (non-zip) archive at the same time, and it has no checksums"
-        )
+        problem = "several ranks may have written this legacy (non-zip) archive at once, and it has no checksums"
         both = "a zip archive, or a file that one rank wrote", f"the writer {dict(writer)}"
         raise UnsupportedError(problem, file.path, *both, remedy=_SAVE_ELSE)
     changed = file.changed_record() if any(file.records.crc32s) else None  # none: set_crc32_options(False)
     if changed is not None:
-        problem = (
-            "this file is a mixture: several ranks wrote it at the same time, as DeepSpeed's checkpoint writers do"
-        )
+        problem = "this file is a mixture: several ranks wrote it at the same time, as DeepSpeed's writers do"
         expected, found = "records with the CRC32s that the archive's directory states", f"another at byte {changed}"
         raise DamagedError(problem, file.path, expected, found, remedy=_SAVE_ELSE)

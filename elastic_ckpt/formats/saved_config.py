@@ -210,14 +210,6 @@ class StatedDegrees:
             return self.mp or 0, pp, SequenceParallel(tp)
         return tp, pp, sequence
 
-    @property
-    def contradiction(self) -> str:
-        """The two statements about model-parallel ranks that contradict each other, for errors; empty: none do."""
-        if self.dimensions is None or self.mp in (None, self.dimensions[0]):
-            return ""
-        tp, pp = self.dimensions
-        return f"mp_world_size {self.mp} and checkpoint_parallel_dimensions {{'tp_degree': {tp}, 'pp_degree': {pp}}}"
-
 
 def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapping[str, Any]) -> StatedDegrees:
     """What a model-states file with the entries ``tree`` states, with the DeepSpeed config and arguments of its run."""

@@ -41,9 +41,7 @@ _NOT_READ = ("params", "param_names")
 #: Hyperparameters of pytorch_optimizer's, some of which have ``bias_correction`` too.
 _OF_OTHERS = frozenset({"weight_decouple", "foreach", "growth_rate"})
 #: Hyperparameters that no optimizer changes by what a rank holds, as some do the rate: the same in all files of a save.
-_SETTINGS = frozenset(
-    {"initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad"} | {"name"}
-)
+_SETTINGS = {"initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "name"}
 Groups = tuple[Mapping[str, Any], ...]
 Scalars = tuple[tuple[str, Any], ...]
 OPAQUE = "opaque"

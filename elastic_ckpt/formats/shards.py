@@ -237,7 +237,6 @@ def _swap_files(file: PickledFile, folder: str, master: TensorRef, state: Mappin
             problem = f"{'the fp32 master' if key == MASTER else key} was swapped to NVMe, but names no swap file"
             expected = "<first>_<last> for a master, <state>-<first>_<last> for a state"
             raise DamagedError(problem, file.path, expected, repr(swap_id))
-    for key, swap_id in named.items():
         path = os.path.join(folder, f"{swap_id}{_SUFFIX}")
         with open_stream(path) as stream:
             files[key] = SourceFile(path, os.fstat(stream.fileno()).st_size)
