@@ -79,8 +79,7 @@ def _libc() -> Any:
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
-    for function in (libc.madvise, libc.mincore):
-        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     return libc
 

@@ -231,9 +231,8 @@ def adopt_live_names(metadata: CheckpointMetadata, model: ModelLayout) -> Checkp
             renamed[kept] = name
     if copies:
         places: dict[Place, Place] = {at: at for at in metadata.tensors if at != (at[0], FROZEN) or at[0] not in copies}
-        metadata = replace(
-            metadata, aliases={**metadata.aliases, **copies}, replicas=replicas, tensors=_at(metadata, places)
-        )
+        aliases, tensors = {**metadata.aliases, **copies}, _at(metadata, places)
+        metadata = replace(metadata, aliases=aliases, replicas=replicas, tensors=tensors)
     if not renamed:
         return metadata
     notes = [f"tied: {old} in the checkpoint is {new} here" for old, new in renamed.items()]
@@ -276,11 +275,9 @@ def adopt_live_kinds(metadata: CheckpointMetadata, wholes: Iterable[WholeTensor]
     if not kinds:
         return metadata
     moved = {(name, FROZEN if key == BUFFER else BUFFER): (name, key) for name, key in kinds}
-    return replace(
-        metadata,
-        tensors=_at(metadata, {at: at for at in metadata.tensors if at not in moved} | kinds),
-        replicas={moved.get(at, at): copies for at, copies in metadata.replicas.items()},
-    )
+    tensors = _at(metadata, {at: at for at in metadata.tensors if at not in moved} | kinds)
+    replicas = {moved.get(at, at): copies for at, copies in metadata.replicas.items()}
+    return replace(metadata, tensors=tensors, replicas=replicas)
 
 
 def _at(metadata: CheckpointMetadata, places: Mapping[Place, Place]) -> DerivedTensors:

@@ -158,10 +158,7 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
 
 
 def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:
-    """Refuse :func:`state_errors`, and groups of which only some members have states.
-
-    A partitioned optimizer keeps them for all or none.
-    """
+    """Refuse :func:`state_errors`, and groups with states of some members: if partitioned, all have them or none."""
     for error in state_errors(metadata):
         raise error
     stateful = metadata.keys_by_name

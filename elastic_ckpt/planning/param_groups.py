@@ -41,15 +41,14 @@ _USUAL = {"maximize": False, "bias_correction": True}
 _ADAM_MARKS = frozenset({"amsgrad", "bias_correction"})
 #: State of bitsandbytes' LAMB and LARS only: the norm of an update.
 UPDATE_NORM = "unorm_vec"
-_RMS = frozenset({"RMS"})
 #: Scalar states that each step of an optimizer computes before it uses them, by its class.
-_RECOMPUTED: Mapping[str, frozenset[str]] = {
-    "transformers.optimization.Adafactor": _RMS,
-    "galore_torch.adafactor.Adafactor": _RMS,
-    "came_pytorch.CAME.CAME": _RMS,
-    "pytorch_optimizer.optimizer.adafactor.AdaFactor": _RMS,
-    "pytorch_optimizer.optimizer.came.CAME": _RMS,
-    "pytorch_optimizer.optimizer.lamb.Lamb": frozenset({"weight_norm", "adam_norm", "trust_ratio"}),
+_RECOMPUTED: Mapping[str, Collection[str]] = {
+    "transformers.optimization.Adafactor": {"RMS"},
+    "galore_torch.adafactor.Adafactor": {"RMS"},
+    "came_pytorch.CAME.CAME": {"RMS"},
+    "pytorch_optimizer.optimizer.adafactor.AdaFactor": {"RMS"},
+    "pytorch_optimizer.optimizer.came.CAME": {"RMS"},
+    "pytorch_optimizer.optimizer.lamb.Lamb": {"weight_norm", "adam_norm", "trust_ratio"},
 }
 _FRESH, _ANEW = '"states" says so', "each step computes it of what the rank holds, before it uses it"
 #: Per live group, the saved groups that its values come from, and the values; empty if the live ones stay.
@@ -122,9 +121,10 @@ def _mixed(
         for source, values in shown.items()
     )
     remedy = "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees "
-    remedy += '[0] under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is '
-    remedy += f"another training: it leaves {live} for all {len(group.names)} parameters, which changes {len(changed)} "
-    remedy += "of them"
+    remedy += (
+        '[0] under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is another'
+    )
+    remedy += f" training: it leaves {live} for all {len(group.names)} parameters, which changes {len(changed)} of them"
     problem = f"param group {number} now mixes parameters whose saved groups had different hyperparameters"
     expected = "one set of hyperparameters for the group"
     return MismatchError(problem, None, expected, found, parameter=listed(changed or group.names), remedy=remedy)
