@@ -65,8 +65,7 @@ class PartialSum:
         """The sum of one range whose bytes have a CRC32."""
         moved = isal_zlib.crc32_combine(crc32, 0, record_nbytes - stop)
         firsts = (stop * (stop - 1) - start * (start - 1)) // 2
-        seconds = _squares(stop) - _squares(start)
-        return cls(moved, stop - start, firsts, seconds)
+        return cls(moved, stop - start, firsts, _squares(stop) - _squares(start))
 
     def __or__(self, other: PartialSum) -> PartialSum:
         first, second = self.first + other.first, self.second + other.second

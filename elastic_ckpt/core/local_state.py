@@ -115,11 +115,6 @@ class RankCoordinates:
         return self.sequence.data_degree(self.partition_degree)
 
     @property
-    def data_rank(self) -> int:
-        """Data-parallel rank, shared by the ranks of a sequence-parallel group."""
-        return self.partition_rank // self.sequence.ranks_per_sample
-
-    @property
     def mp_rank(self) -> int:
         """Model-parallel rank, as in DeepSpeed's file names."""
         return self.pp_rank * self.tp + self.tp_rank

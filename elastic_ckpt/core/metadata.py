@@ -1,14 +1,13 @@
 """What a checkpoint holds, as data; every format is read into this form.
 
-File offsets are in bytes; positions in tensors are in elements of the *logical* tensor (the whole parameter, in
-row-major order).
+File offsets are in bytes, positions in tensors in elements of the *logical* tensor (the whole one, in row-major order).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -172,13 +171,10 @@ class DerivedTensors(Mapping[Place, TensorMetadata]):
     """Tensors that ``make`` makes of other places' when they are first asked for, given both places."""
 
     def __init__(self, sources: Mapping[Place, Place], make: Callable[[Place, Place], TensorMetadata]) -> None:
-        self._sources, self._make = sources, make
-        self._made: dict[Place, TensorMetadata] = {}
+        self._sources, self._made = sources, cache(lambda place: make(place, sources[place]))
 
     def __getitem__(self, place: Place) -> TensorMetadata:
-        if place not in self._made:
-            self._made[place] = self._make(place, self._sources[place])
-        return self._made[place]
+        return self._made(place)
 
     def __contains__(self, place: object) -> bool:
         return place in self._sources

@@ -58,10 +58,7 @@ class CannotSplit(Exception):
 
 
 class ShardSpec(BaseModel):
-    """How parameters whose names match a pattern are sharded.
-
-    ``origin`` is who says so, in words, which no config or preset may give.
-    """
+    """How parameters whose names match a pattern are sharded."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,7 +69,7 @@ class ShardSpec(BaseModel):
     vocabulary: Annotated[int | None, Field(gt=0)] = None
     when: dict[str, Any] = {}
     ambiguous: str = ""
-    origin: Annotated[str, Field(max_length=0)] = ""
+    origin: Annotated[str, Field(max_length=0)] = ""  # who says so, in words, which no config or preset may give
 
     @field_validator("pattern")
     @classmethod
@@ -125,10 +122,7 @@ class ShardSpec(BaseModel):
         return all(key in run and run[key] in values for key, values in allowed.items())
 
     def layout(self, shapes: Sequence[Shape], run: Mapping[str, Any]) -> TPLayout:
-        """The layout of shards of these shapes, by rank; :class:`CannotSplit` if shapes or arguments contradict it.
-
-        It may depend on ``run``, the arguments of the run that saved the shards (Megatron's ``args``).
-        """
+        """The layout of shards of these shapes, by rank; :class:`CannotSplit` if they or ``run`` contradict it."""
         shown = " and ".join(map(str, dict.fromkeys(shapes)))
         if self.is_replicated:
             if len(set(shapes)) > 1:

@@ -230,10 +230,7 @@ def duplicates(layout: TPLayout) -> tuple[Overlap, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _segments(layout: TPLayout) -> Sequence[tuple[int, int, Sequence[tuple[int, int]]]]:
-    """The sharded dimension, cut where any rank's range begins or ends: (start, stop, holders).
-
-    Holders are (rank, offset of ``start`` in its shard), ascending.
-    """
+    """The sharded dimension, cut where a rank's range begins or ends: (start, stop, [(rank, offset in its shard)])."""
     placements = [(rank, *placed) for rank in range(layout.degree) for placed in layout.placed(rank)]
     borders = sorted({border for _, start, stop, _ in placements for border in (start, stop)})
     return [

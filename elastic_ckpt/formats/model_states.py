@@ -342,10 +342,11 @@ class Grid:
         """
         if not self.has_ranks_of(coordinates):
             return None
-        saved = self.sequence.ranks_per_sample
-        if self.partition_degree == coordinates.partition_degree and saved == coordinates.sequence.ranks_per_sample:
+        saved, live = self.sequence.ranks_per_sample, coordinates.sequence.ranks_per_sample
+        if self.partition_degree == coordinates.partition_degree and saved == live:
             return coordinates.partition_rank
-        return coordinates.data_rank * saved + (coordinates.sp_rank if saved == coordinates.sequence.degree else 0)
+        data_rank = coordinates.partition_rank // live  # shared by the ranks of a sequence-parallel group
+        return data_rank * saved + (coordinates.sp_rank if saved == coordinates.sequence.degree else 0)
 
 
 def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoordinates | None = None) -> Grid:

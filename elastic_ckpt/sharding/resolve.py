@@ -15,9 +15,7 @@ from elastic_ckpt.errors import ElasticCkptError, shortened
 from elastic_ckpt.sharding.rules import ShardingRules, refuse_other_code, tensor_of
 from elastic_ckpt.sharding.specs import Sharding, Shardings, collected
 
-STRICT = "strict"
-FIRST = "first"
-MEAN = "mean"
+STRICT, FIRST, MEAN = "strict", "first", "mean"
 
 
 @dataclass
@@ -28,8 +26,7 @@ class ReshardPlan:
     transfers: dict[tuple[str, str], ShardSources] = field(default_factory=dict)
     replicas: set[str] = field(default_factory=set)  # names that every rank saved whole: copies should be equal
     averaged: set[str] = field(default_factory=set)  # those whose copies may differ
-    #: Name -> elements of a sharded parameter that several ranks saved.
-    overlaps: dict[str, tuple[Overlap, ...]] = field(default_factory=dict)
+    overlaps: dict[str, tuple[Overlap, ...]] = field(default_factory=dict)  # name -> elements that several ranks saved
     guessed: set[str] = field(default_factory=set)  # names whose layout follows from their shapes alone
     origins: Counter[str] = field(default_factory=Counter)  # who says how many parameters are sharded
     noted: dict[str, list[str]] = field(default_factory=dict)  # what the report says -> names of which it says so
