@@ -208,8 +208,7 @@ def _flags_and_variable() -> dict[str, Any]:
 def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
     """Options of this job: flags override the DeepSpeed config, which overrides defaults.
 
-    Raises:
-        ConfigError: an unknown key, an invalid value, or a wrong key that DeepSpeed would silently ignore.
+    Raises :class:`ConfigError` for an unknown key, an invalid value, or a key that DeepSpeed would silently ignore.
     """
     _refuse_wrong_keys(ds_config)
     section = ds_config.get(CONFIG_KEY, {})

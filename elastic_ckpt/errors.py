@@ -36,30 +36,20 @@ def listed(names: Iterable[str]) -> str:
 
 
 class ElasticCkptError(Exception):
-    """A load was refused or failed.
-
-    Args:
-        problem: one sentence that states what is wrong.
-        file: path of the file concerned.
-        expected: what a correct checkpoint or engine would have.
-        found: what is there instead.
-        parameter: the model parameter, buffer or state concerned.
-        remedy: what the user can do, config lines included; of the class if not given.
-        rank: global rank that met the problem first.
-    """
+    """A load was refused or failed."""
 
     default_remedy: str | None = None
 
     def __init__(
         self,
-        problem: str,
-        file: str | None = None,
-        expected: Any = None,
-        found: Any = None,
+        problem: str,  # one sentence that states what is wrong
+        file: str | None = None,  # path of the file concerned
+        expected: Any = None,  # what a correct checkpoint or engine would have
+        found: Any = None,  # what is there instead
         *,
-        parameter: str | None = None,
-        remedy: str | None = None,
-        rank: int | None = None,
+        parameter: str | None = None,  # the model parameter, buffer or state concerned
+        remedy: str | None = None,  # what the user can do, config lines included; of the class if not given
+        rank: int | None = None,  # global rank that met the problem first
     ) -> None:
         super().__init__(problem)
         self.problem, self.parameter, self.file, self.rank = problem, parameter, file, rank

@@ -28,10 +28,8 @@ def mpu() -> SimpleNamespace:
     spans all ranks of one copy of the model and numbers the files ``mp_rank_XX``: tensor-parallel ranks of the first
     pipeline stage, then of the second.
 
-    Raises:
-        ImportError: Megatron Core is not installed.
-        ElasticCkptError: model parallelism is not initialised, or there is context parallelism, over which DeepSpeed
-            would not average gradients.
+    Raises :class:`ImportError` without Megatron Core, and :class:`ElasticCkptError` if model parallelism is not
+    initialised, or there is context parallelism, over which DeepSpeed would not average gradients.
     """
     try:
         from megatron.core import parallel_state  # noqa: PLC0415  an optional package

@@ -35,8 +35,8 @@ _PER_GROUP = frozenset(
 )
 _NOT_PER_GROUP = frozenset({"_milestones", "milestones", "_schedule_phases"})
 _NESTED = "_schedulers"
-#: Entries of the checkpoint with states of DeepSpeed's own schedulers.
-_OWN_SCHEDULERS = ("random_ltd", "data_sampler")
+#: An attribute of an object of the engine, and its new value.
+Change = tuple[Any, str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,6 @@ class LoadArguments:
     def restores_states(self) -> bool:
         """Whether optimizer states and hyperparameters are requested, and there is an optimizer for them."""
         return self.has_optimizer and self.load_optimizer_states and not self.load_module_only
-
-
-#: An attribute of an object of the engine, and its new value.
-Change = tuple[Any, str, Any]
 
 
 class TrainingStateCommit:
@@ -159,7 +155,8 @@ class TrainingStateCommit:
         own = {"module"}
         if not arguments.load_module_only:
             own |= {"skipped_steps", "global_steps", "dp_world_size", "mp_world_size"}
-            own |= {key for key in _OWN_SCHEDULERS if key in self._own_schedulers or saved.get(key) is None}
+            schedulers = ("random_ltd", "data_sampler")
+            own |= {key for key in schedulers if key in self._own_schedulers or saved.get(key) is None}
         own |= {"lr_scheduler"} if arguments.load_lr_scheduler_states else set()
         own |= {"optimizer"} if arguments.load_optimizer_states else set()
         if "args" in saved:
@@ -233,10 +230,8 @@ def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved
     """The saved state of a scheduler, with its lists in the order of the live param groups.
 
     The live state gives the entries of groups without a source; ``sources``: per live group, the saved groups that its
-    hyperparameters come from; ``saved_groups``: number of param groups in the checkpoint, 0 if it records none.
-
-    Raises :class:`MismatchError` if a list may or may not be per param group, or the scheduler treated merged groups
-    differently.
+    hyperparameters come from; ``saved_groups``: number of param groups in the checkpoint, 0 if it records none. Raises
+    :class:`MismatchError` if a list may or may not be per param group, or a scheduler treats merged groups unequally.
     """
     count = saved_groups or len(sources)
     in_order = [tuple(source) for source in sources] == [(number,) for number in range(count)]

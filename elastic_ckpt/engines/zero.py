@@ -118,10 +118,6 @@ class Zero012Adapter(EngineAdapter):
                 optimizer.refresh_fp32_params()
 
 
-#: The part of a plan that belongs to no sub-group.
-_WHOLES = -1
-
-
 class Zero3Adapter(EngineAdapter):
     """Adapter of a ZeRO-3 engine, with one flat partition per sub-group of its optimizer, if any.
 
@@ -179,7 +175,7 @@ class Zero3Adapter(EngineAdapter):
         if not self._swaps:
             return super().fill(plan, read)
         parts = plan.reads.by_flat()
-        wholes, part = parts.get(_WHOLES, ([], None))
+        wholes, part = parts.get(-1, ([], None))  # what belongs to no sub-group
         tensors = [] if part is None else self.memory(part)
         if part is not None:
             read(part, tensors)

@@ -38,6 +38,8 @@ from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, unite
 from elastic_ckpt.storage.local import look_again, moved
 
 logger = logging.getLogger(__name__)
+#: One rank's work and pipeline stage, from one rank of each of several stages the outcomes there, and what it has read.
+_Done = tuple[RankWork, int, tuple[Outcome, ...], RankSums | None]
 
 
 @contextmanager
@@ -224,10 +226,6 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
     # like DeepSpeed's own loader: below load_dir as the caller wrote it
     file = os.path.basename(ready.checkpoint.model_path)
     return os.path.join(call.arguments.load_dir, ready.found.tag, file), ready.host.client_state
-
-
-#: One rank's work and pipeline stage, from one rank of each of several stages the outcomes there, and what it has read.
-_Done = tuple[RankWork, int, tuple[Outcome, ...], RankSums | None]
 
 
 def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:

@@ -247,8 +247,7 @@ class RetryPolicy:
     def will_overwrite(self, ready: Prepared) -> None:
         """Note what a load restores. Collective if a failed one has left its values in the engine.
 
-        Raises:
-            MismatchError: this one would not replace all of them; the same on every rank.
+        Raises the same :class:`MismatchError` on every rank if this one would not replace all of them.
         """
         saved, outcomes = ready.checkpoint.training_state, ready.plan.outcomes
         roles = [key for key in ("random_ltd", "data_sampler") if saved.checkpoint.get(key) is not None]

@@ -39,10 +39,8 @@ def install() -> None:
     """Make every DeepSpeed engine of this process load checkpoints of any topology.
 
     Call it once, before or after ``deepspeed.initialize`` (before it, if ``"align_partitions"`` is set); idempotent.
-    ``PipelineEngine`` inherits the patched method. Of versions that were not tried, it warns.
-
-    Raises:
-        UnsupportedError: torch, DeepSpeed or Python is too old, or an untried DeepSpeed lacks a name that is patched.
+    ``PipelineEngine`` inherits the patched method. Warns of untried versions of torch, DeepSpeed and Python.
+    Raises :class:`UnsupportedError` if one is too old, or an untried DeepSpeed lacks a name that is patched.
     """
     versions.refuse_older()
     _warn_of_newer()
