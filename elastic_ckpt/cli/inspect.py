@@ -65,12 +65,11 @@ def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
             rows.append((number, group["members"], f"{group['numel']:,}", clean(_pairs(ordered)) or "none saved"))
         yield table("Param groups", ">group", ">members", ">elements", "hyperparameters", rows=rows)
     rows = []
-    for finding in found["findings"]:
-        details = {name: getattr(finding, name) for name in ("parameter", "file", "expected", "found", "remedy")}
-        texts = {name: str(value) for name, value in details.items() if value is not None}
-        lines = [f"[dim]{name}:[/] {clean(text)}" for name, text in texts.items() if text not in finding.text]
-        level = "[bold red]error[/]" if finding.level == ERROR else finding.level
-        rows.append((level, "\n".join([clean(finding.text), *lines])))
+    for each in found["findings"]:
+        details = {name: getattr(each, name) for name in ("parameter", "file", "expected", "found", "remedy")}
+        lines = [f"[dim]{name}:[/] {clean(text)}" for name, text in details.items() if text and text not in each.text]
+        level = "[bold red]error[/]" if each.level == ERROR else each.level
+        rows.append((level, "\n".join([clean(each.text), *lines])))
     if rows:
         yield table("Findings", rows=rows)
     if params:

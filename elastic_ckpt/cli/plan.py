@@ -85,8 +85,7 @@ def plan(
     dp = dp or saved.partition_degree
     ep = ep or (math.gcd(saved.ep, dp) if any(map(expert_name, metadata.parameters)) else 1)
     stage = saved.zero_stage if zero is None else zero
-    alignment = max(config.align_partitions, 1)
-    topology = Topology(dp, tp or saved.tp, pp or saved.pp, stage, alignment=alignment, ep=ep)
+    topology = Topology(dp, tp or saved.tp, pp or saved.pp, stage, alignment=max(config.align_partitions, 1), ep=ep)
     if topology.ranks > _MOST_RANKS:
         raise typer.BadParameter(f"{topology} would be {topology.ranks} ranks, and {_MOST_RANKS} are the most")
     if rank is not None and rank >= topology.ranks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import RenderableType
@@ -22,6 +22,7 @@ from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.output_folder import WriteReport
 
 _SHOWN = 50
+_Format = Literal["universal", "dcp"]
 _Checkpoint = Annotated[
     Path, typer.Argument(help="Folder with a [bold]latest[/] file, or the folder of one tag.", show_default=False)
 ]
@@ -37,7 +38,7 @@ def convert(
             metavar="OUT", help="Folder to create; of a universal checkpoint, latest_universal beside it names it."
         ),
     ],
-    to: Annotated[str, typer.Option("--to", help="universal, or dcp (torch.distributed.checkpoint).")] = "universal",
+    to: Annotated[_Format, typer.Option("--to", help="dcp: torch.distributed.checkpoint.")] = "universal",
     tag: Tag = None,
     replicated: Replicated = None,
     threads: Annotated[
@@ -48,8 +49,6 @@ def convert(
 
     elastic_ckpt needs no conversion to load a checkpoint; this is for jobs that run without it.
     """
-    if to not in ("universal", "dcp"):
-        raise typer.BadParameter(f"there is no format {to!r}: universal, dcp", param_hint="--to")
     opened = open_folder(str(folder), tag, config)
     if to == "dcp":
         from elastic_ckpt.tools.conversion.dcp import convert_to_dcp  # noqa: PLC0415  a second of imports

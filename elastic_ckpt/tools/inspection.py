@@ -128,11 +128,10 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
 
 def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Members of a param group have the same states; without ZeRO, those without gradients have none."""
-    keys = metadata.keys_by_name
     may_lack_all = metadata.source.zero_stage == 0 and metadata.source.by_rank
     for group in range(len(metadata.groups)):
         states = {
-            name: {*keys.get(name, ()), *dict(saved.scalars)}
+            name: {*metadata.keys_by_name.get(name, ()), *dict(saved.scalars)}
             for name, saved in metadata.parameters.items()
             if saved.group == group and (name, MASTER) in metadata.tensors  # the others are reported above
         }
