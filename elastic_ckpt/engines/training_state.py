@@ -199,10 +199,7 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple[list[Outcome], list[Change]]:
-    """How the fp16 loss scaler and overflow flag are restored, if ``wanted`` and if both sides have one of a kind.
-
-    Returns the outcome, or none if neither side trains in fp16, and what is to be set.
-    """
+    """The outcome of the fp16 loss scaler, if a side has one, and its changes if ``wanted`` and both are of a kind."""
     scale, live = saved.loss_scale, loss_scaler(engine)
     changes: list[Change] = []
     if wanted and hasattr(engine.optimizer, "overflow"):

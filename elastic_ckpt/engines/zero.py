@@ -204,10 +204,8 @@ class Zero3Adapter(EngineAdapter):
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         """The low-precision part follows ``_rigid_load_state_dict`` (stage3.py); on NVMe it is done.
 
-        Then drop everything that was gathered, or kept for gathering, before the load: hpZ's secondary partitions,
-        from which the next forward pass would gather, of frozen parameters too, which DeepSpeed keeps; and persistent
-        parameters, which a forward pass expects whole, are gathered again: many per collective, where DeepSpeed takes
-        one for each. It still gathers what cannot travel together.
+        Then hpZ's secondary partitions are dropped, of frozen parameters too, from which the next forward pass would
+        gather; and persistent parameters, which it expects whole, are gathered again, many per collective.
         """
         optimizer = self.optimizer
         for index, master in enumerate(() if self._swaps else self.masters):

@@ -21,9 +21,8 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
-from elastic_ckpt.engines import training_state
+from elastic_ckpt.engines import compat, training_state
 from elastic_ckpt.engines.adapter import EngineAdapter
-from elastic_ckpt.engines.compat import holds_gradients, record_counts
 from elastic_ckpt.engines.coordinates import model_of_all
 from elastic_ckpt.engines.zero import select_adapter
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, MismatchError, PartialLoadError, SavedOverError
@@ -140,7 +139,7 @@ def _describe(engine: Any, arguments: training_state.LoadArguments) -> tuple[Eng
 
     def describe() -> ModelLayout | None:
         adapter = select_adapter(engine, with_states=arguments.restores_states)
-        if holds_gradients(engine):  # of the old weights, which would enter the next step
+        if compat.holds_gradients(engine):  # of the old weights, which would enter the next step
             problem = "the engine holds gradients that no step has used yet; they would be mixed into the restored run"
             expected = "a load right after engine.step(), or before the first backward"
             remedy = "finish the step with engine.step() (its result is overwritten), then load"
@@ -208,7 +207,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
     except Exception as error:  # including a collective's, after which ranks cannot agree
         cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
         raise as_partial_load_error(cause) from cause
-    record_counts(call.engine)
+    compat.record_counts(call.engine)
     of_stages = [outcomes for _, _, outcomes, _ in sorted(everybody, key=itemgetter(1)) if outcomes]
     call.engine.elastic_report = report = LoadReport(
         source=ready.checkpoint.metadata.source,

@@ -25,9 +25,7 @@ from elastic_ckpt.formats import CheckpointInfo, detect
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks, screen_folder, screened_loads
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
-from elastic_ckpt.patches import argument, unwrap, wrap
-from elastic_ckpt.patches.aligned_partitions import align_engine, unwatch_alignment, watch_alignment
-from elastic_ckpt.patches.pipeline_stages import unwatch_pipe, watch_pipe
+from elastic_ckpt.patches import aligned_partitions, argument, pipeline_stages, unwrap, wrap
 from elastic_ckpt.storage.local import look_again, pinned
 
 logger = logging.getLogger(__name__)
@@ -40,8 +38,8 @@ def patch_engine() -> None:
     wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
     wrap(DeepSpeedEngine, "__init__", _initialize)
     DeepSpeedEngine.elastic_report = None
-    watch_alignment()
-    watch_pipe()
+    aligned_partitions.watch_alignment()
+    pipeline_stages.watch_pipe()
 
 
 def unpatch_engine() -> None:
@@ -49,13 +47,13 @@ def unpatch_engine() -> None:
     if unwrap(DeepSpeedEngine, "load_checkpoint"):
         unwrap(DeepSpeedEngine, "__init__")
         del DeepSpeedEngine.elastic_report
-        unwatch_alignment()
-        unwatch_pipe()
+        aligned_partitions.unwatch_alignment()
+        pipeline_stages.unwatch_pipe()
 
 
 def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     """``DeepSpeedEngine.__init__``: with aligned partitions, if its config asks for them."""
-    align_engine(argument(original, "config_class", (engine, *args), kwargs))
+    aligned_partitions.align_engine(argument(original, "config_class", (engine, *args), kwargs))
     original(engine, *args, **kwargs)
 
 
