@@ -60,11 +60,9 @@ class ListedChunks:
 
     @property
     def files(self) -> Collection[int]:
-        """The files with chunks."""
         return {chunk.file for chunk in self.chunks}
 
     def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
-        """The chunks in some files."""
         return (chunk for chunk in self.chunks if chunk.file in files)
 
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:

@@ -83,7 +83,6 @@ class TensorMetadata:
         return tuple(chain.from_iterable(self.sources))
 
     def chunks_in(self, files: Collection[int]) -> Iterator[StorageChunk]:
-        """The chunks in some files."""
         return chain.from_iterable(source.in_files(files) for source in self.sources)
 
     @property

@@ -68,7 +68,6 @@ class ReadItem:
         return self.target_offset + (self.rows - 1) * self.target_stride + self.numel
 
     def row(self, number: int) -> ReadItem:
-        """One row as an item."""
         return self._part(number * self.file_stride, number * self.target_stride, self.numel)
 
     def clip(self, start: int, stop: int) -> ReadItem:

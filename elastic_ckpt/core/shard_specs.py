@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Any, Literal
@@ -183,10 +183,6 @@ class DeclaredSpecs:
             self.unreadable or other.unreadable,
             tuple(dict.fromkeys(self.one_stage + other.one_stage)),
         )
-
-    def of_first_stage(self, names: Iterable[str]) -> frozenset[str]:
-        """Those of the names of which the first pipeline stage's copy is declared to be the parameter."""
-        return frozenset(name for name in names if any(re.match(pattern, name) for pattern in self.one_stage))
 
     def spec(self, name: str) -> ShardSpec | None:
         """The first spec for a name. Raises :class:`CannotSplit` if the declaration is unreadable."""

@@ -115,7 +115,6 @@ class TPLayout:
         return all(ranges == ((0, self.shape[self.dim]),) for ranges in self.ranges)
 
     def shard_shape(self, rank: int) -> Shape:
-        """Shape of a rank's shard."""
         return (*self.shape[: self.dim], self.size(rank), *self.shape[self.dim + 1 :])
 
     def placed(self, rank: int) -> Iterator[tuple[int, int, int]]:

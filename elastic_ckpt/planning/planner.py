@@ -16,6 +16,7 @@ and divided over, the ranks of the live stage that holds it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -155,9 +156,13 @@ def of_first_stage(metadata: CheckpointMetadata, book: ShardingRules, model: Mod
     """
     if not metadata.replicas:
         return frozenset()
-    names = {metadata.saved_names.get(name, name): name for name, _ in metadata.replicas}
-    declared = metadata.declared.of_first_stage(saved for saved, name in names.items() if name in model.unsynchronized)
-    return frozenset(names[saved] for saved in declared | book.of_first_stage(metadata.run, names))
+    preset, found = book.preset_for(metadata.run), set()
+    for saved, name in {metadata.saved_names.get(name, name): name for name, _ in metadata.replicas}.items():
+        declared = metadata.declared.one_stage if name in model.unsynchronized else ()
+        is_known = preset is not None and any(re.fullmatch(pattern, saved) for pattern in preset.one_stage)
+        if is_known or any(re.match(pattern, saved) for pattern in declared):
+            found.add(name)
+    return frozenset(found)
 
 
 def compare_replicas(

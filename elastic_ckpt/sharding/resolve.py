@@ -39,7 +39,6 @@ class ReshardPlan:
         return (*notes, *(f"{note}: {shortened(names)}" for note, names in self.noted.items()))
 
     def note(self, note: str, name: str) -> None:
-        """Have the report say something of a parameter."""
         self.noted.setdefault(note, []).append(name)
 
 

@@ -136,12 +136,6 @@ class ShardingRules:
         """The user's preset, or that which the arguments of the saved run prove."""
         return self.preset or recognized(run)
 
-    def of_first_stage(self, run: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-        """Those of the saved names that, of several pipeline stages, only the first trains."""
-        preset = self.preset_for(run)
-        patterns = () if preset is None else preset.one_stage
-        return {name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)}
-
     def specs_for(self, sharding: Sharding) -> list[ShardSpec]:
         """All that is said of a parameter, by precedence; a rule of the user's excludes all else.
 

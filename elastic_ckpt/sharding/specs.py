@@ -85,7 +85,6 @@ class Sharding:
         return None if self.chosen is None else self.checkpoint.shapes.objection(self.name, self.chosen)
 
     def mismatch(self, problem: str, expected: object, found: object, remedy: str) -> MismatchError:
-        """An error about this parameter."""
         return self.metadata.error(MismatchError, problem, self.name, expected, found, remedy)
 
     def undecided(self) -> MismatchError:
