@@ -66,7 +66,7 @@ class Verification:
     """The outcome of a verification."""
 
     folder: str  # requested absolute path
-    tag: str  # verified tag; empty if a ``latest`` file that is invalid should have named it
+    tag: str  # verified tag
     full: bool  # whether every byte was read, or only metadata
     findings: tuple[Finding, ...]  # problems
     notes: tuple[Finding, ...]  # other facts, and what was not checked
@@ -99,14 +99,15 @@ def verify(
     """
     began = time.perf_counter()
     ShardingRules.of(config)  # a missing preset is an error at once, not after an hour of reading
-    path = os.path.abspath(folder)
+    path, misled = os.path.abspath(folder), list[Finding]()
     try:
         found = locate(path, tag, config.trust_pickle)
     except (NotFoundError, DamagedError) as error:
-        if tag is not None or not list_tags(path):
+        tags = list_tags(path) if tag is None else []
+        if not tags:
             raise
-        misled = of_error(error, "latest")
-        return Verification(path, "", full, (misled,), (), files=0, tensors=0, nbytes=0, seconds=0.0)
+        found = locate(path, tags[0], config.trust_pickle)
+        misled = [of_error(error, "latest"), Finding(NOTE, "latest", f"verified {found.tag} instead")]
     files = files_by_kind(found)
     checked = files[OWN] | files[SWAPPED]
     metadata, findings = read_metadata(found, config)
@@ -117,7 +118,7 @@ def verify(
         findings += check_metadata(metadata)
     if full:
         findings += _check_bytes(found, files, metadata, config, threads, show_progress)
-    unique = tuple(dict.fromkeys(findings))
+    unique = tuple(dict.fromkeys([*misled, *findings]))
     return Verification(
         folder=path,
         tag=found.tag,
