@@ -180,10 +180,13 @@ def _notes(numbered: NumberedStates, chosen: Members, origin: str) -> tuple[str,
 
 
 def _unnamed(numbered: NumberedStates, live: Sequence[LiveGroup], fitting: Sequence[str]) -> MismatchError:
-    problem = "without ZeRO, DeepSpeed saves optimizer states without names, and "
+    problem = "without ZeRO, DeepSpeed saves optimizer states without names, and which parameter is which is not known"
     found = f"{[len(members) for members in numbered.shapes]} tensors in the saved groups"
     if not live:
-        problem += "only a load, which knows the live param groups, can tell which parameter is which"
+        problem = (
+            "without ZeRO, DeepSpeed saves optimizer states without names, and only a load, which knows the live param "
+            "groups, can tell which parameter is which"
+        )
         expected = "one param group in the order of the model, or several of which shapes tell the members"
         remedy = "leave the optimizer states out; torch.optim with model.named_parameters() saves names"
         return MismatchError(problem, numbered.path, expected, found, remedy=remedy)
@@ -192,7 +195,6 @@ def _unnamed(numbered: NumberedStates, live: Sequence[LiveGroup], fitting: Seque
         found = f"the orders of {' and of '.join(fitting)} both fit, and differ"
     elif _are_in_another_order(numbered, live):
         found = "live param groups with the saved hyperparameters, in another order, and no name in each group"
-    problem += "which parameter is which is not known"
     expected = "live param groups with the parameters of the saved ones, in their order"
     remedy = "build the param groups as when the checkpoint was saved, frozen parameters included, or load with "
     remedy += "load_optimizer_states=False"
