@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from operator import ne
 from typing import NamedTuple
 
 import numpy as np
@@ -25,18 +27,10 @@ from isal import isal_zlib
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata, SourceFile
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError, UnsupportedError, listed
-from elastic_ckpt.formats import CheckpointInfo
+from elastic_ckpt.formats import CheckpointInfo, naming
 from elastic_ckpt.formats.base import refuse_swapped
-from elastic_ckpt.formats.detect import list_tags
+from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, read_latest
 from elastic_ckpt.formats.model_states import index_model_states
-from elastic_ckpt.formats.naming import (
-    DCP_METADATA,
-    DCP_SUFFIX,
-    SWAPPED_FOLDER,
-    UNIVERSAL_FOLDER,
-    plain_name,
-    sort_names,
-)
 from elastic_ckpt.formats.pickled import PickledFile, open_file, open_pickled, refuse_unmade
 from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.report import progress_bar
@@ -51,7 +45,7 @@ _MORE_NBYTES = max(ITEMSIZE.values()) - 1
 #: Dtypes of which values are looked at; ``bfloat16`` by its bits.
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "complex128"})
 #: How the files of formats that are not DeepSpeed's end.
-_ENDINGS = {"dcp": (DCP_METADATA, DCP_SUFFIX), "safetensors": (SUFFIX,)}
+_ENDINGS = {"dcp": (naming.DCP_METADATA, naming.DCP_SUFFIX), "safetensors": (SUFFIX,)}
 OWN, SWAPPED, OTHER = "own", "swapped", "other"
 #: Files of more ranks than this are not enumerated, since the number is only a file's claim.
 _MOST_EXPECTED = 1 << 17
@@ -104,6 +98,9 @@ def verify(
         found = locate(path, tag, config.trust_pickle)
     except (NotFoundError, DamagedError) as error:
         tags = list_tags(path) if tag is None else []
+        for pointer in (LATEST_UNIVERSAL, LATEST):  # where one of them can be read, it counts
+            with suppress(DamagedError):
+                tags.sort(key=partial(ne, read_latest(path, pointer)))
         if not tags:
             raise
         found = locate(path, tags[0], config.trust_pickle)
@@ -154,7 +151,7 @@ def _check_bytes(
             except ElasticCkptError as error:
                 findings.append(of_unreadable(error))
         records = [] if file is None else [Record(*record) for record in file.records if record[1]]
-        has_data = records or spans.get(path) or path in files[SWAPPED] or os.path.basename(path) == DCP_METADATA
+        has_data = records or spans.get(path) or path in files[SWAPPED] or os.path.basename(path) == naming.DCP_METADATA
         if has_data and not any(record.crc32 for record in records):
             text = "saved without checksums: bit flips are undetectable, only values are looked at"
             findings.append(Finding(NOTE, "no-checksum", text, file=path))
@@ -199,14 +196,14 @@ def files_by_kind(found: CheckpointInfo) -> dict[str, dict[str, int]]:
 
 def _kind_of_file(found: CheckpointInfo, name: str) -> str:
     top, _, inside = name.partition(os.sep)
-    if top == SWAPPED_FOLDER and inside:
+    if top == naming.SWAPPED_FOLDER and inside:
         return SWAPPED
     if found.foreign or name.endswith(tuple(chain.from_iterable(_ENDINGS.values()))):
         is_own = name.endswith(_ENDINGS.get(found.format, ()))
-    elif top == UNIVERSAL_FOLDER and inside:
+    elif top == naming.UNIVERSAL_FOLDER and inside:
         is_own = found.files.is_universal and name.endswith(".pt")
     else:
-        files = sort_names([name], is_universal=False)
+        files = naming.sort_names([name], is_universal=False)
         is_own = bool(files.layers or files.mp_ranks or files.of_experts)
     return OWN if is_own else OTHER
 
@@ -219,7 +216,7 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
         error = raised
     if found.foreign:
         return None, [of_error(error), Finding(NOTE, "not-checked", "anything else")]
-    findings, present = list[Finding](), set(map(plain_name, file_names(found.folder)))
+    findings, present = list[Finding](), set(map(naming.plain_name, file_names(found.folder)))
     for name in expected_files(found, config.trust_pickle):
         if name not in present:
             text = "no such file; restore it, or take another tag"

@@ -168,7 +168,7 @@ def test_where_both_formats_lie_side_by_side_the_readable_pointer_counts(
     assert (result.exit_code, result.stdout.count("\n")) == (1, 1) and result.stdout.startswith(
         "latest: latest: the file that names the newest tag cannot be read"
     )
-    assert " instead" in result.stderr
+    assert "verified step4_universal instead" in result.stderr
     (folder / "latest").write_text("step4")
     damage.truncate(MODEL, 0.5)(folder)  # asked for its step, to choose
     found = [(finding["code"], Path(finding["file"])) for finding in found_by(folder)]
