@@ -287,7 +287,7 @@ def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerS
         if not 0 < partitioned.partitions_of(optimizers, flat) < len(optimizers):
             continue
         names = {name for name, _ in model.param_shapes[flat]}
-        for ranks in (division.ranks for division in partitioned.divisions(model, optimizers, flat)):
+        for ranks in (divided.ranks for divided in partitioned.partition_groups(model, optimizers, flat)):
             sliced = [optimizers[rank].slice_names[flat : flat + 1] for rank in ranks]
             found = set(chain.from_iterable(chain.from_iterable(sliced)))
             if all(sliced) and found != names:

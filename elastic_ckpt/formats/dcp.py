@@ -28,10 +28,10 @@ from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, Met
 from elastic_ckpt.formats.dcp_entries import (
     SAVE_ALONE,
     WITHOUT_STATES,
-    Common,
+    CommonState,
     Entries,
     GroupKey,
-    read_common,
+    read_common_state,
     sort_entries,
     sort_megatron_entries,
     unstacked,
@@ -57,8 +57,8 @@ _EXTRA_STATE = "._extra_state"
 def dcp_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> FolderReading:
     """How to read a DCP folder, of which one rank reads ``.metadata``."""
 
-    def read_contents() -> tuple[DcpContents, Common | None]:
-        contents, common = read_dcp_metadata(found.folder), read_common(found.folder, options.trust_pickle)
+    def read_contents() -> tuple[DcpContents, CommonState | None]:
+        contents, common = read_dcp_metadata(found.folder), read_common_state(found.folder, options.trust_pickle)
         return (contents if common is None else unstacked(contents, found.path(DCP_METADATA))), common
 
     contents, common = once(read_contents)
@@ -78,7 +78,7 @@ def dcp_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> 
         return read_dcp_file(found.path(name), name, contents, wanted, groups, options.trust_pickle)
 
     def fit(files: Sequence[DcpFile], *_: Any) -> Fitted:
-        builder = _Builder(found, contents, entries, files, options, common or Common())
+        builder = _Builder(found, contents, entries, files, options, common or CommonState())
         return Fitted(builder.of_entries(), found.path(DCP_METADATA), builder.training_state())
 
     return FolderReading(len(names), read, fit)
@@ -94,7 +94,7 @@ class _Builder(MetadataBuilder):
         entries: Entries,
         files: Sequence[DcpFile],
         options: MetadataOptions,
-        common: Common,
+        common: CommonState,
     ) -> None:
         super().__init__(found, files, options.states)
         self._contents, self._entries, self._common = contents, entries, common

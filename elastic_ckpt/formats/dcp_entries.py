@@ -221,7 +221,7 @@ def _unknown_layout(folder: str, found: str, remedy: str = "") -> UnsupportedErr
 
 
 @dataclass(frozen=True)
-class Common:
+class CommonState:
     """What of ``common.pt`` has a meaning here."""
 
     groups: Sequence[Mapping[str, Any]] = ()  # distinct ones, whose members are not recorded
@@ -232,7 +232,7 @@ class Common:
     others: Mapping[str, Any] = field(default_factory=dict)  # all entries but the optimizer's
 
 
-def read_common(folder: str, trust_pickle: bool) -> Common | None:
+def read_common_state(folder: str, trust_pickle: bool) -> CommonState | None:
     """Read ``common.pt``; ``None`` where there is none, as in folders of other writers. Local."""
     path = os.path.join(folder, COMMON)
     if not os.path.lexists(path):
@@ -252,7 +252,7 @@ def read_common(folder: str, trust_pickle: bool) -> Common | None:
         steps += [group["step"] for group in groups if "step" in group]  # as the distributed optimizer keeps it
         run = vars(others["args"]) if isinstance(others.get("args"), Namespace) else {}
         iteration, samples = others.get("iteration"), run.get("consumed_train_samples")
-        return Common(
+        return CommonState(
             distinct,
             max(map(float, steps), default=None),
             iteration if isinstance(iteration, int) else None,

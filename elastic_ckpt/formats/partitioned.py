@@ -56,14 +56,14 @@ def partitioned_metadata(
     states = ((shard.path, flat.states) for shard in optimizers for flat in shard.flats)
     builder = MetadataBuilder(found, [*models, *optimizers], options, states)
     for number in numbers:  # a param group of ZeRO-1/2, or a sub-group of ZeRO-3
-        for division in divisions(models[0], optimizers, number):
-            ranks = division.ranks
+        for divided in partition_groups(models[0], optimizers, number):
+            ranks = divided.ranks
             shards = [optimizers[rank] for rank in ranks]
             flats = [shard.flats[number] for shard in shards]
             rules = (_rules_zero3 if first.zero_stage == 3 else _rules_zero12)(models[0], shards, number)
             group, files = shards[0].flat_groups[number], range(before + ranks.start, before + ranks.stop, ranks.step)
             hyperparameters = shards[0].groups[group] if shards[0].groups else {}
-            builder.add_flat(division.shapes, rules, group, hyperparameters, flats, files, division.stacked)
+            builder.add_flat(divided.shapes, rules, group, hyperparameters, flats, files, divided.stacked)
     of_module, notes = module_tensors(models, own or 0, builder.parameters)
     builder.tensors.add(of_module)
     builder.notes += notes
@@ -124,7 +124,7 @@ def _rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int)
     return parameter_rules(numels, steps)
 
 
-class Division(NamedTuple):
+class PartitionGroup(NamedTuple):
     """FQNs and shapes of parameters of a flat tensor, in flat order, and the data-parallel ranks that divide it."""
 
     shapes: Shapes
@@ -147,14 +147,14 @@ def degree_in_name(group: Mapping[str, object]) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> Iterator[Division]:
+def partition_groups(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> Iterator[PartitionGroup]:
     """How ranks divide a flat tensor: all a dense one, those of one expert-parallel rank one of its experts.
 
     The model-states file, which rank 0 wrote, has the names of expert-parallel rank 0.
     """
     shapes, partition_degree, ep = model.param_shapes[flat], len(shards), degree_of(shards, flat)
     if ep == 1 and not any(name in model.stacked for name, _ in shapes):
-        yield Division(shapes, range(partition_degree))
+        yield PartitionGroup(shapes, range(partition_degree))
         return
     local = _experts_of_a_rank(model.param_shapes)
     parts = [(expert_name(name), name, shape) for name, shape in shapes]
@@ -164,7 +164,7 @@ def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) ->
             ranks = range(partition_degree)[ep_rank * (partition_degree // ep) :][: partition_degree // ep]
         named = [(name if e is None else str(e.on(ep_rank, local[e.layer])), shape) for e, name, shape in parts]
         stacked = {name: model.stacked[name][ep_rank] for name, _ in shapes if name in model.stacked}
-        yield Division(named, ranks, stacked)
+        yield PartitionGroup(named, ranks, stacked)
 
 
 def partitions_of(shards: Sequence[OptimizerShard], flat: int) -> int:

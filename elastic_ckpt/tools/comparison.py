@@ -22,7 +22,7 @@ from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import Preset
 from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding
 from elastic_ckpt.tools.logical import LogicalReader
-from elastic_ckpt.tools.opened import Opened
+from elastic_ckpt.tools.opened import OpenedCheckpoint
 
 DIFFERS, MISSING = "differs", "missing"
 _MIB = 1 << 20
@@ -52,7 +52,9 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
 
-def compare(first: Opened, second: Opened, threads: int, progress: bool | None = None) -> Comparison:
+def compare(
+    first: OpenedCheckpoint, second: OpenedCheckpoint, threads: int, progress: bool | None = None
+) -> Comparison:
     """Compare masters, states, buffers, frozen weights, scalar states, hyperparameters and counters of two checkpoints.
 
     Values are compared exactly, 8-bit states after dequantization; zeros of either sign are equal, and so are NaNs.
@@ -89,7 +91,7 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
 
 
 class _Side:
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: OpenedCheckpoint) -> None:
         self.reader = LogicalReader(opened.metadata, opened.config, _ONE_CHUNK)
         self.notes = (*self.reader.notes, *self.reader.compare_copies())
         self.tensors = dict(self.reader.tensors)
@@ -134,7 +136,7 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
     return None if left.dtype == right.dtype else Difference(*key, DIFFERS, f"{left.dtype} and {right.dtype}", 0.0)
 
 
-def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
+def _facts(first: OpenedCheckpoint, second: OpenedCheckpoint) -> Iterator[Difference | None]:
     """Facts beside the tensors: each a difference, or ``None`` where they agree."""
     left, right = first.metadata, second.metadata
     names = [name for name in left.parameters if name in right.parameters]

@@ -30,7 +30,7 @@ from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_o
 from elastic_ckpt.sharding.resolve import resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.sharding.specs import virtual_layouts
-from elastic_ckpt.tools.opened import Opened, config_of, open_checkpoint, open_folder
+from elastic_ckpt.tools.opened import OpenedCheckpoint, config_of, open_checkpoint, open_folder
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
     Raises :class:`KeyError` for an unknown name, and :class:`ElasticCkptError` if a tensor cannot be read exactly.
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: OpenedCheckpoint) -> None:
         self._opened = opened
         self._reader = LogicalReader(opened.metadata, opened.config, errors={})
         self._weights = weights_by_name(self._reader)

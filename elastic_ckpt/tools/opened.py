@@ -21,7 +21,7 @@ from elastic_ckpt.storage.local import steady
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedCheckpoint:
     """An open checkpoint: its folder, its metadata, and the options by which it was read."""
 
     found: CheckpointInfo
@@ -55,7 +55,7 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Checkpoi
 
 def open_checkpoint(
     found: CheckpointInfo, config: ElasticConfig, with_states: bool = True, with_unmade: bool = True
-) -> Opened:
+) -> OpenedCheckpoint:
     """Read a checkpoint's metadata; :class:`ElasticCkptError` if it is incomplete, damaged, unsupported or moves.
 
     ``with_unmade``: whether its client state may have objects that are not made.
@@ -69,10 +69,10 @@ def open_checkpoint(
         with_unmade=with_unmade,
     )
     with steady():
-        return Opened(found, read_checkpoint(found, options), config)
+        return OpenedCheckpoint(found, read_checkpoint(found, options), config)
 
 
-def open_folder(folder: str, tag: str | None, config: ElasticConfig, with_states: bool = True) -> Opened:
+def open_folder(folder: str, tag: str | None, config: ElasticConfig, with_states: bool = True) -> OpenedCheckpoint:
     """:func:`locate`, then :func:`open_checkpoint`."""
     return open_checkpoint(locate(folder, tag, config.trust_pickle), config, with_states)
 

@@ -19,7 +19,7 @@ from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import FROZEN, MASTER
 from elastic_ckpt.core.values import LeftInFile, left_in_file
 from elastic_ckpt.errors import ConfigError, DamagedError, UnsupportedError
-from elastic_ckpt.formats.dcp_entries import read_common
+from elastic_ckpt.formats.dcp_entries import read_common_state
 from elastic_ckpt.planning.matching import state_errors
 from elastic_ckpt.sharding.rules import is_fused
 from tests.formats.test_dcp import read, rewrite, values
@@ -152,30 +152,30 @@ def test_optimizers_in_a_chain_and_of_mixed_precision_have_their_step_inside(tmp
     inner = {"state": {"common_step": torch.tensor(7.0)}, "param_groups": [{**GROUP, "params": [0]}]}
     for optimizer in ({"optimizer": inner, "grad_scaler": {}}, {0: {"optimizer": inner}, 1: {"optimizer": inner}}):
         torch.save({"optimizer": optimizer}, tmp_path / "common.pt")
-        common = read_common(str(tmp_path), trust_pickle=False)
+        common = read_common_state(str(tmp_path), trust_pickle=False)
         assert common is not None and common.step == 7.0 and list(map(str, common.groups)) == [str(GROUP)]
     torch.save({"iteration": 3}, tmp_path / "common.pt")
-    common = read_common(str(tmp_path), trust_pickle=False)
+    common = read_common_state(str(tmp_path), trust_pickle=False)
     assert common is not None and (common.step, common.groups, common.iteration) == (None, [], 3)
 
 
 def test_hyperparameters_in_the_common_file_are_plain_data(tmp_path: Path) -> None:
     group = {**GROUP, "point": torch.tensor(0.5), "table": torch.ones(20), "params": [0]}
     torch.save({"optimizer": {"state": {}, "param_groups": [group]}}, tmp_path / "common.pt")
-    common = read_common(str(tmp_path), trust_pickle=False)
+    common = read_common_state(str(tmp_path), trust_pickle=False)
     assert common is not None and repr(common.groups[0]["point"]) == "tensor(0.5, float32)"
     assert list(left_in_file(common.groups[0])) == [LeftInFile("a tensor of torch.float32, shape (20,)")]
 
 
 def test_folders_of_other_writers_have_no_common_file(tmp_path: Path) -> None:
-    assert read_common(str(tmp_path), trust_pickle=False) is None
+    assert read_common_state(str(tmp_path), trust_pickle=False) is None
 
 
 @pytest.mark.parametrize("common", [[1], {"optimizer": [1]}, {"optimizer": {"param_groups": [3], "state": 5}}])
 def test_a_common_file_of_another_layout_is_an_error_that_names_it(tmp_path: Path, common: Any) -> None:
     torch.save(common, tmp_path / "common.pt")
     with pytest.raises(DamagedError, match=r"common\.pt"):
-        read_common(str(tmp_path), trust_pickle=False)
+        read_common_state(str(tmp_path), trust_pickle=False)
 
 
 def test_the_preset_of_names_is_that_of_layers_without_transformer_engine() -> None:

@@ -19,7 +19,7 @@ from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.merging import index_expert
 from elastic_ckpt.formats.metadata_builder import weights_crc32s
 from elastic_ckpt.formats.model_states import _stacked_experts, index_unpartitioned
-from elastic_ckpt.formats.partitioned import Division, check_experts, divisions, is_across
+from elastic_ckpt.formats.partitioned import PartitionGroup, check_experts, is_across, partition_groups
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.zero0 import _degree, unpartitioned_metadata
@@ -49,12 +49,12 @@ def expert(layer: int, number: int, path: str = "layers.0.") -> Any:
 
 def test_the_ranks_of_each_expert_parallel_rank_divide_its_experts() -> None:
     model, shards = run([["head"], [f"{LAYER}0.w", f"{LAYER}1.w"]], (4,), (4, 2))
-    assert list(divisions(model, shards, 0)) == [Division((("head", (2,)),), range(4))]
-    first, second = divisions(model, shards, 1)
-    assert first == Division([(f"{LAYER}0.w", (2,)), (f"{LAYER}1.w", (2,))], range(0, 4, 2))
-    assert second == Division([(f"{LAYER}2.w", (2,)), (f"{LAYER}3.w", (2,))], range(1, 4, 2))
+    assert list(partition_groups(model, shards, 0)) == [PartitionGroup((("head", (2,)),), range(4))]
+    first, second = partition_groups(model, shards, 1)
+    assert first == PartitionGroup([(f"{LAYER}0.w", (2,)), (f"{LAYER}1.w", (2,))], range(0, 4, 2))
+    assert second == PartitionGroup([(f"{LAYER}2.w", (2,)), (f"{LAYER}3.w", (2,))], range(1, 4, 2))
     shards[0].data_before_experts = True
-    assert [each.ranks for each in divisions(model, shards, 1)] == [range(2), range(2, 4)]
+    assert [each.ranks for each in partition_groups(model, shards, 1)] == [range(2), range(2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_experts_are_on_all_tensor_parallel_ranks_unless_these_slice_them(
 
 def test_experts_of_a_layer_are_counted_over_all_its_param_groups() -> None:
     model, shards = run([[f"{LAYER}0.w"], [f"{LAYER}1.w"]], (4,), (2, 2))
-    assert [each.shapes[0][0] for each in divisions(model, shards, 1)] == [f"{LAYER}1.w", f"{LAYER}3.w"]
+    assert [each.shapes[0][0] for each in partition_groups(model, shards, 1)] == [f"{LAYER}1.w", f"{LAYER}3.w"]
 
 
 @pytest.mark.parametrize(

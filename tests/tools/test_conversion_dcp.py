@@ -19,7 +19,7 @@ from elastic_ckpt.core.values import LeftInFile, TensorValue
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.tools.comparison import compare
 from elastic_ckpt.tools.conversion.dcp import convert_to_dcp
-from elastic_ckpt.tools.opened import Opened, open_folder
+from elastic_ckpt.tools.opened import OpenedCheckpoint, open_folder
 from tests.formats.test_dcp import Net, save, state_dicts, trained
 
 
@@ -29,7 +29,7 @@ def source(tmp_path: Path) -> Path:
     return save(tmp_path / "source", {"model": model, "optim": optim})
 
 
-def opened(folder: Path, **options: Any) -> Opened:
+def opened(folder: Path, **options: Any) -> OpenedCheckpoint:
     return open_folder(str(folder), None, ElasticConfig(**options))
 
 
@@ -115,7 +115,7 @@ def test_what_this_layout_cannot_express_is_refused(tmp_path: Path) -> None:
         convert_to_dcp(checkpoint, tmp_path / "out", progress=False)
 
 
-def rewritten(opened: Opened, **changes: Any) -> Opened:
+def rewritten(opened: OpenedCheckpoint, **changes: Any) -> OpenedCheckpoint:
     """An open checkpoint with other metadata."""
     return replace(opened, checkpoint=replace(opened.checkpoint, metadata=replace(opened.metadata, **changes)))
 

@@ -24,7 +24,7 @@ from elastic_ckpt.errors import DamagedError, MismatchError, NotFoundError
 from elastic_ckpt.planning.matching import refuse_unreadable_states
 from elastic_ckpt.tools.comparison import compare
 from elastic_ckpt.tools.logical import CheckpointTensors
-from elastic_ckpt.tools.opened import Opened, open_folder
+from elastic_ckpt.tools.opened import OpenedCheckpoint, open_folder
 from tests.unpartitioned import STATES, Model, indexed, trained
 
 
@@ -158,7 +158,7 @@ def sharded(folder: Path, **config: Any) -> CheckpointTensors:
     metadata = CheckpointMetadata(facts, (SourceFile(str(folder / "a"), len(nbytes)),), parameters, tensors, ({},))
     rules = [ShardSpec(pattern="cut", kind="column"), ShardSpec(pattern="copied", kind="replicated")]
     checkpoint: Any = SimpleNamespace(metadata=metadata)
-    return CheckpointTensors(Opened(None, checkpoint, ElasticConfig(tp_rules=rules, **config)))  # type: ignore[arg-type]
+    return CheckpointTensors(OpenedCheckpoint(None, checkpoint, ElasticConfig(tp_rules=rules, **config)))  # type: ignore[arg-type]
 
 
 def test_shards_are_joined_and_copies_compared_one_tensor_at_a_time(

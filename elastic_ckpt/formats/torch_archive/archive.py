@@ -30,7 +30,7 @@ from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory
 from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted
 from elastic_ckpt.formats.torch_archive.tensors import UNREADABLE, StorageRef, kind_error, storage_id
 from elastic_ckpt.formats.torch_archive.tree import check_tree, own_entries
-from elastic_ckpt.formats.torch_archive.unpickler import Machine
+from elastic_ckpt.formats.torch_archive.unpickler import Unpickler
 from elastic_ckpt.storage.local import open_stream
 
 #: Largest pickle, and largest one that may be more than an eighth of its file: those of DeepSpeed have some hundred
@@ -197,7 +197,7 @@ def _unpickle(
     keeps: tuple[type[ElasticCkptError], ...] = (ElasticCkptError,),
     is_trusted: bool = False,
 ) -> tuple[Any, int]:
-    machine = Machine(data, find, load, at, file_nbytes, keeps, is_trusted)
+    machine = Unpickler(data, find, load, at, file_nbytes, keeps, is_trusted)
     return machine.run(), machine.at
 
 

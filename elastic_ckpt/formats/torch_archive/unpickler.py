@@ -47,7 +47,7 @@ _UINT32 = struct.Struct("<I")
 _OF_PROTOCOL_0 = frozenset(b"2FILPSTUVdgiop")
 
 
-class Machine:
+class Unpickler:
     """Runs the pickle that is at byte ``at`` of ``data``; what follows its end is not looked at.
 
     ``find`` gives the entry of a global by (module, name), Python 2's names translated, or raises; ``load`` the object
@@ -245,19 +245,19 @@ class Machine:
             raise pickle.UnpicklingError("objects that are made again and again from the same large parts")
 
 
-def _long(machine: Machine, width: int) -> int:
+def _long(machine: Unpickler, width: int) -> int:
     raw = machine.block(width)
     if len(raw) > _MOST_NUMBER_NBYTES:
         raise pickle.UnpicklingError(f"an integer of {len(raw)} bytes")
     return int.from_bytes(raw, "little", signed=True)
 
 
-def _memoize(machine: Machine) -> None:
+def _memoize(machine: Unpickler) -> None:
     machine.count_container()
     machine.memo[len(machine.memo)] = machine.stack[-1]
 
 
-def _fill(kind: Step, items: list[Any], machine: Machine) -> None:
+def _fill(kind: Step, items: list[Any], machine: Unpickler) -> None:
     """Give the topmost object items, members or pairs; who is not made yet keeps them for later."""
     target, keys = machine.stack[-1], items[::2]
     if kind == "pairs" and len(items) % 2:
@@ -279,7 +279,7 @@ def _fill(kind: Step, items: list[Any], machine: Machine) -> None:
         raise pickle.UnpicklingError(f"an object of type {type(target).__name__} is given {kind}")
 
 
-def _build(machine: Machine) -> None:
+def _build(machine: Unpickler) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
     machine.charge(state)
     try:
@@ -288,7 +288,7 @@ def _build(machine: Machine) -> None:
         target.function = machine.refused(error)
 
 
-def _pop(machine: Machine) -> None:
+def _pop(machine: Unpickler) -> None:
     """Of a tuple that is part of itself, which was pickled already while its items were."""
     if machine.marks and machine.marks[-1] == len(machine.stack):
         machine.marks.pop()
@@ -297,7 +297,7 @@ def _pop(machine: Machine) -> None:
 
 
 #: What pushes a value, by opcode.
-_VALUES: dict[int, Callable[[Machine], Any]] = {
+_VALUES: dict[int, Callable[[Unpickler], Any]] = {
     pickle.NONE[0]: lambda machine: None,
     pickle.NEWTRUE[0]: lambda machine: True,
     pickle.NEWFALSE[0]: lambda machine: False,
@@ -318,7 +318,7 @@ _VALUES: dict[int, Callable[[Machine], Any]] = {
     pickle.NEWOBJ[0]: lambda machine: machine.call(*machine.last(2), how="new"),
 }
 #: What pushes a container.
-_CONTAINERS: dict[int, Callable[[Machine], Any]] = {
+_CONTAINERS: dict[int, Callable[[Unpickler], Any]] = {
     pickle.EMPTY_LIST[0]: lambda machine: [],
     pickle.EMPTY_DICT[0]: lambda machine: {},
     pickle.EMPTY_SET[0]: lambda machine: set(),
@@ -328,7 +328,7 @@ _CONTAINERS: dict[int, Callable[[Machine], Any]] = {
     pickle.FROZENSET[0]: lambda machine: frozenset(checked_keys(machine.marked())),
 }
 #: What pushes nothing; what PROTO and FRAME announce is not needed.
-_OPERATIONS: dict[int, Callable[[Machine], Any]] = {
+_OPERATIONS: dict[int, Callable[[Unpickler], Any]] = {
     pickle.PROTO[0]: lambda machine: machine.take(1),
     pickle.FRAME[0]: lambda machine: machine.take(8),
     pickle.MEMOIZE[0]: _memoize,

@@ -38,7 +38,7 @@ from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
 from elastic_ckpt.storage.local import PINS
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, scalars_of
-from elastic_ckpt.tools.opened import Opened
+from elastic_ckpt.tools.opened import OpenedCheckpoint
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
 #: DeepSpeed's note of parts of unequal widths. Its other notes are entries of ``deepspeed/checkpoint/constants.py``.
@@ -47,7 +47,7 @@ _SUBPARAM_SHAPE = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
 
 
-def convert(opened: Opened, target: Path, threads: int = 4, progress: bool | None = None) -> WriteReport:
+def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: bool | None = None) -> WriteReport:
     """Write a universal checkpoint. Memory beside metadata: one tensor for each thread.
 
     Args:

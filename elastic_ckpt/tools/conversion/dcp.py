@@ -27,7 +27,7 @@ from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.conversion import refuse_unconvertible
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, plain, scalars_of
-from elastic_ckpt.tools.opened import Opened
+from elastic_ckpt.tools.opened import OpenedCheckpoint
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
 #: Before torch 2.6, DCP saves alone where there is no process group.
@@ -36,7 +36,7 @@ _ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp
 _OTHERS = frozenset({"max_coeff", "use_muon"})
 
 
-def convert_to_dcp(opened: Opened, target: Path, progress: bool | None = None) -> WriteReport:
+def convert_to_dcp(opened: OpenedCheckpoint, target: Path, progress: bool | None = None) -> WriteReport:
     """Write a DCP folder. Memory beside metadata: the largest tensor, twice.
 
     Arguments and errors are those of :func:`elastic_ckpt.tools.conversion.convert`.
@@ -98,7 +98,7 @@ def _state_dict(
     return tree
 
 
-def _adamw_of(opened: Opened) -> dict[str, Any]:
+def _adamw_of(opened: OpenedCheckpoint) -> dict[str, Any]:
     """Hyperparameters of torch's AdamW where DeepSpeed's saved config names its Adam, whose groups lack some.
 
     Empty for an optimizer that the script made: no file says whether its weight decay is AdamW's.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.errors import UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.torch_archive.globals import find_global
-from elastic_ckpt.formats.torch_archive.unpickler import Machine
+from elastic_ckpt.formats.torch_archive.unpickler import Unpickler
 
 KEYS = st.one_of(
     st.text(max_size=8), st.integers(-(2**40), 2**40), st.booleans(), st.none(), st.tuples(st.integers(0, 9))
@@ -42,7 +42,7 @@ def no_storages(_id: Any) -> Any:
 
 
 def interpreted(data: bytes) -> Any:
-    return Machine(data, find_global, no_storages).run()
+    return Unpickler(data, find_global, no_storages).run()
 
 
 @given(PLAIN, st.integers(2, 5))
@@ -70,7 +70,7 @@ def test_shared_objects_stay_shared(tree: Any, protocol: int) -> None:
 
 def test_where_a_pickle_ends_is_known() -> None:
     data = pickle.dumps([1, 2], 2)
-    machine = Machine(b"xyz" + data + b"more", find_global, no_storages, at=3)
+    machine = Unpickler(b"xyz" + data + b"more", find_global, no_storages, at=3)
     assert machine.run() == [1, 2]
     assert machine.at == 3 + len(data)
 
@@ -137,7 +137,7 @@ def test_every_opcode_of_plain_data_is_known() -> None:
     for opcode in pickletools.opcodes:
         data = b"\x80\x02" + opcode.code.encode("latin-1") + bytes(16)
         try:
-            Machine(data, find_global, no_storages).run()
+            Unpickler(data, find_global, no_storages).run()
         except pickle.UnpicklingError as error:
             if f"the opcode {data[2]:#04x}, which data of protocols 2 to 5 does not need" == str(error):
                 unknown.append(opcode.name)
