@@ -448,6 +448,7 @@ def test_a_holder_that_is_killed_is_noticed_soon(holder: subprocess.Popen[str]) 
         with pytest.raises(CommunicationError, match="does not answer any more"):
             reading.result(60)
         assert time.monotonic() < killed + 5
+        holder.wait()
         with pytest.raises(CommunicationError, match="refused"):
             read(client, 0, 0, 10)
 
