@@ -15,6 +15,7 @@ from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.naming import FolderFiles, is_another_file
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.storage import exists
 
 FileT = TypeVar("FileT", bound=SourceFile)
 #: Class attribute: the fields of a dataclass in which files differ, whatever they have in common.
@@ -152,7 +153,7 @@ def refuse_swapped(file: PickledFile) -> None:
     stem = name.removesuffix(".pt")
     if file.root in (None, stem):
         return
-    if is_another_file(file.root, stem) or os.path.isfile(os.path.join(folder, f"{file.root}.pt")):
+    if is_another_file(file.root, stem) or exists(os.path.join(folder, f"{file.root}.pt")):
         problem = "this file was saved under the name of another one: files changed places, or one was copied"
         expected, found = f"an archive that was saved as {name}", f"one that was saved as {file.root}.pt"
         remedy = "give the file its own name back, or restore the right one; if it was renamed on purpose: "

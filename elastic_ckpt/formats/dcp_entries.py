@@ -27,6 +27,7 @@ from elastic_ckpt.formats.dcp_metadata import DcpContents, Path, Shape, StoredIt
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import named_errors, open_pickled, unreadable
 from elastic_ckpt.formats.values import hyperparameters
+from elastic_ckpt.storage import exists
 
 _STATE, _GROUPS = "state", "param_groups"
 #: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
@@ -235,7 +236,7 @@ class CommonState:
 def read_common_state(folder: str, trust_pickle: bool) -> CommonState | None:
     """Read ``common.pt``; ``None`` where there is none, as in folders of other writers. Local."""
     path = os.path.join(folder, COMMON)
-    if not os.path.lexists(path):
+    if not exists(path):
         return None
     file = open_pickled(path, trust_pickle)
     with named_errors(path):

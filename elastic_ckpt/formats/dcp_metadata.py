@@ -13,7 +13,7 @@ import os
 from array import array
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, BinaryIO
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.flat_ranges import checked_shape
@@ -28,7 +28,7 @@ from elastic_ckpt.formats.torch_archive.calls import described
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.formats.values import hyperparameters, read_numbers
-from elastic_ckpt.storage.local import open_stream
+from elastic_ckpt.storage import modified, open_stream, size_of
 
 #: Bytes of ``.metadata`` for one container in it, of which a chunk has a dozen, times those of other pickles.
 _MORE_CONTAINERS = 8
@@ -75,11 +75,11 @@ def read_dcp_metadata(folder: str) -> DcpContents:
     path = os.path.join(folder, DCP_METADATA)
     with named_errors(path):
         with open_stream(path) as stream:
-            status = os.fstat(stream.fileno())
-            if status.st_size > most_pickle_nbytes(0, trust_pickle=True):
+            nbytes = size_of(stream)
+            if nbytes > most_pickle_nbytes(0, trust_pickle=True):
                 problem = "this .metadata is larger than any that is read"
-                raise UnsupportedError(problem, found=f"{status.st_size} bytes")
-            raw = stream.read(status.st_size)
+                raise UnsupportedError(problem, found=f"{nbytes} bytes")
+            raw = stream.read(nbytes)
         tree = unpickled(raw, _MORE_CONTAINERS * len(raw), trust_pickle=False)
         tensors, missing = _entries(tree, path)
         files: dict[str, list[StoredItem]] = {}
@@ -109,7 +109,7 @@ def read_dcp_metadata(folder: str) -> DcpContents:
             tensors,
             {name: paths.get(name, (name,)) for name in tree.state_dict_metadata},
             {name: tuple(sorted(items, key=lambda item: item.start)) for name, items in sorted(files.items())},
-            status.st_mtime,
+            modified(path),
         )
 
 
@@ -137,8 +137,8 @@ def _entries(tree: Any, path: str) -> tuple[dict[str, tuple[str, Shape]], dict[t
 class _Slice(io.RawIOBase):
     """An archive within an open file, as a file of its own."""
 
-    def __init__(self, descriptor: int, item: StoredItem) -> None:
-        self._descriptor, self._item, self._at = descriptor, item, 0
+    def __init__(self, stream: BinaryIO, item: StoredItem) -> None:
+        self._stream, self._item, self._at = stream, item, 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + (self._item.nbytes if whence == os.SEEK_END else 0)
@@ -146,7 +146,8 @@ class _Slice(io.RawIOBase):
 
     def read(self, nbytes: int = -1) -> bytes:
         left = max(self._item.nbytes - self._at, 0)
-        raw = os.pread(self._descriptor, left if nbytes < 0 else min(nbytes, left), self._item.start + self._at)
+        self._stream.seek(self._item.start + self._at)
+        raw = self._stream.read(left if nbytes < 0 else min(nbytes, left))
         self._at += len(raw)
         return raw
 
@@ -167,16 +168,16 @@ def read_dcp_file(
     offsets, values, trees = array("q"), dict[str, Any](), Trees()
     records: list[tuple[int, int, int]] = []
     with named_errors(path), open_stream(path) as stream:
-        status = os.fstat(stream.fileno())
+        nbytes = size_of(stream)
         for item in contents.files[name]:
-            if item.start + item.nbytes > status.st_size:
+            if item.start + item.nbytes > nbytes:
                 end = item.start + item.nbytes
-                raise unreadable(path, f"{status.st_size} bytes, but {item.name} ends at byte {end}")
+                raise unreadable(path, f"{nbytes} bytes, but {item.name} ends at byte {end}")
             offset = -1
             if item.sizes is not None or item.name in wanted:
                 try:
-                    archive = read_archive_tree(_Slice(stream.fileno(), item), path, trust_pickle, trees)  # type: ignore[arg-type]
-                    file = _moved(replace(archive, nbytes=status.st_size), item.start)
+                    archive = read_archive_tree(_Slice(stream, item), path, trust_pickle, trees)  # type: ignore[arg-type]
+                    file = _moved(replace(archive, nbytes=nbytes), item.start)
                     if item.name in groups:
                         values[item.name] = hyperparameters(file, {"": file.tree})
                     elif item.name in wanted:
@@ -191,7 +192,7 @@ def read_dcp_file(
                         raise
                     values[item.name] = error
             offsets.append(offset)
-    return DcpFile(path, status.st_size, offsets, values, status.st_mtime, records=Records.of(records))
+    return DcpFile(path, nbytes, offsets, values, modified(path), records=Records.of(records))
 
 
 def _moved(file: PickledFile, start: int) -> PickledFile:

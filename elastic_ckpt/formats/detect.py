@@ -12,7 +12,8 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.storage.local import file_names, folder_names, named_os_errors, open_stream
+from elastic_ckpt.storage import exists, file_names, folder_names, is_folder, modified, open_stream, size_of
+from elastic_ckpt.storage.local import named_os_errors
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
@@ -61,7 +62,7 @@ def find_checkpoint(
 
 def _without_latest(load_dir: str) -> CheckpointInfo | None:
     """A folder of ``torch.distributed.checkpoint``: this one, the tracked iteration of Megatron, or the last step."""
-    if not os.path.isdir(load_dir):
+    if not is_folder(load_dir):
         return None
     itself = look_at(load_dir, "")
     if itself is not None and itself.format == "dcp":
@@ -78,17 +79,17 @@ def _without_latest(load_dir: str) -> CheckpointInfo | None:
 def look_at(load_dir: str, tag: str) -> CheckpointInfo | None:
     """What one tag's folder contains, or ``None``."""
     folder = os.path.abspath(os.path.join(load_dir, tag))
-    if not os.path.isdir(folder):
+    if not is_folder(folder):
         return None
     parameters = os.path.join(folder, UNIVERSAL_FOLDER)
-    is_universal = os.path.isdir(parameters) and (
-        os.path.lexists(os.path.join(parameters, UNIVERSAL_OPTIMIZER))  # which BLOOM's lacks
-        or any(os.path.lexists(os.path.join(parameters, name, f"{MASTER}.pt")) for name in folder_names(parameters))
+    is_universal = is_folder(parameters) and (
+        exists(os.path.join(parameters, UNIVERSAL_OPTIMIZER))  # which BLOOM's lacks
+        or any(exists(os.path.join(parameters, name, f"{MASTER}.pt")) for name in folder_names(parameters))
     )
     files = sort_names(file_names(folder), is_universal)
     if is_universal or files.optimizer or files.model or files.model_zero3 or files.layers:
         return CheckpointInfo("universal" if is_universal else "native", folder, tag, files)
-    return CheckpointInfo("dcp", folder, tag, files) if os.path.lexists(os.path.join(folder, DCP_METADATA)) else None
+    return CheckpointInfo("dcp", folder, tag, files) if exists(os.path.join(folder, DCP_METADATA)) else None
 
 
 def _below(load_dir: str, named: str) -> str | None:
@@ -101,13 +102,10 @@ def list_checkpoints(load_dir: str) -> list[CheckpointInfo]:
     """All checkpoints directly below a folder, newest first by the time of their folders."""
 
     def mtime(name: str) -> float:
-        try:
-            return os.path.getmtime(os.path.join(load_dir, name))
-        except OSError:  # removed just now
-            return 0.0
+        return modified(os.path.join(load_dir, name))
 
     found = []
-    for name in sorted(folder_names(load_dir), key=mtime, reverse=True) if os.path.isdir(load_dir) else ():
+    for name in sorted(folder_names(load_dir), key=mtime, reverse=True) if is_folder(load_dir) else ():
         with suppress(DamagedError):  # nobody asked for this folder, which may be unreadable: lost+found of a disk, say
             found.append(look_at(load_dir, name))
     return [each for each in found if each is not None]
@@ -121,13 +119,13 @@ def list_tags(load_dir: str) -> list[str]:
 def read_latest(load_dir: str, latest: str) -> str | None:
     """The tag that a ``latest`` file names, ``None`` if there is no such file; :class:`DamagedError` if unreadable."""
     path = os.path.join(load_dir, latest)
-    if not os.path.lexists(path) or os.path.isdir(path):  # a folder may be a tag of this name
+    if not exists(path) or is_folder(path):  # a folder may be a tag of this name
         return None
     try:
         with named_os_errors(path), open_stream(path) as stream:
             text = stream.read(MOST_TAG_NBYTES + 1)
             if len(text) > MOST_TAG_NBYTES:
-                raise ValueError(f"{os.fstat(stream.fileno()).st_size:,} bytes, which is no name of a folder")
+                raise ValueError(f"{size_of(stream):,} bytes, which is no name of a folder")
             return text.decode().strip()
     except (DamagedError, ValueError) as error:
         problem, expected = "the file that names the newest tag cannot be read", "the name of a tag (global_step100)"

@@ -26,7 +26,7 @@ from elastic_ckpt.formats.naming import number_of_writers, plain_name
 from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.formats.saved_config import COUNTERS, config_section, loss_scale_of, read_training_state
 from elastic_ckpt.formats.shards import OptimizerShard, index_shard
-from elastic_ckpt.storage.local import open_stream
+from elastic_ckpt.storage import open_stream
 
 _SAVE_ELSE = 'take another tag; save without "writer", or with "type": "fast" and "data_parallel": "replica"'
 #: What one file of a native checkpoint holds.

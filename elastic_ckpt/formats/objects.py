@@ -20,7 +20,7 @@ from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, refuse_
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, NAMESPACE, PLAIN_CLASSES, is_attribute
 from elastic_ckpt.formats.torch_archive.tensors import CHANGED, PARAMETER, QUANTIZED, SPARSE, StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
-from elastic_ckpt.storage.local import open_stream
+from elastic_ckpt.storage import open_stream
 
 if TYPE_CHECKING:
     import torch

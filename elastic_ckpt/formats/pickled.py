@@ -22,7 +22,7 @@ from elastic_ckpt.formats.torch_archive.archive import PickledFile as PickledFil
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Listing
 from elastic_ckpt.formats.torch_archive.tree import refusals
-from elastic_ckpt.storage.local import open_stream
+from elastic_ckpt.storage import open_stream
 
 
 @contextmanager
@@ -100,9 +100,8 @@ def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> Pick
         file = open_pickled(path, trust_pickle, known)
     except DamagedError:
         nbytes = 0
-        if os.path.isfile(path):
-            with suppress(ArchiveError), open_stream(path) as stream:
-                nbytes = Listing(stream).surplus_nbytes
+        with suppress(ArchiveError, DamagedError), open_stream(path) as stream:
+            nbytes = Listing(stream).surplus_nbytes
         if nbytes <= 0:
             raise
     else:

@@ -33,7 +33,7 @@ from elastic_ckpt.errors import listed as shown
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import named_errors
-from elastic_ckpt.storage.local import file_names, open_stream
+from elastic_ckpt.storage import file_names, is_folder, open_stream, size_of
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 METADATA = "__metadata__"
@@ -66,7 +66,7 @@ class _Header(SourceFile):
 
 def find_safetensors(folder: str) -> CheckpointInfo | None:
     """The folder, if it has safetensors files or an index of some."""
-    names = file_names(folder) if os.path.isdir(folder) else []
+    names = file_names(folder) if is_folder(folder) else []
     if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         return None
     path = os.path.abspath(folder)
@@ -143,7 +143,7 @@ def _read_indexed(found: CheckpointInfo, stem: str) -> dict[str, _Header]:
 
 def _read_header(path: str) -> _Header:
     with named_errors(path, _EXPECTED), open_stream(path) as stream:
-        size = os.fstat(stream.fileno()).st_size
+        size = size_of(stream)
         (nbytes,) = struct.unpack("<Q", stream.read(8))
         if nbytes > min(_MOST_JSON_NBYTES, size - 8):
             raise ValueError(f"a header of {nbytes} bytes in a file of {size}")

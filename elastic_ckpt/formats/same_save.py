@@ -11,7 +11,6 @@ the same, and saves after a load by elastic_ckpt state it (``elastic_ckpt.engine
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +23,7 @@ from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, MismatchError, Un
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import agrees_when_rounded, to_numbers
-from elastic_ckpt.storage.local import open_descriptor
+from elastic_ckpt.storage import open_stream
 
 _NO_STEP_WHEN_BUILT = (0, 13, 5)  # from this release on, ZeRO's optimizers do not step once when they are built
 #: Error, problem and remedy where masters are not those of their weights.
@@ -173,8 +172,6 @@ def spot_check(
 
 
 def _read(path: str, offset: int, numel: int, dtype: str) -> Any:
-    descriptor = open_descriptor(path)
-    try:
-        return to_numbers(dtype, os.pread(descriptor, numel * ITEMSIZE[dtype], offset))
-    finally:
-        os.close(descriptor)
+    with open_stream(path) as stream:
+        stream.seek(offset)
+        return to_numbers(dtype, stream.read(numel * ITEMSIZE[dtype]))

@@ -27,7 +27,7 @@ from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.objects import materialise_entries
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.storage.local import file_names, open_stream
+from elastic_ckpt.storage import file_names, is_folder, open_stream
 
 #: DeepSpeed's counters, and the degrees of the run.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
@@ -146,7 +146,7 @@ def _neox_options(folder: str) -> dict[str, Any]:
     paths: list[str] = []
     for parent in (folder, os.path.dirname(os.path.abspath(folder))):  # of the nearest folder that has any
         configs = os.path.join(parent, "configs")
-        names = sorted(file_names(configs)) if not paths and os.path.isdir(configs) else []
+        names = sorted(file_names(configs)) if not paths and is_folder(configs) else []
         paths += [os.path.join(configs, name) for name in names if name.endswith(_ENDINGS)]
     read = [read_options(path) for path in paths] if len(paths) <= _MOST_FILES else []  # more are not of one run
     options: dict[str, Any] = {} if not read or None in read else dict(_NEOX_DEFAULTS)

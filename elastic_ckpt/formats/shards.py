@@ -28,7 +28,7 @@ from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, settings, sort_states, with_strangers
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
-from elastic_ckpt.storage.local import file_names, open_stream
+from elastic_ckpt.storage import exists, file_names, is_folder, open_stream, size_of
 
 _SUFFIX = ".tensor.swp"
 _ID = re.compile(r"\d+_\d+")
@@ -149,7 +149,7 @@ def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
         states = with_strangers({index: sort_states(file, kept, options)}, base)[index]
         flats.append(FlatShard(ref, -1 if swapped else ref.numel, states, swapped=swapped))
     is_swapped = any(flat.swapped for flat in flats)
-    if not is_swapped and os.path.isdir(folder) and any(name.endswith(_SUFFIX) for name in file_names(folder)):
+    if not is_swapped and is_folder(folder) and any(name.endswith(_SUFFIX) for name in file_names(folder)):
         # of a rewritten shard, they may be stale
         problem = "swap files are beside this shard, but none of its tensors says that it was swapped to NVMe"
         expected, found = "tensors that name their swap files", f"unnamed files in {folder}"
@@ -221,7 +221,7 @@ def _swap_files(file: PickledFile, folder: str, master: TensorRef, state: Mappin
         if master.swap_id is None or (state and master.numel):
             return {}
         if master.numel:
-            if not os.path.isfile(os.path.join(folder, master.swap_id + _SUFFIX)):
+            if not exists(os.path.join(folder, master.swap_id + _SUFFIX)):
                 return {}
             problem = "saved before the first step, with states on NVMe: which masters are up to date is not known"
             expected = "a checkpoint saved after a step, or without pipeline_read and pipeline_write"
@@ -239,7 +239,7 @@ def _swap_files(file: PickledFile, folder: str, master: TensorRef, state: Mappin
             raise DamagedError(problem, file.path, expected, repr(swap_id))
         path = os.path.join(folder, f"{swap_id}{_SUFFIX}")
         with open_stream(path) as stream:
-            files[key] = SourceFile(path, os.fstat(stream.fileno()).st_size)
+            files[key] = SourceFile(path, size_of(stream))
     return files
 
 

@@ -39,7 +39,7 @@ from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state
 from elastic_ckpt.formats.saved_states import read_groups
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
-from elastic_ckpt.storage.local import file_names, folder_names
+from elastic_ckpt.storage import exists, file_names, folder_names
 
 #: Entries that belong to one rank's partition.
 _PARTITIONS = frozenset(
@@ -85,7 +85,7 @@ class OptimizerFile:
 def list_parameters(found: CheckpointInfo) -> tuple[bool, list[str]]:
     """Whether there is an optimizer's file, and the sorted names of parameters, whose folders are not looked into."""
     folder = found.path(UNIVERSAL_FOLDER)
-    return os.path.lexists(os.path.join(folder, UNIVERSAL_OPTIMIZER)), sorted(folder_names(folder))
+    return exists(os.path.join(folder, UNIVERSAL_OPTIMIZER)), sorted(folder_names(folder))
 
 
 def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> FolderReading:

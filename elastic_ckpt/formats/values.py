@@ -15,7 +15,7 @@ from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, PLAIN_CLASSES
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
-from elastic_ckpt.storage.local import open_stream
+from elastic_ckpt.storage import open_stream
 
 if TYPE_CHECKING:
     import numpy as np

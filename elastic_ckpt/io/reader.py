@@ -8,7 +8,6 @@ shares, which are broadcast afterwards.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from elastic_ckpt.errors import DamagedError, SavedOverError, refuse_used_up
 from elastic_ckpt.io.coalesce import DirectRead, ReadOptions, Unwanted, parts_of, sort_reads, tasks
 from elastic_ckpt.io.staging import Prefault, StagingBuffers, requantize
 from elastic_ckpt.report import ReadStats, progress_bar
-from elastic_ckpt.storage.local import PINS, open_descriptor, open_stream
+from elastic_ckpt.storage import Ranges, inherited, open_ranges, open_stream, size_of
 
 #: Bytes that are read before they are summed: few enough to be in the processor's cache still, enough for few calls.
 SUMMED_AT_ONCE_NBYTES = 1 << 20
@@ -96,7 +95,7 @@ def execute(
         stack.callback(reader.close)
         run: Callable[..., Iterator[Any]] = map
         if options.threads > 1:
-            pool = stack.enter_context(ThreadPoolExecutor(options.threads, "elastic_ckpt", PINS.set, (PINS.get(),)))
+            pool = stack.enter_context(ThreadPoolExecutor(options.threads, "elastic_ckpt", *inherited()))
             stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
             run = pool.map
         for nbytes in chain(run(reader.read_direct, tasks(direct, options.threads)), run(reader.read_staged, staged)):
@@ -121,7 +120,7 @@ class _Reader:
         self._staging: SimpleQueue[StagingBuffers] = SimpleQueue()
         for buffers in staging:
             self._staging.put(buffers)
-        self._open: dict[int, tuple[int, int]] = {}  # by thread, its file and the descriptor
+        self._open: dict[int, tuple[int, Ranges]] = {}  # by thread, its file
 
     def read_direct(self, reads: Sequence[DirectRead]) -> int:
         for file, byte_offset, _, buffers in reads:
@@ -163,7 +162,7 @@ class _Reader:
         while remaining:
             wanted = remaining if self._sums is None else first_bytes(remaining, SUMMED_AT_ONCE_NBYTES)
             try:
-                count = os.preadv(self._descriptor(file), wanted, byte_offset)
+                count = self._ranges(file).read(wanted, byte_offset)
             except OSError as error:
                 refuse_used_up(error, self._plan.files[file].path)
                 raise self._broken(file, byte_offset, f"{type(error).__name__}: {error.strerror}") from error
@@ -177,17 +176,17 @@ class _Reader:
             if remaining and count:
                 remaining[0] = remaining[0][count:]
 
-    def _descriptor(self, file: int) -> int:
+    def _ranges(self, file: int) -> Ranges:
         thread = threading.get_ident()
-        number, descriptor = self._open.get(thread, (-1, -1))
-        if number == file:
-            return descriptor
-        if descriptor >= 0:
-            del self._open[thread]  # first: once closed, its number may be given to another thread's file
-            os.close(descriptor)
-        descriptor = open_descriptor(self._plan.files[file].path)
-        self._open[thread] = file, descriptor
-        return descriptor
+        if thread in self._open:
+            number, ranges = self._open[thread]
+            if number == file:
+                return ranges
+            del self._open[thread]  # first: closing may fail
+            ranges.close()
+        ranges = open_ranges(self._plan.files[file].path)
+        self._open[thread] = file, ranges
+        return ranges
 
     def _broken(self, file: int, byte_offset: int, found: str) -> DamagedError:
         source, problem = self._plan.files[file], "reading a file of the checkpoint failed"
@@ -195,8 +194,8 @@ class _Reader:
         return DamagedError(problem, source.path, expected, f"{found} at byte {byte_offset}", remedy=remedy)
 
     def close(self) -> None:
-        for _, descriptor in self._open.values():
-            os.close(descriptor)
+        for _, ranges in self._open.values():
+            ranges.close()
 
 
 def check_files(plan: ReadPlan) -> None:
@@ -205,7 +204,7 @@ def check_files(plan: ReadPlan) -> None:
         source = plan.files[file]
         try:
             with open_stream(source.path) as stream:  # not only stat: a visible file may not be readable
-                nbytes = os.fstat(stream.fileno()).st_size
+                nbytes = size_of(stream)
         except SavedOverError:
             raise
         except DamagedError as error:

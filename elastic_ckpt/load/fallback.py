@@ -14,7 +14,6 @@ is loaded, on all ranks together, and again the very file that it opens, which m
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,7 +37,7 @@ from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.load.flow import LoadCall
-from elastic_ckpt.storage.local import file_names, open_stream
+from elastic_ckpt.storage import VIEW, file_names, is_folder, open_stream
 
 #: What DeepSpeed's loader opens in the folder of a tag, with what its ``fast`` writer appends.
 _OPENED = re.compile(r".*(?:model|optim)_states\.pt(?:-\d+\.\d+)?")
@@ -81,19 +80,8 @@ def open_screened(path: str) -> Iterator[BinaryIO]:
 
 
 def on_own_disks(engine: Any, found: CheckpointInfo) -> bool:
-    """Whether nodes save different files to their own disks (``use_node_local_storage``). Collective."""
-    if not engine.use_node_local_storage() or not found.by_rank:
-        return False
-
-    def list_files() -> list[tuple[str, int, int, int]]:
-        try:
-            entries = [(entry.name, entry.stat()) for entry in os.scandir(found.folder) if entry.is_file()]
-        except OSError:  # there is no such folder
-            return []
-        return sorted((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in entries)
-
-    everybody = distributed.all_gather("list the checkpoint's files", list_files)
-    return any(other != everybody[0] for other in everybody)
+    """Whether nodes save different files to their own disks (``use_node_local_storage``)."""
+    return engine.use_node_local_storage() and found.by_rank and VIEW.get() is not None
 
 
 def deepspeed_loads_it_right(call: LoadCall, found: CheckpointInfo, check_steps: bool, own_files: bool = False) -> bool:
@@ -147,7 +135,7 @@ class _Comparison:
             # unknown which parameters the states belong to
             (self.with_states and not arguments.load_module_strict and without_zero)
             or compat.swaps_states(engine)
-            or os.path.isdir(self.found.path(SWAPPED_FOLDER))
+            or is_folder(self.found.path(SWAPPED_FOLDER))
             # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one lacks
             or (self.stage == 3 and not arguments.has_optimizer)
             # without ZeRO in fp16 or bf16, DeepSpeed keeps old masters, which undo the loaded weights at the next step

@@ -34,6 +34,7 @@ from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, united
+from elastic_ckpt.storage import VIEW
 from elastic_ckpt.storage.local import look_again, moved
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,9 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             look_again(reopen=False)
             shared = [(s.key, s.name, s.flat, s.numel, s.dtype) for s in plan.reads.targets if s.replicated]
             digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
-            return RankPlan(at.mp_rank, digest, differences, plan.may_differ, plan.notes, host.runs_code)
+            view = VIEW.get()
+            notes = (*plan.notes, *(() if view is None else view.notes))
+            return RankPlan(at.mp_rank, digest, differences, plan.may_differ, notes, host.runs_code)
 
         everybody = distributed.all_gather("plan the load", make_plan)
         _refuse_different_shares(everybody)

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,9 @@ from elastic_ckpt.formats import CheckpointInfo, detect
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks, screen_folder, screened_loads
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
+from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.patches import aligned_partitions, argument, pipeline_stages, unwrap, wrap
+from elastic_ckpt.storage import VIEW, exists, seen_through
 from elastic_ckpt.storage.local import look_again, pinned
 
 logger = logging.getLogger(__name__)
@@ -68,15 +71,16 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
         return _call(original, given)
     compat.commit_pending_save(engine)
     policy = RetryPolicy(call, prefer_universal=bool(engine.load_universal_checkpoint()) or flag_given())
-    while True:
-        found = None
-        try:
-            found = policy.find()
-            with pinned():
-                return _load(call, found, policy, functools.partial(_call, original, given))
-        except errors.ElasticCkptError as error:
-            if not policy.recover(error, found):
-                raise
+    with closing(policy.nodes):
+        while True:
+            found = None
+            try:
+                found = policy.find()
+                with pinned(policy.nodes.pins):
+                    return _load(call, found, policy, functools.partial(_call, original, given))
+            except errors.ElasticCkptError as error:
+                if not policy.recover(error, found):
+                    raise
 
 
 def _call(original: Callable[..., Any], given: inspect.BoundArguments, tag: str | None = None) -> Any:
@@ -94,7 +98,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
         if call.config.mode == "require":
             problem, expected = "there is no DeepSpeed checkpoint to load", "a checkpoint, since the mode is 'require'"
             raise errors.NotFoundError(problem, call.arguments.load_dir, expected, "none")
-        with screened_loads(call):
+        with seen_through(None), screened_loads(call):
             return own()
     with collector_off(), distributed.together("load the checkpoint"):
         elastic_only = requires_elastic(call.config) or policy.partly_overwritten
@@ -103,13 +107,14 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
             policy.will_overwrite(ready)
             return execute_load(ready)
     try:
-        with compat.universal_flag(engine, found.files.is_universal), screened_loads(call):
+        is_universal = found.files.is_universal
+        with seen_through(None), compat.universal_flag(engine, is_universal), screened_loads(call):
             result = own(found.tag)
         with distributed.agree("look at the checkpoint's files again"):
             look_again()
     except errors.SavedOverError as error:
         raise as_partial_load_error(error) from error
-    if found.files.is_universal:
+    if is_universal:
         compat.separate_steps(engine)
     compat.record_counts(engine)
     return result
@@ -172,9 +177,14 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
 
     Raises the same :class:`ElasticCkptError` on every rank if DeepSpeed's is not known to restore it either.
     """
-    own_files = not elastic_only and on_own_disks(call.engine, found)
-    own_files = own_files and deepspeed_loads_it_right(call, found, check_steps=True, own_files=True)
     why = "each node has files of its own (use_node_local_storage), those of this topology"
+    own_files = False
+    if not elastic_only and on_own_disks(call.engine, found):
+        here = replace(found, folder=os.path.abspath(os.path.join(call.arguments.load_dir, found.tag)))
+        with seen_through(None):
+            own_files = deepspeed_loads_it_right(call, here, check_steps=True, own_files=True)
+            if own_files and not call.config.trust_pickle:
+                screen_folder(here, own_files)
     if not own_files:
         try:
             if others := call.arguments.others:
@@ -184,11 +194,12 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
             error = told_apart(first)
             understood = isinstance(error, errors.UnsupportedError)
             may_leave = understood or isinstance(error, (errors.LayoutError, errors.UnforeseenError))
+            may_leave = may_leave and VIEW.get() is None  # DeepSpeed's own looks at this node alone
             if elastic_only or not may_leave or not deepspeed_loads_it_right(call, found, check_steps=not understood):
                 raise error from error.__cause__
             why = error.problem
-    if not call.config.trust_pickle:
-        screen_folder(found, own_files)
+        if not call.config.trust_pickle:
+            screen_folder(found, own_files)
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
     return None
@@ -206,6 +217,8 @@ class RetryPolicy:
         self._tag, self._config, self._prefer_universal = call.arguments.tag, call.config, prefer_universal
         self._deadline = time.monotonic() + call.config.wait_for_files
         self._pause = _FIRST_PAUSE
+        every_tag = call.config.on_damage != "error"
+        self.nodes = Nodes((self._load_dir, *call.config.fallback_dirs), call.arguments.tag, every_tag)
         self._older: CheckpointInfo | None = None
         self._skipped: tuple[str, ...] = ()
         self._steps: tuple[int, ...] = ()  # of the checkpoints so far, where known
@@ -225,12 +238,12 @@ class RetryPolicy:
                 # where DeepSpeed's own loader returns without a checkpoint: scripts that start a run rely on it
                 asks = self._prefer_universal or config.mode == "require" or config.on_damage != "error"
                 latest = (os.path.join(self._load_dir, name) for name in (detect.LATEST, detect.LATEST_UNIVERSAL))
-                if tag is not None or asks or any(map(os.path.lexists, latest)):
+                if tag is not None or asks or any(map(exists, latest)):
                     raise
                 return None, detect.list_tags(self._load_dir)
 
         while True:
-            found, tags = distributed.broadcast("look for a checkpoint", look)
+            found, tags = self.nodes.look("look for a checkpoint", look)
             expected = bool(tags) or tag is not None or config.mode == "require"
             if found is not None or not expected or not self._wait("there is no checkpoint yet"):
                 break
@@ -238,6 +251,9 @@ class RetryPolicy:
             where = f"load_checkpoint({self._load_dir!r}, tag={tags[0]!r})"
             message = "elastic_ckpt loads nothing: no file %r is in %s, which has checkpoints under the tags %s: %s"
             logger.warning(message, detect.LATEST, self._load_dir, errors.shortened(tags), where)
+        view = self.nodes.view
+        if found is not None and view is not None:
+            return replace(found, notes=(*found.notes, f"files: {view.summary(found.folder)}", *self.nodes.notes))
         if found is not None and self._engine.use_node_local_storage():  # each rank has a load_dir of its own
             return replace(found, folder=os.path.abspath(os.path.join(self._load_dir, found.tag)))
         return found
@@ -272,7 +288,15 @@ class RetryPolicy:
         missing = isinstance(cause, errors.NotFoundError) and found is None
         if isinstance(cause, errors.DamagedError) or missing:
             assert isinstance(cause, errors.ElasticCkptError)
-            again = not partly or isinstance(cause, errors.SavedOverError)  # which the new save replaces
+            if self.nodes.view is not None:
+                seen = f"files on all nodes: {self.nodes.view.summary(found.folder if found else self._load_dir)}"
+                error.remedy = f"{error.remedy}; {seen}" if error.remedy else seen
+            moved = isinstance(cause, errors.SavedOverError)
+            if not moved and (other := self.nodes.take_other_copies(cause.file)) is not None:
+                if distributed.rank() == 0:
+                    logger.warning("elastic_ckpt: %s; %s", cause.problem, other)
+                return True
+            again = not partly or moved  # which the new save replaces
             if again and self._older is None and self._wait(cause.problem):
                 return True
             if self._config.on_damage != "error" and not (missing and self._tag is not None):

@@ -22,7 +22,7 @@ from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.io.coalesce import ReadOptions, parts_of, scales_of
 from elastic_ckpt.io.reader import SUMMED_AT_ONCE_NBYTES, ReadSums
 from elastic_ckpt.report import Verified
-from elastic_ckpt.storage.local import open_stream
+from elastic_ckpt.storage import open_stream
 
 #: A record: index of its file, and its number there.
 Key = tuple[int, int]

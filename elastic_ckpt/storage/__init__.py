@@ -1,1 +1,142 @@
-"""The door to a checkpoint's files: what opens them, and lists their folders."""
+"""The one door to a checkpoint's bytes: lists folders, opens files and reads ranges, wherever they are.
+
+Everything else has paths and asks here. A path is that of a file which this process sees, unless a view is in place
+(:mod:`elastic_ckpt.storage.view`): below the view's root, files of several folders and nodes are seen as one folder's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import BinaryIO, Protocol
+
+from elastic_ckpt.storage import local
+
+
+class Ranges(Protocol):
+    """An open file of which ranges are read, by one thread at a time."""
+
+    def read(self, buffers: Sequence[memoryview], byte_offset: int) -> int:
+        """Fill buffers in order, as ``preadv`` does, and return how many bytes; 0 at the end of the file."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class Store(Protocol):
+    """What has folders and files. Each function raises :class:`DamagedError` that names what cannot be read."""
+
+    def open_stream(self, path: str) -> BinaryIO:
+        """A file, open for reading; it can be sought."""
+
+    def open_ranges(self, path: str) -> Ranges:
+        """A file, open for reads into live memory."""
+
+    def file_names(self, folder: str) -> list[str]:
+        """The names of all that is in a folder."""
+
+    def folder_names(self, folder: str) -> list[str]:
+        """The names of the folders in a folder, and of links to folders."""
+
+    def exists(self, path: str) -> bool:
+        """Whether something has this path, be it a link to what is not there."""
+
+    def is_folder(self, path: str) -> bool:
+        """Whether it is a folder, or a link to one."""
+
+    def modified(self, path: str) -> float:
+        """Seconds after 1970 at which it was written; 0 if it is gone."""
+
+    def walk(self, folder: str) -> Iterator[tuple[str, local.Version]]:
+        """Every file below a folder, with its version."""
+
+
+class View(Store, Protocol):
+    """A store of all that is below one folder."""
+
+    root: str
+    notes: list[str]  # what a user should know of the files that were opened so far
+
+
+#: The view that this context reads through; a thread that works for it sets the same.
+VIEW: ContextVar[View | None] = ContextVar("view", default=None)
+
+
+@contextmanager
+def seen_through(view: View | None) -> Iterator[None]:
+    """Puts a view in place while the body runs; ``None``: only what this process sees itself."""
+    token = VIEW.set(view)
+    try:
+        yield
+    finally:
+        VIEW.reset(token)
+
+
+def inherited() -> tuple[Callable[[], None], tuple[()]]:
+    """Initializer and arguments for a pool of threads that read as this context does."""
+    view, pins = VIEW.get(), local.PINS.get()
+
+    def inherit() -> None:
+        VIEW.set(view)
+        local.PINS.set(pins)
+
+    return inherit, ()
+
+
+def _store_of(path: str) -> Store:
+    view = VIEW.get()
+    if view is not None:
+        path = os.path.abspath(path)
+        if path == view.root or path.startswith(view.root.rstrip(os.sep) + os.sep):
+            return view
+    return local
+
+
+def open_stream(path: str) -> BinaryIO:
+    """See :meth:`Store.open_stream`."""
+    return _store_of(path).open_stream(path)
+
+
+def open_ranges(path: str) -> Ranges:
+    """See :meth:`Store.open_ranges`."""
+    return _store_of(path).open_ranges(path)
+
+
+def file_names(folder: str) -> list[str]:
+    """See :meth:`Store.file_names`."""
+    return _store_of(folder).file_names(folder)
+
+
+def folder_names(folder: str) -> list[str]:
+    """See :meth:`Store.folder_names`."""
+    return _store_of(folder).folder_names(folder)
+
+
+def exists(path: str) -> bool:
+    """See :meth:`Store.exists`."""
+    return _store_of(path).exists(path)
+
+
+def is_folder(path: str) -> bool:
+    """See :meth:`Store.is_folder`."""
+    return _store_of(path).is_folder(path)
+
+
+def modified(path: str) -> float:
+    """See :meth:`Store.modified`."""
+    return _store_of(path).modified(path)
+
+
+def walk(folder: str) -> Iterator[tuple[str, local.Version]]:
+    """See :meth:`Store.walk`."""
+    return _store_of(folder).walk(folder)
+
+
+def size_of(stream: BinaryIO) -> int:
+    """The bytes of an open file; its position stays."""
+    position = stream.tell()
+    nbytes = stream.seek(0, os.SEEK_END)
+    stream.seek(position)
+    return nbytes

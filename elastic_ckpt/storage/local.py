@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import BinaryIO, NamedTuple
@@ -46,9 +46,52 @@ def open_descriptor(path: str) -> int:
     return descriptor
 
 
-def open_stream(path: str, buffering: int = -1) -> BinaryIO:
+def open_stream(path: str) -> BinaryIO:
     """A checkpoint's file, open for reading; errors as of :func:`open_descriptor`."""
-    return open(open_descriptor(path), "rb", buffering=buffering)
+    return open(open_descriptor(path), "rb")
+
+
+class LocalRanges:
+    """A file of which ``preadv`` reads ranges."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = open_descriptor(path)
+
+    def read(self, buffers: Sequence[memoryview], byte_offset: int) -> int:
+        """Fill buffers in order; the kernel may fill fewer than are given."""
+        return os.preadv(self._descriptor, buffers, byte_offset)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._descriptor)
+
+
+def walk(folder: str) -> Iterator[tuple[str, Version]]:
+    """Every file below a folder, with its version: zeros for a link to nothing, say. Links are followed."""
+    walked = set[str]()
+    for inside, folders, names in os.walk(folder, followlinks=True):
+        if (itself := os.path.realpath(inside)) in walked:  # links may form a circle
+            folders.clear()
+            continue
+        walked.add(itself)
+        folders.sort()
+        for path in (os.path.join(inside, name) for name in sorted(names)):
+            try:
+                yield path, Version.of(os.stat(path))
+            except OSError:
+                yield path, Version(0, 0, 0)
+
+
+#: See :class:`elastic_ckpt.storage.Store`, which this module is.
+open_ranges, exists, is_folder = LocalRanges, os.path.lexists, os.path.isdir
+
+
+def modified(path: str) -> float:
+    """Seconds after 1970 at which a file or folder was written; 0 if it is gone."""
+    try:
+        return os.path.getmtime(path)
+    except OSError:
+        return 0.0
 
 
 def file_names(folder: str) -> list[str]:
@@ -110,9 +153,9 @@ PINS: ContextVar[dict[str, Version] | None] = ContextVar("pins", default=None)
 
 
 @contextmanager
-def pinned() -> Iterator[None]:
-    """Pins each file that the body opens."""
-    token = PINS.set({})
+def pinned(pins: dict[str, Version] | None = None) -> Iterator[None]:
+    """Pins each file that the body opens, in a mapping that others may add to."""
+    token = PINS.set({} if pins is None else pins)
     try:
         yield
     finally:

@@ -58,7 +58,7 @@ def content_digest(path: str) -> bytes:
     That is all of a small file. Of others it is both ends, and the directory of a zip archive, which has the CRC32 of
     each record; other bytes in the middle of a large file of another kind go unnoticed.
     """
-    with open_stream(path, buffering=0) as stream, named_os_errors(path):
+    with open_stream(path) as stream, named_os_errors(path):
         descriptor, nbytes = stream.fileno(), stream.seek(0, os.SEEK_END)
         digest, ranges = blake2b(nbytes.to_bytes(8, "big"), digest_size=_DIGEST_NBYTES), [(0, nbytes)]
         if nbytes > _WHOLE_NBYTES:
@@ -212,7 +212,7 @@ class _Service(threading.Thread):
         if operation not in (READ, SUM, DIGEST) or file >= len(self._server.files) or byte_offset < 0:
             raise DamagedError("no such range is served", f"file {file}", found=f"byte {byte_offset}")
         path, listed_nbytes = self._server.files[file]
-        with open_stream(path, buffering=0) as stream:
+        with open_stream(path) as stream:
             descriptor = stream.fileno()
             if (now_nbytes := os.fstat(descriptor).st_size) != listed_nbytes:
                 found = f"{now_nbytes} bytes, not {listed_nbytes} as when it was listed"

@@ -40,6 +40,7 @@ from elastic_ckpt.planning.read_items import check_tiling
 from elastic_ckpt.report import saved_topology, source_dict
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts
+from elastic_ckpt.storage import exists
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 Level = Literal["error", "note"]
@@ -116,7 +117,7 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
             yield Finding(ERROR, "incomplete", text, name, file)
     if is_universal and not _WITHOUT_OPTIMIZER_FILE.match(metadata.source.ds_version):
         file = os.path.join(folder, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER)
-        if not os.path.lexists(file):
+        if not exists(file):
             text = "no such file, which has the param groups' hyperparameters: restore it, or convert again"
             yield Finding(ERROR, "missing", text, file=file)
     yield from _state_findings(metadata)

@@ -12,7 +12,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.detect import global_steps, list_checkpoints
 from elastic_ckpt.formats.safetensors import parse_json
-from elastic_ckpt.storage.local import folder_names, open_stream
+from elastic_ckpt.storage import exists, folder_names, is_folder, modified, open_stream
 from elastic_ckpt.tools.inspection import one_line
 from elastic_ckpt.tools.opened import config_of
 from elastic_ckpt.tools.verification import verify
@@ -67,7 +67,7 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> tupl
             "there is no DeepSpeed checkpoint here",
             file=folder,
             expected="folders of tags (global_step100), or folders that contain them (checkpoint-100)",
-            found="no such folder" if not os.path.isdir(folder) else "a folder without any",
+            found="no such folder" if not is_folder(folder) else "a folder without any",
             remedy="give the folder that save_checkpoint was given",
         )
     skipped: list[Candidate] = []
@@ -84,7 +84,7 @@ def _candidates(folder: str, config: ElasticConfig) -> list[Candidate]:
 
     These are folders named like checkpoints, but for their number, without a file of one.
     """
-    tags, names = list_checkpoints(folder), set(folder_names(folder)) if os.path.isdir(folder) else set()
+    tags, names = list_checkpoints(folder), set(folder_names(folder)) if is_folder(folder) else set()
     found = [Candidate(tag.folder, folder, tag.tag, global_steps(tag, config.trust_pickle)) for tag in tags]
     for path in (os.path.join(folder, name) for name in names - {tag.tag for tag in tags}):
         with suppress(DamagedError):  # a folder that cannot be listed, such as lost+found
@@ -99,7 +99,7 @@ def _candidates(folder: str, config: ElasticConfig) -> list[Candidate]:
 
 def _age(candidate: Candidate) -> tuple[float, float]:
     """By step, then by the time of its folder; one whose step is not known may be the newest."""
-    written = os.path.getmtime(os.path.join(candidate.load_dir, candidate.tag))
+    written = modified(os.path.join(candidate.load_dir, candidate.tag))
     return math.inf if candidate.step is None else candidate.step, written
 
 
@@ -115,7 +115,7 @@ def _problem(candidate: Candidate, config: ElasticConfig, full: bool) -> str | N
         return outcome.findings[0].line(candidate.load_dir) + more
     around, step = os.path.dirname(candidate.path), candidate.step
     others = (os.path.join(around, name, _TRAINER_STATE) for name in folder_names(around))
-    if not any(map(os.path.lexists, others)):
+    if not any(map(exists, others)):
         return None  # another framework's folders
     try:
         with open_stream(os.path.join(candidate.path, _TRAINER_STATE)) as stream:

@@ -17,6 +17,7 @@ from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, look_at
 from elastic_ckpt.formats.safetensors import find_safetensors
 from elastic_ckpt.load.metadata import read_checkpoint
+from elastic_ckpt.storage import is_folder
 from elastic_ckpt.storage.local import steady
 
 
@@ -47,7 +48,7 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Checkpoi
             file=path,
             expected="a folder with a latest file, the folder of a tag (global_step100), or one of "
             "torch.distributed.checkpoint or of safetensors",
-            found="no such folder" if not os.path.isdir(path) else "a folder without either",
+            found="no such folder" if not is_folder(path) else "a folder without either",
             remedy="give the folder that you pass to load_checkpoint, or one of the folders in it",
         )
     return found

@@ -13,7 +13,8 @@ from pathlib import Path
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL
-from elastic_ckpt.storage.local import see, steady
+from elastic_ckpt.storage import open_stream
+from elastic_ckpt.storage.local import steady
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def output_folder(target: Path, source: Path, files: Sequence[SourceFile], lates
         folder.mkdir(parents=True)
         with steady():
             for file in files:
-                see(file.path, os.stat(file.path))
+                open_stream(file.path).close()  # which pins it
             yield folder
             if latest is not None:
                 (folder / latest).write_text(target.name, encoding="utf-8")

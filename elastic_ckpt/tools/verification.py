@@ -35,7 +35,7 @@ from elastic_ckpt.formats.pickled import PickledFile, open_file, open_pickled, r
 from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
-from elastic_ckpt.storage.local import file_names, open_stream
+from elastic_ckpt.storage import file_names, open_stream, walk
 from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, kind_of, of_error
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
@@ -179,18 +179,8 @@ def files_by_kind(found: CheckpointInfo) -> dict[str, dict[str, int]]:
     Of every file in the tag's folder and below it, links followed; opens none.
     """
     files: dict[str, dict[str, int]] = {OWN: {}, SWAPPED: {}, OTHER: {}}
-    walked = set[str]()
-    for folder, inside, names in os.walk(found.folder, followlinks=True):
-        if (itself := os.path.realpath(folder)) in walked:  # links may form a circle
-            inside.clear()
-            continue
-        walked.add(itself)
-        inside.sort()
-        for path in (os.path.join(folder, name) for name in sorted(names)):
-            of_kind = files[_kind_of_file(found, os.path.relpath(path, found.folder))]
-            of_kind[path] = 0  # of a link to nothing, say, which nobody can open
-            with suppress(OSError):
-                of_kind[path] = os.path.getsize(path)
+    for path, version in walk(found.folder):
+        files[_kind_of_file(found, os.path.relpath(path, found.folder))][path] = version.nbytes
     return files
 
 

@@ -9,7 +9,6 @@ own checks (:mod:`.directory`) see to it that torch reads the same bytes.
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import re
 import struct
@@ -31,7 +30,7 @@ from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted
 from elastic_ckpt.formats.torch_archive.tensors import UNREADABLE, StorageRef, kind_error, storage_id
 from elastic_ckpt.formats.torch_archive.tree import check_tree, own_entries
 from elastic_ckpt.formats.torch_archive.unpickler import Unpickler
-from elastic_ckpt.storage.local import open_stream
+from elastic_ckpt.storage import open_stream, size_of
 
 #: Largest pickle, and largest one that may be more than an eighth of its file: those of DeepSpeed have some hundred
 #: bytes a tensor.
@@ -118,7 +117,7 @@ def read_archive_tree(stream: BinaryIO, path: str, trust_pickle: bool, known: Tr
         return _read_zip(stream, path, unpickle, Trees() if known is None or trust_pickle else known)
     tree = _read_legacy(stream, unpickle)
     check_tree(own_entries(tree))
-    return PickledFile(path, os.fstat(stream.fileno()).st_size, tree)
+    return PickledFile(path, size_of(stream), tree)
 
 
 def _is_legacy(stream: BinaryIO) -> bool:
@@ -206,7 +205,7 @@ _unpickle_trusting = partial(_unpickle, find=find_trusted, is_trusted=True)
 
 def _read_legacy(stream: BinaryIO, unpickle: Unpickle) -> Any:
     """The tree of a legacy archive: pickles of magic number, version, system, object and keys, then the storages."""
-    nbytes, take = os.fstat(stream.fileno()).st_size, _FIRST_NBYTES
+    nbytes, take = size_of(stream), _FIRST_NBYTES
     while True:
         stream.seek(0)
         head = stream.read(take)

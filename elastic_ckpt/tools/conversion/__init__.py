@@ -36,7 +36,7 @@ from elastic_ckpt.formats.universal import common_optimizer_state
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
-from elastic_ckpt.storage.local import PINS
+from elastic_ckpt.storage import inherited
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import OpenedCheckpoint
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
@@ -75,7 +75,7 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     with (
         output_folder(target, Path(found.folder), metadata.files, LATEST_UNIVERSAL) as place,
         progress_bar("converting", nbytes, progress) as bar,
-        ThreadPoolExecutor(threads, "elastic_ckpt", PINS.set, (PINS.get(),)) as pool,
+        ThreadPoolExecutor(threads, "elastic_ckpt", *inherited()) as pool,
     ):
         notes = (*metadata.notes, *reader.notes, *reader.compare_copies(), *notes_on(metadata, rules))
         zero = place / UNIVERSAL_FOLDER

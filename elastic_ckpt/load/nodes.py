@@ -1,0 +1,213 @@
+"""What the nodes of a job have of a checkpoint's folder, and how its ranks see and read all of it.
+
+Where all nodes see the same names, as on a shared disk, nothing is sent but a digest of these, in the message in which
+rank 0 tells what it has found. Else the nodes exchange listings, and one process of each serves its files to the others
+until the load ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elastic_ckpt import distributed
+from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, read_latest
+from elastic_ckpt.storage import VIEW, local
+from elastic_ckpt.storage.peers import FileServer, Peers
+from elastic_ckpt.storage.view import FolderView, Listing, list_folders
+
+T = TypeVar("T")
+SECRET_NBYTES, _DIGEST_NBYTES = 32, 16
+#: Environment variables of launchers: the number of a process among those of its node.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+#: Those that say by which network interface a process group's ranks reach each other.
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+#: An address of documentation (RFC 5737): what a packet to it would leave by is the default route's interface.
+_ANYWHERE = ("192.0.2.1", 9)
+#: Equal on the ranks that see the same files: the machine, and the folders.
+Node = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What one rank tells of itself, and rank 0 of what it has found."""
+
+    node: Node
+    digest: bytes | None  # of the names that it sees; ``None`` if another process of its node lists them
+    tags: tuple[str, ...] = ()  # that its files name
+    found: Any = None
+    error: ElasticCkptError | None = None
+    secret: bytes = b""
+    root: str = ""
+
+
+@dataclass
+class Nodes:
+    """The folders of one load on all nodes of the job.
+
+    Args:
+        folders: the folder to load, and those that may have files of it, in order of preference.
+        tag: the one to load; ``None``: that a ``latest`` file names.
+        every_tag: whether other tags may be looked for, too.
+    """
+
+    folders: Sequence[str]
+    tag: str | None
+    every_tag: bool
+    view: FolderView | None = None
+    pins: dict[str, local.Version] = field(default_factory=dict)  # of the files that are served
+    notes: list[str] = field(default_factory=list)
+    _choices: dict[str, int] = field(default_factory=dict)
+    _open: list[FileServer | Peers] = field(default_factory=list)
+
+    def look(self, doing: str, find: Callable[[], T]) -> T:
+        """What ``find`` returns on rank 0, which sees what any rank of the job does from now on. Collective."""
+        self.close()
+
+        def mine() -> _Look:
+            node = identity_of(self.folders)
+            digest, tags = self._digest() if _local_rank() == 0 else (None, ())
+            if distributed.rank():
+                return _Look(node, digest, tags)
+            secret, root = secrets.token_bytes(SECRET_NBYTES), os.path.abspath(self.folders[0])
+            try:
+                return _Look(node, digest, tags, find(), None, secret, root)
+            except ElasticCkptError as error:
+                return _Look(node, digest, tags, None, error, secret, root)
+
+        looks = distributed.all_gather(doing, mine)
+        seen = {look.digest for look in looks if look.digest is not None}
+        listers = {look.node for look in looks if look.digest is not None}
+        if len(seen) == 1 and listers == {look.node for look in looks} and len(self.folders) == 1:
+            if (error := looks[0].error) is not None:
+                error.rank = 0
+                raise error
+            return looks[0].found  # type: ignore[no-any-return]
+        self._see_all(looks)
+        return distributed.broadcast(doing, find)
+
+    def _digest(self) -> tuple[bytes, tuple[str, ...]]:
+        """A digest of the names that are seen here, and the tags that ``latest`` files name. Local."""
+        named, names = set[str](), []
+        for folder in self.folders:
+            for latest in (LATEST, LATEST_UNIVERSAL):
+                with suppress(ElasticCkptError):  # whoever takes this file will meet it
+                    named.add(read_latest(folder, latest) or "")
+        tags = tuple(sorted(_inside({self.tag} if self.tag is not None else named)))
+        for folder in self.folders:
+            for path in (folder, *(os.path.join(folder, tag) for tag in tags)):
+                try:
+                    names.append(sorted(local.file_names(path)))
+                except ElasticCkptError as error:
+                    names.append([str(error.found)])
+        text = repr((sorted(named), names)).encode(errors="surrogateescape")
+        return hashlib.blake2b(text, digest_size=_DIGEST_NBYTES).digest(), tags
+
+    def _see_all(self, looks: Sequence[_Look]) -> None:
+        """Exchange listings, serve the files of this node, and see all. Collective."""
+        nodes: dict[Node, int] = {}  # which rank lists
+        for rank, look in enumerate(looks):
+            nodes.setdefault(look.node, rank)
+        numbers, mine, secret = list(nodes), looks[distributed.rank()].node, looks[0].secret
+        wanted = {tag for look in looks for tag in look.tags}
+        tags = None if self.every_tag or not wanted else wanted
+
+        def serve() -> tuple[Listing, tuple[str, int]] | None:
+            if nodes[mine] != distributed.rank():
+                return None
+            listing = list_folders(words_of(mine), [os.path.abspath(folder) for folder in self.folders], tags)
+            if len(nodes) == 1:
+                return listing, ("", 0)
+            with local.pinned(self.pins):
+                server = FileServer(own_address(mine, numbers), secret, listing.files)
+            self._open.append(server)
+            return listing, server.address
+
+        served = [each for each in distributed.all_gather("tell which files each node has", serve) if each is not None]
+        listings, addresses = zip(*served, strict=True)
+        peers = Peers(secret, addresses) if len(nodes) > 1 else None
+        self._open += [] if peers is None else [peers]
+        self.view = FolderView(looks[0].root, listings, numbers.index(mine), peers, self._choices)
+        VIEW.set(self.view)
+
+    def take_other_copies(self, file: str | None) -> str | None:
+        """Have the next look take one copy of a damaged file for all ranks; in words, or ``None`` if none is left.
+
+        Deterministic: ranks, which may have read different copies, try them one after another.
+        """
+        name = None if self.view is None or file is None else self.view.name_of(file)
+        if self.view is None or name is None:
+            return None
+        copies, choice = self.view.copies[name], self._choices.get(name, -1) + 1
+        if len(copies) < 2 or choice == len(copies):
+            return None
+        self._choices[name] = choice
+        self.notes.append(f"{name} was damaged in another copy: read {self.view.described(copies[choice])}")
+        return self.notes[-1]
+
+    def close(self) -> None:
+        """See again what this process sees alone, and serve nothing any more."""
+        VIEW.set(None)
+        self.view = None
+        while self._open:
+            self._open.pop().close()
+        self.pins.clear()
+
+
+def _inside(tags: set[str]) -> list[str]:
+    """The tags that are paths below a folder."""
+    normal = (os.path.normpath(tag) for tag in tags if tag)
+    return [tag for tag in normal if not os.path.isabs(tag) and tag.split(os.sep)[0] not in (os.pardir, os.curdir)]
+
+
+def _local_rank() -> int:
+    return next((int(os.environ[name]) for name in _LOCAL_RANKS if os.environ.get(name, "").isdecimal()), 0)
+
+
+def identity_of(folders: Sequence[str]) -> Node:
+    def seen(folder: str) -> str:
+        try:
+            status = os.stat(folder)
+        except (OSError, ValueError):
+            return os.path.abspath(folder)
+        return f"{status.st_dev} {status.st_ino}"
+
+    machine = Path("/proc/sys/kernel/random/boot_id")
+    boot = machine.read_text(encoding="ascii").strip() if machine.exists() else ""
+    return f"{socket.gethostname()} {boot}", *map(seen, folders)
+
+
+def words_of(node: Node) -> str:
+    """This process's node, for people."""
+    return f"{node[0].split()[0]} (rank {distributed.rank()})"
+
+
+def own_address(mine: Node, nodes: Sequence[Node]) -> str:
+    """The address by which other ranks reach this process. Local."""
+    for interface in filter(None, (os.environ.get(name, "").split(",")[0] for name in _INTERFACES)):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = struct.pack("256s", interface.lstrip("=^").encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
+    address = _source_address((os.environ.get("MASTER_ADDR") or "localhost", _ANYWHERE[1]))
+    if address.startswith("127.") and len({node[0] for node in nodes}) > 1:  # of the rank on whose host the store is
+        return _source_address(_ANYWHERE)
+    return address
+
+
+def _source_address(target: tuple[str, int]) -> str:
+    """The local address of packets to a host; none is sent."""
+    ((family, _, _, _, place), *_) = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,280 @@
+"""Files of several folders, on several nodes, seen as those of one folder.
+
+Each node lists what it has of the folders in which a checkpoint may be. Of a file that several have, any copy will do
+as long as all are alike, which is looked at when the file is first opened: of one size, and either written at the same
+time, as one file on a shared disk is, or of the same content as far as a digest of it shows. Which of them is read is
+chosen by folder, in the order of preference, then by node: a rank's own, else one of the others, so that these share
+the load.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+from elastic_ckpt.errors import DamagedError, listed, shortened
+from elastic_ckpt.storage import Ranges, local
+from elastic_ckpt.storage.peers import Peers, content_digest
+
+#: Bytes that one request for a small part of a file brings.
+_BUFFER_NBYTES = 1 << 18
+#: Written on every node, with what may differ there; of copies that do, the one that was written last is taken.
+ON_EVERY_NODE = re.compile(r"latest(_universal)?|(.*/)?mp_rank_\d+_model_states\.pt")
+
+
+class Entry(NamedTuple):
+    """A file in a listing."""
+
+    name: str  # path relative to the folder that was listed
+    nbytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What one node has of some folders, which other nodes have, too."""
+
+    node: str  # its name, for people
+    folders: tuple[str, ...]  # in order of preference
+    entries: tuple[tuple[Entry, ...], ...]  # by folder
+
+    @property
+    def files(self) -> list[tuple[str, int]]:
+        """Path and size of all files; their positions are their numbers."""
+        both = zip(self.folders, self.entries, strict=True)
+        return [(os.path.join(folder, entry.name), entry.nbytes) for folder, entries in both for entry in entries]
+
+
+def list_folders(node: str, folders: Sequence[str], tags: Collection[str] | None = None) -> Listing:
+    """List the files of some folders: all of them, or those at the top and below some tags. Local."""
+
+    def entries(folder: str) -> Iterator[Entry]:
+        tops = [folder] if tags is None else [os.path.join(folder, tag) for tag in sorted(tags)]
+        if tags is not None and os.path.isdir(folder):
+            files = (os.path.join(folder, name) for name in sorted(local.file_names(folder)))
+            yield from (_entry(path, folder, os.stat(path)) for path in files if os.path.isfile(path))
+        for top in tops:
+            for path, version in local.walk(top):
+                yield Entry(os.path.relpath(path, folder), version.nbytes, version.mtime_ns)
+
+    return Listing(node, tuple(folders), tuple(tuple(entries(folder)) for folder in folders))
+
+
+def _entry(path: str, folder: str, status: os.stat_result) -> Entry:
+    return Entry(os.path.relpath(path, folder), status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One node's copy of a file."""
+
+    node: int
+    number: int  # among the node's files
+    level: int  # of its folder in the order of preference
+    path: str  # on that node
+    nbytes: int
+    mtime_ns: int
+
+
+class FolderView:
+    """A :class:`elastic_ckpt.storage.View` of what several nodes have listed; the same on all, but for ``mine``.
+
+    Args:
+        root: the folder as which all is seen.
+        listings: of the nodes.
+        mine: which of them is this process's.
+        peers: connections to the other nodes; ``None`` if there are none.
+        choices: of files of which the copies are tried one after another, which one is to be read.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        listings: Sequence[Listing],
+        mine: int = 0,
+        peers: Peers | None = None,
+        choices: Mapping[str, int] | None = None,
+    ) -> None:
+        self.root, self.notes, self._listings, self._mine, self._peers = root, list[str](), listings, mine, peers
+        self.copies: dict[str, list[Copy]] = {}  # of each file, by preference
+        self._choices = choices or {}
+        self._names: dict[str, dict[str, bool]] = {"": {}}  # by folder: each name in it, and whether that is a folder
+        self._chosen: dict[str, Copy] = {}
+        self._digests: dict[Copy, bytes] = {}
+        for node, listing in enumerate(listings):
+            numbers = iter(range(len(listing.files)))
+            for level, (folder, entries) in enumerate(zip(listing.folders, listing.entries, strict=True)):
+                for name, nbytes, mtime_ns in entries:
+                    copy = Copy(node, next(numbers), level, os.path.join(folder, name), nbytes, mtime_ns)
+                    self.copies.setdefault(name, []).append(copy)
+        for name, copies in self.copies.items():
+            copies.sort(key=lambda copy: (copy.level, copy.node))
+            self._add(name, is_folder=False)
+
+    def _add(self, name: str, is_folder: bool) -> None:
+        folder, base = os.path.split(name)
+        if folder not in self._names:
+            self._names[folder] = {}
+            self._add(folder, is_folder=True)
+        self._names[folder].setdefault(base, is_folder)
+
+    def name_of(self, path: str) -> str | None:
+        """The file that has a path in this view, or had it on a node; ``None`` if none has."""
+        paths = (name for name, copies in self.copies.items() if any(copy.path == path for copy in copies))
+        return name if (name := self._name(path)) in self.copies else next(paths, None)
+
+    def summary(self, folder: str) -> str:
+        """How many files of a folder each node has."""
+        names = [self._name(path) for path, _ in self.walk(folder)]
+        held = Counter(node for name in names for node in {copy.node for copy in self.copies[name]})
+        parts = (f"{listing.node} has {held[node]}" for node, listing in enumerate(self._listings))
+        return f"{len(names)} on {len(self._listings)} nodes, of which {shortened(parts)}"
+
+    def _name(self, path: str) -> str:
+        name = os.path.relpath(os.path.abspath(path), self.root)
+        return "" if name == os.curdir else name
+
+    def _choose(self, path: str) -> Copy:
+        """The copy of a file to read; :class:`DamagedError` if there is none, or copies contradict each other."""
+        name = self._name(path)
+        if name not in self._chosen:
+            copies = self.copies.get(name)
+            if not copies:
+                raise self._missing(path)
+            if name in self._choices:
+                copies = copies[self._choices[name] :][:1]
+            self._chosen[name] = self._choose_from(path, name, copies)
+        return self._chosen[name]
+
+    def _choose_from(self, path: str, name: str, copies: Sequence[Copy]) -> Copy:
+        first = copies[0]
+        other = next((copy for copy in copies[1:] if not self._are_alike(first, copy)), None)
+        if other is not None and not ON_EVERY_NODE.fullmatch(name):
+            problem = "nodes have different files under one name, so that this is no one save"
+            remedy = "remove the folder of another run or an older save from its node, take another tag, or wait until "
+            remedy += "the file is written"
+            raise DamagedError(problem, path, self.described(first), self.described(other), remedy=remedy)
+        if other is not None:
+            newest = max(copies, key=lambda copy: copy.mtime_ns)
+            self.notes.append(f"{name} differs between nodes: the newest was taken, {self.described(newest)}")
+            return newest
+        best = [copy for copy in copies if copy.level == first.level]
+        return next((copy for copy in best if copy.node == self._mine), best[self._mine % len(best)])
+
+    def _are_alike(self, one: Copy, other: Copy) -> bool:
+        if one.nbytes != other.nbytes:
+            return False
+        return one.mtime_ns == other.mtime_ns or self._digest(one) == self._digest(other)
+
+    def _digest(self, copy: Copy) -> bytes:
+        if copy not in self._digests:
+            is_here = copy.node == self._mine
+            self._digests[copy] = content_digest(copy.path) if is_here else self._ask(copy).directory_digest(*_at(copy))
+        return self._digests[copy]
+
+    def _ask(self, copy: Copy) -> Peers:
+        assert self._peers is not None, copy
+        return self._peers
+
+    def described(self, copy: Copy) -> str:
+        """A copy, for people."""
+        written = f"{copy.nbytes} bytes written {copy.mtime_ns / 1e9:.3f} s after 1970"
+        return f"{written} in {os.path.dirname(copy.path)} on {self._listings[copy.node].node}"
+
+    def _missing(self, path: str) -> DamagedError:
+        nodes = listed({listing.node for listing in self._listings})
+        problem, expected = "a file of the checkpoint is missing", f"a file on one of the nodes of this job: {nodes}"
+        remedy = "start the job with the node that has it, or take another tag"
+        return DamagedError(problem, path, expected, "no such file on any of them", remedy=remedy)
+
+    def open_stream(self, path: str) -> BinaryIO:
+        """See :meth:`elastic_ckpt.storage.Store.open_stream`."""
+        copy = self._choose(path)
+        if copy.node == self._mine:
+            return local.open_stream(copy.path)
+        return io.BufferedReader(_PeerStream(self._ask(copy), copy), _BUFFER_NBYTES)
+
+    def open_ranges(self, path: str) -> Ranges:
+        """See :meth:`elastic_ckpt.storage.Store.open_ranges`."""
+        copy = self._choose(path)
+        return local.open_ranges(copy.path) if copy.node == self._mine else _PeerRanges(self._ask(copy), copy)
+
+    def file_names(self, folder: str) -> list[str]:
+        """See :meth:`elastic_ckpt.storage.Store.file_names`."""
+        return sorted(self._inside(folder))
+
+    def folder_names(self, folder: str) -> list[str]:
+        """See :meth:`elastic_ckpt.storage.Store.folder_names`."""
+        return sorted(name for name, is_folder in self._inside(folder).items() if is_folder)
+
+    def _inside(self, folder: str) -> dict[str, bool]:
+        if (inside := self._names.get(self._name(folder))) is None:
+            raise self._missing(folder)
+        return inside
+
+    def exists(self, path: str) -> bool:
+        """See :meth:`elastic_ckpt.storage.Store.exists`."""
+        return self._name(path) in self.copies or self.is_folder(path)
+
+    def is_folder(self, path: str) -> bool:
+        """See :meth:`elastic_ckpt.storage.Store.is_folder`."""
+        return self._name(path) in self._names
+
+    def modified(self, path: str) -> float:
+        """The time of the newest copy of a file, or of the newest file in a folder; 0 if there is none."""
+        name = self._name(path)
+        names = [os.path.join(name, each) for each in self._names.get(name, ())] or [name]
+        return max((copy.mtime_ns for each in names for copy in self.copies.get(each, ())), default=0) / 1e9
+
+    def walk(self, folder: str) -> Iterator[tuple[str, local.Version]]:
+        """See :meth:`elastic_ckpt.storage.Store.walk`; the version is the first copy's."""
+        top = os.path.join(self._name(folder), "")
+        for name, (first, *_) in sorted(self.copies.items()):
+            if top == os.sep or not self._name(folder) or name.startswith(top):
+                yield os.path.join(self.root, name), local.Version(0, first.nbytes, first.mtime_ns)
+
+
+def _at(copy: Copy) -> tuple[int, int]:
+    return copy.node, copy.number
+
+
+class _PeerRanges:
+    """A file on another node."""
+
+    def __init__(self, peers: Peers, copy: Copy) -> None:
+        self._peers, self._copy = peers, copy
+
+    def read(self, buffers: Sequence[memoryview], byte_offset: int) -> int:
+        return self._peers.read_into(*_at(self._copy), buffers, byte_offset)
+
+    def close(self) -> None:
+        pass  # the connection stays, for the next file
+
+
+class _PeerStream(io.RawIOBase):
+    """A file on another node, as a raw stream."""
+
+    def __init__(self, peers: Peers, copy: Copy) -> None:
+        self._ranges, self._nbytes, self._at = _PeerRanges(peers, copy), copy.nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        self._at = max(start + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(self._nbytes - self._at, 0)]
+        count = self._ranges.read([view], self._at) if view else 0
+        self._at += count
+        return count

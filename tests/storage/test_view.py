@@ -1,0 +1,146 @@
+"""Folders of several nodes, seen as one: what is there, which copy is read, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt import storage
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.storage.peers import FileServer, Peers
+from elastic_ckpt.storage.view import FolderView, list_folders
+
+SECRET = b"of this job"
+NAMES = ["latest", "step4/mp_rank_00_model_states.pt", "step4/optim_0.pt", "step4/zero/a/fp32.pt", "step5/x.pt"]
+
+
+def write(folder: Path, name: str, content: bytes, mtime: int = 1000) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(content)
+    os.utime(folder / name, (mtime, mtime))
+
+
+def alone(*folders: Path, root: Path) -> FolderView:
+    """Several folders of one node, seen as ``root``."""
+    return FolderView(str(root), [list_folders("here", [str(folder) for folder in folders])])
+
+
+def content_of(view: FolderView, name: str) -> bytes:
+    with storage.seen_through(view), storage.open_stream(os.path.join(view.root, name)) as stream:
+        return stream.read()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(placed=st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=4), data=st.data())
+def test_each_node_reads_the_union_of_all_nodes(
+    placed: list[set[str]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("nodes")
+    folders = [root / str(number) for number in range(len(placed))]
+    for folder, names in zip(folders, placed, strict=True):
+        for name in names:
+            write(folder, name, name.encode() * 3)
+    listings = [list_folders(f"node{number}", [str(folder)]) for number, folder in enumerate(folders)]
+    servers = [FileServer("127.0.0.1", SECRET, listing.files) for listing in listings]
+    peers = Peers(SECRET, [server.address for server in servers])
+    try:
+        mine = data.draw(st.integers(0, len(folders) - 1))
+        view = FolderView(str(root / "seen"), listings, mine, peers)
+        every = set[str]().union(*placed)
+        assert {os.path.relpath(path, view.root) for path, _ in view.walk(view.root)} == every
+        for name in NAMES:
+            assert view.exists(f"{view.root}/{name}") == (name in every)
+            if name not in every:
+                with pytest.raises(DamagedError, match="missing") as caught:
+                    content_of(view, name)
+                assert caught.value.expected is not None and "node0" in caught.value.expected
+                continue
+            assert content_of(view, name) == name.encode() * 3
+            with storage.seen_through(view):
+                ranges = storage.open_ranges(os.path.join(view.root, name))
+                parts = [bytearray(3), bytearray(4)]
+                assert ranges.read([memoryview(part) for part in parts], 2) == 7
+                assert b"".join(parts) == (name.encode() * 3)[2:9]
+                assert ranges.read([memoryview(bytearray(5))], len(name) * 3) == 0
+                ranges.close()
+        for folder in ("step4", "step4/zero", "step4/zero/a"):
+            inside = {name[len(folder) + 1 :].split("/")[0] for name in every if name.startswith(f"{folder}/")}
+            assert view.is_folder(f"{view.root}/{folder}") == bool(inside)
+            if inside:
+                assert set(view.file_names(f"{view.root}/{folder}")) == inside
+    finally:
+        peers.close()
+        for server in servers:
+            server.close()
+
+
+def test_copies_of_one_size_and_other_content_are_told_apart(tmp_path: Path) -> None:
+    write(tmp_path / "a", "step4/optim_0.pt", b"one save", 1000)
+    write(tmp_path / "b", "step4/optim_0.pt", b"another.", 2000)
+    with pytest.raises(DamagedError, match="different files under one name") as caught:
+        content_of(alone(tmp_path / "a", tmp_path / "b", root=tmp_path), "step4/optim_0.pt")
+    assert str(tmp_path / "a") in str(caught.value.expected) and str(tmp_path / "b") in str(caught.value.found)
+
+
+@pytest.mark.parametrize("size", [0, 3, 7])
+def test_a_copy_of_another_size_is_told_apart_whatever_its_time(tmp_path: Path, size: int) -> None:
+    write(tmp_path / "a", "step4/optim_0.pt", b"one save")
+    write(tmp_path / "b", "step4/optim_0.pt", b"one save"[:size])
+    with pytest.raises(DamagedError, match="different files under one name"):
+        content_of(alone(tmp_path / "a", tmp_path / "b", root=tmp_path), "step4/optim_0.pt")
+
+
+def test_copies_of_one_content_are_one_file_and_the_first_folder_is_preferred(tmp_path: Path) -> None:
+    write(tmp_path / "a", "step4/optim_0.pt", b"one save", 1000)
+    write(tmp_path / "b", "step4/optim_0.pt", b"one save", 2000)
+    view = alone(tmp_path / "b", tmp_path / "a", root=tmp_path / "a")
+    with storage.seen_through(view), storage.open_stream(str(tmp_path / "a/step4/optim_0.pt")) as stream:
+        assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == str(tmp_path / "b/step4/optim_0.pt")
+
+
+@pytest.mark.parametrize("name", ["latest", "latest_universal", "step4/mp_rank_01_model_states.pt"])
+def test_of_what_is_on_every_node_the_newest_is_taken_and_told(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a", name, b"step2", 1000)
+    write(tmp_path / "b", name, b"step40", 2000)
+    write(tmp_path / "c", name, b"step3", 1500)
+    view = alone(*(tmp_path / letter for letter in "abc"), root=tmp_path)
+    assert content_of(view, name) == b"step40"
+    assert len(view.notes) == 1 and name in view.notes[0] and str(tmp_path / "b") in view.notes[0]
+
+
+@pytest.mark.parametrize("name", ["zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_00-model_00-model_states.pt"])
+def test_files_of_one_rank_are_never_taken_for_copies(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a", name, b"step2", 1000)
+    write(tmp_path / "b", name, b"step40", 2000)
+    with pytest.raises(DamagedError, match="different files under one name"):
+        content_of(alone(tmp_path / "a", tmp_path / "b", root=tmp_path), name)
+
+
+def test_one_copy_after_another_is_read_where_that_is_asked_for(tmp_path: Path) -> None:
+    for letter in "ab":
+        write(tmp_path / letter, "step4/optim_0.pt", letter.encode())  # as if a bit had been flipped since
+    listing = list_folders("here", [str(tmp_path / letter) for letter in "ab"])
+    for number, letter in enumerate("ab"):
+        view = FolderView(str(tmp_path), [listing], choices={"step4/optim_0.pt": number})
+        assert content_of(view, "step4/optim_0.pt") == letter.encode()
+
+
+def test_only_the_tags_that_are_asked_for_are_listed(tmp_path: Path) -> None:
+    for name in NAMES:
+        write(tmp_path, name, b"x")
+    (entries,) = list_folders("here", [str(tmp_path)], ["step4", "step9"]).entries
+    assert {entry.name for entry in entries} == {name for name in NAMES if not name.startswith("step5")}
+
+
+def test_what_is_outside_of_the_view_is_read_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "a", "latest", b"step2")
+    write(tmp_path / "seen2", "latest", b"beside")
+    view = alone(tmp_path / "a", root=tmp_path / "seen")
+    with storage.seen_through(view), storage.open_stream(str(tmp_path / "seen2/latest")) as stream:
+        assert stream.read() == b"beside"
+    with pytest.raises(DamagedError, match="missing"):
+        storage.open_stream(str(tmp_path / "seen/latest"))
