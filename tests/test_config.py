@@ -56,6 +56,7 @@ SET: dict[str, Any] = {
     "trust_pickle": True,
     "verify": "bytes",
     "on_damage": "previous",
+    "fallback_dirs": ["/shared/run"],
     "wait_for_files": 60,
     "reading": {"threads": 8, "storage": "network", "gap_kib": 64, "extra_memory_mib": 4},
     "report": "/logs/load.json",

@@ -39,7 +39,8 @@ def test_no_file_outgrows_its_room() -> None:
 #: What opens files or lists folders that are none of a checkpoint's, or only asks whether there is one.
 OPENERS = {
     "load/flow.py": "writes the report",
-    "load/fallback.py": "compares sizes and times of files that ranks see",
+    "load/nodes.py": "the machine's own number",
+    "load/replicate.py": "what it copies to this node",
     "tools/opened.py": "a DeepSpeed config",
     "tools/output_folder.py": "what a conversion or an export writes",
 }
@@ -89,6 +90,7 @@ COVERED_BY = {
     "test_run.py": "__main__",
     "distributed/test_cli_diff.py": "cli/tensors",
     "distributed/test_cli_latest.py": "tools/latest",
+    "distributed/test_nodes.py": "load/replicate",
     "distributed/test_parallel.py": "megatron",
 }
 

@@ -24,7 +24,7 @@ from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, read_latest
 from elastic_ckpt.storage import VIEW, local
 from elastic_ckpt.storage.peers import FileServer, Peers
-from elastic_ckpt.storage.view import FolderView, Listing, list_folders
+from elastic_ckpt.storage.view import FolderView, NodeListing, list_folders
 
 T = TypeVar("T")
 SECRET_NBYTES, _DIGEST_NBYTES = 32, 16
@@ -123,7 +123,7 @@ class Nodes:
         wanted = {tag for look in looks for tag in look.tags}
         tags = None if self.every_tag or not wanted else wanted
 
-        def serve() -> tuple[Listing, tuple[str, int]] | None:
+        def serve() -> tuple[NodeListing, tuple[str, int]] | None:
             if nodes[mine] != distributed.rank():
                 return None
             listing = list_folders(words_of(mine), [os.path.abspath(folder) for folder in self.folders], tags)
@@ -167,7 +167,7 @@ class Nodes:
 
 def _inside(tags: set[str]) -> list[str]:
     """The tags that are paths below a folder."""
-    normal = (os.path.normpath(tag) for tag in tags if tag)
+    normal = (os.path.normpath(tag) for tag in tags if tag and "\0" not in tag)
     return [tag for tag in normal if not os.path.isabs(tag) and tag.split(os.sep)[0] not in (os.pardir, os.curdir)]
 
 

@@ -16,7 +16,7 @@ from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, Unf
 from elastic_ckpt.formats.detect import LATEST, list_checkpoints
 from elastic_ckpt.load.nodes import SECRET_NBYTES, Node, identity_of, own_address, words_of
 from elastic_ckpt.storage.peers import FileServer, Peers
-from elastic_ckpt.storage.view import ON_EVERY_NODE, Entry, Listing, list_folders
+from elastic_ckpt.storage.view import ON_EVERY_NODE, Entry, NodeListing, list_folders
 
 _DOING = "replicate a checkpoint"
 #: Bytes in memory at a time.
@@ -87,7 +87,7 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
     node, (_, secret, _) = everybody[distributed.rank()][0], everybody[0]
     servers: list[FileServer] = []
 
-    def serve() -> tuple[Listing, tuple[str, int]] | None:
+    def serve() -> tuple[NodeListing, tuple[str, int]] | None:
         if nodes[node] != distributed.rank():
             return None
         listing = list_folders(words_of(node), [folder], [tag])
@@ -112,7 +112,7 @@ class _Pull(threading.Thread):
     """Copies what this node lacks of the files of some others, in the background."""
 
     def __init__(
-        self, folder: str, tag: str, listings: Sequence[Listing], sources: Sequence[int], peers: Peers
+        self, folder: str, tag: str, listings: Sequence[NodeListing], sources: Sequence[int], peers: Peers
     ) -> None:
         super().__init__(name="elastic_ckpt replication", daemon=True)
         self._folder, self._tag, self._listings, self._sources, self._peers = folder, tag, listings, sources, peers

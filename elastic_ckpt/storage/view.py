@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Listing:
+class NodeListing:
     """What one node has of some folders, which other nodes have, too."""
 
     node: str  # its name, for people
@@ -50,7 +50,7 @@ class Listing:
         return [(os.path.join(folder, entry.name), entry.nbytes) for folder, entries in both for entry in entries]
 
 
-def list_folders(node: str, folders: Sequence[str], tags: Collection[str] | None = None) -> Listing:
+def list_folders(node: str, folders: Sequence[str], tags: Collection[str] | None = None) -> NodeListing:
     """List the files of some folders: all of them, or those at the top and below some tags. Local."""
 
     def entries(folder: str) -> Iterator[Entry]:
@@ -62,7 +62,7 @@ def list_folders(node: str, folders: Sequence[str], tags: Collection[str] | None
             for path, version in local.walk(top):
                 yield Entry(os.path.relpath(path, folder), version.nbytes, version.mtime_ns)
 
-    return Listing(node, tuple(folders), tuple(tuple(entries(folder)) for folder in folders))
+    return NodeListing(node, tuple(folders), tuple(tuple(entries(folder)) for folder in folders))
 
 
 def _entry(path: str, folder: str, status: os.stat_result) -> Entry:
@@ -95,7 +95,7 @@ class FolderView:
     def __init__(
         self,
         root: str,
-        listings: Sequence[Listing],
+        listings: Sequence[NodeListing],
         mine: int = 0,
         peers: Peers | None = None,
         choices: Mapping[str, int] | None = None,

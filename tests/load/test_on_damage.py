@@ -31,7 +31,6 @@ from elastic_ckpt.load.hook import RetryPolicy
 
 FOUND = CheckpointInfo("native", "/x/step4", "step4", sort_names([], is_universal=False))
 MODEL = "mp_rank_00_model_states.pt"
-alone = hook.distributed.broadcast
 
 
 def attempts(folder: Path, tag: str | None = None, node_local: bool = False, **section: Any) -> RetryPolicy:
@@ -61,14 +60,29 @@ DAMAGE = DamagedError("a file is torn", file="/x/a.pt", remedy="copy it again")
 PREVIOUS: dict[str, Any] = {"on_damage": "previous"}
 
 
+def as_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is rank 1 of two, whose work it does as rank 0, too."""
+    rank = [1]
+
+    def both(_doing: str, work: Any) -> list[Any]:
+        rank[0] = 0
+        first = work()
+        rank[0] = 1
+        return [first, work()]
+
+    monkeypatch.setattr(hook.distributed, "rank", lambda: rank[0])
+    monkeypatch.setattr(hook.distributed, "all_gather", both)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_looks_and_all_take_what_it_has_found(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     monkeypatch.setattr(hook.detect, "find_checkpoint", lambda *arguments: looked.append(arguments) or FOUND)
-    broadcast = alone if rank == 0 else lambda doing, work: (FOUND, [])
-    monkeypatch.setattr(hook.distributed, "broadcast", broadcast)
-    assert attempts(Path("/x")).find() == FOUND
-    assert len(looked) == (rank == 0)
+    first = attempts(Path("/x"))
+    assert first.find() == FOUND and len(looked) == 1
+    if rank:
+        as_rank_1(monkeypatch)
+        assert attempts(Path("/x")).find() == FOUND and len(looked) == 2, "once more, for rank 0 alone"
 
 
 def test_tags_that_no_latest_names_are_listed_and_a_script_starts_fresh(
@@ -88,7 +102,8 @@ def test_tags_that_no_latest_names_are_listed_and_a_script_starts_fresh(
 
 
 def test_each_rank_finds_the_tag_in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook.distributed, "broadcast", lambda doing, work: (FOUND, []))
+    monkeypatch.setattr(hook.detect, "find_checkpoint", lambda *_: FOUND)
+    as_rank_1(monkeypatch)
     assert attempts(folder, node_local=True).find() == replace(FOUND, folder=str(folder / "step4"))
 
 
