@@ -98,7 +98,10 @@ class Nodes:
         return distributed.broadcast(doing, find)
 
     def _digest(self) -> tuple[bytes, tuple[str, ...]]:
-        """A digest of the names that are seen here, and the tags that ``latest`` files name. Local."""
+        """A digest of the names of the files that matter, and the tags that ``latest`` files name. Local.
+
+        What else is in the folder may change meanwhile: another job saves there.
+        """
         named, names = set[str](), []
         for folder in self.folders:
             for latest in (LATEST, LATEST_UNIVERSAL):
@@ -106,7 +109,8 @@ class Nodes:
                     named.add(read_latest(folder, latest) or "")
         tags = tuple(sorted(_inside({self.tag} if self.tag is not None else named)))
         for folder in self.folders:
-            for path in (folder, *(os.path.join(folder, tag) for tag in tags)):
+            tops = [folder] if self.every_tag or not tags else []
+            for path in (*tops, *(os.path.join(folder, tag) for tag in tags)):
                 try:
                     names.append(sorted(local.file_names(path)))
                 except ElasticCkptError as error:
