@@ -112,7 +112,8 @@ class PlanBuilder:
             return
         if live.layout == PER_PARAMETER:
             numel, shape = math.prod(live.shape), live.shape
-            restored = [replace(each, shape=shape, range=FlatRange(0, numel), flat_offset=0) for each in restored]
+            names = [each.name for each in restored] or flat.members  # one without elements has no fragment
+            restored = [Fragment(name, shape, FlatRange(0, numel), flat.index, 0) for name in names if link.source]
         elif live.layout == TOUCHED:
             names, numels = {each.name for each in restored}, [math.prod(each.shape) for each in fragments]
             starts, numel = accumulate(numels, initial=0), sum(numels)

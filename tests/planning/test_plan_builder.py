@@ -372,8 +372,9 @@ def whole_state(part: Partition, name: str, key: str, shape: Shape) -> TensorMet
     return replace(tensor_in(part, name, key, shape), has_own_shape=True)
 
 
-def test_a_whole_state_keeps_a_shape_of_its_own(tmp_path: Path) -> None:
-    shapes = {"a": (2, 3)}
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (0,)])
+def test_a_whole_state_keeps_a_shape_of_its_own(tmp_path: Path, shape: Shape) -> None:
+    shapes = {"a": shape}
     disk = Disk()
     rows, columns = disk.raw(numbers(2)), disk.raw(numbers(3), "bfloat16")
     states = {("a", "row"): whole_state(rows, "a", "row", (2, 1))}
