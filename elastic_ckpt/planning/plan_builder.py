@@ -112,8 +112,9 @@ class PlanBuilder:
             return
         if live.layout == PER_PARAMETER:
             numel, shape = math.prod(live.shape), live.shape
-            names = [each.name for each in restored] or flat.members  # one without elements has no fragment
-            restored = [Fragment(name, shape, FlatRange(0, numel), flat.index, 0) for name in names if link.source]
+            with_state = [each.name for each in restored] or flat.members  # one without elements has no fragment
+            whole = FlatRange(0, numel)
+            restored = [Fragment(name, shape, whole, flat.index, 0) for name in with_state if link.source]
         elif live.layout == TOUCHED:
             names, numels = {each.name for each in restored}, [math.prod(each.shape) for each in fragments]
             starts, numel = accumulate(numels, initial=0), sum(numels)

@@ -117,7 +117,8 @@ class Disk:
         self, values: Sequence[float] | NDArray[np.float32], dtype: str = "float32", new_file: bool = True
     ) -> Partition:
         tensor = torch.tensor(np.array(values, np.float32)).to(getattr(torch, dtype))
-        file, offset = self.add(tensor.view(torch.uint8).numpy().tobytes(), new_file, 5)
+        raw = tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        file, offset = self.add(raw, new_file, 5)
         return Partition(file, offset, -1, dtype, None, tensor.float().numpy(), np.zeros(0, np.float32))
 
     def read(self, file: int, byte_offset: int, nbytes: int) -> bytearray:
