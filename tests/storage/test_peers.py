@@ -210,6 +210,13 @@ def test_a_stranger_cannot_prolong_its_time_byte_by_byte(server: FileServer, mon
     assert time.monotonic() < start + 20
 
 
+def test_who_has_proven_it_may_be_silent(server: FileServer, client: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PROOF_SECONDS", 1)
+    assert read(client, 1, 0, 10) == FILES[1][:10]
+    time.sleep(3)
+    assert read(client, 1, 0, 10) == FILES[1][:10]
+
+
 def test_many_silent_strangers_delay_others_but_do_not_keep_them_out(
     server: FileServer, client: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,6 +465,7 @@ def test_a_holder_that_stops_is_noticed(holder: subprocess.Popen[str], monkeypat
     with closing(Peers(SECRET, [(HOST, port_of(holder))])) as client:
         assert read(client, 0, 7, 10) == bytes(10)
         holder.send_signal(signal.SIGSTOP)
+        os.waitpid(holder.pid, os.WUNTRACED)
         with pytest.raises(CommunicationError, match="nothing for 1 s"):
             read(client, 0, 0, 10)
 
