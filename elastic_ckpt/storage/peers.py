@@ -90,17 +90,16 @@ def _chunks(descriptor: int, start: int, nbytes: int) -> Iterator[bytes]:
 
 
 def _first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The buffers up to a number of bytes, without empty ones; the last may be cut short."""
+    """The buffers up to a number of bytes; what is behind them is empty."""
     found = []
     for buffer in buffers:
-        if part := buffer[:nbytes]:
-            found.append(part)
-        nbytes -= len(part)
+        found.append(buffer[:nbytes])
+        nbytes -= len(found[-1])
     return found
 
 
 def _receive(connection: socket.socket, buffers: Sequence[memoryview]) -> None:
-    """Fill all buffers, of which none is empty."""
+    """Fill all buffers, of which the last is not empty."""
     remaining = list(buffers)
     while remaining:
         count = connection.recvmsg_into(remaining, 0, socket.MSG_WAITALL)[0]
@@ -262,7 +261,7 @@ class Peers:
 
     def read_into(self, server: int, file: int, buffers: Sequence[memoryview], byte_offset: int) -> int:
         """Fill the buffers, in order, with what one request carries; number of bytes read, 0 at the end of the file."""
-        wanted = _first_bytes(buffers[:_MOST_BUFFERS], REQUEST_NBYTES)
+        wanted = buffers[:_MOST_BUFFERS]
         return self._ask(server, wanted, READ, file, byte_offset, sum(map(len, wanted)), 0)
 
     def crc32(self, server: int, file: int, byte_offset: int, nbytes: int) -> int:
@@ -324,6 +323,6 @@ def _receive_answer(connection: socket.socket, buffers: Sequence[memoryview], is
     if not status:
         return count
     words = bytearray(nbytes)
-    _receive(connection, _first_bytes([memoryview(words)], nbytes))
+    _receive(connection, [memoryview(words)])
     found = "".join(letter if letter.isprintable() else "?" for letter in words.decode(errors="replace"))
     raise _REFUSALS[status - 1]("the node that holds a file of the checkpoint cannot read it", found=found)

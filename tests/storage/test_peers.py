@@ -301,6 +301,22 @@ def test_a_server_is_not_believed(answer: bytes) -> None:
         pretending.result()
 
 
+def test_a_server_may_be_slow_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def go_slowly() -> None:
+        with listener.accept() as connection:
+            os.read(connection.fileno(), REQUEST.size)
+            for part in (HEADER.pack(0, 9) + b"12", b"345", b"6789" + HEADER.pack(0, 0)):
+                os.write(connection.fileno(), part)
+                time.sleep(1.2)
+
+    monkeypatch.setattr(peers, "_PROGRESS_SECONDS", 2)
+    with Listener((HOST, 0), authkey=SECRET) as listener, ThreadPoolExecutor(1) as pool:
+        going = pool.submit(go_slowly)
+        with closing(Peers(SECRET, [listener.address])) as client:
+            assert read(client, 0, 0, 9) == b"123456789"
+        going.result()
+
+
 def test_words_of_a_server_are_printable_and_a_short_sum_is_none() -> None:
     def pretend() -> None:
         for answer in (HEADER.pack(2, 7) + b"\x1b[2J\xff\0a", HEADER.pack(0, 3) + b"sum" + HEADER.pack(0, 0)):
@@ -537,6 +553,10 @@ def test_directories_of_both_kinds_are_found(tmp_path: Path, is_wide: bool, monk
         with zipfile.ZipFile(tmp_path / "file", "w") as archive:
             for number in range(9000):
                 archive.writestr(zipfile.ZipInfo(f"{number:050}"), content if number == 4000 else b"-")
+        if is_wide:  # as of a larger archive: both are in the other end
+            with open(tmp_path / "file", "r+b") as stream:
+                stream.seek(-10, os.SEEK_END)
+                stream.write(b"\xff" * 8)
         digests.add(content_digest(str(tmp_path / "file")))
     assert len(digests) == 2
 
@@ -556,11 +576,12 @@ def test_other_files_differ_by_their_ends_and_size(tmp_path: Path, nbytes: int) 
     assert len({digest(bytes(nbytes)), digest(bytes(nbytes + 1)), *changed}) == len(changed) + 2
 
 
+@pytest.mark.parametrize("start", [bytes(8), b"\xff" * 8])
 @pytest.mark.parametrize("end", [b"PK\x05\x06" + b"\xff" * 18, b"PK\x05\x06", b"PK\x05\x06" + bytes(18)])
 def test_sizes_that_a_directory_states_are_not_trusted(
-    tmp_path: Path, end: bytes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide = b"PK\x06\x06" + b"\xff" * 52 + b"PK\x06\x07" + b"\xff" * 16
+    wide = b"PK\x06\x06" + b"\xff" * 44 + start + b"PK\x06\x07" + b"\xff" * 16
     with open(tmp_path / "file", "wb") as stream:
         stream.truncate(1 << 34)  # of which no disk has anything
         stream.seek(-len(wide + end), os.SEEK_END)
