@@ -36,8 +36,8 @@ def progress_bar(what: str, nbytes: int, show: bool | None, leave: bool = True) 
 class ReadStats:
     """What was read."""
 
-    nbytes: int = 0
-    calls: int = 0  # reads; the sources of one part of a requantize item count as one
+    nbytes: int = 0  # with the gaps between merged reads
+    calls: int = 0  # reads; with ``"local"`` storage and checksums, ``preadv`` is called for each MiB
     staged_nbytes: int = 0  # bytes that went through staging buffers or other host memory
     blocks: int = 0  # requantized 8-bit blocks
     worst_error: float = 0.0  # of these, as a fraction of the new block's scale

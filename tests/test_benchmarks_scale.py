@@ -19,13 +19,14 @@ import torch
 from pydantic import ValidationError
 
 from benchmarks.scale_models import MODELS, ScaleModel, scale_metadata
-from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.config import ElasticConfig, Reading
 from elastic_ckpt.core.fqn import EXPERTS
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.opened import open_folder
-from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual import Topology, VirtualJob, bytes_by_file, forecast
 
 
 @lru_cache
@@ -164,6 +165,17 @@ def test_any_rank_of_bloom_is_planned_in_200_mib(bloom: CheckpointMetadata, topo
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 1 << 16 < peak < 200 << 20
+
+
+def test_a_gpu_rank_of_bloom_makes_a_hundredth_of_the_reads_on_a_network_file_system(bloom: CheckpointMetadata) -> None:
+    local_state, plan = VirtualJob(bloom, Topology(**TOPOLOGIES[0]), PRESET).planned(0)
+    owned_nbytes = sum(bytes_by_file(plan.reads).values())
+    found = []
+    for storage in ("local", "network"):
+        options = read_options(ElasticConfig(reading=Reading(storage=storage)))
+        reads = forecast(local_state, plan, options)
+        found.append((reads["reads"], round(reads["nbytes_read"] / owned_nbytes, 2)))
+    assert found == [(130_461, 1.0), (1_176, 1.16)]
 
 
 def test_another_degree_needs_rules(bloom: CheckpointMetadata) -> None:

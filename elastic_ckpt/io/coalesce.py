@@ -1,9 +1,14 @@
-"""Turns a plan's items into reads: joined, split, and sorted by whether ``preadv`` can write into their target."""
+"""Turns a plan's items into reads: joined, split, and sorted by whether ``preadv`` can write into their target.
+
+Those that pass through staging buffers are packed into these side by side, with nothing of the gaps between them, and
+joined like any others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -17,6 +22,9 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 #: Most buffers per call (limits.h, IOV_MAX).
 MAX_BUFFERS = 1024
+#: Bytes that are read before they are summed, where calls are cheap: few enough to be in the processor's cache still,
+#: enough for few calls.
+SUMMED_AT_ONCE_NBYTES = _MIB
 #: Smallest staging buffer: one element of any dtype.
 _LEAST_STAGED_NBYTES = ITEMSIZE["complex128"]
 #: Largest task of a thread: one future per small read would cost more than the read.
@@ -43,6 +51,12 @@ class ReadOptions:
     staging_nbytes: int = 64 * _MIB  # host memory of all staging buffers together
     progress: bool | None = False  # whether to draw a progress bar; ``None``: if standard error is a terminal
     gap_nbytes: int = 0  # reads of a file at most this far apart are merged, with the bytes between them
+    call_nbytes: int = 16 * _MIB  # how much of a read a call of ``preadv`` takes
+
+    @cached_property
+    def unwanted(self) -> memoryview:
+        """Memory for the longest gap; every read may write into it."""
+        return memoryview(Unwanted(min(self.gap_nbytes, self.chunk_nbytes)))
 
     @property
     def requantize_nbytes(self) -> int:
@@ -50,29 +64,51 @@ class ReadOptions:
         return self.staging_nbytes // self.threads
 
     @property
+    def staging_buffers(self) -> int:
+        """Buffers of each thread: two overlap disk and bus; where calls wait, threads do, and one makes fewer reads."""
+        return 1 if self.gap_nbytes else 2
+
+    @property
     def staged_nbytes(self) -> int:
-        """Largest read into a staging buffer; every thread has two."""
-        return max(min(self.requantize_nbytes // 2, self.chunk_nbytes), _LEAST_STAGED_NBYTES)
+        """Size of a staging buffer."""
+        return max(min(self.requantize_nbytes // self.staging_buffers, self.chunk_nbytes), _LEAST_STAGED_NBYTES)
 
 
 def read_options(config: ElasticConfig) -> ReadOptions:
     """The configured read options."""
     reading = config.reading
     gap_nbytes = _GAP_NBYTES[reading.storage] if reading.gap_kib is None else reading.gap_kib << 10
-    return ReadOptions(reading.threads, staging_nbytes=reading.extra_memory_mib << 20, gap_nbytes=gap_nbytes)
+    options = ReadOptions(reading.threads, staging_nbytes=reading.extra_memory_mib << 20, gap_nbytes=gap_nbytes)
+    if gap_nbytes or config.verify == "off":
+        return options
+    return replace(options, call_nbytes=SUMMED_AT_ONCE_NBYTES)
 
 
-#: One ``preadv``: file, byte offset, bytes, and the buffers for them, some of which may be for unwanted gaps.
+#: One read: file, byte offset, bytes, and the buffers for them, some of which may be for unwanted gaps.
 DirectRead = tuple[int, int, int, tuple[memoryview, ...]]
+
+
+@dataclass(slots=True)
+class StagedBatch:
+    """What fills a staging buffer: parts of items, in file order and side by side."""
+
+    #: Parts of each read, with the byte of the buffer where each begins. Rows too far apart are a part, each a read.
+    reads: list[list[tuple[ReadItem, int]]] = field(default_factory=list)
+    nbytes: int = 0  # of the buffer
+    read_nbytes: int = 0  # with the gaps between merged reads
+    calls: int = 0  # reads
+
+    @property
+    def parts(self) -> Iterator[tuple[ReadItem, int]]:
+        return chain.from_iterable(self.reads)
 
 
 def sort_reads(
     plan: ReadPlan, tensors: Sequence[torch.Tensor], options: ReadOptions
-) -> tuple[list[DirectRead], list[ReadItem]]:
+) -> tuple[list[DirectRead], list[StagedBatch]]:
     """The reads that execute the items of a plan, in file order; ``tensors`` are the live tensors of its targets.
 
-    Returns reads straight into the tensors, and items that pass through a staging buffer, none larger than one: each
-    row is a ``preadv``, and rows are contiguous in the target.
+    Returns reads straight into the tensors, and those into staging buffers.
     """
     for target, tensor in zip(plan.targets, tensors, strict=True):
         if tensor.numel() != target.numel:
@@ -86,15 +122,43 @@ def sort_reads(
         if view is not None and item.dtype == plan.targets[item.target].dtype:
             direct.append(_rows(item, view))
         else:
-            staged += _staged(item, options.staged_nbytes)
-    return list(_joined(chain.from_iterable(direct), options)), staged
+            staged.append(item)
+    joined = _joined(chain.from_iterable(direct), options.chunk_nbytes, options.unwanted)
+    return list(joined), list(staged_batches(staged, options))
 
 
 def staged_reads(plan: ReadPlan, options: ReadOptions) -> tuple[int, int]:
-    """Bytes and number of the reads of a plan through staging buffers; a part of a requantize item counts as one."""
-    parts = [part for item in plan.requantize_items for part in parts_of(item, options.requantize_nbytes)]
-    calls = (item.rows * -(-item.numel // (options.staged_nbytes // ITEMSIZE[item.dtype])) for item in plan.items)
-    return sum(item.nbytes for item in plan.items) + sum(map(nbytes_read, parts)), sum(calls) + len(parts)
+    """Bytes and number of the reads of a plan all of whose items pass through staging buffers."""
+    batches = list(staged_batches(plan.items, options))
+    parts = (part for item in plan.requantize_items for part in parts_of(item, options.requantize_nbytes))
+    sizes = [nbytes for part in parts for nbytes in read_sizes(part)]
+    nbytes = sum(batch.read_nbytes for batch in batches) + sum(sizes)
+    return nbytes, sum(batch.calls for batch in batches) + len(sizes)
+
+
+def staged_batches(items: Sequence[ReadItem], options: ReadOptions) -> Iterator[StagedBatch]:
+    """Pack items into staging buffers, in as few reads as these, chunks and gaps allow."""
+    packer = _Packer(items, options)
+    for item in items:
+        # rows of which a buffer takes one are cut like single ones
+        is_cut = item.rows > 1 and 2 * item.numel * ITEMSIZE[item.dtype] > options.staged_nbytes
+        for part in map(item.row, range(item.rows)) if is_cut else (item,):
+            yield from packer.add(part)
+    if packer.batch.reads:
+        yield packer.batch
+
+
+def reads_into(memory: memoryview, batch: StagedBatch, options: ReadOptions) -> Iterator[DirectRead]:
+    """The reads that fill a staging buffer."""
+    chunk_nbytes = max(options.chunk_nbytes, options.staged_nbytes)
+    for parts in batch.reads:
+        ranges = []
+        for item, position in parts:
+            rows, numel = (1, item.rows * item.numel) if item.file_stride == item.numel else (item.rows, item.numel)
+            offset = position // ITEMSIZE[item.dtype]
+            part = replace(item, target_offset=offset, rows=rows, numel=numel, target_stride=numel)
+            ranges.append(_rows(part, memory))
+        yield from _joined(chain.from_iterable(ranges), chunk_nbytes, options.unwanted)
 
 
 def parts_of(item: RequantizeItem, staging_nbytes: int) -> Iterator[RequantizeItem]:
@@ -115,9 +179,10 @@ def scales_of(item: ReadItem) -> tuple[int, int]:
     return item.code.scales_offset + first * itemsize, (stop - first) * itemsize
 
 
-def nbytes_read(item: RequantizeItem) -> int:
-    """Bytes of an item's sources and of their scales."""
-    return item.nbytes + sum(scales_of(source)[1] for source in item.sources if source.code is not None)
+def read_sizes(item: RequantizeItem) -> list[int]:
+    """Bytes of each read of an item: of its sources, and of their scales."""
+    scales = (scales_of(source)[1] for source in item.sources if source.code is not None)
+    return [*(source.nbytes for source in item.sources), *scales]
 
 
 def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[DirectRead]]:
@@ -155,24 +220,72 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
     return flat.view(torch.uint8).numpy().data
 
 
-def _staged(item: ReadItem, step_nbytes: int) -> Iterator[ReadItem]:
-    """Contiguous rows of the target, as many as fit into a buffer; longer rows are split."""
-    itemsize = ITEMSIZE[item.dtype]
-    at_once = step_nbytes // (item.numel * itemsize) if item.rows > 1 and item.target_stride == item.numel else 0
-    if at_once > 1:
-        for first in range(0, item.rows, at_once):
-            rows = min(at_once, item.rows - first)
-            yield replace(item.row(first), rows=rows, file_stride=item.file_stride, target_stride=item.target_stride)
-        return
-    step = step_nbytes // itemsize
-    for row in map(item.row, range(item.rows)):
-        yield from (row.clip(start, start + step) for start in range(row.target_offset, row.target_stop, step))
+class _Packer:
+    """Packs batches, in time that does not depend on the number of rows."""
+
+    def __init__(self, items: Sequence[ReadItem], options: ReadOptions) -> None:
+        self.batch = StagedBatch()
+        self._options, self._limit, self._gap_nbytes = options, options.staged_nbytes, len(options.unwanted)
+        self._file, self._start, self._end, self._buffers = -1, 0, 0, 0  # of the last read, if it may go on
+        share = options.threads * _TASKS_OF_THREAD  # as for tasks; but no read is split for it
+        self._most_nbytes = min(sum(item.nbytes for item in items) // share, _TASK_NBYTES)
+        self._most_calls = -(-sum(item.rows if self._are_apart(item) else 1 for item in items) // share)
+
+    def _are_apart(self, item: ReadItem) -> bool:
+        """Whether each row is a read."""
+        between = (item.file_stride - item.numel) * ITEMSIZE[item.dtype]
+        return item.rows > 1 and not 0 <= between <= self._gap_nbytes
+
+    def add(self, item: ReadItem) -> Iterator[StagedBatch]:
+        """Add an item in parts, of whole rows if it has several; yields batches that are full."""
+        itemsize, are_apart, first = ITEMSIZE[item.dtype], self._are_apart(item), 0
+        count, width, stride = item.numel, itemsize, itemsize
+        if item.rows > 1:
+            count, width, stride = item.rows, item.numel * itemsize, item.file_stride * itemsize
+        while first < count:
+            batch, offset = self.batch, item.byte_offset + first * stride
+            position = -(-batch.nbytes // itemsize) * itemsize
+            left, room = count - first, (self._limit - position) // width
+            taken = 0 if are_apart or item.file != self._file else min(left, room, self._fitting(offset, width, stride))
+            if taken < 1:  # another read
+                self._file, self._start, self._end, self._buffers = item.file, offset, offset, 0
+                taken = 1 if are_apart else min(left, self._limit // width, self._fitting(offset, width, stride))
+                is_full = taken > room or position + taken * width > self._most_nbytes
+                if batch.reads and (is_full or batch.calls >= self._most_calls):
+                    yield batch
+                    self.batch, self._file = StagedBatch(), -1
+                    continue
+                if are_apart:
+                    taken, self._file = min(left, room, max(self._most_calls - batch.calls, 1)), -1
+                batch.reads.append([])
+                batch.calls += taken if are_apart else 1
+            end = offset + (taken - 1) * stride + width
+            batch.read_nbytes += taken * width if are_apart else end - self._end
+            self._buffers += (offset > self._end) + (2 * taken - 1 if stride > width else 1)
+            self._end = end
+            start = item.target_offset + first
+            part = item.row(first) if item.rows > 1 else item.clip(start, start + taken)
+            if item.rows > 1:
+                part = replace(part, rows=taken, file_stride=item.file_stride, target_stride=item.target_stride)
+            batch.reads[-1].append((part, position))
+            batch.nbytes = position + taken * width
+            first += taken
+
+    def _fitting(self, offset: int, width: int, stride: int) -> int:
+        """How many rows from an offset on the last read may take."""
+        gap, between = offset - self._end, stride - width
+        free = MAX_BUFFERS - self._buffers - (gap > 0)
+        if not 0 <= gap <= self._gap_nbytes or free < 1:
+            return 0
+        most_nbytes = max(self._options.chunk_nbytes, self._limit)
+        by_nbytes = (most_nbytes - (offset - self._start) + between) // stride
+        return min(by_nbytes, (free + 1) // 2) if between else by_nbytes
 
 
-def _joined(ranges: Iterable[tuple[int, int, memoryview]], options: ReadOptions) -> Iterator[DirectRead]:
-    """Merge ranges that are adjacent in their file, or nearly so, and split those longer than a chunk."""
-    unwanted = memoryview(Unwanted(options.gap_nbytes))  # for the gaps; every read may write into it
-    chunk_nbytes = options.chunk_nbytes
+def _joined(
+    ranges: Iterable[tuple[int, int, memoryview]], chunk_nbytes: int, unwanted: memoryview
+) -> Iterator[DirectRead]:
+    """Merge ranges at most as far apart as ``unwanted`` is long, and split those longer than a chunk."""
     buffers: list[memoryview] = []
     file, start, end = -1, 0, 0
     for next_file, first_byte, view in ranges:
@@ -180,7 +293,7 @@ def _joined(ranges: Iterable[tuple[int, int, memoryview]], options: ReadOptions)
             buffer = view[position : position + chunk_nbytes]
             offset = first_byte + position
             gap = offset - end
-            fits = next_file == file and 0 <= gap <= options.gap_nbytes
+            fits = next_file == file and 0 <= gap <= len(unwanted)
             fits = fits and offset - start + len(buffer) <= chunk_nbytes
             fits = fits and len(buffers) + 1 + (gap > 0) <= MAX_BUFFERS
             if buffers and not fits:

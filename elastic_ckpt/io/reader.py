@@ -1,9 +1,10 @@
 """Executes a read plan: file bytes straight into the memory of the targets, from a pool of threads or the caller's own.
 
-An item whose target is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor, and
-adjacent ranges of a file share a call. Any other item (other dtype, accelerator, strided tensor) is *staged* through
-staging buffers of fixed size (:mod:`elastic_ckpt.io.staging`). Of replicated targets each data-parallel rank reads its
-shares, which are broadcast afterwards.
+An item whose target is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor. Any
+other item (other dtype, accelerator, strided tensor) is *staged* through staging buffers of fixed size
+(:mod:`elastic_ckpt.io.staging`). Either way ranges of a file that are adjacent share a read, and where reads wait for
+an answer, those that nearly are. Of replicated targets each data-parallel rank reads its shares, which are broadcast
+afterwards.
 """
 
 from __future__ import annotations
@@ -21,17 +22,24 @@ import torch.distributed as dist
 from isal import isal_zlib
 
 from elastic_ckpt.core.checksums import PartialSum
-from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
-from elastic_ckpt.core.read_plan import BroadcastRange, ReadItem, ReadPlan, RequantizeItem
+from elastic_ckpt.core.metadata import SourceFile
+from elastic_ckpt.core.read_plan import BroadcastRange, ReadPlan, RequantizeItem
 from elastic_ckpt.distributed import in_buckets, wait
 from elastic_ckpt.errors import DamagedError, SavedOverError, refuse_used_up
-from elastic_ckpt.io.coalesce import DirectRead, ReadOptions, Unwanted, parts_of, sort_reads, tasks
+from elastic_ckpt.io.coalesce import (
+    DirectRead,
+    ReadOptions,
+    StagedBatch,
+    Unwanted,
+    parts_of,
+    read_sizes,
+    reads_into,
+    sort_reads,
+    tasks,
+)
 from elastic_ckpt.io.staging import Prefault, StagingBuffers, requantize
 from elastic_ckpt.report import ReadStats, progress_bar
 from elastic_ckpt.storage import Ranges, inherited, open_ranges, open_stream, size_of
-
-#: Bytes that are read before they are summed: few enough to be in the processor's cache still, enough for few calls.
-SUMMED_AT_ONCE_NBYTES = 1 << 20
 
 
 class ReadSums:
@@ -82,30 +90,31 @@ def execute(
     """
     direct, staged = sort_reads(plan, tensors, options)
     parts = [part for item in plan.requantize_items for part in parts_of(item, options.requantize_nbytes)]
-    copied_nbytes, staged_nbytes = sum(read[2] for read in direct), sum(item.nbytes for item in staged)
-    copied_nbytes += staged_nbytes
-    total = copied_nbytes + sum(part.nbytes for part in parts)
+    total = sum(read[2] for read in direct) + sum(batch.read_nbytes for batch in staged)
+    total += sum(sum(read_sizes(part)) for part in parts)
+    stats = ReadStats()
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar("elastic_ckpt", total, options.progress, leave=False))
-        devices = {tensors[target].device for target in {item.target for item in staged}}
-        staging = [StagingBuffers(options.staged_nbytes, devices) for _ in range(options.threads if staged else 0)]
+        devices = {tensors[item.target].device for batch in staged for item, _ in batch.parts}
+        sizes = options.staged_nbytes, devices, options.staging_buffers
+        staging = [StagingBuffers(*sizes) for _ in range(options.threads if staged else 0)]
         for buffers in staging:
             stack.callback(buffers.finish)  # after a failure too: no transfer may outlive its target
-        reader = _Reader(plan, tensors, sums, staging)
+        reader = _Reader(plan, tensors, options, sums, staging)
         stack.callback(reader.close)
-        run: Callable[..., Iterator[Any]] = map
+        run: Callable[..., Iterator[ReadStats]] = map
         if options.threads > 1:
             pool = stack.enter_context(ThreadPoolExecutor(options.threads, "elastic_ckpt", *inherited()))
             stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
             run = pool.map
-        for nbytes in chain(run(reader.read_direct, tasks(direct, options.threads)), run(reader.read_staged, staged)):
-            bar.update(nbytes)
+        for done in chain(run(reader.read_direct, tasks(direct, options.threads)), run(reader.read_staged, staged)):
+            stats += done
+            bar.update(done.nbytes)
         for buffers in staging:
             buffers.finish()
-        stats = ReadStats(copied_nbytes, len(direct) + sum(item.rows for item in staged), staged_nbytes)
-        for done, part in zip(run(reader.requantize, parts), parts, strict=True):
+        for done in run(reader.requantize, parts):
             stats += done
-            bar.update(part.nbytes)
+            bar.update(done.nbytes)
     return stats
 
 
@@ -113,33 +122,35 @@ class _Reader:
     """At most one open file per thread: reads come in file order, and a checkpoint may have thousands of files."""
 
     def __init__(
-        self, plan: ReadPlan, tensors: Sequence[torch.Tensor], sums: ReadSums | None, staging: Sequence[StagingBuffers]
+        self,
+        plan: ReadPlan,
+        tensors: Sequence[torch.Tensor],
+        options: ReadOptions,
+        sums: ReadSums | None,
+        staging: Sequence[StagingBuffers],
     ) -> None:
-        self._plan, self._tensors, self._sums = plan, tensors, sums
+        self._plan, self._tensors, self._options, self._sums = plan, tensors, options, sums
         self._prefault = Prefault()
         self._staging: SimpleQueue[StagingBuffers] = SimpleQueue()
         for buffers in staging:
             self._staging.put(buffers)
         self._open: dict[int, tuple[int, Ranges]] = {}  # by thread, its file
 
-    def read_direct(self, reads: Sequence[DirectRead]) -> int:
+    def read_direct(self, reads: Sequence[DirectRead]) -> ReadStats:
         for file, byte_offset, _, buffers in reads:
             self._prefault(buffers)
             self._read(file, byte_offset, buffers)
-        return sum(nbytes for _, _, nbytes, _ in reads)
+        return ReadStats(sum(nbytes for _, _, nbytes, _ in reads), len(reads))
 
-    def read_staged(self, item: ReadItem) -> int:
-        staging, nbytes = self._staging.get(), item.nbytes
+    def read_staged(self, batch: StagedBatch) -> ReadStats:
+        staging = self._staging.get()
         try:
-            buffer, row_nbytes = staging.buffer(nbytes), nbytes // item.rows
-            stride_nbytes = item.file_stride * ITEMSIZE[item.dtype]
-            for number in range(item.rows):
-                row = buffer[number * row_nbytes : (number + 1) * row_nbytes]
-                self._read(item.file, item.byte_offset + number * stride_nbytes, [row])
-            staging.deliver(nbytes, item.dtype, self._tensors[item.target], item.target_offset)
+            for file, byte_offset, _, buffers in reads_into(staging.buffer(batch.nbytes), batch, self._options):
+                self._read(file, byte_offset, buffers)
+            staging.deliver(batch, self._tensors)
         finally:
             self._staging.put(staging)
-        return nbytes
+        return ReadStats(batch.read_nbytes, batch.calls, sum(item.nbytes for item, _ in batch.parts))
 
     def requantize(self, item: RequantizeItem) -> ReadStats:
         try:
@@ -160,7 +171,7 @@ class _Reader:
         """``preadv`` until all buffers are full; the kernel may return less than requested."""
         remaining = list(buffers)
         while remaining:
-            wanted = remaining if self._sums is None else first_bytes(remaining, SUMMED_AT_ONCE_NBYTES)
+            wanted = first_bytes(remaining, self._options.call_nbytes)
             try:
                 count = self._ranges(file).read(wanted, byte_offset)
             except OSError as error:

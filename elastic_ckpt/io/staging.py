@@ -1,7 +1,8 @@
 """What is read into: pages of fresh tensors, mapped beforehand; else bounded host memory, and the way on from there.
 
-A read into a staging buffer takes one of two: while it is read into, the other is copied into its target. For an
-accelerator the copy is asynchronous, from pinned memory on a stream of its own, so that disk and bus overlap.
+Reads fill a staging buffer, whose parts are then copied into their targets. Into an accelerator it travels as a whole,
+asynchronously, from pinned memory on a stream of its own, and is taken apart there. So disk and bus overlap: a thread
+reads into another buffer, or other threads read.
 
 Requantize items are decoded and quantized in parts. The format is that of bitsandbytes' blockwise optimizers: each
 block has one fp32 scale (its ``absmax``), and a code stands for ``codebook[code] * scale``, in fp32
@@ -23,7 +24,7 @@ import torch
 from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io.coalesce import nbytes_read, scales_of
+from elastic_ckpt.io.coalesce import StagedBatch, read_sizes, scales_of
 from elastic_ckpt.report import ReadStats
 
 _HUGE_NBYTES = 2 << 20
@@ -85,18 +86,18 @@ def _libc() -> Any:
 
 
 class StagingBuffers:
-    """Two host buffers in turn, for one thread at a time and targets on some devices.
+    """Host buffers in turn, for one thread at a time and targets on some devices.
 
-    Into an accelerator, values travel on a stream beside the computation's, in the file's dtype, and are converted
-    there, which halves the traffic if 16-bit values become 32-bit ones. Into host memory they are copied at once.
+    Into an accelerator, buffers travel on a stream beside the computation's. Values are converted and rows put in their
+    places there, which halves the traffic if 16-bit values become 32-bit ones. Into host memory all is copied at once.
     Create it on the thread that prepared the targets: its stream is waited for, its device has the pinned memory.
     """
 
-    def __init__(self, buffer_nbytes: int, devices: Collection[torch.device]) -> None:
+    def __init__(self, buffer_nbytes: int, devices: Collection[torch.device], buffers: int = 2) -> None:
         accelerators = [device for device in devices if device.type != "cpu"]
         pinned = bool(accelerators)
-        self._buffers = [torch.empty(buffer_nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self._free: list[Callable[[], None] | None] = [None, None]
+        self._buffers = [torch.empty(buffer_nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(buffers)]
+        self._free: list[list[Callable[[], object]]] = [[]] * buffers
         self._turn = 0
         self._streams = {device: torch.Stream(device=device) for device in accelerators}
         for device, stream in self._streams.items():
@@ -105,29 +106,50 @@ class StagingBuffers:
 
     def buffer(self, nbytes: int) -> memoryview:
         """The next buffer, once its previous content is copied."""
-        if (wait := self._free[self._turn]) is not None:
+        for wait in self._free[self._turn]:
             wait()
         return self._buffers[self._turn][:nbytes].numpy().data
 
-    def deliver(self, nbytes: int, dtype: str, target: torch.Tensor, offset: int) -> None:
-        """Start to copy the buffer's content into ``target[offset:]``, in elements."""
-        values = self._buffers[self._turn][:nbytes].view(getattr(torch, dtype))
-        self._free[self._turn] = self.start(values, target, offset)
-        self._turn = 1 - self._turn
+    def deliver(self, batch: StagedBatch, tensors: Sequence[torch.Tensor]) -> None:
+        """Start to copy the buffer's content into its targets."""
+        self._free[self._turn] = self.start(self._buffers[self._turn][: batch.nbytes], batch, tensors)
+        self._turn = (self._turn + 1) % len(self._buffers)
 
-    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None] | None:
-        """Start to copy 1-D ``values``; returns what waits until they may be overwritten, ``None``: at once."""
-        if (stream := self._streams.get(target.device)) is None:
-            write_flat(target, offset, values)
-            return None
-        with stream:
-            write_flat(target, offset, values.to(target.device, non_blocking=True))
-            return stream.record_event().synchronize
+    def start(
+        self, raw: torch.Tensor, batch: StagedBatch, tensors: Sequence[torch.Tensor]
+    ) -> list[Callable[[], object]]:
+        """Start to copy the bytes of a batch; returns what waits until they may be overwritten."""
+        waits: list[Callable[[], object]] = []
+        for device in {tensors[item.target].device for item, _ in batch.parts}:
+            if (stream := self._streams.get(device)) is None:
+                write_parts(raw, batch, tensors)
+                continue
+            with stream:
+                write_parts(raw.to(device, non_blocking=True), batch, tensors)
+                waits.append(stream.record_event().synchronize)
+        return waits
 
     def finish(self) -> None:
         """Wait until everything delivered is in its targets, which may then be used on any stream."""
         for stream in self._streams.values():
             stream.synchronize()
+
+
+def write_parts(raw: torch.Tensor, batch: StagedBatch, tensors: Sequence[torch.Tensor]) -> None:
+    """Write what a batch has for targets on the device of its bytes."""
+    for item, position in batch.parts:
+        target = tensors[item.target]
+        if target.device != raw.device:
+            continue
+        values = raw[position : position + item.nbytes].view(getattr(torch, item.dtype))
+        if item.rows == 1 or item.target_stride == item.numel:
+            write_flat(target, item.target_offset, values)
+        elif target.is_contiguous():
+            rows = target.view(-1)[item.target_offset : item.target_stop].unfold(0, item.numel, item.target_stride)
+            rows.copy_(values.view(item.rows, item.numel))
+        else:
+            for number, row in enumerate(values.split(item.numel)):
+                write_flat(target, item.target_offset + number * item.target_stride, row)
 
 
 def write_flat(target: torch.Tensor, offset: int, values: torch.Tensor) -> None:
@@ -141,7 +163,7 @@ def write_flat(target: torch.Tensor, offset: int, values: torch.Tensor) -> None:
 
 def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: ReadBytes) -> ReadStats:
     """Fill a range of a target, and of that of its scales; :class:`DamagedError` if values cannot be quantized."""
-    nbytes = nbytes_read(item)
+    sizes = read_sizes(item)
     blocks, worst_error = 0, 0.0
     if item.blocks is not None:
         blocks, worst_error = _to_codes(item, item.blocks, tensors, read)
@@ -154,7 +176,7 @@ def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: Read
             here = slice(source.target_offset - item.start, source.target_stop - item.start)
             total[here] += _source(source, read)[0]
         write_flat(tensors[item.target], item.start, total * item.scale)
-    return ReadStats(nbytes, 1, nbytes, blocks, worst_error)
+    return ReadStats(sum(sizes), len(sizes), sum(sizes), blocks, worst_error)
 
 
 def _to_codes(

@@ -19,8 +19,8 @@ from elastic_ckpt.core.checksums import PartialSum
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFile
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import DamagedError, listed
-from elastic_ckpt.io.coalesce import ReadOptions, parts_of, scales_of
-from elastic_ckpt.io.reader import SUMMED_AT_ONCE_NBYTES, ReadSums
+from elastic_ckpt.io.coalesce import SUMMED_AT_ONCE_NBYTES, ReadOptions, parts_of, scales_of
+from elastic_ckpt.io.reader import ReadSums
 from elastic_ckpt.report import Verified
 from elastic_ckpt.storage import open_stream
 

@@ -6,6 +6,7 @@ import zlib
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -47,12 +48,13 @@ def test_a_record_that_is_read_in_any_parts_has_its_checksum(
     assert found.tiles(RECORD) and found.crc32 == zlib.crc32(raw) and sums.nbytes == RECORD
 
 
-def test_bytes_between_two_reads_are_not_summed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("live", ["float32", "bfloat16"])
+def test_bytes_between_two_reads_are_not_summed(tmp_path: Path, live: str) -> None:
     file, raw = source(tmp_path)
     items = (ReadItem(0, BEGIN, 0, 0, 10, "float32"), ReadItem(0, BEGIN + 80, 0, 10, 10, "float32"))
-    plan = ReadPlan((file,), (TargetTensor("fp32", 0, "", 20, "float32"),), items)
+    plan = ReadPlan((file,), (TargetTensor("fp32", 0, "", 20, live),), items)
     sums = ReadSums(plan.files)
-    stats = execute(plan, [torch.empty(20)], ReadOptions(gap_nbytes=4096), sums)
+    stats = execute(plan, [torch.empty(20, dtype=getattr(torch, live))], ReadOptions(gap_nbytes=4096), sums)
     assert stats.calls == 1
     (found,) = sums.sums.values()
     assert found.nbytes == sums.nbytes == 80 and not found.tiles(RECORD)

@@ -17,24 +17,28 @@ from elastic_ckpt.io.staging import ReadStats
 from tests.reading import run, untouched, write
 
 
-def test_reads_with_small_gaps_between_them_are_one_if_that_is_wanted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("live", [torch.float32, torch.float64])
+def test_reads_with_small_gaps_between_them_are_one_if_that_is_wanted(tmp_path: Path, live: torch.dtype) -> None:
     """Rows of 6 of every 10 floats, as a row-parallel weight has them at another degree."""
     values = torch.arange(100.0)
     file = write(tmp_path / "a", values)
     expected = values.view(10, 10)[:, :6].reshape(-1)
     for gap_nbytes, calls, nbytes in ((0, 10, 240), (15, 10, 240), (16, 1, 10 * 24 + 9 * 16), (1 << 20, 1, 384)):
-        target = untouched(60)
+        target = untouched(60, live)
         copy = ReadItem(0, 0, 0, 0, 6, "float32", 10, 10, 6)
         stats = run([file], [target], [copy], ReadOptions(gap_nbytes=gap_nbytes))
-        assert torch.equal(target, expected)
-        assert stats == ReadStats(nbytes, calls, 0)
+        assert torch.equal(target, expected.to(live))
+        assert stats == ReadStats(nbytes, calls, 240 if live == torch.float64 else 0)
 
 
-def test_half_a_partition_of_many_parameters_is_a_few_reads_of_a_network_file_system(tmp_path: Path) -> None:
+@pytest.mark.parametrize("live", [torch.float32, torch.float64])
+def test_half_a_partition_of_many_parameters_is_a_few_reads_of_a_network_file_system(
+    tmp_path: Path, live: torch.dtype
+) -> None:
     """As a rank of 2N reads a checkpoint of N, where parameters are small; gaps of 64 KiB are as cheap as calls."""
     shares = [*range(10, 410), 1 << 14, (1 << 14) + 1, 7]
     values = torch.arange(2.0 * sum(shares))
-    file, target, offset = write(tmp_path / "a", values), untouched(sum(shares)), 0
+    file, target, offset = write(tmp_path / "a", values), untouched(sum(shares), live), 0
     copies, expected = [], []
     for share in shares:
         copies.append(ReadItem(0, 8 * offset, 0, offset, share, "float32"))
@@ -43,7 +47,7 @@ def test_half_a_partition_of_many_parameters_is_a_few_reads_of_a_network_file_sy
     for storage, calls in (("local", len(shares)), ("network", 2)):
         target.fill_(-7)
         stats = run([file], [target], copies, read_options(ElasticConfig(reading=Reading(storage=storage))))
-        assert torch.equal(target, torch.cat(expected)) and stats.calls == calls
+        assert torch.equal(target, torch.cat(expected).to(live)) and stats.calls == calls
 
 
 @pytest.mark.parametrize("chunk", [24, 63, 64, 104, 4096])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,9 @@ from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, TargetTensor
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io import reader
-from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.coalesce import ReadOptions, StagedBatch
 from elastic_ckpt.io.reader import execute
-from elastic_ckpt.io.staging import ReadStats, StagingBuffers, write_flat
+from elastic_ckpt.io.staging import ReadStats, StagingBuffers, write_parts
 
 needs_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="needs an accelerator, and torch sees none here"
@@ -29,25 +29,28 @@ class LateBuffers(StagingBuffers):
 
     seconds = 0.002
 
-    def __init__(self, buffer_nbytes: int, devices: Collection[torch.device]) -> None:
-        super().__init__(buffer_nbytes, devices)
-        self._queue: queue.Queue[tuple[torch.Tensor, torch.Tensor, int, threading.Event]] = queue.Queue()
+    def __init__(self, buffer_nbytes: int, devices: Collection[torch.device], buffers: int = 2) -> None:
+        super().__init__(buffer_nbytes, devices, buffers)
+        self._queue: queue.Queue[tuple[torch.Tensor, StagedBatch, Sequence[torch.Tensor], threading.Event]]
+        self._queue = queue.Queue()
         self.most_waiting = 0
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while True:
-            values, target, offset, done = self._queue.get()
+            raw, batch, tensors, done = self._queue.get()
             time.sleep(self.seconds)
-            write_flat(target, offset, values)
+            write_parts(raw, batch, tensors)
             done.set()
             self._queue.task_done()
 
-    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
+    def start(
+        self, raw: torch.Tensor, batch: StagedBatch, tensors: Sequence[torch.Tensor]
+    ) -> list[Callable[[], object]]:
         done = threading.Event()
-        self._queue.put((values, target, offset, done))
+        self._queue.put((raw, batch, tensors, done))
         self.most_waiting = max(self.most_waiting, self._queue.unfinished_tasks)
-        return lambda: None if done.wait(30) else pytest.fail("the copy was never done")
+        return [lambda: None if done.wait(30) else pytest.fail("the copy was never done")]
 
     def finish(self) -> None:
         self._queue.join()
@@ -56,9 +59,11 @@ class LateBuffers(StagingBuffers):
 class ForgetfulBuffers(LateBuffers):
     """Say that a buffer is free while it is not."""
 
-    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
-        super().start(values, target, offset)
-        return lambda: None
+    def start(
+        self, raw: torch.Tensor, batch: StagedBatch, tensors: Sequence[torch.Tensor]
+    ) -> list[Callable[[], object]]:
+        super().start(raw, batch, tensors)
+        return []
 
 
 @pytest.fixture
@@ -66,8 +71,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[LateBuffers]:
     """The late staging buffers that are made."""
     made: list[LateBuffers] = []
 
-    def make(nbytes: int, devices: Collection[torch.device]) -> LateBuffers:
-        made.append(LateBuffers(nbytes, devices))
+    def make(nbytes: int, devices: Collection[torch.device], buffers: int) -> LateBuffers:
+        made.append(LateBuffers(nbytes, devices, buffers))
         return made[-1]
 
     monkeypatch.setattr(reader, "StagingBuffers", make)
@@ -149,7 +154,8 @@ def test_staging_buffers_share_no_buffer() -> None:
 def test_host_tensors_are_written_before_their_buffer_is_given_back() -> None:
     target = torch.zeros(4)
     values = torch.tensor([1.0, 2.0])
-    assert StagingBuffers(64, {target.device}).start(values, target, 1) is None
+    batch = StagedBatch([[(ReadItem(0, 0, 0, 1, 2, "float32"), 0)]], 8)
+    assert StagingBuffers(64, {target.device}).start(values.view(torch.uint8), batch, [target]) == []
     values.fill_(9.0)
     assert target.tolist() == [0, 1, 2, 0]
 
@@ -180,6 +186,7 @@ def test_a_stream_waits_for_what_prepared_the_target() -> None:
     target.zero_()
     transfer = StagingBuffers(64, {target.device})
     values = torch.ones(1 << 22).pin_memory()
-    transfer.start(values, target, 0)
+    batch = StagedBatch([[(ReadItem(0, 0, 0, 0, 1 << 22, "float32"), 0)]], 1 << 24)
+    transfer.start(values.view(torch.uint8), batch, [target])
     transfer.finish()
     assert torch.equal(target.cpu(), torch.ones(1 << 22))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, TargetTensor
-from elastic_ckpt.io.coalesce import ReadOptions, sort_reads, staged_reads
+from elastic_ckpt.io.coalesce import ReadOptions, reads_into, sort_reads, staged_reads
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.virtual import Topology, VirtualJob, bytes_by_file, forecast
@@ -42,19 +42,28 @@ def copies(draw: st.DrawFn) -> list[ReadItem]:
 
 
 @settings(deadline=None, max_examples=150)
-@given(copies(), st.sampled_from([4, 8, 12, 20, 64, 100, 4096, 1 << 24]), st.sampled_from([16, 64, 1 << 20]))
-def test_reads_are_those_of_the_reader(held: list[ReadItem], chunk_nbytes: int, staging_nbytes: int) -> None:
+@given(
+    copies(),
+    st.sampled_from([4, 8, 12, 20, 64, 100, 4096, 1 << 24]),
+    st.sampled_from([16, 64, 1 << 20]),
+    st.sampled_from([0, 0, 4, 8, 100]),
+)
+def test_reads_are_those_of_the_reader(
+    held: list[ReadItem], chunk_nbytes: int, staging_nbytes: int, gap_nbytes: int
+) -> None:
     numel = max(2, *((copy.rows - 1) * copy.target_stride + copy.numel for copy in held))
     plan = ReadPlan((), (TargetTensor("fp32", 0, "", numel, "float32"),), tuple(held))
-    options = ReadOptions(2, chunk_nbytes, staging_nbytes)
+    options = ReadOptions(2, chunk_nbytes, staging_nbytes, gap_nbytes=gap_nbytes)
     direct, staged = sort_reads(plan, [torch.zeros(2 * numel)[::2]], options)  # which preadv cannot write into
     assert not direct
-    found = sum(item.nbytes for item in staged), sum(item.rows for item in staged if item.numel)
-    assert staged_reads(plan, options) == found
+    reads = [read for batch in staged for read in reads_into(memoryview(bytearray(batch.nbytes)), batch, options)]
+    assert staged_reads(plan, options) == (sum(nbytes for _, _, nbytes, _ in reads), len(reads))
+    if gap_nbytes == 0:
+        assert staged_reads(plan, options)[0] == sum(item.nbytes for item in held)
 
 
 def test_means_are_read_in_chunks(tmp_path: Path) -> None:
-    """Of a mean of two copies, both are read: 5,000 elements of bfloat16 each, in as many chunks as the reader's."""
+    """Of a mean of two copies, both are read: 5,000 elements of bfloat16 each, in four chunks, and a read for each."""
     path = tmp_path / "file"
     path.write_bytes(torch.ones(12_000, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
     pieces = tuple(ReadItem(0, start * 2, 0, 0, 5_000, "bfloat16") for start in (100, 6_000))
@@ -63,7 +72,7 @@ def test_means_are_read_in_chunks(tmp_path: Path) -> None:
     plan = ReadPlan((SourceFile(str(path), 24_000),), targets, (), (recode,))
     options = ReadOptions(threads=2, staging_nbytes=2 * 48 * 1_500)
     stats = execute(plan, [torch.zeros(5_000)], options)
-    assert staged_reads(plan, options) == (stats.nbytes, stats.calls) == (20_000, 4)
+    assert staged_reads(plan, options) == (stats.nbytes, stats.calls) == (20_000, 8)
     assert bytes_by_file(plan) == {0: 20_000}
 
 
