@@ -84,6 +84,10 @@ class SavedOverError(DamagedError):
     """A file was replaced or rewritten while it was being loaded: the folder may be whole in a moment."""
 
 
+class ConflictingCopiesError(DamagedError):
+    """Nodes have different files under one name: which of them belongs to the save is not known."""
+
+
 class LayoutError(DamagedError):
     """Files contradict the layout that they state: one is damaged or missing, or the layout is unknown."""
 

@@ -292,7 +292,8 @@ class RetryPolicy:
                 seen = f"files on all nodes: {self.nodes.view.summary(found.folder if found else self._load_dir)}"
                 error.remedy = f"{error.remedy}; {seen}" if error.remedy else seen
             moved = isinstance(cause, errors.SavedOverError)
-            if not moved and (other := self.nodes.take_other_copies(cause.file)) is not None:
+            is_final = moved or isinstance(cause, errors.ConflictingCopiesError)
+            if not is_final and (other := self.nodes.take_other_copies(cause.file)) is not None:
                 if distributed.rank() == 0:
                     logger.warning("elastic_ckpt: %s; %s", cause.problem, other)
                 return True

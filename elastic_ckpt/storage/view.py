@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
-from elastic_ckpt.errors import DamagedError, listed, shortened
+from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, listed, shortened
 from elastic_ckpt.storage import Ranges, local
 from elastic_ckpt.storage.peers import Peers, content_digest
 
@@ -140,7 +140,7 @@ class FolderView:
         return "" if name == os.curdir else name
 
     def _choose(self, path: str) -> Copy:
-        """The copy of a file to read; :class:`DamagedError` if there is none, or copies contradict each other."""
+        """The copy of a file to read; :class:`DamagedError` if there is none, or copies differ."""
         name = self._name(path)
         if name not in self._chosen:
             copies = self.copies.get(name)
@@ -158,7 +158,7 @@ class FolderView:
             problem = "nodes have different files under one name, so that this is no one save"
             remedy = "remove the folder of another run or an older save from its node, take another tag, or wait until "
             remedy += "the file is written"
-            raise DamagedError(problem, path, self.described(first), self.described(other), remedy=remedy)
+            raise ConflictingCopiesError(problem, path, self.described(first), self.described(other), remedy=remedy)
         if other is not None:
             newest = max(copies, key=lambda copy: copy.mtime_ns)
             self.notes.append(f"{name} differs between nodes: the newest was taken, {self.described(newest)}")

@@ -135,7 +135,14 @@ def close_zygotes() -> None:
 
 
 def run_ranks(
-    world_size: int, job: str, arguments: Any, extensions_dir: str, timeout: float = 300, deepspeed: str = ""
+    world_size: int,
+    job: str,
+    arguments: Any,
+    extensions_dir: str,
+    timeout: float = 300,
+    deepspeed: str = "",
+    places: Sequence[tuple[int, dict[str, str]]] = (),
+    killed: int | None = None,
 ) -> list[Any]:
     """Run ``job`` of :mod:`tests.distributed.jobs` on ``world_size`` processes; fail with their output.
 
@@ -147,6 +154,9 @@ def run_ranks(
         extensions_dir: where DeepSpeed may build its extensions.
         timeout: seconds until all of them are ended.
         deepspeed: a folder with another version of DeepSpeed.
+        places: of each rank, the process that holds its node (:mod:`tests.distributed.namespaces`), and more of its
+            environment.
+        killed: a rank that does not live to find anything out.
 
     Returns:
         The facts of all ranks, in the order of ranks. A job that returns facts has some on every rank.
@@ -158,16 +168,19 @@ def run_ranks(
         for rank, log in enumerate(logs):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
             env = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            ranks.append({"env": env, "log": str(log), "facts": str(log.with_suffix(".facts"))})
+            holder, more = places[rank] if places else (None, {})
+            files = {"log": str(log), "facts": str(log.with_suffix(".facts"))}
+            ranks.append({"env": env | more, "holder": holder, **files})
         try:
             codes = zygote.run(ranks, job, arguments, timeout)
         finally:
             remove_shared_memory(port)
-        if any(code != 0 for code in codes):
+        if any(code != (-signal.SIGKILL if rank == killed else 0) for rank, code in enumerate(codes)):
             outputs = "\n".join(f"--- rank {r}, exit {c}\n{logs[r].read_text()[-6000:]}" for r, c in enumerate(codes))
             raise AssertionError(
                 f"{job} on {world_size} ranks failed (None: still running at the time limit)\n{outputs}"
             )
-        facts = [pickle.loads(Path(rank["facts"]).read_bytes()) for rank in ranks]
+        alive = [rank for number, rank in enumerate(ranks) if number != killed]
+        facts = [pickle.loads(Path(rank["facts"]).read_bytes()) for rank in alive]
     assert [] not in facts, f"{job}: nothing was found out"
     return list(chain.from_iterable(of_rank or () for of_rank in facts))

@@ -1,4 +1,8 @@
-"""Jobs whose ranks are on nodes with disks of their own: a folder for each node stands for its disk."""
+"""Jobs whose ranks are on nodes with disks of their own.
+
+A folder for each node stands for its disk, named by ``nodes``; without these, the ranks are on nodes already
+(:mod:`tests.distributed.namespaces`), and ``folder`` is on the disk of each.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,10 @@ from tests.distributed.model import Setup, build_engine, close, train
 LOCAL = (("checkpoint", {"use_node_local_storage": True}),)
 
 
-def disk_of(folder: str, nodes: list[str]) -> str:
+def disk_of(folder: str, nodes: list[str] | None) -> str:
     """This rank's disk; DeepSpeed and elastic_ckpt know its place on its node from the launcher's variable."""
+    if nodes is None:
+        return folder
     mine = nodes[dist.get_rank()]
     os.environ["LOCAL_RANK"] = str(nodes[: dist.get_rank()].count(mine))
     return os.path.join(folder, mine)
@@ -31,7 +37,7 @@ def save_on_nodes(arguments: dict[str, Any]) -> None:
     """
     for setup in arguments["setups"]:
         folder = os.path.join(arguments["folder"], setup.name)
-        disk = os.path.join(disk_of(folder, arguments["nodes"]), "run")
+        disk = os.path.join(disk_of(folder, arguments.get("nodes")), "run")
         engine = build_engine(Setup(**{**vars(setup), "config": (*setup.config, *LOCAL)}))
         train(engine, 0, 2)
         if arguments.get("older"):
@@ -55,7 +61,7 @@ def load_on_nodes(cases: list[dict[str, Any]]) -> list[Loaded]:
     facts = []
     for case in cases:
         truth = torch.load(os.path.join(case["folder"], "truth.pt"), weights_only=False)
-        disk = os.path.join(disk_of(case["folder"], case["nodes"]), "run")
+        disk = os.path.join(disk_of(case["folder"], case.get("nodes")), "run")
         engine = engine_of(case)
         with log_lines() as lines:
             path, client_state = engine.load_checkpoint(disk, **case.get("arguments", {}))
@@ -75,7 +81,7 @@ def refuse_on_nodes(cases: list[dict[str, Any]]) -> list[Refused]:
     elastic_ckpt.install()
     facts = []
     for case in cases:
-        disk = os.path.join(disk_of(case["folder"], case["nodes"]), "run")
+        disk = os.path.join(disk_of(case["folder"], case.get("nodes")), "run")
         engine = engine_of(case)
         facts.append(attempt(case, engine, lambda e=engine, d=disk: e.load_checkpoint(d)))
         close(engine)

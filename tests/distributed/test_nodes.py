@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,11 @@ def test_two_neighbours_lost_are_refused_by_name(memory: Path, launch: Launch) -
 def test_a_copy_with_a_flipped_bit_is_left_out(memory: Path, launch: Launch) -> None:
     for setup in MEMORY:
         name = f"{'bf16_' if setup.precision == 'bf16' else ''}zero_pp_rank_1_mp_rank_00_optim_states.pt"
-        flip_bit(name, "fp32", 0.5)(memory / setup.name / "b" / "run")
+        run = memory / setup.name / "b" / "run"
+        written = (run / "step4" / name).stat().st_mtime_ns
+        for tenth in range(10):  # ranks on other nodes may read another copy
+            flip_bit(name, "fp32", tenth / 10)(run)
+        os.utime(run / "step4" / name, ns=(written, written))  # as memory that has lost bits leaves it
     found = launch(3, "node_jobs.load_on_nodes", elsewhere(memory, ["b", "d", "a"]))
     assert_exact(found, 3 * len(MEMORY))
     for each in found:

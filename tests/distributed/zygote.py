@@ -26,6 +26,7 @@ import cpuinfo
 
 from tests.distributed import jobs
 from tests.distributed.launch import ANSWER
+from tests.distributed.namespaces import enter
 
 #: Of ``prctl`` (linux/prctl.h): the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
@@ -93,6 +94,8 @@ def fork(rank: dict[str, Any], job: str, arguments: str) -> int:
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     os.environ.update(rank["env"])
+    if rank.get("holder"):
+        enter(rank["holder"])
     sys.argv = [jobs.__file__, job]
     code = 1
     try:
