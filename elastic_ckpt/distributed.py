@@ -91,6 +91,8 @@ def _exchange(doing: str, work: Callable[[], T], src: int | None) -> list[T]:
     if src in (None, rank()):
         try:
             message = pickle.dumps((None, work()))
+        except CommunicationError as error:
+            raise _post(doing, error) from error
         except Exception as error:
             failure, cause = _failure(doing, error, rank())
             message = pickle.dumps((failure, None))
@@ -122,6 +124,8 @@ def agree(doing: str) -> Iterator[None]:
     cause: BaseException | None = None
     try:
         yield
+    except CommunicationError as error:  # a rank that does not answer would not agree, either
+        raise _post(doing, error) from error
     except Exception as error:  # any failure must reach all ranks, or they hang
         mine, cause = _failure(doing, error, rank())
     errors = [mine]
@@ -173,6 +177,7 @@ def _post(doing: str, error: Exception) -> CommunicationError:
     failure, _ = _failure(doing, error, rank())
     remedy = "a rank failed, died or hangs: see the others' logs, then start the job again"
     mine = CommunicationError(f"a collective failed: {failure.problem}", **failure.details | {"remedy": remedy})
+    mine = failure if isinstance(failure, CommunicationError) else mine
     try:
         posted = _ask_store(lambda store: store.compare_set(_key, "", pickle.dumps(mine).hex()))
         if rank() == 0:  # whose process most often has the store: let the others look before it ends
