@@ -17,12 +17,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
-from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, listed, shortened
+from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, ElasticCkptError, listed, shortened
 from elastic_ckpt.storage import Ranges, local
 from elastic_ckpt.storage.peers import Peers, content_digest
 
 #: Bytes that one request for a small part of a file brings.
-_BUFFER_NBYTES = 1 << 18
+_BUFFER_NBYTES = 1 << 16
 #: Written on every node, with what may differ there; of copies that do, the one that was written last is taken.
 ON_EVERY_NODE = re.compile(r"latest(_universal)?|(.*/)?mp_rank_\d+_model_states\.pt")
 
@@ -181,6 +181,15 @@ class FolderView:
         assert self._peers is not None, copy
         return self._peers
 
+    def read_from(self, copy: Copy, buffers: Sequence[memoryview], byte_offset: int) -> int:
+        """Fill buffers, in order, from another node's copy, as :meth:`Peers.read_into` does; errors name the copy."""
+        try:
+            return self._ask(copy).read_into(*_at(copy), buffers, byte_offset)
+        except ElasticCkptError as error:
+            sender = f"{self._listings[copy.node].node} to send it"
+            error.file, error.expected = copy.path, ", ".join(filter(None, (sender, error.expected)))
+            raise
+
     def described(self, copy: Copy) -> str:
         """A copy, for people."""
         written = f"{copy.nbytes} bytes written {copy.mtime_ns / 1e9:.3f} s after 1970"
@@ -197,12 +206,12 @@ class FolderView:
         copy = self._choose(path)
         if copy.node == self._mine:
             return local.open_stream(copy.path)
-        return io.BufferedReader(_PeerStream(self._ask(copy), copy), _BUFFER_NBYTES)
+        return io.BufferedReader(_PeerStream(self, copy), _BUFFER_NBYTES)
 
     def open_ranges(self, path: str) -> Ranges:
         """See :meth:`elastic_ckpt.storage.Store.open_ranges`."""
         copy = self._choose(path)
-        return local.open_ranges(copy.path) if copy.node == self._mine else _PeerRanges(self._ask(copy), copy)
+        return local.open_ranges(copy.path) if copy.node == self._mine else _PeerRanges(self, copy)
 
     def file_names(self, folder: str) -> list[str]:
         """See :meth:`elastic_ckpt.storage.Store.file_names`."""
@@ -246,11 +255,11 @@ def _at(copy: Copy) -> tuple[int, int]:
 class _PeerRanges:
     """A file on another node."""
 
-    def __init__(self, peers: Peers, copy: Copy) -> None:
-        self._peers, self._copy = peers, copy
+    def __init__(self, view: FolderView, copy: Copy) -> None:
+        self._view, self._copy = view, copy
 
     def read(self, buffers: Sequence[memoryview], byte_offset: int) -> int:
-        return self._peers.read_into(*_at(self._copy), buffers, byte_offset)
+        return self._view.read_from(self._copy, buffers, byte_offset)
 
     def close(self) -> None:
         pass  # the connection stays, for the next file
@@ -259,8 +268,8 @@ class _PeerRanges:
 class _PeerStream(io.RawIOBase):
     """A file on another node, as a raw stream."""
 
-    def __init__(self, peers: Peers, copy: Copy) -> None:
-        self._ranges, self._nbytes, self._at = _PeerRanges(peers, copy), copy.nbytes, 0
+    def __init__(self, view: FolderView, copy: Copy) -> None:
+        self._ranges, self._nbytes, self._at = _PeerRanges(view, copy), copy.nbytes, 0
 
     def readable(self) -> bool:
         return True
