@@ -7,18 +7,33 @@ A folder for each node stands for its disk, named by ``nodes``; without these, t
 from __future__ import annotations
 
 import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 
 import elastic_ckpt
+from elastic_ckpt.storage import peers
 from tests.distributed import truth as oracle
-from tests.distributed.facts import Loaded, Refused, attempt, log_lines, loss_gap
+from tests.distributed.facts import Loaded, Refused, attempt, log_lines, loss_gap, on_all_ranks
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, client_state_of, where
-from tests.distributed.model import Setup, build_engine, close, train
+from tests.distributed.model import BUILDERS, Setup, TinyLM, build_engine, close, train
 
 LOCAL = (("checkpoint", {"use_node_local_storage": True}),)
+#: Of the square parameter of a bulky model: 192 MiB with its states, of which no half fits into 64 MiB.
+BULK_ROWS = 4096
+_TENSORS = ("masters", "states")
+#: Of a TCP segment with time stamps, on Ethernet.
+HEADERS_NBYTES = 14 + 20 + 32
+#: What a holder sends at a time, and in all, before it is lost; how long the ranks that have heard of it live on.
+SENT_AT_ONCE_NBYTES, SENT_NBYTES, LINGER_SECONDS = 64 << 10, 1 << 20, 20
 
 
 def disk_of(folder: str, nodes: list[str] | None) -> str:
@@ -35,10 +50,11 @@ def save_on_nodes(arguments: dict[str, Any]) -> None:
 
     ``older``: two steps before, under a tag of its own; ``replicas``: so many on other nodes, by ``replicate``.
     """
+    model = BUILDERS[arguments.get("model", "TinyLM")]
     for setup in arguments["setups"]:
         folder = os.path.join(arguments["folder"], setup.name)
         disk = os.path.join(disk_of(folder, arguments.get("nodes")), "run")
-        engine = build_engine(Setup(**{**vars(setup), "config": (*setup.config, *LOCAL)}))
+        engine = build_engine(Setup(**{**vars(setup), "config": (*setup.config, *LOCAL)}), model())
         train(engine, 0, 2)
         if arguments.get("older"):
             engine.save_checkpoint(disk, tag="step2", client_state=client_state_of(dist.get_rank()))
@@ -88,10 +104,123 @@ def refuse_on_nodes(cases: list[dict[str, Any]]) -> list[Refused]:
     return facts
 
 
-def engine_of(case: dict[str, Any]) -> Any:
+def engine_of(case: dict[str, Any], model: torch.nn.Module | None = None) -> Any:
     """The case's engine, with weights of its own."""
     setup = case["setup"]
     section = (("elastic_checkpoint", case.get("section", {})),)
-    engine = build_engine(Setup(**{**vars(setup), "config": (*setup.config, *LOCAL, *section)}))
+    engine = build_engine(Setup(**{**vars(setup), "config": (*setup.config, *LOCAL, *section)}), model)
     train(engine, 50, 51)
     return engine
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank did.
+
+    Attributes:
+        rank: which.
+        received: bytes that came to its node over the network while all ranks loaded.
+        growth: of the largest resident size over that before, in bytes.
+        seconds: of the load.
+        digests: of the rank's masters and states.
+    """
+
+    rank: int
+    received: int
+    growth: int
+    seconds: float
+    digests: dict[str, str]
+
+
+def bulky() -> TinyLM:
+    """A model beside whose tensors all else is small."""
+    model = TinyLM()
+    model.bulk = torch.nn.Parameter(torch.randn(BULK_ROWS, BULK_ROWS))
+    return model
+
+
+def measure(case: dict[str, Any]) -> list[Measured]:
+    """Save or load (``loads``) a bulky model on nodes whose ranks have no other traffic."""
+    elastic_ckpt.install()
+    engine = engine_of(case, bulky())
+    run = os.path.join(case["folder"], "run")
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the largest size is that of now
+    size, received, start = _status("VmHWM"), _received(), time.monotonic()
+    engine.load_checkpoint(run) if case["loads"] else engine.save_checkpoint(run, tag="step4")
+    seconds, growth = time.monotonic() - start, _status("VmHWM") - size
+    dist.barrier()
+    marks = oracle.fingerprint(engine)
+    found = Measured(dist.get_rank(), _received() - received, growth, seconds, {k: marks[k] for k in _TENSORS})
+    close(engine)
+    return [found]
+
+
+def _status(name: str) -> int:
+    """A line of this process's status, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+
+def _received() -> int:
+    """Bytes that have come in on this node's interface, without headers: of acknowledgements nothing is left."""
+    lines = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()
+    nbytes, packets = next(line.split()[1:3] for line in lines if line.strip().startswith("eth0:"))
+    return int(nbytes) - int(packets) * HEADERS_NBYTES
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """How a rank heard of another one's end: seconds after that, class and base classes of the error, its text."""
+
+    rank: int
+    seconds: float
+    kinds: tuple[str, ...]
+    text: str
+
+
+def lose_a_holder(case: dict[str, Any]) -> list[Survivor]:
+    """Load while rank ``lost`` gets ``signal`` in the middle of a file that it serves.
+
+    ``progress``: seconds after which peers give up. ``apart``: a folder that all ranks see. Those that have heard of it
+    live on until all have, if ``linger``; the last one ends a rank that was stopped.
+    """
+    peers._PROGRESS_SECONDS = case["progress"]
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    elastic_ckpt.install()
+    engine = engine_of(case, BUILDERS["BigLM"]())
+    apart, mine, ranks = Path(case["apart"]), dist.get_rank(), dist.get_world_size()
+    lost = on_all_ranks(os.getpid())[case["lost"]]
+    if mine == case["lost"]:
+        os.sendfile = _sendfile_until(apart / "lost", case["signal"])
+    try:
+        engine.load_checkpoint(os.path.join(case["folder"], "run"))
+        error: Exception | None = None
+    except Exception as raised:
+        error = raised
+    seconds = time.time() - (apart / "lost").stat().st_mtime
+    (apart / str(mine)).touch()
+    limit = time.monotonic() + (LINGER_SECONDS if case["linger"] else 0)
+    while not (is_last := len(list(apart.iterdir())) == ranks) and time.monotonic() < limit:
+        time.sleep(0.05)
+    if is_last:
+        with suppress(ProcessLookupError):  # it was killed
+            os.kill(lost, signal.SIGKILL)
+    kinds = tuple(kind.__name__ for kind in type(error).__mro__) if error else ()
+    return [Survivor(mine, seconds, kinds, str(error))]
+
+
+def _sendfile_until(noted: Path, what: int) -> Callable[..., int]:
+    """``os.sendfile`` until a number of bytes went out; then this process notes the time, and gets a signal."""
+    sendfile, sent = os.sendfile, 0
+
+    def until(out: int, file: int, offset: int, nbytes: int) -> int:
+        nonlocal sent
+        sent += (count := sendfile(out, file, offset, min(nbytes, SENT_AT_ONCE_NBYTES)))
+        if sent >= SENT_NBYTES:
+            noted.touch()
+            os.kill(os.getpid(), what)
+        return count
+
+    return until

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.damage import flip_bit
 from tests.distributed.facts import Loaded, Refused
 from tests.distributed.model import Setup
 from tests.distributed.namespaces import Cluster
+from tests.distributed.node_jobs import BULK_ROWS, Measured, Survivor
 
 SETUPS = [Setup(1), Setup(3, precision="bf16"), Setup(3)]
 TWO_BY_TWO = [0, 0, 1, 1]
+#: Of a load of any size: metadata, agreement, and the small parameters that ZeRO-3 gathers.
+OTHER_NBYTES = 1 << 20
 Make = Callable[[int], Cluster]
 
 
@@ -122,3 +125,77 @@ def test_without_a_node_its_files_are_named(pair: Cluster) -> None:
     pair.lose(1)
     found = pair.run([0, 0, 0], "node_jobs.refuse_on_nodes", cases(pair, SETUPS))
     assert_refused(found, 3 * len(SETUPS), "zero_pp_rank_2_mp_rank_00", "missing")
+
+
+def test_a_job_goes_on_from_memory_alone_without_one_of_four_nodes(make: Make) -> None:
+    cluster = make(4)
+    setups = [Setup(1), Setup(2, precision="bf16"), Setup(3)]
+    arguments = {"folder": str(cluster.disk), "setups": setups, "replicas": 1}
+    cluster.run([0, 1, 2, 3], "node_jobs.save_on_nodes", arguments)
+    spread_truth(cluster, 0, [0, 1, 3])
+    cluster.lose(2)
+    moved = [
+        {**case, "setup": replace(case["setup"], stage=case["setup"].stage % 3 + 1)} for case in cases(cluster, setups)
+    ]
+    assert_exact(cluster.run([3, 0, 1], "node_jobs.load_on_nodes", moved, "eth0"), 3 * len(setups))
+    assert not list(cluster.disk.iterdir())  # where this process and all nodes would share it
+
+
+LOST = [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGSTOP, 1), (signal.SIGSTOP, 0)]
+#: Seconds after which a rank gives up on one that was stopped, in these tests; twice that where it has sent a part. Until
+#: all have heard of it.
+PROGRESS_SECONDS, HEARD_SECONDS, STOPPED_SECONDS = 3, 8.0, 20.0
+
+
+@pytest.fixture(scope="module")
+def bulk(make: Make) -> Cluster:
+    """Three nodes, of which each has saved with one rank."""
+    cluster = make(3)
+    arguments = {"folder": str(cluster.disk), "setups": [Setup(2)], "model": "BigLM"}
+    cluster.run([0, 1, 2], "node_jobs.save_on_nodes", arguments)
+    return cluster
+
+
+@pytest.mark.parametrize(("what", "lost"), LOST)
+def test_others_hear_of_a_holder_that_is_lost_in_a_transfer(
+    bulk: Cluster, tmp_path: Path, what: signal.Signals, lost: int
+) -> None:
+    (case,) = cases(bulk, [Setup(2)], signal=what, lost=lost, apart=str(tmp_path), progress=PROGRESS_SECONDS)
+    case["linger"] = what != signal.SIGSTOP or lost  # rank 0 has the store by which ranks hear of failures, too
+    nodes, job = [1, 2, 0], "tests.distributed.node_jobs:lose_a_holder"
+    found: list[Survivor] = bulk.run(nodes, job, case, "eth0", killed=lost, timeout=40)
+    print(found)
+    for each in found:
+        assert "PartialLoadError" in each.kinds and "start the job again" in each.text, each
+        assert each.seconds < (HEARD_SECONDS if what == signal.SIGKILL else STOPPED_SECONDS), each
+    named = [bulk.addresses[nodes[lost]] in each.text for each in found]
+    # without the store, one may hear just that the other one has ended, which says why
+    assert all(named) or (any(named) and not case["linger"]), found
+    if lost:
+        assert len({each.text for each in found}) == 1
+
+
+@pytest.fixture(scope="module")
+def measured(make: Make) -> tuple[Cluster, list[Measured]]:
+    """A bulky model, saved by two nodes of three, and what their ranks saved."""
+    cluster = make(3)
+    return cluster, cluster.run([0, 1], "node_jobs.measure", measured_case(cluster, loads=False), "eth0")
+
+
+def measured_case(cluster: Cluster, loads: bool) -> dict[str, Any]:
+    return {"folder": str(cluster.disk / "bulky"), "setup": Setup(3), "loads": loads}
+
+
+@pytest.mark.parametrize(("nodes", "lacked"), [([1, 0], [1, 1]), ([0, 1, 2], [0, 1 / 2, 1])], ids=["moved", "empty"])
+def test_what_a_rank_lacks_comes_once_and_straight_into_its_partition(
+    measured: tuple[Cluster, list[Measured]], nodes: list[int], lacked: list[float]
+) -> None:
+    cluster, saved = measured
+    found: list[Measured] = cluster.run(nodes, "node_jobs.measure", measured_case(cluster, loads=True), "eth0")
+    for each, part in zip(found, lacked, strict=True):
+        owned_nbytes = 12 * BULK_ROWS**2 // len(nodes)
+        print(f"{each.received / owned_nbytes:.4f} of what it owns, {each.growth >> 20} MiB, {each.seconds:.2f} s")
+        assert part * owned_nbytes <= each.received < 1.02 * part * owned_nbytes + OTHER_NBYTES, each
+        assert each.growth < 64 << 20, each
+    if len(nodes) == len(saved):
+        assert [each.digests for each in found] == [each.digests for each in saved]
