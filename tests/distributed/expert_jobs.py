@@ -395,7 +395,7 @@ def save(arguments: dict[str, Any]) -> None:
     """Train and save each run, write down the truth, and train on for the reference losses."""
     for run in arguments["runs"]:
         folder = os.path.join(arguments["folder"], run.name)
-        engine = build(run)
+        engine = build(run, config=arguments.get("config"))
         train(engine, 0, SAVE_AT)
         engine.save_checkpoint(folder, tag="step4", client_state={"note": "hello"})
         if run.stage:
@@ -414,7 +414,7 @@ def load(arguments: dict[str, Any]) -> list[Loaded]:
     elastic_ckpt.install()
     facts = []
     for run in arguments["runs"]:
-        engine = build(run, seed=8)
+        engine = build(run, seed=8, config=arguments.get("config"))
         for source in arguments["sources"]:
             folder = os.path.join(arguments["folder"], source.name)
             truth = truth_of(folder)

@@ -22,7 +22,7 @@ def save(arguments: dict[str, Any]) -> None:
     """Train each setup to step ``SAVE_AT``, save it, write down the truth, and train on for the reference losses."""
     for parallel in arguments["setups"]:
         folder = os.path.join(arguments["folder"], folder_name(parallel))
-        engine = build(parallel)
+        engine = build(parallel, config=arguments.get("config"))
         oracle.assert_fresh(engine, parallel, seed=7)
         before = train(engine, parallel, 0, SAVE_AT)
         if arguments.get("declares"):

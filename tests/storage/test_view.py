@@ -144,3 +144,23 @@ def test_what_is_outside_of_the_view_is_read_as_it_is(tmp_path: Path) -> None:
         assert stream.read() == b"beside"
     with pytest.raises(DamagedError, match="missing"):
         storage.open_stream(str(tmp_path / "seen/latest"))
+
+
+def test_what_another_node_cannot_read_is_named_with_its_node(tmp_path: Path) -> None:
+    here, there, name = tmp_path / "here", tmp_path / "there", "step4/optim_0.pt"
+    here.mkdir()
+    write(there, name, b"content")
+    listings = [list_folders(folder.name, [str(folder)]) for folder in (here, there)]
+    servers = [FileServer("127.0.0.1", SECRET, listing.files) for listing in listings]
+    peers = Peers(SECRET, [server.address for server in servers])
+    view = FolderView(str(here), listings, 0, peers)
+    try:
+        (there / name).unlink()
+        with pytest.raises(DamagedError, match="cannot read it") as caught:
+            content_of(view, name)
+    finally:
+        peers.close()
+        for server in servers:
+            server.close()
+    assert caught.value.file == str(there / name) and caught.value.expected == "there to send it"
+    assert view.name_of(caught.value.file) == name  # of which another copy can be tried
