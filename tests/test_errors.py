@@ -36,6 +36,7 @@ def test_there_are_the_kinds_that_the_documentation_names() -> None:
         "ConfigError",
         "NotFoundError",
         "DamagedError",
+        "ConflictingCopiesError",
         "LayoutError",
         "SavedOverError",
         "UnsafePickleError",
