@@ -38,6 +38,7 @@ SLOW = frozenset(
         "test_launch_folder",
         "test_launchers",
         "test_low_precision",
+        "test_nodes_isolated",
         "test_optimizers",
     }
     | {"test_parallel", "test_pipe_partition", "test_ready_configs", "test_soak", "test_unchanged_topology"}

@@ -124,6 +124,10 @@ def _prove(connection: socket.socket, secret: bytes, is_server: bool) -> None:
         try:
             for step in (deliver_challenge, answer_challenge)[:: 1 if is_server else -1]:
                 step(channel, secret)
+        except (BlockingIOError, ConnectionResetError):  # its process was stopped or killed
+            raise
+        except EOFError as error:
+            raise ConnectionResetError("the connection was closed") from error
         except Exception as error:  # whatever a stranger's bytes raise there
             raise ConnectionError("it did not prove that it knows the secret of this job") from error
 
