@@ -11,8 +11,8 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -57,11 +57,11 @@ _MOST_MEMORY_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class _Header(SourceFile):
+class WeightsFile(SourceFile):
     """One file: dtype, shape and byte offset of each tensor, and its metadata."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...], int]]
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_safetensors(folder: str) -> CheckpointInfo | None:
@@ -81,26 +81,21 @@ def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpo
     tensor of a name, or none of several models is called ``model``; :class:`UnsupportedError` for an unknown dtype.
     """
     names = {name for name in file_names(found.folder) if name.endswith((SUFFIX, INDEX_SUFFIX))}
-    headers: dict[str, _Header] = {}
+    headers: dict[str, WeightsFile] = {}
     stems = {_stem(name) for name in names}
     if len(models := stems - {_OPTIMIZER}) > 1 and _MODEL not in models:
         problem, expected = "this folder has safetensors files of several models", f"{_MODEL}{SUFFIX}, or files of one"
         remedy = "put the files of the one that you mean into a folder of their own"
         raise MismatchError(problem, found.folder, expected, shown(models), remedy=remedy)
     for stem in sorted(({_MODEL} if len(models) > 1 else models) | (stems & {_OPTIMIZER})):
-        headers |= _read_indexed(found, stem) if stem + INDEX_SUFFIX in names else _read_plain(found, stem, names)
-    owner: dict[tuple[bool, str], int] = {}
-    for number, (file, header) in enumerate(headers.items()):
-        for name in header.tensors:
-            first = owner.setdefault((_stem(file) == _OPTIMIZER, name), number)
-            if first != number:
-                problem, remedy = "two files of this folder have a tensor of one name", "remove the one that is foreign"
-                both = "one file for each tensor", f"also in {list(headers.values())[first].path}"
-                raise MismatchError(problem, header.path, *both, parameter=name, remedy=remedy)
+        is_indexed = stem + INDEX_SUFFIX in names
+        of_stem = read_indexed(found, stem + INDEX_SUFFIX) if is_indexed else _read_plain(found, stem, names)
+        headers |= {os.path.basename(file.path): file for file in of_stem}
     files = list(headers.values())
+    owner = owners(files)
     unread = [name for name in names if name.endswith(SUFFIX) and name not in headers]
     notes = (f"files that do not belong to this model are not read: {shown(unread)}",) if unread else ()
-    metadata = _metadata(found, files, owner, notes)
+    metadata = metadata_of(found, files, owner, notes)
     steps = max((float(dict(saved.scalars).get("step", 0)) for saved in metadata.parameters.values()), default=0)
     counters = {"global_steps": int(steps), "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
     state = TrainingState(counters, BatchSizes(None, None, None), None, None, False, {})
@@ -112,36 +107,17 @@ def _stem(name: str) -> str:
     return _NUMBER.sub("", name.removesuffix(INDEX_SUFFIX).removesuffix(SUFFIX))
 
 
-def _read_plain(found: CheckpointInfo, stem: str, names: set[str]) -> dict[str, _Header]:
+def _read_plain(found: CheckpointInfo, stem: str, names: set[str]) -> list[WeightsFile]:
     """Files without an index: one, or all that their numbers count."""
     files = sorted(name for name in names if _stem(name) == stem)
     if files not in ([stem + SUFFIX], [f"{stem}-{n + 1:05d}-of-{len(files):05d}{SUFFIX}" for n in range(len(files))]):
         problem = "these files have no index, and are not all files of one save"
         raise DamagedError(problem, found.path(files[0]), f"{stem}{INDEX_SUFFIX}", shown(files))
-    return {name: _read_header(found.path(name)) for name in files}
+    return [read_header(found.path(name)) for name in files]
 
 
-def _read_indexed(found: CheckpointInfo, stem: str) -> dict[str, _Header]:
-    """The files that an index names, which have the tensors that it names."""
-    path = found.path(stem + INDEX_SUFFIX)
-    with named_errors(path, _EXPECTED), open_stream(path) as stream:
-        index = parse_json(stream.read(_MOST_JSON_NBYTES))["weight_map"]
-        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-            raise ValueError("a weight_map that does not name files")
-        if any(os.path.basename(file) != file for file in index.values()):
-            raise ValueError("a file that is not in this folder")
-    headers = {file: _read_header(found.path(file)) for file in sorted(set(index.values()))}
-    tied = {alias for header in headers.values() for alias in header.metadata}  # some indexes list them
-    there = {(name, file) for file, header in headers.items() for name in header.tensors}
-    differ = {name for name, _ in there.symmetric_difference(index.items())}
-    differ -= tied - {name for name, _ in there}
-    if differ:
-        problem = "the index does not belong to these files: they have other tensors than it names"
-        raise DamagedError(problem, path, "each tensor in the file that the index names", parameter=shown(differ))
-    return headers
-
-
-def _read_header(path: str) -> _Header:
+def read_header(path: str) -> WeightsFile:
+    """One file of safetensors."""
     with named_errors(path, _EXPECTED), open_stream(path) as stream:
         size = size_of(stream)
         (nbytes,) = struct.unpack("<Q", stream.read(8))
@@ -162,10 +138,32 @@ def _read_header(path: str) -> _Header:
             tensors[name], position = (dtype, shape, start), stop
         if position != size:
             raise ValueError(f"{size} bytes, where the header's tensors end at byte {position}")
-    return _Header(path, size, tensors, metadata)
+    return WeightsFile(path, size, tensors, metadata)
 
 
-def _groups_and_scalars(files: list[_Header]) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+def read_indexed(
+    found: CheckpointInfo, name: str, read: Callable[[str], WeightsFile] = read_header
+) -> list[WeightsFile]:
+    """The files that an index names, which have the tensors that it names."""
+    path = found.path(name)
+    with named_errors(path, _EXPECTED), open_stream(path) as stream:
+        index = parse_json(stream.read(_MOST_JSON_NBYTES))["weight_map"]
+        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+            raise ValueError("a weight_map that does not name files")
+        if any(os.path.basename(file) != file for file in index.values()):
+            raise ValueError("a file that is not in this folder")
+    files = [read(found.path(file)) for file in sorted(set(index.values()))]
+    tied = {alias for file in files for alias in file.metadata}  # some indexes list them
+    there = {(name, os.path.basename(file.path)) for file in files for name in file.tensors}
+    differ = {name for name, _ in there.symmetric_difference(index.items())}
+    differ -= tied - {name for name, _ in there}
+    if differ:
+        problem = "the index does not belong to these files: they have other tensors than it names"
+        raise DamagedError(problem, path, "each tensor in the file that the index names", parameter=shown(differ))
+    return files
+
+
+def _groups_and_scalars(files: Sequence[WeightsFile]) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
     """Param groups, with the names of their parameters, and scalar states, as ``elastic-ckpt export`` writes them."""
     of_optimizer = [file for file in files if _stem(os.path.basename(file.path)) == _OPTIMIZER]
     facts = {key: value for file in of_optimizer for key, value in file.metadata.items()}
@@ -183,9 +181,26 @@ def _groups_and_scalars(files: list[_Header]) -> tuple[list[dict[str, Any]], dic
     return groups, scalars
 
 
-def _metadata(
-    found: CheckpointInfo, files: list[_Header], owner: Mapping[tuple[bool, str], int], notes: tuple[str, ...]
+def owners(files: Sequence[WeightsFile]) -> dict[tuple[bool, str], int]:
+    """Whether it is an optimizer's, and the name of each tensor -> the one of the files that has it."""
+    owner: dict[tuple[bool, str], int] = {}
+    for number, file in enumerate(files):
+        for name in file.tensors:
+            first = owner.setdefault((_stem(os.path.basename(file.path)) == _OPTIMIZER, name), number)
+            if first != number:
+                problem, remedy = "two files of this folder have a tensor of one name", "remove the one that is foreign"
+                both = "one file for each tensor", f"also in {files[first].path}"
+                raise MismatchError(problem, file.path, *both, parameter=name, remedy=remedy)
+    return owner
+
+
+def metadata_of(
+    found: CheckpointInfo,
+    files: Sequence[WeightsFile],
+    owner: Mapping[tuple[bool, str], int],
+    notes: tuple[str, ...] = (),
 ) -> CheckpointMetadata:
+    """What the files hold."""
     saved_groups, scalars = _groups_and_scalars(files)
     groups = [
         {key: tuple(value) if isinstance(value, list) and key != "params" else value for key, value in group.items()}
@@ -208,7 +223,7 @@ def _metadata(
     ties = {alias: name for items in every for alias, name in items if (False, name) in owner and alias != "format"}
     return CheckpointMetadata(
         source=found.source(0, 1, files=len(files)),
-        files=tuple(SourceFile(file.path, file.nbytes) for file in files),
+        files=tuple(SourceFile(file.path, file.nbytes, records=file.records) for file in files),
         parameters=parameters,
         tensors=tensors,
         groups=tuple(groups),

@@ -1,0 +1,80 @@
+"""Pretrained weights: the folders that Transformers' ``from_pretrained`` loads, of safetensors or ``torch.save``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.errors import NotFoundError, UnsupportedError
+from elastic_ckpt.formats.base import CheckpointInfo
+from elastic_ckpt.formats.metadata_builder import refuse_view
+from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.formats.pickled import open_file, refuse_unmade
+from elastic_ckpt.formats.safetensors import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    WeightsFile,
+    metadata_of,
+    owners,
+    read_header,
+    read_indexed,
+)
+from elastic_ckpt.formats.torch_archive.tensors import OTHER_FORM, TensorRef
+from elastic_ckpt.storage import file_names
+
+_INDEX_OF_ARCHIVES = ".bin.index.json"
+#: The files of which ``from_pretrained`` takes the first that is there.
+_CHOICES = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}", "pytorch_model.bin", f"pytorch_model{_INDEX_OF_ARCHIVES}")
+
+
+def read_weights(folder: str, paths: Sequence[str] | None, trust_pickle: bool) -> list[WeightsFile]:
+    """What each file of a folder holds: of those that ``from_pretrained`` takes, unless ``paths`` names them. Local.
+
+    Raises :class:`NotFoundError` if there are none, :class:`DamagedError` if one is missing or damaged or the index
+    disagrees with them, :class:`UnsupportedError` or :class:`UnsafePickleError` for what cannot be read by its bytes.
+    """
+    read = partial(_read_file, trust_pickle=trust_pickle)
+    if paths is not None:
+        return [read(os.path.abspath(path)) for path in paths]
+    names = set(file_names(folder))
+    name = next((choice for choice in _CHOICES if choice in names), None)
+    if name is None:
+        problem, remedy = "this folder has no weights", "give the folder that save_pretrained wrote"
+        expected, found = f"one of {', '.join(_CHOICES)}", f"{len(names)} other files"
+        raise NotFoundError(problem, folder, expected, found, remedy=remedy)
+    info = _info(folder)
+    return read_indexed(info, name, read) if name.endswith(".json") else [read(info.path(name))]
+
+
+def weights_metadata(folder: str, files: Sequence[WeightsFile]) -> CheckpointMetadata:
+    """The weights in these files, under the names that they have there."""
+    return replace(metadata_of(_info(folder), files, owners(files)), aliases={})
+
+
+def _info(folder: str) -> CheckpointInfo:
+    path = os.path.abspath(folder)
+    return CheckpointInfo("safetensors", path, os.path.basename(path), sort_names((), is_universal=False))
+
+
+def _read_file(path: str, trust_pickle: bool) -> WeightsFile:
+    if path.endswith(SUFFIX):
+        return read_header(path)
+    file = open_file(path, trust_pickle)
+    refuse_unmade(file)
+    if not isinstance(file.tree, Mapping):
+        raise _other_than_weights(path, type(file.tree).__name__)
+    tensors = {}
+    for name, ref in file.tree.items():
+        if not isinstance(name, str) or not isinstance(ref, TensorRef):
+            raise _other_than_weights(path, f"{type(ref).__name__} under {str(name)[:100]!r}")
+        refuse_view(name, "this weight", ref, path)
+        tensors[name] = ref.dtype, ref.shape, ref.byte_offset
+    return WeightsFile(**file.facts, tensors=tensors)
+
+
+def _other_than_weights(path: str, found: str) -> UnsupportedError:
+    problem, expected = "this file does not hold weights alone", "the state dict of a module: a tensor for each name"
+    return UnsupportedError(problem, path, expected, found, remedy=OTHER_FORM)
