@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from elastic_ckpt.load.installation import add_arguments as add_arguments
     from elastic_ckpt.load.installation import install as install
     from elastic_ckpt.load.installation import uninstall as uninstall
+    from elastic_ckpt.load.pretrained import load_pretrained as load_pretrained
     from elastic_ckpt.load.replicate import replicate as replicate
     from elastic_ckpt.report import LoadReport as LoadReport
     from elastic_ckpt.tools.export import export as export
@@ -30,6 +31,7 @@ _MODULES = {
     "export": "elastic_ckpt.tools.export",
     "find_latest": "elastic_ckpt.tools.latest",
     "install": "elastic_ckpt.load.installation",
+    "load_pretrained": "elastic_ckpt.load.pretrained",
     "open": "elastic_ckpt.tools.logical",
     "replicate": "elastic_ckpt.load.replicate",
     "uninstall": "elastic_ckpt.load.installation",

@@ -138,15 +138,7 @@ class Zero3Adapter(EngineAdapter):
         for group, params in zip(groups, members, strict=True):
             numbered[group] += params
         super().__init__(engine, schema, 3, masters, groups, members, numbered, compat.partition_group(engine))
-        for name, param in self.frozen.items():
-            if hasattr(param.ds_tensor, "ds_quant_scale"):
-                problem = "a frozen parameter is quantized, and its scales are not in the checkpoint"
-                raise UnsupportedError(problem, parameter=name, found='"zero_quantized_nontrainable_weights": true')
-            swapped_out = param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
-            if swapped_out if trains else param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
-                problem = "a frozen parameter, or one of an engine without an optimizer, cannot be written to NVMe"
-                remedy = '"offload_param": {"device": "cpu"}'
-                raise UnsupportedError(problem, parameter=name, found="a parameter on NVMe", remedy=remedy)
+        refuse_unwritable(self.frozen, trains)
 
     def local_state(self) -> LocalState:
         found = super().local_state()
@@ -225,6 +217,20 @@ class Zero3Adapter(EngineAdapter):
             for bucket in buckets:
                 bucket[0].all_gather_coalesced(bucket).wait()
             persistent[0].all_gather(persistent)  # what is left
+
+
+def refuse_unwritable(frozen: Mapping[str, Any], trains: bool) -> None:
+    """Refuse frozen parameters whose partitions cannot be written; ``trains``: others have an optimizer."""
+    for name, param in frozen.items():
+        partition = getattr(param, "ds_tensor", None)
+        if hasattr(partition, "ds_quant_scale"):
+            problem = "a frozen parameter is quantized, and its scales are not in the checkpoint"
+            raise UnsupportedError(problem, parameter=name, found='"zero_quantized_nontrainable_weights": true')
+        swapped_out = getattr(partition, "status", None) == PartitionedParamStatus.NOT_AVAILABLE
+        if swapped_out if trains else getattr(partition, "final_location", None) == OffloadDeviceEnum.nvme:
+            problem = "a frozen parameter, or one of an engine without an optimizer, cannot be written to NVMe"
+            remedy = '"offload_param": {"device": "cpu"}'
+            raise UnsupportedError(problem, parameter=name, found="a parameter on NVMe", remedy=remedy)
 
 
 def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -70,6 +70,18 @@ class RankPlan:
     notes: tuple[str, ...]
     runs_code: bool  # loads an lr scheduler's state, or those of DeepSpeed's own schedulers
 
+    @classmethod
+    def of(cls, plan: LoadPlan, mp_rank: int, config: ElasticConfig, runs_code: bool = False) -> RankPlan:
+        """Check the files that a plan reads, and compare this rank's share of the replicas in them."""
+        check_files(plan.reads)
+        differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
+        look_again(reopen=False)
+        shared = [(s.key, s.name, s.flat, s.numel, s.dtype) for s in plan.reads.targets if s.replicated]
+        digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
+        view = VIEW.get()
+        notes = (*plan.notes, *(() if view is None else view.notes))
+        return cls(mp_rank, digest, differences, plan.may_differ, notes, runs_code)
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -96,7 +108,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
     seconds: dict[str, float] = {}
     with_states, strict = arguments.restores_states, arguments.load_module_strict
     with timed("plan", seconds):
-        adapter, local_state = _describe(engine, arguments)
+        adapter, local_state = describe(lambda: adapter_of(engine, arguments.restores_states))
     at = local_state.model.coordinates
     with timed("metadata", seconds):
         options = MetadataOptions(
@@ -117,44 +129,50 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             warnings += tuple(checkpoint.training_state.left_out.values())
             wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": host.loads_scheduler}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
-            check_files(plan.reads)
             planned.append((plan, host, warnings))
-            differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
-            look_again(reopen=False)
-            shared = [(s.key, s.name, s.flat, s.numel, s.dtype) for s in plan.reads.targets if s.replicated]
-            digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
-            view = VIEW.get()
-            notes = (*plan.notes, *(() if view is None else view.notes))
-            return RankPlan(at.mp_rank, digest, differences, plan.may_differ, notes, host.runs_code)
+            return RankPlan.of(plan, at.mp_rank, config, host.runs_code)
 
-        everybody = distributed.all_gather("plan the load", make_plan)
-        _refuse_different_shares(everybody)
+        everybody, notes = agree_on_plans(make_plan, config)
         plan, host, warnings = planned[0]
-        with distributed.deterministic("judge copies of replicated parameters"):
-            plan = replace(plan, notes=_notes(everybody, config))
+        plan = replace(plan, notes=notes)
     runs_code = any(each.runs_code for each in everybody)
     return Prepared(call, found, seconds, adapter, local_state, checkpoint, plan, host, warnings, runs_code)
 
 
-def _describe(engine: Any, arguments: training_state.LoadArguments) -> tuple[EngineAdapter, LocalState]:
-    """The adapter of this rank's engine, and its LocalState. Collective."""
+def adapter_of(engine: Any, with_states: bool) -> EngineAdapter:
+    """The adapter of a live engine, which must not hold gradients of the old weights. Local."""
+    adapter = select_adapter(engine, with_states=with_states)
+    if compat.holds_gradients(engine):  # which would enter the next step
+        problem = "the engine holds gradients that no step has used yet; they would be mixed into the restored run"
+        expected = "a load right after engine.step(), or before the first backward"
+        remedy = "finish the step with engine.step() (its result is overwritten), then load"
+        raise MismatchError(problem, expected=expected, remedy=remedy)
+    return adapter
+
+
+def describe(select: Callable[[], EngineAdapter]) -> tuple[EngineAdapter, LocalState]:
+    """The adapter that ``select`` returns on this rank, and its LocalState. Collective."""
     described: list[tuple[EngineAdapter, LocalState]] = []
 
-    def describe() -> ModelLayout | None:
-        adapter = select_adapter(engine, with_states=arguments.restores_states)
-        if compat.holds_gradients(engine):  # of the old weights, which would enter the next step
-            problem = "the engine holds gradients that no step has used yet; they would be mixed into the restored run"
-            expected = "a load right after engine.step(), or before the first backward"
-            remedy = "finish the step with engine.step() (its result is overwritten), then load"
-            raise MismatchError(problem, expected=expected, remedy=remedy)
+    def describe_mine() -> ModelLayout | None:
+        adapter = select()
         local_state = adapter.local_state()
         described.append((adapter, local_state))
         coordinates = local_state.model.coordinates
         return replace(local_state.model, run={}) if coordinates.tp * coordinates.pp * coordinates.ep > 1 else None
 
-    everybody = [model for model in distributed.all_gather("describe the live engine", describe) if model is not None]
+    gathered = distributed.all_gather("describe the live engine", describe_mine)
     adapter, local_state = described[0]
+    everybody = [model for model in gathered if model is not None]
     return adapter, replace(local_state, model=model_of_all(local_state.model, everybody))
+
+
+def agree_on_plans(make_plan: Callable[[], RankPlan], config: ElasticConfig) -> tuple[list[RankPlan], tuple[str, ...]]:
+    """The plans of all ranks, and their notes. Collective."""
+    everybody = distributed.all_gather("plan the load", make_plan)
+    _refuse_different_shares(everybody)
+    with distributed.deterministic("judge copies of replicated parameters"):
+        return everybody, _notes(everybody, config)
 
 
 def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -232,9 +250,38 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
 
 def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     """Read, broadcast and commit. Collective; returns all ranks' work, and what of the bytes was verified."""
-    adapter, plan, seconds, config = ready.adapter, ready.plan, ready.seconds, ready.call.config
-    options, source, at = read_options(config), ready.checkpoint.metadata.source, ready.local_state.model.coordinates
-    options = replace(options, progress=None if config.report and distributed.rank() == 0 else False)
+    plan, seconds, config, at = ready.plan, ready.seconds, ready.call.config, ready.local_state.model.coordinates
+    source = ready.checkpoint.metadata.source
+    # DeepSpeed rounds the masters of native checkpoints if states are left out, not those of universal ones
+    exact_masters = ready.call.arguments.restores_states or not source.by_rank
+    read, received_nbytes, sums = overwrite(ready.adapter, plan, config, seconds, exact_masters)
+
+    def finish() -> _Done:
+        with timed("commit", seconds):
+            ready.host.finish()
+        files_opened, files_read = ready.checkpoint.files_opened, plan.reads.files_read
+        mine = (distributed.rank(), read, received_nbytes, files_opened, dict(seconds))
+        work = RankWork(*mine, plan.blocks, len(files_read))
+        outcomes = _outcomes(ready) if at.pp > 1 and at.tp_rank == at.partition_rank == 0 else ()
+        return work, at.pp_rank, outcomes, None if sums is None else (sums.sums, sums.nbytes)
+
+    everybody = distributed.all_gather("set the counters", finish)
+    verified = None
+    if sums is not None:
+        with timed("verify", seconds):
+            sums_of_all = [read for *_, read in everybody if read is not None]
+            verified = verify_reads(ready.checkpoint.metadata, sums_of_all, plan.reads, read_options(config))
+    return everybody, verified
+
+
+def overwrite(
+    adapter: EngineAdapter, plan: LoadPlan, config: ElasticConfig, seconds: dict[str, float], exact_masters: bool
+) -> tuple[ReadStats, int, ReadSums | None]:
+    """Read and broadcast tensors, and derive the weights from their masters. Collective.
+
+    Returns what this rank read, the bytes that it received, and sums of what it read unless nothing is verified.
+    """
+    options = replace(read_options(config), progress=None if config.report and distributed.rank() == 0 else False)
     parts: list[ReadStats] = []
     sums = ReadSums(plan.reads.files) if config.verify != "off" else None
 
@@ -248,25 +295,8 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     with timed("exchange", seconds), distributed.together("broadcast what every rank needs"):
         received_nbytes = exchange_shares(plan.reads, tensors, adapter.dp_group)
     with timed("commit", seconds), distributed.together("derive the weights from their masters"):
-        # DeepSpeed rounds the masters of native checkpoints if states are left out, not those of universal ones
-        adapter.refresh_weights(plan, exact_masters=ready.call.arguments.restores_states or not source.by_rank)
-
-    def finish() -> _Done:
-        with timed("commit", seconds):
-            ready.host.finish()
-        stats, files_opened, files_read = sum(parts, ReadStats()), ready.checkpoint.files_opened, plan.reads.files_read
-        mine = (distributed.rank(), stats, received_nbytes, files_opened, dict(seconds))
-        work = RankWork(*mine, plan.blocks, len(files_read))
-        outcomes = _outcomes(ready) if at.pp > 1 and at.tp_rank == at.partition_rank == 0 else ()
-        return work, at.pp_rank, outcomes, None if sums is None else (sums.sums, sums.nbytes)
-
-    everybody = distributed.all_gather("set the counters", finish)
-    verified = None
-    if sums is not None:
-        with timed("verify", seconds):
-            sums_of_all = [read for *_, read in everybody if read is not None]
-            verified = verify_reads(ready.checkpoint.metadata, sums_of_all, plan.reads, options)
-    return everybody, verified
+        adapter.refresh_weights(plan, exact_masters)
+    return sum(parts, ReadStats()), received_nbytes, sums
 
 
 def _outcomes(ready: Prepared) -> tuple[Outcome, ...]:
