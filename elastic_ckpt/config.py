@@ -23,7 +23,7 @@ CONFIG_KEY = "elastic_checkpoint"
 VARIABLE = "ELASTIC_CKPT"
 Mode = Literal["auto", "require", "off"]
 #: Options that need not be at their default where DeepSpeed's own loader takes over, which ignores all.
-_FOR_ANY_LOADER = {"mode", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
+_FOR_ANY_LOADER = {"mode", "pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
 #: A key of ``"states"`` about unknown states of at most so many elements.
 _THRESHOLD = re.compile(r"numel<=(\d{1,9})", re.ASCII)
 
@@ -60,6 +60,11 @@ class ElasticConfig(BaseModel):
         "auto",
         description="auto: restore what can be restored exactly, leave to DeepSpeed's own loader what only it can; "
         "require: an error instead of DeepSpeed's own loader; off: always DeepSpeed's own loader",
+    )
+    pretrained: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: under ZeRO-3, Transformers' from_pretrained has every rank read its own bytes of the "
+        "weights, where that is known to give the same model; off: from_pretrained is left as it is",
     )
     trust_pickle: bool = Field(
         False, description="allow checkpoint files to run code when read (weights_only=False); only for files you trust"

@@ -53,6 +53,7 @@ def test_without_a_section_the_defaults_are_safe(config: dict[str, Any]) -> None
 #: Every option, with a value that is not its default.
 SET: dict[str, Any] = {
     "mode": "require",
+    "pretrained": "off",
     "trust_pickle": True,
     "verify": "bytes",
     "on_damage": "previous",
@@ -72,7 +73,7 @@ SET: dict[str, Any] = {
     "on_unreadable_entry": "skip",
 }
 #: Options that change how elastic_ckpt reads and reports, and not what is restored.
-HOW = {"trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
+HOW = {"pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
 
 
 def test_every_option_can_be_set() -> None:

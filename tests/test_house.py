@@ -92,6 +92,7 @@ COVERED_BY = {
     "distributed/test_cli_latest.py": "tools/latest",
     "distributed/test_nodes.py": "load/replicate",
     "distributed/test_parallel.py": "megatron",
+    "distributed/test_pretrained.py": "load/pretrained load/pretrained_hook",
 }
 
 

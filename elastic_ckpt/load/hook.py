@@ -27,6 +27,7 @@ from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks, screen_folder, screened_loads
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
 from elastic_ckpt.load.nodes import Nodes
+from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
 from elastic_ckpt.patches import aligned_partitions, argument, pipeline_stages, unwrap, wrap
 from elastic_ckpt.storage import VIEW, exists, seen_through
 from elastic_ckpt.storage.local import look_again, pinned
@@ -43,6 +44,7 @@ def patch_engine() -> None:
     DeepSpeedEngine.elastic_report = None
     aligned_partitions.watch_alignment()
     pipeline_stages.watch_pipe()
+    watch_pretrained()
 
 
 def unpatch_engine() -> None:
@@ -52,6 +54,7 @@ def unpatch_engine() -> None:
         del DeepSpeedEngine.elastic_report
         aligned_partitions.unwatch_alignment()
         pipeline_stages.unwatch_pipe()
+        unwatch_pretrained()
 
 
 def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:

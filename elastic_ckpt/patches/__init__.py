@@ -24,7 +24,7 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         return wrapper(original, *args, **kwargs)
 
     setattr(wrapped, _ORIGINAL, original)
-    setattr(owner, name, wrapped)
+    _set(owner, name, wrapped)
 
 
 def unwrap(owner: Any, name: str) -> bool:
@@ -34,8 +34,13 @@ def unwrap(owner: Any, name: str) -> bool:
     # functools.wraps copies our mark to a wrapper around ours, which is not ours to remove
     if original is None or getattr(wrapped, "__wrapped__", None) is not original:
         return False
-    setattr(owner, name, original)
+    _set(owner, name, original)
     return True
+
+
+def _set(owner: Any, name: str, function: Any) -> None:
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(function) if is_static else function)
 
 
 def argument(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,98 @@
+"""The patch of Transformers' ``from_pretrained``: elastic_ckpt's load of its weights under ZeRO-3, where that is equal.
+
+``from_pretrained`` itself stays: it chooses the files, builds the model, initializes what they lack, and ties weights.
+Of it, ``_load_pretrained_model`` alone is replaced, which has rank 0 read every weight and scatter it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from deepspeed.runtime.zero.partition_parameters import Init
+
+from elastic_ckpt import distributed
+from elastic_ckpt.config import read_config
+from elastic_ckpt.engines.pretrained_names import own_loaders
+from elastic_ckpt.errors import MismatchError, UnforeseenError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.load.pretrained import PretrainedLoad
+from elastic_ckpt.patches import unwrap, wrap
+
+logger = logging.getLogger(__name__)
+_MODELING = "transformers.modeling_utils"
+_METHOD, _PARAMETERS = "_load_pretrained_model", ["model", "state_dict", "checkpoint_files", "load_config"]
+#: What Transformers' own way may know how to load.
+_LEFT = (UnsupportedError, UnsafePickleError, MismatchError, UnforeseenError)
+
+
+def watch_pretrained() -> None:
+    """Patch Transformers once a ``deepspeed.zero.Init`` is entered, as ``from_pretrained`` does first. Idempotent."""
+    wrap(Init, "__enter__", _enter)
+
+
+def unwatch_pretrained() -> None:
+    """Undo :func:`watch_pretrained`, and the patch."""
+    unwrap(Init, "__enter__")
+    if (modeling := sys.modules.get(_MODELING)) is not None:
+        unwrap(modeling.PreTrainedModel, _METHOD)
+
+
+def _enter(original: Callable[..., Any], init: Any) -> Any:
+    model = getattr(sys.modules.get(_MODELING), "PreTrainedModel", None)
+    method = getattr(model, _METHOD, None)
+    if method is not None and list(inspect.signature(method).parameters)[: len(_PARAMETERS)] == _PARAMETERS:
+        wrap(model, _METHOD, _load_pretrained_model)
+    return original(init)
+
+
+def _load_pretrained_model(
+    original: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *more: Any
+) -> Any:
+    """Load the weights here if that gives what Transformers' own way gives; else go that way. Collective."""
+    import transformers.integrations.deepspeed  # noqa: PLC0415
+    from transformers.utils.loading_report import LoadStateDictInfo  # noqa: PLC0415
+
+    def own_way() -> Any:
+        return original(model, state_dict, checkpoint_files, load_config, *more)
+
+    integration: Any = transformers.integrations.deepspeed
+    if not integration.is_deepspeed_zero3_enabled():
+        return own_way()
+    ds_config = integration.deepspeed_config()
+    distributed.begin_load()
+    with distributed.agree("read the configuration"):
+        config = read_config(ds_config)
+    if config.mode == "off" or config.pretrained == "off":
+        return own_way()
+    why = next(_objections(model, state_dict, checkpoint_files, load_config, ds_config), None)
+    if why is None:
+        folder = os.path.dirname(checkpoint_files[0])
+        load = PretrainedLoad(None, model, folder, config, paths=checkpoint_files, rules=load_config.weight_mapping)
+        try:
+            _, weights = load.run()
+        except _LEFT as error:
+            why = error.problem
+        else:
+            return LoadStateDictInfo({*weights.missing}, {*weights.unexpected}, set(), [], {}, set()), None
+    if distributed.rank() == 0:
+        logger.warning("elastic_ckpt leaves these weights to Transformers' own way: %s", why)
+    return own_way()
+
+
+def _objections(
+    model: Any, state_dict: Any, files: Sequence[str] | None, load_config: Any, ds_config: Any
+) -> Iterator[str]:
+    """Why these weights are not known to be loaded here as Transformers loads them. The same on every rank."""
+    if load_config.is_quantized:
+        yield "they are quantized"
+    if state_dict is not None or not files or not all(file.endswith((".safetensors", ".bin")) for file in files):
+        yield "they are not in files of safetensors or torch.save"
+    if load_config.ignore_mismatched_sizes or load_config.device_map is not None:
+        yield "ignore_mismatched_sizes or device_map is given"
+    if ds_config.get("tensor_parallel", {}).get("autotp_size", 1) > 1:
+        yield "AutoTP is on"
+    yield from own_loaders(model)
