@@ -13,13 +13,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, read_config
+from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.modules import ModuleAdapter
 from elastic_ckpt.engines.pretrained_names import LiveWeights, live_weights, mark_as_initialized, without_ignored
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
+from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.formats.pretrained import read_weights, weights_metadata
 from elastic_ckpt.formats.safetensors import WeightsFile
@@ -105,7 +106,13 @@ class PretrainedLoad:
         return report, weights
 
     def _adapter(self) -> EngineAdapter:
-        return ModuleAdapter(self.module) if self.engine is None else adapter_of(self.engine, with_states=False)
+        if self.engine is None:
+            return ModuleAdapter(self.module)
+        if self.engine.has_moe_layers:
+            problem = "pretrained weights cannot be loaded into DeepSpeed's layers of experts yet"
+            remedy = "load them before deepspeed.initialize, with the module's own load_state_dict"
+            raise UnsupportedError(problem, remedy=remedy)
+        return adapter_of(self.engine, with_states=False)
 
     def _prepare(self, local_state: LocalState) -> tuple[LoadPlan, LiveWeights, list[WeightsFile]]:
         """Read the folder's metadata on one rank, plan on all. Collective; changes nothing."""
@@ -118,7 +125,8 @@ class PretrainedLoad:
 
         def make_plan() -> RankPlan:
             weights = self._weights(files, local_state)
-            options = LoadOptions.of(self.config, optimizer_states=False, strict=False)
+            config = self.config.model_copy(update={"rename": []})  # names are those of the module by now
+            options = LoadOptions.of(config, optimizer_states=False, strict=False)
             plan = plan_load(weights.metadata, local_state, options)
             planned.append((plan, weights))
             return RankPlan.of(plan, local_state.model.coordinates.mp_rank, self.config)
@@ -129,20 +137,22 @@ class PretrainedLoad:
 
     def _weights(self, files: Sequence[WeightsFile], local_state: LocalState) -> LiveWeights:
         """The folder's weights under live names. Local."""
-        weights, model = live_weights(weights_metadata(self.folder, files), self.module, self.rules), local_state.model
+        model, metadata = local_state.model, rename_saved(weights_metadata(self.folder, files), self.config.rename)
+        weights = live_weights(metadata, self.module, self.rules)
         saved = {name for name, _ in weights.metadata.tensors}
         ties = ({name, *others} for name, others in model.ties.items())
         tied = {name for names in ties if names & saved for name in names}
-        weights = replace(weights, missing=weights.missing - tied)
+        unexpected = weights.unexpected - model.elsewhere  # on other pipeline stages
+        weights = replace(weights, missing=weights.missing - tied, unexpected=unexpected)
         if not saved:
             problem = "no weight of this folder is in the live model"
             expected, found = f"weights such as {listed(weights.missing)}", listed(weights.unexpected)
             raise MismatchError(problem, self.folder, expected, found, remedy="give the folder of this model")
-        missing, unexpected = self._reported(weights)
-        if self.strict and (missing or unexpected):
+        lacking, foreign = self._reported(weights)
+        if self.strict and (lacking or foreign):
             problem = "model and folder do not have the same weights"
-            expected = f"in the model but not in the folder: {listed(missing)}"
-            found = f"in the folder but not in the model: {listed(unexpected)}"
+            expected = f"in the model but not in the folder: {listed(lacking)}"
+            found = f"in the folder but not in the model: {listed(foreign)}"
             remedy = "strict=False loads what matches and reports the rest"
             raise MismatchError(problem, self.folder, expected, found, remedy=remedy)
         return weights

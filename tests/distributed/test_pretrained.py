@@ -38,27 +38,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_engines_and_modules_get_what_from_pretrained_makes(
     ranks: int, launch: Launch, folders: dict[str, Path]
 ) -> None:
-    everywhere = {"llama", "gpt2", "mixtral"}
+    everywhere = {"llama", "gpt2", "mixtral"} if ranks == 2 else set()
     cases = [
         Case(str(folders[name]), model.loaded, *place)
         for position, (name, model) in enumerate(MODELS.items())
         for number, place in enumerate(PLACES)
-        if name in everywhere or number % len(PLACES) in {(position + ranks) % 7, (position + ranks + 3) % 7}
+        if name in everywhere or number == (position + ranks) % len(PLACES)
     ]
     found = launch(ranks, "pretrained_jobs.load", cases, timeout=500)
     assert len(found) == len(cases) * ranks
     assert not [each for each in found if each.differences]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_from_pretrained_takes_this_path_by_itself_under_zero_3(
-    ranks: int, launch: Launch, folders: dict[str, Path]
-) -> None:
+def test_from_pretrained_takes_this_path_by_itself_under_zero_3(launch: Launch, folders: dict[str, Path]) -> None:
     # with Transformers 5.24 those of these two fail under ZeRO-3: they initialize what is partitioned
     models = {name: model for name, model in MODELS.items() if name not in ("whisper", "resnet")}
     cases = [Case(str(folders[name]), model.loaded, Setup(3, "bf16")) for name, model in models.items()]
-    found = launch(ranks, "pretrained_jobs.hooked", cases)
-    assert len(found) == len(cases) * ranks
+    found = launch(3, "pretrained_jobs.hooked", cases)
+    assert len(found) == len(cases) * 3
     assert [(each.case.folder, each.differences, each.said) for each in found if each.loads != [each.case.folder]] == []
     assert not [each for each in found if each.differences]
 
