@@ -85,7 +85,7 @@ class SavedOverError(DamagedError):
 
 
 class ConflictingCopiesError(DamagedError):
-    """Nodes have different files under one name: which of them belongs to the save is not known."""
+    """Nodes or folders have different files under one name: which belongs to the save is not known."""
 
 
 class LayoutError(DamagedError):

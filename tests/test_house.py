@@ -36,27 +36,74 @@ def test_no_file_outgrows_its_room() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 8
 
 
-#: What opens files or lists folders that are none of a checkpoint's, or only asks whether there is one.
-OPENERS = {
-    "load/flow.py": "writes the report",
-    "load/nodes.py": "the machine's own number",
-    "load/replicate.py": "what it copies to this node",
-    "tools/opened.py": "a DeepSpeed config",
-    "tools/output_folder.py": "what a conversion or an export writes",
+#: What asks the system itself, and why: by room, file and call.
+ASKS_THE_SYSTEM = {
+    "load/flow.py: open": "writes the report",
+    "load/hook.py: os.stat": "whether two spellings are of one folder",
+    "load/nodes.py: os.stat": "whether ranks see one and the same folder, which has no answer in a view",
+    "load/nodes.py: machine.exists": "the machine's name, in /proc",
+    "load/nodes.py: machine.read_text": "the machine's name, in /proc",
+    "load/replicate.py: open": "writes a copy",
+    "load/installation/__init__.py: (file := Path(folder, _PTH)).is_file": "a file in site-packages",
+    "load/installation/__init__.py: shutil.copyfile": "a file in site-packages",
+    "tools/opened.py: path.read_text": "a DeepSpeed config",
+    "tools/conversion/__init__.py: (place / plain_name(path.name)).open": "writes a copy",
+    "tools/conversion/__init__.py: os.walk": "counts what was written",
+    "tools/export.py: path.parent.stat": "permissions of what is written",
+    "tools/output_folder.py: os.path.lexists": "whether there is room for what is written",
+    "tools/output_folder.py: target.exists": "whether there is room for what is written",
+    "tools/output_folder.py: path.rglob": "what was written",
+    "tools/output_folder.py: os.open": "what was written",
 }
+#: Functions and methods, called or passed on, that open, list or look at what has a path.
+_ASKS = re.compile(
+    r"open|os\.(open|stat|lstat|access|readlink|listdir|scandir|f?walk|pread|preadv)|shutil\.copy(file|tree|2)?|torch\.load"
+    r"|os\.path\.(isfile|isdir|islink|exists|lexists|getsize|getmtime|samefile)"
+    r"|.+\.(iterdir|r?glob|is_file|is_dir|is_symlink|exists|l?stat|read_text|read_bytes|open)",
+    re.DOTALL,
+)
+
+
+def asked_of_the_system(code: str) -> set[str]:
+    """Calls that open, list or look at a path; and what does so and is passed on, of ``os`` and ``os.path``."""
+    tree = ast.parse(code)
+    names = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names |= {
+        name for node in ast.walk(tree) if isinstance(node, ast.Attribute) and (name := ast.unparse(node))[:3] == "os."
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "os.path", "shutil", "io"):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {" ".join(name.split()) for name in names if _ASKS.fullmatch(name)}
 
 
 def test_files_of_a_checkpoint_are_opened_in_one_room() -> None:
-    """Elsewhere, a pipe in the place of a file would be waited for, and a loop of links be a bare error."""
-    found, opens = set(), re.compile(r"open|os\.(open|listdir|scandir)|.*\.read_(text|bytes)")
-    for room in ("formats", "io", "load", "tools"):
-        for path in (PACKAGE / room).rglob("*.py"):
-            called = {
-                ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-            }
-            if any(opens.fullmatch(name) for name in called):
-                found.add(str(path.relative_to(PACKAGE)))
-    assert found - {"load/installation/__init__.py"} == OPENERS.keys()
+    """Elsewhere, a pipe would be waited for, a loop of links be a bare error, and other nodes' files not be seen."""
+    found = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for room in ("formats", "io", "load", "tools")
+        for path in (PACKAGE / room).rglob("*.py")
+        for name in asked_of_the_system(path.read_text())
+    }
+    assert found == ASKS_THE_SYSTEM.keys()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open(path)",
+        "os.preadv(f, b, 0)",
+        "map(os.path.isdir, paths)",
+        "Path(x).glob('*')",
+        "from os import scandir",
+        "p.stat()",
+    ],
+)
+def test_what_asks_the_system_is_seen(code: str) -> None:
+    assert len(asked_of_the_system(code)) == 1
+    assert asked_of_the_system("storage.exists(path); open_stream(path); os.path.join(a, b); found.path(name)") == {
+        "storage.exists"
+    }
 
 
 def test_no_two_classes_share_a_name() -> None:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folder, Tag, plain, reads_checkpoint, table
+from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Tag, plain, reads_checkpoint, table
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.report import size, title
@@ -29,7 +29,7 @@ _FIRST = ("name", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum"
 @reads_checkpoint("inspect", epilog="Example: [bold]elastic-ckpt inspect checkpoints --params[/]")
 def inspect(
     config: ElasticConfig,
-    folder: Folder,
+    folders: Folders,
     tag: Tag = None,
     params: Annotated[bool, typer.Option("--params", help="List every parameter and buffer.")] = False,
 ) -> Answer:
@@ -37,7 +37,7 @@ def inspect(
 
     Exit code 1: something in it is damaged, or not supported.
     """
-    found = inspect_folder(str(folder), tag, config)
+    found = inspect_folder(folders[0], tag, config)
     return Answer(found, report(found, params), exit_code=0 if found["ok"] else EXIT_FOUND)
 
 
@@ -133,7 +133,7 @@ def _pairs(values: Any) -> str:
 @reads_checkpoint("verify", epilog="Example: elastic-ckpt verify /ckpt --full --tp-preset megatron-core")
 def verify(
     config: ElasticConfig,
-    folder: Folder,
+    folders: Folders,
     full: Annotated[
         bool,
         typer.Option(
@@ -149,7 +149,7 @@ def verify(
 
     Ends with 1 if anything is wrong. Notes, of what was not checked or is worth knowing, go to standard error.
     """
-    found = verify_checkpoint(str(folder), tag, config, full, threads=min(os.cpu_count() or 1, 16), show_progress=None)
+    found = verify_checkpoint(folders[0], tag, config, full, threads=min(os.cpu_count() or 1, 16), show_progress=None)
     listed = {
         name: [{"code": f.kind, "message": f.message, "file": f.file, "parameter": f.parameter} for f in findings]
         for name, findings in (("findings", found.findings), ("notes", found.notes))
@@ -167,7 +167,7 @@ def verify(
 @reads_checkpoint("latest", epilog="Example: [bold]deepspeed train.py --resume $(elastic-ckpt latest /ckpt)[/]")
 def latest(
     config: ElasticConfig,
-    folder: Folder,
+    folders: Folders,
     full: Annotated[bool, typer.Option("--full", help="Compare every byte with its checksum.")] = False,
 ) -> Answer:
     """Print the path of the newest whole checkpoint of a folder, whatever its latest file says.
@@ -175,7 +175,7 @@ def latest(
     Folders of tags, and those of Hugging Face's Trainer (checkpoint-20), Accelerate and Lightning. Newer ones that are
     not whole go to standard error, with the reason. Ends with 1 if none is whole.
     """
-    newest, skipped = newest_whole(str(folder), config, full)
+    newest, skipped = newest_whole(folders[0], config, full)
     notes, path = [f"not whole: {each.path}: {each.problem}" for each in skipped], newest.path if newest else ""
     if not path.isprintable():
         notes, path = [*notes, f"{path}: its name has control characters: rename it"], ""

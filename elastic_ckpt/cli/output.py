@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,13 +21,18 @@ from rich.text import Text
 
 from elastic_ckpt.cli import app
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
-from elastic_ckpt.tools.opened import config_of
+from elastic_ckpt.tools.opened import config_of, seen_together
 
 #: A finding; wrong usage; the checkpoint cannot be read.
 EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
 
-Folder = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder with a [bold]latest[/] file, or the folder of one tag.")
+Folders = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="DIR...",
+        help="Folder with a [bold]latest[/] file, or the folder of one tag; several, one of each node that saved to a "
+        "disk of its own, are looked at as one.",
+    ),
 ]
 Tag = Annotated[str | None, typer.Option("--tag", help="Which checkpoint of the folder; default: the latest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output, and nothing else there.")]
@@ -96,7 +102,8 @@ def reads_checkpoint(
             replicated = own.pop("replicated", None) or (policy if config is None else None)
             overrides = {"tp_preset": preset, "trust_pickle": trust_pickle, "replicated_params": replicated}
             try:
-                answer = function(config_of(config, **overrides), **own)
+                with seen_together(own.get("folders", os.curdir)):
+                    answer = function(config_of(config, **overrides), **own)
             except ElasticCkptError as error:
                 answer = refusal(error)
             tell(answer, as_json)

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from tqdm import tqdm
 
-from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folder, Tag, reads_checkpoint, refusal, table
+from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Tag, reads_checkpoint, refusal, table
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import ITEMSIZE
@@ -48,7 +48,7 @@ def _degree(option: str, what: str) -> Any:
 @reads_checkpoint("plan", epilog="Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2[/]")
 def plan(
     config: ElasticConfig,
-    folder: Folder,
+    folders: Folders,
     dp: Annotated[int | None, _degree("--dp", "Data")] = None,
     tp: Annotated[int | None, _degree("--tp", "Tensor")] = None,
     pp: Annotated[int | None, _degree("--pp", "Pipeline")] = None,
@@ -77,7 +77,7 @@ def plan(
     if rank is not None and every:
         raise typer.BadParameter("--rank plans one rank; --all needs them all")
     try:
-        metadata = open_folder(str(folder), tag, config, not weights_only).checkpoint.metadata
+        metadata = open_folder(folders[0], tag, config, not weights_only).checkpoint.metadata
     except MismatchError as error:  # only live param groups could name the states
         error.remedy = f"--weights-only plans the weights alone: {error.remedy}"
         raise

@@ -10,7 +10,7 @@ import typer
 from rich.console import RenderableType
 from rich.markup import escape
 
-from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folder, Replicated, Tag, reads_checkpoint, table
+from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Replicated, Tag, reads_checkpoint, table
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.report import size
@@ -31,7 +31,7 @@ _Checkpoint = Annotated[
 @reads_checkpoint("convert", epilog="Example: [bold]elastic-ckpt convert checkpoints universal/global_step100[/]")
 def convert(
     config: ElasticConfig,
-    folder: Folder,
+    folders: Folders,
     out: Annotated[
         Path,
         typer.Argument(
@@ -49,7 +49,7 @@ def convert(
 
     elastic_ckpt needs no conversion to load a checkpoint; this is for jobs that run without it.
     """
-    opened = open_folder(str(folder), tag, config)
+    opened = open_folder(folders[0], tag, config)
     if to == "dcp":
         from elastic_ckpt.tools.conversion.dcp import convert_to_dcp  # noqa: PLC0415  a second of imports
 
@@ -62,7 +62,7 @@ def convert(
 @reads_checkpoint("export", epilog="Example: [bold]elastic-ckpt export checkpoints my-model --dtype bf16[/]")
 def export(
     config: ElasticConfig,
-    folder: Folder,
+    folders: Folders,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     tag: Tag = None,
     dtype: Annotated[
@@ -90,7 +90,7 @@ def export(
     written; the others are named in the file's metadata.
     """
     report = run_export(
-        folder,
+        folders[0],
         out,
         tag=tag,
         dtype=dtype,

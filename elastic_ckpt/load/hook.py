@@ -221,7 +221,8 @@ class RetryPolicy:
         self._deadline = time.monotonic() + call.config.wait_for_files
         self._pause = _FIRST_PAUSE
         every_tag = call.config.on_damage != "error"
-        self.nodes = Nodes((self._load_dir, *call.config.fallback_dirs), call.arguments.tag, every_tag)
+        folders, own_disks = (self._load_dir, *call.config.fallback_dirs), bool(call.engine.use_node_local_storage())
+        self.nodes = Nodes(folders, call.arguments.tag, every_tag, own_disks)
         self._older: CheckpointInfo | None = None
         self._skipped: tuple[str, ...] = ()
         self._steps: tuple[int, ...] = ()  # of the checkpoints so far, where known
@@ -230,8 +231,9 @@ class RetryPolicy:
 
     def find(self) -> CheckpointInfo | None:
         """The checkpoint to try next. Collective."""
-        if self._older is not None:
-            return self._older
+        if (older := self._older) is not None:  # whose files are listed anew: other copies may be tried
+            self.nodes.look("look for an older checkpoint", lambda: None)
+            return replace(older, notes=(*older.notes, *self.nodes.notes))
         tag, config = self._tag, self._config
 
         def look() -> tuple[CheckpointInfo | None, list[str]]:
@@ -292,7 +294,7 @@ class RetryPolicy:
         if isinstance(cause, errors.DamagedError) or missing:
             assert isinstance(cause, errors.ElasticCkptError)
             if self.nodes.view is not None:
-                seen = f"files on all nodes: {self.nodes.view.summary(found.folder if found else self._load_dir)}"
+                seen = f"files on all nodes: {self.nodes.view.summary(found.folder if found else self.nodes.view.root)}"
                 error.remedy = f"{error.remedy}; {seen}" if error.remedy else seen
             moved = isinstance(cause, errors.SavedOverError)
             is_final = moved or isinstance(cause, errors.ConflictingCopiesError)

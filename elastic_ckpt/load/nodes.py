@@ -45,7 +45,7 @@ class _Look:
 
     node: Node
     digest: bytes | None  # of the names that it sees; ``None`` if another process of its node lists them
-    tags: tuple[str, ...] = ()  # that its files name
+    tags: tuple[str, ...] = ()  # that are asked for, or its files name, and that it has
     found: Any = None
     error: ElasticCkptError | None = None
     secret: bytes = b""
@@ -60,11 +60,13 @@ class Nodes:
         folders: the folder to load, and those that may have files of it, in order of preference.
         tag: the one to load; ``None``: that a ``latest`` file names.
         every_tag: whether other tags may be looked for, too.
+        with_sizes: whether nodes may have files of one name and of different sizes, since each saves its own.
     """
 
     folders: Sequence[str]
     tag: str | None
     every_tag: bool
+    with_sizes: bool = False
     view: FolderView | None = None
     pins: dict[str, local.Version] = field(default_factory=dict)  # of the files that are served
     notes: list[str] = field(default_factory=list)
@@ -98,25 +100,28 @@ class Nodes:
         return distributed.broadcast(doing, find)
 
     def _digest(self) -> tuple[bytes, tuple[str, ...]]:
-        """A digest of the names of the files that matter, and the tags that ``latest`` files name. Local.
+        """A digest of the folders and the names of files that matter, and the tags to load that are here. Local.
 
         What else is in the folder may change meanwhile: another job saves there.
         """
-        named, names = set[str](), []
+        named, names = set[str](), list[Any]()
         for folder in self.folders:
             for latest in (LATEST, LATEST_UNIVERSAL):
                 with suppress(ElasticCkptError):  # whoever takes this file will meet it
                     named.add(read_latest(folder, latest) or "")
-        tags = tuple(sorted(_inside({self.tag} if self.tag is not None else named)))
+        tags = tuple(sorted(inside({self.tag} if self.tag is not None else named)))
         for folder in self.folders:
             tops = [folder] if self.every_tag or not tags else []
             for path in (*tops, *(os.path.join(folder, tag) for tag in tags)):
                 try:
-                    names.append(sorted(local.file_names(path)))
+                    found = sorted(local.file_names(path))
+                    sizes = [local.version_of(os.path.join(path, name)).nbytes for name in found if self.with_sizes]
+                    names += [found, sizes]
                 except ElasticCkptError as error:
                     names.append([str(error.found)])
-        text = repr((sorted(named), names)).encode(errors="surrogateescape")
-        return hashlib.blake2b(text, digest_size=_DIGEST_NBYTES).digest(), tags
+        text = repr((*map(os.path.abspath, self.folders), sorted(named), names)).encode(errors="surrogateescape")
+        there = (tag for tag in tags if any(local.is_folder(os.path.join(folder, tag)) for folder in self.folders))
+        return hashlib.blake2b(text, digest_size=_DIGEST_NBYTES).digest(), tuple(there)
 
     def _see_all(self, looks: Sequence[_Look]) -> None:
         """Exchange listings, serve the files of this node, and see all. Collective."""
@@ -169,7 +174,7 @@ class Nodes:
         self.pins.clear()
 
 
-def _inside(tags: set[str]) -> list[str]:
+def inside(tags: set[str]) -> list[str]:
     """The tags that are paths below a folder."""
     normal = (os.path.normpath(tag) for tag in tags if tag and "\0" not in tag)
     return [tag for tag in normal if not os.path.isabs(tag) and tag.split(os.sep)[0] not in (os.pardir, os.curdir)]

@@ -14,7 +14,9 @@ from isal import isal_zlib
 from elastic_ckpt import distributed
 from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, UnforeseenError
 from elastic_ckpt.formats.detect import LATEST, list_checkpoints
-from elastic_ckpt.load.nodes import SECRET_NBYTES, Node, identity_of, own_address, words_of
+from elastic_ckpt.load.nodes import SECRET_NBYTES, Node, identity_of, inside, own_address, words_of
+from elastic_ckpt.storage import exists
+from elastic_ckpt.storage.local import version_of
 from elastic_ckpt.storage.peers import FileServer, Peers
 from elastic_ckpt.storage.view import ON_EVERY_NODE, Entry, NodeListing, list_folders
 
@@ -70,9 +72,12 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
     Collective, over small messages alone; a node's first rank copies, with at most 8 MiB in memory at a time. Raises
     the same :class:`ElasticCkptError` on every rank if arguments differ, or a node has nothing to copy.
     """
-    folder, meant = os.path.abspath(folder), (tag, copies, keep)
+    folder, tag = os.path.abspath(folder), os.path.normpath(str(tag))
+    meant = (tag, copies, keep)
 
     def begin() -> tuple[Node, bytes, tuple[str, int, int | None]]:
+        if not inside({tag}):
+            raise ConfigError("the tag is no folder below the one that has it", folder, "a tag such as step100", tag)
         if not copies >= 1 or (keep is not None and not keep >= 1):
             raise ConfigError("copies and keep are numbers from 1 on", None, "replicate(folder, tag, copies=1)", meant)
         return identity_of([folder]), secrets.token_bytes(SECRET_NBYTES), meant
@@ -136,14 +141,14 @@ class _Pull(threading.Thread):
 
     def _lacks(self, entry: Entry) -> bool:
         """Whether a file is not here, or the copy of one that has been saved over; this node's own ones stay."""
-        try:
-            status = os.stat(os.path.join(self._folder, entry.name))
-        except FileNotFoundError:
+        path = os.path.join(self._folder, entry.name)
+        if not exists(path):
             return True
         if entry.name != LATEST and ON_EVERY_NODE.fullmatch(entry.name):
             return False
-        is_older = entry.name != LATEST or status.st_mtime_ns < entry.mtime_ns
-        return is_older and (status.st_size, status.st_mtime_ns) != (entry.nbytes, entry.mtime_ns)
+        _, *here = version_of(path)
+        is_older = entry.name != LATEST or here[1] < entry.mtime_ns
+        return is_older and here != [entry.nbytes, entry.mtime_ns]
 
     def _copy(self, source: int, number: int, entry: Entry) -> None:
         path = os.path.normpath(os.path.join(self._folder, entry.name))
@@ -178,8 +183,9 @@ class _Prune:
     def __call__(self) -> None:
         if self._keep is None:
             return
-        tags = [found.tag for found in list_checkpoints(self._folder) if found.tag != os.path.normpath(self._tag)]
+        tags = [found.tag for found in list_checkpoints(self._folder) if found.tag != self._tag]
         for tag in tags[self._keep - 1 :]:
-            path = os.path.join(self._folder, tag)
-            os.rename(path, hidden := os.path.join(self._folder, f".{tag}.removed"))  # half of it is no checkpoint
+            path, hidden = os.path.join(self._folder, tag), os.path.join(self._folder, f".{tag}.removed")
+            shutil.rmtree(hidden, ignore_errors=True)  # which a process left that was killed
+            os.rename(path, hidden)  # half of it is no checkpoint
             shutil.rmtree(hidden)

@@ -59,6 +59,12 @@ class View(Store, Protocol):
     root: str
     notes: list[str]  # what a user should know of the files that were opened so far
 
+    def copies_of(self, path: str) -> list[str]:
+        """See :func:`copies_of`."""
+
+    def summary(self, folder: str) -> str:
+        """How many files of a folder are where."""
+
 
 #: The view that this context reads through; a thread that works for it sets the same.
 VIEW: ContextVar[View | None] = ContextVar("view", default=None)
@@ -132,6 +138,12 @@ def modified(path: str) -> float:
 def walk(folder: str) -> Iterator[tuple[str, local.Version]]:
     """See :meth:`Store.walk`."""
     return _store_of(folder).walk(folder)
+
+
+def copies_of(path: str) -> list[str]:
+    """Where a file really is: the path of the copy that is read, then of others; the path itself if it has none."""
+    view, store = VIEW.get(), _store_of(path)
+    return view.copies_of(path) if view is not None and view is store else [path]
 
 
 def size_of(stream: BinaryIO) -> int:

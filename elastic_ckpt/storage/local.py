@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import BinaryIO, NamedTuple
@@ -66,20 +66,24 @@ class LocalRanges:
         os.close(self._descriptor)
 
 
-def walk(folder: str) -> Iterator[tuple[str, Version]]:
-    """Every file below a folder, with its version: zeros for a link to nothing, say. Links are followed."""
+def walk(folder: str, on_error: Callable[[OSError], object] | None = None) -> Iterator[tuple[str, Version]]:
+    """Every file below a folder, with its version. Links are followed; ``on_error``: of what cannot be listed."""
     walked = set[str]()
-    for inside, folders, names in os.walk(folder, followlinks=True):
+    for inside, folders, names in os.walk(folder, onerror=on_error, followlinks=True):
         if (itself := os.path.realpath(inside)) in walked:  # links may form a circle
             folders.clear()
             continue
         walked.add(itself)
         folders.sort()
-        for path in (os.path.join(inside, name) for name in sorted(names)):
-            try:
-                yield path, Version.of(os.stat(path))
-            except OSError:
-                yield path, Version(0, 0, 0)
+        yield from ((path, version_of(path)) for path in (os.path.join(inside, name) for name in sorted(names)))
+
+
+def version_of(path: str) -> Version:
+    """The version of a file; zeros if it is gone, or a link to nothing."""
+    try:
+        return Version.of(os.stat(path))
+    except OSError:
+        return Version(0, 0, 0)
 
 
 #: See :class:`elastic_ckpt.storage.Store`, which this module is.
@@ -88,10 +92,7 @@ open_ranges, exists, is_folder = LocalRanges, os.path.lexists, os.path.isdir
 
 def modified(path: str) -> float:
     """Seconds after 1970 at which a file or folder was written; 0 if it is gone."""
-    try:
-        return os.path.getmtime(path)
-    except OSError:
-        return 0.0
+    return version_of(path).mtime_ns / 1e9
 
 
 def file_names(folder: str) -> list[str]:

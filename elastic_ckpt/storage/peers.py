@@ -43,6 +43,8 @@ REQUEST_NBYTES, _WORDS_NBYTES = 64 << 20, 1000
 _MOST_BUFFERS = 1023
 _CHUNK_NBYTES = 1 << 20
 _DIGEST_NBYTES, _CRC32_NBYTES = 16, 4
+#: Where an entry of a zip archive's directory has the CRC32 of its record.
+_CRC32_AT = 16
 #: Files up to that size are digested whole; of others either end, and so much of a zip archive's directory.
 _WHOLE_NBYTES, _END_NBYTES, _MOST_DIRECTORY_NBYTES = 1 << 20, (1 << 16) + 98, 64 << 20
 #: How long a server waits for the proof of a stranger, and of how many at once: others wait in the system's queue.
@@ -55,15 +57,17 @@ _PROGRESS_SECONDS = 60
 def content_digest(path: str) -> bytes:
     """16 bytes that differ where two copies of a file differ in size or in what tells most about their content.
 
-    That is all of a small file. Of others it is both ends, and the directory of a zip archive, which has the CRC32 of
-    each record; other bytes in the middle of a large file of another kind go unnoticed.
+    That is the directory of a zip archive with the CRC32 of each record, so that a copy in which a bit has flipped is
+    still one; else all of a small file, or both ends of a large one, of which bytes in the middle go unnoticed.
     """
     with open_stream(path) as stream, named_os_errors(path):
         descriptor, nbytes = stream.fileno(), stream.seek(0, os.SEEK_END)
         digest, ranges = blake2b(nbytes.to_bytes(8, "big"), digest_size=_DIGEST_NBYTES), [(0, nbytes)]
-        if nbytes > _WHOLE_NBYTES:
-            tail = os.pread(descriptor, _END_NBYTES, nbytes - _END_NBYTES)
-            ranges = [(0, _END_NBYTES), (nbytes - _END_NBYTES, _END_NBYTES), _zip_directory(tail)]
+        start, directory_nbytes = _zip_directory(os.pread(descriptor, _END_NBYTES, max(nbytes - _END_NBYTES, 0)))
+        if directory_nbytes and any(os.pread(descriptor, _CRC32_NBYTES, min(start, nbytes) + _CRC32_AT)):
+            ranges = [(start, directory_nbytes)]
+        elif nbytes > _WHOLE_NBYTES:
+            ranges = [(0, _END_NBYTES), (nbytes - _END_NBYTES, _END_NBYTES), (start, directory_nbytes)]
         for start, range_nbytes in ranges:
             for chunk in _chunks(descriptor, min(start, nbytes), range_nbytes):
                 digest.update(chunk)

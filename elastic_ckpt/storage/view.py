@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, ElasticCkptError, listed, shortened
@@ -39,9 +40,10 @@ class Entry(NamedTuple):
 class NodeListing:
     """What one node has of some folders, which other nodes have, too."""
 
-    node: str  # its name, for people
+    node: str  # its name, for people; empty where there is but one
     folders: tuple[str, ...]  # in order of preference
     entries: tuple[tuple[Entry, ...], ...]  # by folder
+    unreadable: tuple[str, ...] = ()  # folders in these that cannot be listed, and why
 
     @property
     def files(self) -> list[tuple[str, int]]:
@@ -51,22 +53,27 @@ class NodeListing:
 
 
 def list_folders(node: str, folders: Sequence[str], tags: Collection[str] | None = None) -> NodeListing:
-    """List the files of some folders: all of them, or those at the top and below some tags. Local."""
+    """List the files of some folders: those at the top, and below some tags or all folders. Local.
+
+    Raises :class:`DamagedError` if one of the folders is there, but cannot be listed.
+    """
+    unreadable = list[str]()
+
+    def note(error: OSError) -> None:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            unreadable.append(f"{error.filename} ({error.strerror})")
 
     def entries(folder: str) -> Iterator[Entry]:
-        tops = [folder] if tags is None else [os.path.join(folder, tag) for tag in sorted(tags)]
-        if tags is not None and os.path.isdir(folder):
-            files = (os.path.join(folder, name) for name in sorted(local.file_names(folder)))
-            yield from (_entry(path, folder, os.stat(path)) for path in files if os.path.isfile(path))
-        for top in tops:
-            for path, version in local.walk(top):
-                yield Entry(os.path.relpath(path, folder), version.nbytes, version.mtime_ns)
+        paths = [os.path.join(folder, name) for name in local.file_names(folder)] if local.is_folder(folder) else []
+        below = [path for path in paths if local.is_folder(path)]
+        files = ((path, local.version_of(path)) for path in sorted({*paths} - {*below}))
+        # each by itself, since links may make two tags of one folder
+        tops = sorted(below if tags is None else (os.path.join(folder, tag) for tag in tags))
+        for path, version in chain(files, *(local.walk(top, note) for top in tops)):
+            yield Entry(os.path.relpath(path, folder), version.nbytes, version.mtime_ns)
 
-    return NodeListing(node, tuple(folders), tuple(tuple(entries(folder)) for folder in folders))
-
-
-def _entry(path: str, folder: str, status: os.stat_result) -> Entry:
-    return Entry(os.path.relpath(path, folder), status.st_size, status.st_mtime_ns)
+    found = tuple(tuple(entries(folder)) for folder in folders)
+    return NodeListing(node, tuple(folders), found, tuple(unreadable))
 
 
 @dataclass(frozen=True)
@@ -128,12 +135,32 @@ class FolderView:
         paths = (name for name, copies in self.copies.items() if any(copy.path == path for copy in copies))
         return name if (name := self._name(path)) in self.copies else next(paths, None)
 
+    def copies_of(self, path: str) -> list[str]:
+        """See :func:`elastic_ckpt.storage.copies_of`; of a folder, where it has files, in the order of preference."""
+        name = self._name(path)
+        if copies := self.copies.get(name):
+            return [copy.path for copy in sorted(copies, key=lambda copy: copy != self._chosen.get(name))]
+        inside = os.path.join(name, "") if name else ""
+        both = [each for listing in self._listings for each in zip(listing.folders, listing.entries, strict=True)]
+        found = [folder for folder, entries in both if any(entry.name.startswith(inside) for entry in entries)]
+        return [os.path.join(folder, name) for folder in found] or [path]
+
     def summary(self, folder: str) -> str:
-        """How many files of a folder each node has."""
+        """See :meth:`elastic_ckpt.storage.View.summary`."""
         names = [self._name(path) for path, _ in self.walk(folder)]
-        held = Counter(node for name in names for node in {copy.node for copy in self.copies[name]})
-        parts = (f"{listing.node} has {held[node]}" for node, listing in enumerate(self._listings))
-        return f"{len(names)} on {len(self._listings)} nodes, of which {shortened(parts)}"
+        alone = self._listings[0].folders if len(self._listings) == 1 else ()
+        places = alone or [listing.node for listing in self._listings]
+        held = Counter(
+            at for name in names for at in {copy.level if alone else copy.node for copy in self.copies[name]}
+        )
+        parts = (f"{place} has {held[number]}" for number, place in enumerate(places))
+        where = f"in {len(places)} folders" if alone else f"on {len(places)} nodes"
+        return "; ".join((f"{len(names)} {where}, of which {shortened(parts)}", *self._unreadable()))
+
+    def _unreadable(self) -> Iterator[str]:
+        for listing in self._listings:
+            if listing.unreadable:
+                yield " on ".join(filter(None, (f"cannot be listed: {shortened(listing.unreadable)}", listing.node)))
 
     def _name(self, path: str) -> str:
         name = os.path.relpath(os.path.abspath(path), self.root)
@@ -155,13 +182,13 @@ class FolderView:
         first = copies[0]
         other = next((copy for copy in copies[1:] if not self._are_alike(first, copy)), None)
         if other is not None and not ON_EVERY_NODE.fullmatch(name):
-            problem = "nodes have different files under one name, so that this is no one save"
-            remedy = "remove the folder of another run or an older save from its node, take another tag, or wait until "
-            remedy += "the file is written"
+            problem = "there are different files under one name, so that this is no one save"
+            remedy = "remove the folder of another run or an older save, take another tag, or wait until the file is "
+            remedy += "written"
             raise ConflictingCopiesError(problem, path, self.described(first), self.described(other), remedy=remedy)
         if other is not None:
             newest = max(copies, key=lambda copy: copy.mtime_ns)
-            self.notes.append(f"{name} differs between nodes: the newest was taken, {self.described(newest)}")
+            self.notes.append(f"copies of {name} differ: the newest was taken, {self.described(newest)}")
             return newest
         best = [copy for copy in copies if copy.level == first.level]
         return next((copy for copy in best if copy.node == self._mine), best[self._mine % len(best)])
@@ -193,13 +220,15 @@ class FolderView:
     def described(self, copy: Copy) -> str:
         """A copy, for people."""
         written = f"{copy.nbytes} bytes written {copy.mtime_ns / 1e9:.3f} s after 1970"
-        return f"{written} in {os.path.dirname(copy.path)} on {self._listings[copy.node].node}"
+        node = self._listings[copy.node].node
+        return f"{written} in {os.path.dirname(copy.path)}" + (f" on {node}" if node else "")
 
     def _missing(self, path: str) -> DamagedError:
-        nodes = listed({listing.node for listing in self._listings})
-        problem, expected = "a file of the checkpoint is missing", f"a file on one of the nodes of this job: {nodes}"
-        remedy = "start the job with the node that has it, or take another tag"
-        return DamagedError(problem, path, expected, "no such file on any of them", remedy=remedy)
+        places = (f"{', '.join(each.folders)}{f' on {each.node}' if each.node else ''}" for each in self._listings)
+        problem, expected = "a file of the checkpoint is missing", f"a file in one of these folders: {listed(places)}"
+        remedy = "add the node or the folder that has it, or take another tag"
+        found = "; ".join(("no such file in any of them", *self._unreadable()))
+        return DamagedError(problem, path, expected, found, remedy=remedy)
 
     def open_stream(self, path: str) -> BinaryIO:
         """See :meth:`elastic_ckpt.storage.Store.open_stream`."""
@@ -241,11 +270,12 @@ class FolderView:
         return max((copy.mtime_ns for each in names for copy in self.copies.get(each, ())), default=0) / 1e9
 
     def walk(self, folder: str) -> Iterator[tuple[str, local.Version]]:
-        """See :meth:`elastic_ckpt.storage.Store.walk`; the version is the first copy's."""
-        top = os.path.join(self._name(folder), "")
-        for name, (first, *_) in sorted(self.copies.items()):
-            if top == os.sep or not self._name(folder) or name.startswith(top):
-                yield os.path.join(self.root, name), local.Version(0, first.nbytes, first.mtime_ns)
+        """See :meth:`elastic_ckpt.storage.Store.walk`; the version is that of the copy that is read, if known."""
+        top = os.path.join(self._name(folder), "") if self._name(folder) else ""
+        for name, copies in sorted(self.copies.items()):
+            if name.startswith(top):
+                copy = self._chosen.get(name, copies[0])
+                yield os.path.join(self.root, name), local.Version(0, copy.nbytes, copy.mtime_ns)
 
 
 def _at(copy: Copy) -> tuple[int, int]:

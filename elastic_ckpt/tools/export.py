@@ -35,7 +35,7 @@ from elastic_ckpt.formats.safetensors import DTYPES, METADATA, SUFFIX
 from elastic_ckpt.planning.matching import refuse_unreadable_states
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, plain, scalars_of, weights_by_name
-from elastic_ckpt.tools.opened import config_of, open_folder
+from elastic_ckpt.tools.opened import Folders, config_of, open_folder, seen_together
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -54,7 +54,7 @@ _PLACE = rf"(?:\.modules_to_save|((?:^|\.)(?:{_METHODS})_\w+))"
 
 
 def export(
-    folder: str | os.PathLike[str],
+    folder: Folders,
     out: str | os.PathLike[str],
     *,
     tag: str | None = None,
@@ -73,7 +73,7 @@ def export(
     one is written, and the others are named in the file's metadata. Memory: one shard, and one tensor as it is saved.
 
     Args:
-        folder: folder with a ``latest`` file, or the folder of one tag.
+        folder: folder with a ``latest`` file, or the folder of one tag; several, of nodes with disks of their own.
         tag: which checkpoint of the folder; ``None``: the latest.
         out: folder to create.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters with floating-point values, frozen ones too;
@@ -94,44 +94,48 @@ def export(
     started, options = time.monotonic(), config or config_of(None)
     if dtype is not None and dtype not in _TORCH_NAMES:
         raise ConfigError("an export cannot have this dtype", expected=listed(_TORCH_NAMES), found=repr(dtype))
-    try:
-        opened = open_folder(os.fspath(folder), tag, options, with_states=optimizer)
-    except MismatchError as error:  # only live param groups could name the states
-        error.remedy = f"export without --optimizer: {error.remedy}" if optimizer else error.remedy
-        raise
-    metadata, source = opened.metadata, opened.found.folder
-    if not optimizer:
-        of_weights = {at: tensor for at, tensor in metadata.tensors.items() if at[1] in WEIGHTS}
-        copies = {at: replicas for at, replicas in metadata.replicas.items() if at[1] in WEIGHTS}
-        metadata = replace(metadata, tensors=of_weights, replicas=copies)
-    reader = LogicalReader(metadata, options)
-    weights = selected(metadata, weights_by_name(reader), include, exclude)
-    # dcp and safetensors do not tell buffers from frozen parameters, or from any if there are no masters
-    kept = {BUFFER, FROZEN} if opened.found.foreign and metadata.parameters else {BUFFER}
-    of_set = weights if adapter is None else of_adapter(weights, adapter, source)
-    tensors = {name: (tensor, _dtype_of(tensor, dtype, kept)) for name, tensor in of_set.items()}
-    sets = {"model" if adapter is None else "adapter_model": tensors}
-    notes = (*metadata.notes, *metadata.warnings, *reader.notes, *_notes(metadata, tensors, kept))
-    facts: dict[str, str] = {}
-    if optimizer:
-        names = {tensor.name for tensor in of_set.values()}
-        refuse_unreadable_states(metadata)
-        if not metadata.keys_by_name:
-            problem = "the checkpoint holds no optimizer states to export"
-            remedy = "leave out --optimizer; it was saved before the first step, or without them"
-            raise NotFoundError(problem, source, remedy=remedy)
-        states = (each for each in reader.tensors.values() if each.key not in WEIGHTS and each.name in names)
-        sets["optimizer"] = {f"{state.key}.{state.name}": (state, state.dtype) for state in states}
-        facts = optimizer_facts(metadata, names)
-    limit = max_shard_size if adapter is None else sys.maxsize
-    nbytes, files = sum(_nbytes(tensor) for tensors in sets.values() for tensor in tensors.values()), 0
-    target = Path(out).absolute()
-    with output_folder(target, Path(source), metadata.files) as place, progress_bar("export", nbytes, progress) as bar:
-        notes += reader.compare_copies()
-        for stem, tensors in sets.items():
-            files += _write(place, reader, bar.update, stem, tensors, limit, facts if stem == "optimizer" else {})
-    count = sum(map(len, sets.values()))
-    return WriteReport(str(target), count, files, nbytes, time.monotonic() - started, notes)
+    with seen_together(folder) as path:
+        try:
+            opened = open_folder(path, tag, options, with_states=optimizer)
+        except MismatchError as error:  # only live param groups could name the states
+            error.remedy = f"export without --optimizer: {error.remedy}" if optimizer else error.remedy
+            raise
+        metadata, source = opened.metadata, opened.found.folder
+        if not optimizer:
+            of_weights = {at: tensor for at, tensor in metadata.tensors.items() if at[1] in WEIGHTS}
+            copies = {at: replicas for at, replicas in metadata.replicas.items() if at[1] in WEIGHTS}
+            metadata = replace(metadata, tensors=of_weights, replicas=copies)
+        reader = LogicalReader(metadata, options)
+        weights = selected(metadata, weights_by_name(reader), include, exclude)
+        # dcp and safetensors do not tell buffers from frozen parameters, or from any if there are no masters
+        kept = {BUFFER, FROZEN} if opened.found.foreign and metadata.parameters else {BUFFER}
+        of_set = weights if adapter is None else of_adapter(weights, adapter, source)
+        tensors = {name: (tensor, _dtype_of(tensor, dtype, kept)) for name, tensor in of_set.items()}
+        sets = {"model" if adapter is None else "adapter_model": tensors}
+        notes = (*metadata.notes, *metadata.warnings, *reader.notes, *_notes(metadata, tensors, kept))
+        facts: dict[str, str] = {}
+        if optimizer:
+            names = {tensor.name for tensor in of_set.values()}
+            refuse_unreadable_states(metadata)
+            if not metadata.keys_by_name:
+                problem = "the checkpoint holds no optimizer states to export"
+                remedy = "leave out --optimizer; it was saved before the first step, or without them"
+                raise NotFoundError(problem, source, remedy=remedy)
+            states = (each for each in reader.tensors.values() if each.key not in WEIGHTS and each.name in names)
+            sets["optimizer"] = {f"{state.key}.{state.name}": (state, state.dtype) for state in states}
+            facts = optimizer_facts(metadata, names)
+        limit = max_shard_size if adapter is None else sys.maxsize
+        nbytes, files = sum(_nbytes(tensor) for tensors in sets.values() for tensor in tensors.values()), 0
+        target = Path(out).absolute()
+        with (
+            output_folder(target, Path(source), metadata.files) as place,
+            progress_bar("export", nbytes, progress) as bar,
+        ):
+            notes += reader.compare_copies()
+            for stem, tensors in sets.items():
+                files += _write(place, reader, bar.update, stem, tensors, limit, facts if stem == "optimizer" else {})
+        count = sum(map(len, sets.values()))
+        return WriteReport(str(target), count, files, nbytes, time.monotonic() - started, notes)
 
 
 def _dtype_of(tensor: LogicalTensor, dtype: str | None, kept: Collection[str]) -> str:

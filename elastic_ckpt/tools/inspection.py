@@ -40,7 +40,7 @@ from elastic_ckpt.planning.read_items import check_tiling
 from elastic_ckpt.report import saved_topology, source_dict
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts
-from elastic_ckpt.storage import exists
+from elastic_ckpt.storage import VIEW, copies_of, exists
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 Level = Literal["error", "note"]
@@ -82,6 +82,17 @@ class Finding:
         if self.parameter is not None:
             parts.append(self.parameter)
         return one_line(": ".join([*parts, self.message]))
+
+    def placed(self) -> Finding:
+        """With the path of the file that was read, where those of several folders are seen together."""
+        return self if self.file is None else replace(self, file=copies_of(self.file)[0])
+
+
+def of_folders(folder: str) -> list[Finding]:
+    """Notes on the folders of which files are seen together; none if there is but one."""
+    view = VIEW.get()
+    texts = () if view is None else (f"files: {view.summary(folder)}", *view.notes)
+    return [Finding(NOTE, "folders", text) for text in texts]
 
 
 def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ERROR) -> Finding:
@@ -216,7 +227,8 @@ def inspected(
     layout_notes = (
         replace(of_error(unknown[names[0]], "layout", NOTE), parameter=listed(names)) for names in by_problem.values()
     )
-    findings = dict.fromkeys([*refused, *check_metadata(metadata), *layout_notes])
+    every = [*refused, *check_metadata(metadata), *layout_notes, *of_folders(metadata.source.folder)]
+    findings = dict.fromkeys(finding.placed() for finding in every)
     experts = {(each.layer, each.number) for name in keys if (each := expert_name(name)) is not None}
     return {
         "ok": not any(finding.level == ERROR for finding in findings),
@@ -236,7 +248,7 @@ def inspected(
         "groups": _groups(metadata),
         "parameters": parameters,
         "aliases": metadata.aliases,
-        "files": [{"path": file.path, "nbytes": file.nbytes} for file in metadata.files],
+        "files": [{"path": copies_of(file.path)[0], "nbytes": file.nbytes} for file in metadata.files],
         "findings": sorted(findings, key=lambda finding: finding.level != ERROR),
     }
 

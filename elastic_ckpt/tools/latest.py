@@ -12,9 +12,9 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.detect import global_steps, list_checkpoints
 from elastic_ckpt.formats.safetensors import parse_json
-from elastic_ckpt.storage import exists, folder_names, is_folder, modified, open_stream
+from elastic_ckpt.storage import copies_of, exists, folder_names, is_folder, modified, open_stream
 from elastic_ckpt.tools.inspection import one_line
-from elastic_ckpt.tools.opened import config_of
+from elastic_ckpt.tools.opened import Folders, config_of, seen_together
 from elastic_ckpt.tools.verification import verify
 
 #: State of Hugging Face's Trainer beside a checkpoint, and its largest plausible size.
@@ -33,25 +33,26 @@ class Candidate:
     problem: str | None = None  # why it is not whole, in one line; ``None``: it is, or was not looked at
 
 
-def find_latest(folder: str | os.PathLike[str], full: bool = False) -> str:
+def find_latest(folder: Folders, full: bool = False) -> str:
     """The path of the newest whole checkpoint in a folder. Local.
 
     Of a folder of DeepSpeed's tags it is that of a tag; of the folders that Hugging Face's Trainer (``checkpoint-20``),
     Accelerate and Lightning make, that of such a folder, as their own ``resume_from_checkpoint`` takes it.
 
     Args:
-        folder: that ``save_checkpoint`` or the framework was given.
+        folder: that ``save_checkpoint`` or the framework was given; several, of nodes with disks of their own.
         full: compare every byte with its checksum, instead of metadata and sizes alone.
 
     Raises:
         NotFoundError: there is no checkpoint at all.
         DamagedError: there are some, of which none is whole; a run that started anew would not show it.
     """
-    newest, skipped = newest_whole(os.fspath(folder), config_of(None), full)
+    with seen_together(folder) as path:
+        newest, skipped = newest_whole(path, config_of(None), full)
     if newest is None:
         raise DamagedError(
             "no checkpoint of this folder is whole",
-            file=os.path.abspath(folder),
+            file=os.path.abspath(path),
             found="; ".join(f"{os.path.basename(each.path)}: {each.problem}" for each in skipped),
             remedy="restore files of one of them, or remove the folder to start anew",
         )
@@ -73,9 +74,10 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> tupl
     skipped: list[Candidate] = []
     for candidate in sorted(candidates, key=_age, reverse=True):
         problem = candidate.problem or _problem(candidate, config, full)
+        placed = replace(candidate, path=copies_of(candidate.path)[0], problem=problem)
         if problem is None:
-            return candidate, skipped
-        skipped.append(replace(candidate, problem=problem))
+            return placed, skipped
+        skipped.append(placed)
     return None, skipped
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +29,8 @@ from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_o
 from elastic_ckpt.sharding.resolve import resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.sharding.specs import virtual_layouts
-from elastic_ckpt.tools.opened import OpenedCheckpoint, config_of, open_checkpoint, open_folder
+from elastic_ckpt.storage import VIEW, seen_through
+from elastic_ckpt.tools.opened import Folders, OpenedCheckpoint, config_of, open_checkpoint, open_folder, seen_together
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class LogicalReader:
 
 
 def open(  # shadows the built-in function here alone: it is elastic_ckpt.open
-    folder: str | os.PathLike[str], *, tag: str | None = None, config: ElasticConfig | None = None
+    folder: Folders, *, tag: str | None = None, config: ElasticConfig | None = None
 ) -> CheckpointTensors:
     """Open a checkpoint as a mapping of FQNs to tensors. No engine and no GPU is needed.
 
@@ -197,14 +197,15 @@ def open(  # shadows the built-in function here alone: it is elastic_ckpt.open
         moments = checkpoint.optimizer_state("model.layers.0.weight")["exp_avg"]
 
     Args:
-        folder: folder with a ``latest`` file, or the folder of one tag.
+        folder: folder with a ``latest`` file, or the folder of one tag; several, of nodes with disks of their own.
         tag: which checkpoint of the folder; ``None``: the latest.
         config: options of the load; rules of tensor parallelism, for example.
 
     Raises:
         ElasticCkptError: there is no checkpoint, or its metadata cannot be read.
     """
-    return CheckpointTensors(open_folder(os.fspath(folder), tag, config or config_of(None), with_states=False))
+    with seen_together(folder) as path:
+        return CheckpointTensors(open_folder(path, tag, config or config_of(None), with_states=False))
 
 
 class CheckpointTensors(Mapping[str, torch.Tensor]):
@@ -218,14 +219,15 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, opened: OpenedCheckpoint) -> None:
-        self._opened = opened
+        self._opened, self._view = opened, VIEW.get()
         self._reader = LogicalReader(opened.metadata, opened.config, errors={})
         self._weights = weights_by_name(self._reader)
         aliases = opened.metadata.aliases.items()
         self._weights |= {alias: self._weights[name] for alias, name in aliases if name in self._weights}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._read(self._reader, self._logical(name))
+        with seen_through(self._view):
+            return self._read(self._reader, self._logical(name))
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights
@@ -245,12 +247,13 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
         Raises :class:`KeyError` if no optimizer owned such a parameter, and :class:`ElasticCkptError` if states are
         damaged or of unknown layout, or the optimizer's parameters could not be named.
         """
-        reader, name = self._states, self._logical(name).name
-        metadata = reader.metadata
-        if name not in metadata.parameters:
-            raise KeyError(f"no optimizer owned {name!r} when {metadata.source.folder} was saved")
-        tensors = {key: tensor for key in metadata.state_keys if (tensor := reader.tensors.get((name, key)))}
-        return scalars_of(metadata, name) | {key: self._read(reader, tensor) for key, tensor in tensors.items()}
+        with seen_through(self._view):
+            reader, name = self._states, self._logical(name).name
+            metadata = reader.metadata
+            if name not in metadata.parameters:
+                raise KeyError(f"no optimizer owned {name!r} when {metadata.source.folder} was saved")
+            tensors = {key: tensor for key in metadata.state_keys if (tensor := reader.tensors.get((name, key)))}
+            return scalars_of(metadata, name) | {key: self._read(reader, tensor) for key, tensor in tensors.items()}
 
     @cached_property
     def _states(self) -> LogicalReader:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +14,17 @@ from typing import Any
 from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config, state_options
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
-from elastic_ckpt.errors import ConfigError, NotFoundError
+from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, look_at
 from elastic_ckpt.formats.safetensors import find_safetensors
 from elastic_ckpt.load.metadata import read_checkpoint
-from elastic_ckpt.storage import is_folder
+from elastic_ckpt.storage import copies_of, is_folder, seen_through
 from elastic_ckpt.storage.local import steady
+from elastic_ckpt.storage.view import FolderView, list_folders
+
+#: A folder, or several that have files of one checkpoint: of nodes with disks of their own.
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,29 @@ class OpenedCheckpoint:
     def metadata(self) -> CheckpointMetadata:
         """The checkpoint's metadata, renamed by the rules under ``"rename"``."""
         return rename_saved(self.checkpoint.metadata, self.config.rename)
+
+
+@contextmanager
+def seen_together(folders: Folders) -> Iterator[str]:
+    """A folder's path; of several, the first one's, below which the files of all are seen while the body runs.
+
+    Its errors name the file that was read, not where it is seen. Raises :class:`NotFoundError` if there is no such
+    folder, which is not looked at where it is the only one.
+    """
+    first, *others = [folders] if isinstance(folders, (str, os.PathLike)) else folders
+    if not others:
+        yield os.fspath(first)
+        return
+    paths = [os.path.abspath(each) for each in (first, *others)]
+    if missing := [path for path in paths if not is_folder(path)]:
+        problem, remedy = "there is no such folder", "give the folders that save_checkpoint was given on each node"
+        raise NotFoundError(problem, missing[0], "a folder with files of the checkpoint", "none", remedy=remedy)
+    with seen_through(FolderView(paths[0], [list_folders("", paths)])):
+        try:
+            yield paths[0]
+        except ElasticCkptError as error:
+            error.file = error.file and copies_of(error.file)[0]
+            raise
 
 
 def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> CheckpointInfo:

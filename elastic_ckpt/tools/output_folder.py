@@ -13,7 +13,7 @@ from pathlib import Path
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL
-from elastic_ckpt.storage import open_stream
+from elastic_ckpt.storage import copies_of, open_stream
 from elastic_ckpt.storage.local import steady
 
 
@@ -41,11 +41,12 @@ def output_folder(target: Path, source: Path, files: Sequence[SourceFile], lates
     Raises :class:`ElasticCkptError` if ``target`` exists or is inside the checkpoint, a file of the checkpoint has
     changed, or the system refuses something.
     """
-    inside = source.resolve() in target.resolve().parents
-    if inside or os.path.lexists(target) or target.name in ("", "..", LATEST, LATEST_UNIVERSAL):
+    parents = target.resolve().parents
+    around = next((each for each in copies_of(str(source)) if Path(each).resolve() in parents), None)
+    if around or os.path.lexists(target) or target.name in ("", "..", LATEST, LATEST_UNIVERSAL):
         problem, remedy = "a checkpoint cannot be written there", "choose another name, or remove it"
         expected = "a folder with a name of its own that does not exist, outside of the checkpoint's"
-        found = f"a folder inside {source}" if inside else "it exists" if target.exists() else repr(target.name)
+        found = f"a folder inside {around}" if around else "it exists" if target.exists() else repr(target.name)
         raise ElasticCkptError(problem, str(target), expected, found, remedy=remedy)
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:

@@ -35,8 +35,9 @@ from elastic_ckpt.formats.pickled import PickledFile, open_file, open_pickled, r
 from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
-from elastic_ckpt.storage import file_names, open_stream, walk
-from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, kind_of, of_error
+from elastic_ckpt.storage import VIEW, copies_of, file_names, open_stream, walk
+from elastic_ckpt.storage.local import version_of
+from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, kind_of, of_error, of_folders
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 CHUNK_NBYTES = 1 << 20
@@ -105,9 +106,9 @@ def verify(
             raise
         found = locate(path, tags[0], config.trust_pickle)
         misled = [of_error(error, "latest"), Finding(NOTE, "latest", f"verified {found.tag} instead")]
+    metadata, findings = read_metadata(found, config)
     files = files_by_kind(found)
     checked = files[OWN] | files[SWAPPED]
-    metadata, findings = read_metadata(found, config)
     names = [os.path.relpath(path, found.folder) for path in files[OTHER]]
     if others := [name for name in names if os.sep not in name and not name.endswith(".py")]:  # DeepSpeed's scripts
         findings.append(Finding(NOTE, "not-checked", f"files that are none of DeepSpeed's: {listed(others)}"))
@@ -115,7 +116,7 @@ def verify(
         findings += check_metadata(metadata)
     if full:
         findings += _check_bytes(found, files, metadata, config, threads, show_progress)
-    unique = tuple(dict.fromkeys([*misled, *findings]))
+    unique = tuple(dict.fromkeys(finding.placed() for finding in (*misled, *findings, *of_folders(found.folder))))
     return Verification(
         folder=path,
         tag=found.tag,
@@ -142,26 +143,29 @@ def _check_bytes(
     spans = {} if metadata is None else spans_of(metadata)
     sizes, is_read = files[OWN] | files[SWAPPED], True
 
-    def check(path: str) -> list[Finding]:
+    def check(path: str, copy: str, is_read: bool) -> list[Finding]:
         file: SourceFile | PickledFile | None = known.get(path)
-        findings = list[Finding]()
-        if file is None and path in files[OWN] and not found.foreign:
+        findings, is_pickled, values = list[Finding](), path in files[OWN] and not found.foreign, spans.get(path, [])
+        if is_pickled and (file is None or not is_read):
             try:
-                file = open_file(path, config.trust_pickle)
+                file, first = open_file(copy, config.trust_pickle), file
+                values = values if first is None or [*file.records] == [*first.records] else []
             except ElasticCkptError as error:
                 findings.append(of_unreadable(error))
         records = [] if file is None else [Record(*record) for record in file.records if record[1]]
-        has_data = records or spans.get(path) or path in files[SWAPPED] or os.path.basename(path) == naming.DCP_METADATA
+        has_data = records or values or path in files[SWAPPED] or os.path.basename(path) == naming.DCP_METADATA
         if has_data and not any(record.crc32 for record in records):
             text = "saved without checksums: bit flips are undetectable, only values are looked at"
-            findings.append(Finding(NOTE, "no-checksum", text, file=path))
-        return [*findings, *scan_file(path, sizes[path], records, spans.get(path, []), bar.update)]
+            findings.append(Finding(NOTE, "no-checksum", text, file=copy))
+        nbytes = sizes[path] if is_read else version_of(copy).nbytes
+        return [*findings, *scan_file(copy, nbytes, records, values, bar.update)]
 
+    copies = [(path, copy, not number) for path in sizes for number, copy in enumerate(copies_of(path))]
     with (
-        progress_bar("verify", sum(sizes.values()), show_progress, leave=False) as bar,
+        progress_bar("verify", sum(sizes[path] for path, *_ in copies), show_progress, leave=False) as bar,
         ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,
     ):
-        for findings in pool.map(check, sizes):
+        for findings in pool.map(lambda each: check(*each), copies):
             is_read &= all(finding.kind != "read-error" for finding in findings)
             yield from findings
     if metadata is not None and is_read and (metadata.source.tp > 1 or metadata.replicas):
@@ -209,7 +213,8 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
     findings, present = list[Finding](), set(map(naming.plain_name, file_names(found.folder)))
     for name in expected_files(found, config.trust_pickle):
         if name not in present:
-            text = "no such file; restore it, or take another tag"
+            where = "no such file" if VIEW.get() is None else "no such file in any of these folders"
+            text = f"{where}; restore it, or take another tag"
             findings.append(Finding(ERROR, "missing", text, file=found.path(name)))
     for path in files_by_kind(found)[OWN]:
         try:

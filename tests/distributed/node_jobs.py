@@ -99,7 +99,9 @@ def refuse_on_nodes(cases: list[dict[str, Any]]) -> list[Refused]:
     for case in cases:
         disk = os.path.join(disk_of(case["folder"], case.get("nodes")), "run")
         engine = engine_of(case)
-        facts.append(attempt(case, engine, lambda e=engine, d=disk: e.load_checkpoint(d)))
+        facts.append(
+            attempt(case, engine, lambda e=engine, d=disk, c=case: e.load_checkpoint(d, **c.get("arguments", {})))
+        )
         close(engine)
     return facts
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+import elastic_ckpt
+from elastic_ckpt.cli import app
 from tests.distributed.conftest import Launch
 from tests.distributed.damage import flip_bit
 from tests.distributed.facts import Loaded, Refused
@@ -95,6 +101,12 @@ def test_two_neighbours_lost_are_refused_by_name(memory: Path, launch: Launch) -
         assert "zero_pp_rank_2_mp_rank_00" in text and "files on all nodes: " in text and "(rank 0) has " in text, text
 
 
+def flip_bits(name: str, disk: Path) -> None:
+    """Flip bits all over a file's masters, so that whoever reads of them reads one."""
+    for part in range(100):
+        flip_bit(name, "fp32", part / 100)(disk)
+
+
 def test_a_copy_with_a_flipped_bit_is_left_out(memory: Path, launch: Launch) -> None:
     for setup in MEMORY:
         name = f"{'bf16_' if setup.precision == 'bf16' else ''}zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -107,3 +119,172 @@ def test_a_copy_with_a_flipped_bit_is_left_out(memory: Path, launch: Launch) -> 
     assert_exact(found, 3 * len(MEMORY))
     for each in found:
         assert "was damaged in another copy" in each.text
+
+
+def other_client_state(disks: Path) -> None:
+    """Both nodes have all files, of which one is longer on one of them."""
+    for one, other in (("a", "b"), ("b", "a")):
+        for file in (disks / one / "run").rglob("*_optim_states.pt"):
+            shutil.copy2(file, disks / other / "run" / file.parent.name / file.name)
+    file = disks / "b" / "run" / "step4" / "mp_rank_00_model_states.pt"
+    tree = torch.load(file, weights_only=False)
+    torch.save({**tree, "longer": "x" * 9999}, file)
+    shutil.copy(disks / "a" / "run" / "latest", disks / "b" / "run")
+
+
+def same_names(disks: Path) -> None:
+    """Both nodes have all files, each in a folder of its own name."""
+    other_client_state(disks)
+    name = Path("run") / "step4" / "mp_rank_00_model_states.pt"
+    shutil.copy2(disks / "a" / name, disks / "b" / name)
+
+
+def one_node_has_it(disks: Path) -> None:
+    """A universal checkpoint that was converted on one of the nodes, which alone names it."""
+    folders = [disks / node / "run" for node in "ab"]
+    result = CliRunner().invoke(app, ["convert", *map(str, folders), str(folders[1] / "universal")])
+    assert result.exit_code == 0, result.output
+    for latest in disks.glob("*/run/latest"):
+        latest.unlink()
+
+
+def odd_things(disks: Path) -> None:
+    """What is in no save: a pipe, links in a circle, a link to nothing, a folder of the same save under another name."""
+    run = disks / "a" / "run"
+    os.mkfifo(run / "step4" / "pipe")
+    (run / "step4" / "around").symlink_to(run)
+    (run / "loop").symlink_to(run / "loop")
+    (run / "gone").symlink_to("nothing")
+    for each in disks.glob("*/run"):
+        (each / "again").symlink_to("step4")
+
+
+def deep_tag(disks: Path) -> None:
+    for run in disks.glob("*/run"):
+        (run / "deep").mkdir()
+        (run / "step4").rename(run / "deep" / "step4")
+        (run / "latest").write_text("deep/step4")
+
+
+def both_folders(disks: Path) -> None:
+    """Node b is lost, but for a folder on a disk that all share."""
+    (disks / "b" / "run").rename(disks / "shared")
+
+
+#: By name: what is done to the nodes' disks, and arguments and options of the load.
+ODD: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
+    "universal": (one_node_has_it, {}),
+    "tag": (one_node_has_it, {"arguments": {"tag": "universal"}}),
+    "things": (odd_things, {"section": {"mode": "require"}}),
+    "spelling": (odd_things, {"arguments": {"tag": "./again/"}}),
+    "deep": (deep_tag, {}),
+    "sizes": (other_client_state, {}),
+    "names": (same_names, {}),
+    "fallback": (both_folders, {"section": {"fallback_dirs": ["{disks}/none", "{disks}/shared"]}}),
+}
+
+
+def test_odd_folders_are_loaded_from_all_nodes(saved: Path, launch: Launch, tmp_path: Path) -> None:
+    found = []
+    for name, (change, more) in ODD.items():
+        disks = tmp_path / name / SETUPS[1].name
+        shutil.copytree(saved / SETUPS[1].name, disks)
+        change(disks)
+        given = json.loads(json.dumps(more).replace("{disks}", str(disks)))
+        found += [{"folder": str(disks), "setup": Setup(3), "nodes": ["b", "a", "b"], **given}]
+    assert_exact(launch(3, "node_jobs.load_on_nodes", found), 3 * len(ODD))
+
+
+def two_saves(disks: Path) -> None:
+    """Under one name, node a has another rank's file of the save before, as after a restart that moved ranks."""
+    name = "zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    shutil.copy2(disks / "b/run/step2" / name, disks / "a/run/step4" / name)
+    os.utime(disks / "a/run/step4" / name)
+
+
+def newest_is_damaged(disks: Path) -> None:
+    """A file of the newest tag is cut short, and in the older one a copy has a flipped bit."""
+    name, run = "zero_pp_rank_2_mp_rank_00_optim_states.pt", disks / "b" / "run"
+    (run / "step4" / name).write_bytes((run / "step4" / name).read_bytes()[:4000])
+    shutil.copy2(run / "step2" / name, disks / "a" / "run" / "step2")
+    flip_bits(name, disks / "a" / "run")  # whose first tag is the older one
+
+
+#: What is done, and by the words of the outcome.
+REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], list[str]]] = {
+    "two saves": (two_saves, {}, ["different files under one name", "/a/run/step4 on ", "/b/run/step4 on "]),
+    "no such tag": (lambda disks: None, {"arguments": {"tag": "step9"}}, ["step4", "step9"]),
+}
+
+
+def test_what_is_of_no_one_save_is_refused_on_all_nodes(saved: Path, launch: Launch, tmp_path: Path) -> None:
+    cases = []
+    for name, (change, more, _) in REFUSED.items():
+        disks = shutil.copytree(saved / SETUPS[1].name, tmp_path / name / SETUPS[1].name)
+        change(disks)
+        cases.append({"folder": str(disks), "setup": Setup(3), "nodes": ["b", "a"], **more})
+    for each, (_, _, words) in zip(launch(2, "node_jobs.refuse_on_nodes", cases), [*REFUSED.values()] * 2, strict=True):
+        assert len(each.texts) == 1 and each.changed == frozenset(), each
+        assert all(word in next(iter(each.texts)) for word in words), each.texts
+
+
+def test_an_older_checkpoint_is_taken_from_all_nodes_and_from_other_copies(
+    saved: Path, launch: Launch, tmp_path: Path
+) -> None:
+    disks = shutil.copytree(saved / SETUPS[1].name, tmp_path / SETUPS[1].name)
+    newest_is_damaged(disks)
+    case = {"folder": str(disks), "setup": Setup(3), "nodes": ["b", "a"], "section": {"on_damage": "previous"}}
+    for each in launch(2, "node_jobs.load_on_nodes", [case]):
+        assert "loaded step2 instead, 2 steps back" in each.text and "was damaged in another copy" in each.text, (
+            each.text
+        )
+
+
+def of_command(name: str, *words: object) -> Any:
+    result = CliRunner().invoke(app, [name, *map(str, words)], env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+def test_commands_see_the_folders_of_all_nodes_as_one(saved: Path, tmp_path: Path) -> None:
+    for setup in SETUPS[1:]:
+        folders = [saved / setup.name / node / "run" for node in "ba"]
+        assert of_command("verify", folders[0])[0] == 1
+        code, text = of_command("verify", *folders, "--full")
+        assert code == 0 and f" in 2 folders, of which {folders[0]} has " in text, text
+        assert of_command("verify", *(folder / "step2" for folder in folders))[0] == 0
+        assert of_command("latest", *folders) == (0, f"{folders[0] / 'step4'}\n")
+        assert elastic_ckpt.find_latest(folders) == str(folders[0] / "step4")
+        code, text = of_command("inspect", *folders, "--json")
+        found = json.loads(text)
+        assert code == 0 and {Path(file["path"]).parents[1] for file in found["files"]} == {*folders}
+        assert of_command("plan", *folders, "--dp", 3)[0] == 0
+        masters = torch.load(saved / setup.name / "truth.pt", weights_only=False)["masters"]
+        out = tmp_path / setup.name
+        assert of_command("export", *folders, out)[0] == 0
+        for checkpoint in (elastic_ckpt.open(folders), elastic_ckpt.open(out)):
+            assert masters and all(torch.equal(checkpoint[name], values) for name, values in masters.items())
+        if setup.stage == 1:
+            assert of_command("convert", *folders, tmp_path / "universal")[0] == 0
+            assert of_command("verify", tmp_path / "universal", "--full")[0] == 0
+        code, text = of_command("export", *folders, folders[1] / "step4" / "weights")
+        assert code == 3 and f"a folder inside {folders[1] / 'step4'}" in text, text
+
+
+def test_verify_names_what_no_folder_has_and_the_copy_that_is_damaged(memory: Path, tmp_path: Path) -> None:
+    for setup in MEMORY:
+        folders = [memory / setup.name / node / "run" for node in FOUR]
+        assert of_command("verify", *folders, "--full")[0] == 0
+        name = f"{'bf16_' if setup.precision == 'bf16' else ''}zero_pp_rank_2_mp_rank_00_optim_states.pt"
+        for folder in folders[:3]:
+            if (folder / "step4" / name).exists():
+                changed = folder  # the last copy, which nothing else reads
+        times = (changed / "step4" / name).stat()
+        flip_bit(name, "fp32", 0.5)(changed)
+        os.utime(changed / "step4" / name, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
+        code, text = of_command("verify", *folders, "--full")
+        assert code == 1 and text.count("checksum: ") == 1 and f"{changed}/step4/{name}" in text, text
+        assert of_command("verify", *folders[3:], *folders[:1])[0] == 1
+        code, text = of_command("verify", *folders[3:], folders[0])
+        assert f"{name}: no such file in any of these folders" in text, text
+    code, text = of_command("verify", *folders, tmp_path / "none")
+    assert code == 3 and "there is no such folder" in text

@@ -561,6 +561,20 @@ def test_directories_of_both_kinds_are_found(tmp_path: Path, is_wide: bool, monk
     assert len(digests) == 2
 
 
+@pytest.mark.parametrize("has_crc32s", [True, False])
+def test_a_flipped_bit_makes_no_other_file_of_an_archive_with_checksums(tmp_path: Path, has_crc32s: bool) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(has_crc32s)
+    try:
+        torch.save({"tensor": torch.zeros(5_000)}, tmp_path / "file")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    digest, data = content_digest(str(tmp_path / "file")), bytearray((tmp_path / "file").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "file").write_bytes(data)
+    assert (content_digest(str(tmp_path / "file")) == digest) == has_crc32s
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, MIB, MIB + 1, 3 * MIB])
 def test_other_files_differ_by_their_ends_and_size(tmp_path: Path, nbytes: int) -> None:
     def digest(content: bytes) -> bytes:

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt import storage
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import ConflictingCopiesError, DamagedError
 from elastic_ckpt.storage.peers import FileServer, Peers
 from elastic_ckpt.storage.view import FolderView, list_folders
+from tests.privileges import without_privileges
 
 SECRET = b"of this job"
 NAMES = ["latest", "step4/mp_rank_00_model_states.pt", "step4/optim_0.pt", "step4/zero/a/fp32.pt", "step5/x.pt"]
@@ -81,7 +82,7 @@ def test_each_node_reads_the_union_of_all_nodes(
 def test_copies_of_one_size_and_other_content_are_told_apart(tmp_path: Path) -> None:
     write(tmp_path / "a", "step4/optim_0.pt", b"one save", 1000)
     write(tmp_path / "b", "step4/optim_0.pt", b"another.", 2000)
-    with pytest.raises(DamagedError, match="different files under one name") as caught:
+    with pytest.raises(ConflictingCopiesError, match="different files under one name") as caught:
         content_of(alone(tmp_path / "a", tmp_path / "b", root=tmp_path), "step4/optim_0.pt")
     assert str(tmp_path / "a") in str(caught.value.expected) and str(tmp_path / "b") in str(caught.value.found)
 
@@ -90,7 +91,7 @@ def test_copies_of_one_size_and_other_content_are_told_apart(tmp_path: Path) -> 
 def test_a_copy_of_another_size_is_told_apart_whatever_its_time(tmp_path: Path, size: int) -> None:
     write(tmp_path / "a", "step4/optim_0.pt", b"one save")
     write(tmp_path / "b", "step4/optim_0.pt", b"one save"[:size])
-    with pytest.raises(DamagedError, match="different files under one name"):
+    with pytest.raises(ConflictingCopiesError, match="different files under one name"):
         content_of(alone(tmp_path / "a", tmp_path / "b", root=tmp_path), "step4/optim_0.pt")
 
 
@@ -164,3 +165,50 @@ def test_what_another_node_cannot_read_is_named_with_its_node(tmp_path: Path) ->
             server.close()
     assert caught.value.file == str(there / name) and caught.value.expected == "there to send it"
     assert view.name_of(caught.value.file) == name  # of which another copy can be tried
+
+
+def test_the_real_paths_are_known(tmp_path: Path) -> None:
+    write(tmp_path / "a", "step4/mp_rank_00_model_states.pt", b"older", 1000)
+    write(tmp_path / "b", "step4/mp_rank_00_model_states.pt", b"newer one", 2000)
+    write(tmp_path / "b", "step4/optim_1.pt", b"x")
+    view = alone(tmp_path / "a", tmp_path / "b", tmp_path / "c", root=tmp_path / "a")
+    model, optimizer = (str(tmp_path / "a/step4" / name) for name in ("mp_rank_00_model_states.pt", "optim_1.pt"))
+    other = str(tmp_path / "b/step4/mp_rank_00_model_states.pt")
+    assert storage.copies_of(model) == [model]
+    with storage.seen_through(view):
+        assert storage.copies_of(model) == [model, other]
+        assert dict(view.walk(view.root))[model].nbytes == 5
+        storage.open_stream(model).close()  # of which the newest is taken
+        assert storage.copies_of(model) == [other, model]
+        assert dict(view.walk(view.root))[model].nbytes == 9
+        assert storage.copies_of(optimizer) == [str(tmp_path / "b/step4/optim_1.pt")]
+        assert storage.copies_of(str(tmp_path / "a/step4")) == [str(tmp_path / "a/step4"), str(tmp_path / "b/step4")]
+        assert storage.copies_of(str(tmp_path / "a/step5")) == [str(tmp_path / "a/step5")]
+    a, b, c = (tmp_path / letter for letter in "abc")
+    assert view.summary(view.root) == f"2 in 3 folders, of which {a} has 1, {b} has 2, {c} has 0"
+
+
+def test_links_to_one_folder_are_tags_of_their_own_and_circles_end(tmp_path: Path) -> None:
+    write(tmp_path, "step4/x.pt", b"x")
+    (tmp_path / "best").symlink_to("step4")
+    (tmp_path / "step4" / "around").symlink_to(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "step4" / "pipe")
+    (entries,) = list_folders("here", [str(tmp_path)]).entries
+    names = {entry.name for entry in entries}
+    assert {"step4/x.pt", "best/x.pt", "loop", "step4/pipe"} <= names and len(names) < 20
+    with pytest.raises(DamagedError, match="cannot be read") as caught:
+        content_of(alone(tmp_path, root=tmp_path), "step4/pipe")
+    assert caught.value.found == "a named pipe"
+
+
+def test_a_folder_that_cannot_be_listed_is_named_where_a_file_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, "step4/inside/x.pt", b"x")
+    (tmp_path / "step4" / "inside").chmod(0)
+    with without_privileges():
+        view = alone(tmp_path, root=tmp_path)
+        with pytest.raises(DamagedError, match="missing") as caught:
+            content_of(view, "step4/inside/x.pt")
+    (tmp_path / "step4" / "inside").chmod(0o700)
+    assert f"cannot be listed: {tmp_path}/step4/inside (Permission denied)" in str(caught.value.found)
+    assert "cannot be listed" in view.summary(view.root)

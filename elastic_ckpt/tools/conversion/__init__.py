@@ -36,7 +36,7 @@ from elastic_ckpt.formats.universal import common_optimizer_state
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
-from elastic_ckpt.storage import inherited
+from elastic_ckpt.storage import inherited, open_stream
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import OpenedCheckpoint
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
@@ -93,7 +93,8 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
             return tensor.nbytes
 
         for path in models:
-            shutil.copyfile(path, place / plain_name(path.name))
+            with open_stream(str(path)) as stream, (place / plain_name(path.name)).open("wb") as written:
+                shutil.copyfileobj(stream, written)
         first = found.path(found.files.optimizer[min(found.files.optimizer)])
         save(common_optimizer_state(open_pickled(first, opened.config.trust_pickle)), zero / UNIVERSAL_OPTIMIZER)
         for done in pool.map(write, tensors):  # an error cancels the others
