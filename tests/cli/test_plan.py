@@ -168,7 +168,7 @@ def test_a_refusal_says_why_and_what_would_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "Missing argument 'DIR'"),
+        ((), "Missing argument 'DIR...'"),
         (("104b", "--rank", "3", "--all"), "--rank plans one rank"),
         (("104b", "--rank", "512"), "has the ranks 0 to 511"),
         (("104b", "--dp", "65536"), "and 1048576 are the most"),
