@@ -68,7 +68,8 @@ def _type_of_plain(schema: dict[str, Any]) -> str:
     if "items" in schema:
         return f"list of {_type(schema['items'])}"
     if "additionalProperties" in schema:
-        return f"object of {_type(schema['additionalProperties'])}"
+        values = schema["additionalProperties"]
+        return "object" if values is True else f"object of {_type(values)}"
     limits = [f"{word} {schema[key]}" for key, word in (("minimum", "from"), ("maximum", "to")) if key in schema]
     return " ".join([schema["type"], *limits])
 

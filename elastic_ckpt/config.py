@@ -86,6 +86,13 @@ class ElasticConfig(BaseModel):
         description="folders that may have files of the checkpoint that load_dir lacks, in order of preference: "
         "load_dir in the nodes' memory, say, and these on disk. All must be of one save",
     )
+    storage_options: dict[str, Any] = Field(
+        {},
+        repr=False,
+        description="for folders in object stores (s3://, gs://, az://, https://): options of obstore beside those of "
+        'the environment, such as {"endpoint": "http://minio:9000", "client_options": {"allow_http": true}}; they are '
+        "never printed",
+    )
     wait_for_files: int = Field(
         0,
         ge=0,

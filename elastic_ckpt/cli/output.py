@@ -102,8 +102,9 @@ def reads_checkpoint(
             replicated = own.pop("replicated", None) or (policy if config is None else None)
             overrides = {"tp_preset": preset, "trust_pickle": trust_pickle, "replicated_params": replicated}
             try:
-                with seen_together(own.get("folders", os.curdir)):
-                    answer = function(config_of(config, **overrides), **own)
+                options = config_of(config, **overrides)
+                with seen_together(own.get("folders", os.curdir), options):
+                    answer = function(options, **own)
             except ElasticCkptError as error:
                 answer = refusal(error)
             tell(answer, as_json)

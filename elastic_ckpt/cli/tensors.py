@@ -18,13 +18,13 @@ from elastic_ckpt.tools.comparison import compare
 from elastic_ckpt.tools.conversion import convert as convert_to_universal
 from elastic_ckpt.tools.export import Dtype
 from elastic_ckpt.tools.export import export as run_export
-from elastic_ckpt.tools.opened import open_folder
+from elastic_ckpt.tools.opened import open_folder, seen_together
 from elastic_ckpt.tools.output_folder import WriteReport
 
 _SHOWN = 50
 _Format = Literal["universal", "dcp"]
 _Checkpoint = Annotated[
-    Path, typer.Argument(help="Folder with a [bold]latest[/] file, or the folder of one tag.", show_default=False)
+    str, typer.Argument(help="Folder with a [bold]latest[/] file, or the folder of one tag.", show_default=False)
 ]
 
 
@@ -122,12 +122,13 @@ def diff(config: ElasticConfig, a: _Checkpoint, b: _Checkpoint) -> Answer:
     code 1 where anything differs or is missing.
     """
     notes: tuple[str, ...] = ()
-    try:
-        first, second = (open_folder(str(path), None, config) for path in (a, b))
-    except MismatchError as error:  # states that only a load can name
-        first, second = (open_folder(str(path), None, config, with_states=False) for path in (a, b))
-        notes = (f"optimizer states are not compared: {error.problem} ({error.file})",)
-    outcome = compare(first, second, config.reading.threads, None)
+    with seen_together(a, config), seen_together(b, config):
+        try:
+            first, second = (open_folder(path, None, config) for path in (a, b))
+        except MismatchError as error:  # states that only a load can name
+            first, second = (open_folder(path, None, config, with_states=False) for path in (a, b))
+            notes = (f"optimizer states are not compared: {error.problem} ({error.file})",)
+        outcome = compare(first, second, config.reading.threads, None)
     outcome = replace(outcome, notes=(*outcome.notes, *notes))
     found, read = outcome.differences, f"({size(outcome.nbytes)} read)"
     parts: list[RenderableType] = [f"equal: {outcome.equal} tensors and other values {read}"]

@@ -12,7 +12,7 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.storage import exists, file_names, folder_names, is_folder, modified, open_stream, size_of
+from elastic_ckpt.storage import absolute, exists, file_names, folder_names, is_folder, modified, open_stream, size_of
 from elastic_ckpt.storage.local import named_os_errors
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -78,7 +78,7 @@ def _without_latest(load_dir: str) -> CheckpointInfo | None:
 
 def look_at(load_dir: str, tag: str) -> CheckpointInfo | None:
     """What one tag's folder contains, or ``None``."""
-    folder = os.path.abspath(os.path.join(load_dir, tag))
+    folder = absolute(os.path.join(load_dir, tag))
     if not is_folder(folder):
         return None
     parameters = os.path.join(folder, UNIVERSAL_FOLDER)

@@ -33,7 +33,7 @@ from elastic_ckpt.errors import listed as shown
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import named_errors
-from elastic_ckpt.storage import file_names, is_folder, open_stream, size_of
+from elastic_ckpt.storage import absolute, file_names, is_folder, open_stream, size_of
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 METADATA = "__metadata__"
@@ -69,7 +69,7 @@ def find_safetensors(folder: str) -> CheckpointInfo | None:
     names = file_names(folder) if is_folder(folder) else []
     if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         return None
-    path = os.path.abspath(folder)
+    path = absolute(folder)
     return CheckpointInfo("safetensors", path, os.path.basename(path), sort_names((), is_universal=False))
 
 

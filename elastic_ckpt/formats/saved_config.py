@@ -27,7 +27,7 @@ from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.objects import materialise_entries
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.storage import file_names, is_folder, open_stream
+from elastic_ckpt.storage import absolute, file_names, is_folder, open_stream
 
 #: DeepSpeed's counters, and the degrees of the run.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
@@ -144,7 +144,7 @@ def _neox_options(folder: str) -> dict[str, Any]:
     An option on which files disagree is unknown: configurations of several models may have been released together.
     """
     paths: list[str] = []
-    for parent in (folder, os.path.dirname(os.path.abspath(folder))):  # of the nearest folder that has any
+    for parent in (folder, os.path.dirname(absolute(folder))):  # of the nearest folder that has any
         configs = os.path.join(parent, "configs")
         names = sorted(file_names(configs)) if not paths and is_folder(configs) else []
         paths += [os.path.join(configs, name) for name in names if name.endswith(_ENDINGS)]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem
+from elastic_ckpt.storage import VIEW, is_url
 
 if TYPE_CHECKING:
     import torch
@@ -75,11 +76,12 @@ class ReadOptions:
 
 
 def read_options(config: ElasticConfig) -> ReadOptions:
-    """The configured read options."""
-    reading = config.reading
-    gap_nbytes = _GAP_NBYTES[reading.storage] if reading.gap_kib is None else reading.gap_kib << 10
+    """The configured read options; of an object store, those of network file systems."""
+    reading, view = config.reading, VIEW.get()
+    storage = "network" if view is not None and is_url(view.root) else reading.storage
+    gap_nbytes = _GAP_NBYTES[storage] if reading.gap_kib is None else reading.gap_kib << 10
     options = ReadOptions(reading.threads, staging_nbytes=reading.extra_memory_mib << 20, gap_nbytes=gap_nbytes)
-    if gap_nbytes or config.verify == "off":
+    if gap_nbytes or config.verify == "off" or view is not None:  # each read may be a request
         return options
     return replace(options, call_nbytes=SUMMED_AT_ONCE_NBYTES)
 

@@ -37,7 +37,7 @@ from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.load.flow import LoadCall
-from elastic_ckpt.storage import VIEW, file_names, is_folder, open_stream
+from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream
 
 #: What DeepSpeed's loader opens in the folder of a tag, with what its ``fast`` writer appends.
 _OPENED = re.compile(r".*(?:model|optim)_states\.pt(?:-\d+\.\d+)?")
@@ -81,7 +81,7 @@ def open_screened(path: str) -> Iterator[BinaryIO]:
 
 def on_own_disks(engine: Any, found: CheckpointInfo) -> bool:
     """Whether nodes save different files to their own disks (``use_node_local_storage``)."""
-    return engine.use_node_local_storage() and found.by_rank and VIEW.get() is not None
+    return engine.use_node_local_storage() and found.by_rank and VIEW.get() is not None and not is_url(found.folder)
 
 
 def deepspeed_loads_it_right(call: LoadCall, found: CheckpointInfo, check_steps: bool, own_files: bool = False) -> bool:

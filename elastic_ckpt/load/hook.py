@@ -29,7 +29,7 @@ from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, ex
 from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
 from elastic_ckpt.patches import aligned_partitions, argument, pipeline_stages, unwrap, wrap
-from elastic_ckpt.storage import VIEW, exists, seen_through
+from elastic_ckpt.storage import VIEW, exists, is_url, seen_through
 from elastic_ckpt.storage.local import look_again, pinned
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     distributed.begin_load()
     call = LoadCall(engine, arguments, _read_config(engine, arguments))
     if call.config.mode == "off":
+        if is_url(os.fspath(arguments.load_dir or "")):
+            raise no_other_loader(errors.ConfigError('"mode" is "off", so that DeepSpeed\'s own loader is called'))
         return _call(original, given)
     compat.commit_pending_save(engine)
     policy = RetryPolicy(call, prefer_universal=bool(engine.load_universal_checkpoint()) or flag_given())
@@ -121,6 +123,12 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
         compat.separate_steps(engine)
     compat.record_counts(engine)
     return result
+
+
+def no_other_loader(error: errors.ElasticCkptError) -> errors.ElasticCkptError:
+    """An error about a checkpoint in an object store, with what remains to be done."""
+    error.remedy = "DeepSpeed's own loader reads folders alone: elastic-ckpt fetch URL FOLDER --all brings all files"
+    return error
 
 
 def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
@@ -198,6 +206,8 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
             understood = isinstance(error, errors.UnsupportedError)
             may_leave = understood or isinstance(error, (errors.LayoutError, errors.UnforeseenError))
             may_leave = may_leave and VIEW.get() is None  # DeepSpeed's own looks at this node alone
+            if is_url(found.folder):
+                raise no_other_loader(error) from error.__cause__
             if elastic_only or not may_leave or not deepspeed_loads_it_right(call, found, check_steps=not understood):
                 raise error from error.__cause__
             why = error.problem
@@ -222,7 +232,8 @@ class RetryPolicy:
         self._pause = _FIRST_PAUSE
         every_tag = call.config.on_damage != "error"
         folders, own_disks = (self._load_dir, *call.config.fallback_dirs), bool(call.engine.use_node_local_storage())
-        self.nodes = Nodes(folders, call.arguments.tag, every_tag, own_disks)
+        options = call.config.storage_options
+        self.nodes = Nodes(folders, call.arguments.tag, every_tag, own_disks, options)
         self._older: CheckpointInfo | None = None
         self._skipped: tuple[str, ...] = ()
         self._steps: tuple[int, ...] = ()  # of the checkpoints so far, where known

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
 from elastic_ckpt.errors import ElasticCkptError
-from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, read_latest
-from elastic_ckpt.storage import VIEW, local
+from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, MOST_TAG_NBYTES, read_latest
+from elastic_ckpt.storage import VIEW, absolute, is_url, local
 from elastic_ckpt.storage.peers import FileServer, Peers
+from elastic_ckpt.storage.remote import RemoteFolder
 from elastic_ckpt.storage.view import FolderView, NodeListing, list_folders
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class _Look:
     error: ElasticCkptError | None = None
     secret: bytes = b""
     root: str = ""
+    stored: NodeListing | None = None  # what the folders in object stores have
 
 
 @dataclass
@@ -61,28 +63,36 @@ class Nodes:
         tag: the one to load; ``None``: that a ``latest`` file names.
         every_tag: whether other tags may be looked for, too.
         with_sizes: whether nodes may have files of one name and of different sizes, since each saves its own.
+        options: of object stores.
     """
 
     folders: Sequence[str]
     tag: str | None
     every_tag: bool
     with_sizes: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
     view: FolderView | None = None
     pins: dict[str, local.Version] = field(default_factory=dict)  # of the files that are served
     notes: list[str] = field(default_factory=list)
     _choices: dict[str, int] = field(default_factory=dict)
     _open: list[FileServer | Peers] = field(default_factory=list)
+    remotes: dict[int, RemoteFolder] = field(default_factory=dict)  # by place among the folders
 
     def look(self, doing: str, find: Callable[[], T]) -> T:
         """What ``find`` returns on rank 0, which sees what any rank of the job does from now on. Collective."""
         self.close()
+        remote = {level: folder for level, folder in enumerate(self.folders) if is_url(folder)}
+        with distributed.deterministic(doing):
+            self.remotes = {level: RemoteFolder(absolute(url), self.options) for level, url in remote.items()}
 
         def mine() -> _Look:
-            node = identity_of(self.folders)
+            node = identity_of(self._local)
             digest, tags = self._digest() if _local_rank() == 0 else (None, ())
             if distributed.rank():
                 return _Look(node, digest, tags)
-            secret, root = secrets.token_bytes(SECRET_NBYTES), os.path.abspath(self.folders[0])
+            secret, root = secrets.token_bytes(SECRET_NBYTES), absolute(self.folders[0])
+            if self.remotes:
+                return _Look(node, digest, tags, None, None, secret, root, self._stored(tags))
             try:
                 return _Look(node, digest, tags, find(), None, secret, root)
             except ElasticCkptError as error:
@@ -91,7 +101,7 @@ class Nodes:
         looks = distributed.all_gather(doing, mine)
         seen = {look.digest for look in looks if look.digest is not None}
         listers = {look.node for look in looks if look.digest is not None}
-        if len(seen) == 1 and listers == {look.node for look in looks} and len(self.folders) == 1:
+        if len(seen) == 1 and listers == {look.node for look in looks} and len(self._local) == len(self.folders) == 1:
             if (error := looks[0].error) is not None:
                 error.rank = 0
                 raise error
@@ -105,12 +115,12 @@ class Nodes:
         What else is in the folder may change meanwhile: another job saves there.
         """
         named, names = set[str](), list[Any]()
-        for folder in self.folders:
+        for folder in self._local:
             for latest in (LATEST, LATEST_UNIVERSAL):
                 with suppress(ElasticCkptError):  # whoever takes this file will meet it
                     named.add(read_latest(folder, latest) or "")
-        tags = tuple(sorted(inside({self.tag} if self.tag is not None else named)))
-        for folder in self.folders:
+        tags = self._tags(named)
+        for folder in self._local:
             tops = [folder] if self.every_tag or not tags else []
             for path in (*tops, *(os.path.join(folder, tag) for tag in tags)):
                 try:
@@ -119,23 +129,40 @@ class Nodes:
                     names += [found, sizes]
                 except ElasticCkptError as error:
                     names.append([str(error.found)])
-        text = repr((*map(os.path.abspath, self.folders), sorted(named), names)).encode(errors="surrogateescape")
-        there = (tag for tag in tags if any(local.is_folder(os.path.join(folder, tag)) for folder in self.folders))
+        text = repr((*map(os.path.abspath, self._local), sorted(named), names)).encode(errors="surrogateescape")
+        there = (tag for tag in tags if any(local.is_folder(os.path.join(folder, tag)) for folder in self._local))
         return hashlib.blake2b(text, digest_size=_DIGEST_NBYTES).digest(), tuple(there)
+
+    @property
+    def _local(self) -> list[str]:
+        return [folder for folder in self.folders if not is_url(folder)]
+
+    def _tags(self, named: set[str]) -> tuple[str, ...]:
+        return tuple(sorted(inside({self.tag} if self.tag is not None else named)))
+
+    def _stored(self, tags: Sequence[str]) -> NodeListing:
+        """What the folders in object stores have. Local, on rank 0."""
+        names = [name for remote in self.remotes.values() for name in _latest_in(remote)]
+        wanted = None if self.every_tag else {*tags, *self._tags(set(names))} or None
+        entries = (
+            self.remotes[level].entries(wanted) if level in self.remotes else () for level in range(len(self.folders))
+        )
+        url = next(iter(self.remotes.values())).url
+        return NodeListing(url, tuple(map(absolute, self.folders)), tuple(map(tuple, entries)))
 
     def _see_all(self, looks: Sequence[_Look]) -> None:
         """Exchange listings, serve the files of this node, and see all. Collective."""
         nodes: dict[Node, int] = {}  # which rank lists
         for rank, look in enumerate(looks):
             nodes.setdefault(look.node, rank)
-        numbers, mine, secret = list(nodes), looks[distributed.rank()].node, looks[0].secret
+        numbers, mine, secret, stored = list(nodes), looks[distributed.rank()].node, looks[0].secret, looks[0].stored
         wanted = {tag for look in looks for tag in look.tags}
         tags = None if self.every_tag or not wanted else wanted
 
         def serve() -> tuple[NodeListing, tuple[str, int]] | None:
             if nodes[mine] != distributed.rank():
                 return None
-            listing = list_folders(words_of(mine), [os.path.abspath(folder) for folder in self.folders], tags)
+            listing = list_folders(words_of(mine), list(map(absolute, self.folders)), tags)
             if len(nodes) == 1:
                 return listing, ("", 0)
             with local.pinned(self.pins):
@@ -143,11 +170,18 @@ class Nodes:
             self._open.append(server)
             return listing, server.address
 
+        if stored is not None and not self._local:
+            self._show(looks[0].root, [stored], -1, None)
+            return
         served = [each for each in distributed.all_gather("tell which files each node has", serve) if each is not None]
         listings, addresses = zip(*served, strict=True)
         peers = Peers(secret, addresses) if len(nodes) > 1 else None
         self._open += [] if peers is None else [peers]
-        self.view = FolderView(looks[0].root, listings, numbers.index(mine), peers, self._choices)
+        listings = (*listings, *([] if stored is None else [stored]))
+        self._show(looks[0].root, listings, numbers.index(mine), peers)
+
+    def _show(self, root: str, listings: Sequence[NodeListing], mine: int, peers: Peers | None) -> None:
+        self.view = FolderView(root, listings, mine, peers, self._choices, self.remotes)
         VIEW.set(self.view)
 
     def take_other_copies(self, file: str | None) -> str | None:
@@ -172,6 +206,15 @@ class Nodes:
         while self._open:
             self._open.pop().close()
         self.pins.clear()
+
+
+def _latest_in(remote: RemoteFolder) -> Iterator[str]:
+    """The tags that the ``latest`` objects in a store name."""
+    for entry in remote.entries(()):
+        if entry.name in (LATEST, LATEST_UNIVERSAL):
+            raw = bytearray(min(entry.nbytes, MOST_TAG_NBYTES))
+            remote.open_ranges(entry).read([memoryview(raw)], 0)
+            yield raw.decode(errors="replace").strip()
 
 
 def inside(tags: set[str]) -> list[str]:
@@ -210,7 +253,8 @@ def own_address(mine: Node, nodes: Sequence[Node]) -> str:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
     address = _source_address((os.environ.get("MASTER_ADDR") or "localhost", _ANYWHERE[1]))
     if address.startswith("127.") and len({node[0] for node in nodes}) > 1:  # of the rank on whose host the store is
-        return _source_address(_ANYWHERE)
+        with suppress(OSError):  # without a default route, ranks on other hosts say that they reach nothing here
+            return _source_address(_ANYWHERE)
     return address
 
 

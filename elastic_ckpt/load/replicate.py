@@ -15,10 +15,10 @@ from elastic_ckpt import distributed
 from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, UnforeseenError
 from elastic_ckpt.formats.detect import LATEST, list_checkpoints
 from elastic_ckpt.load.nodes import SECRET_NBYTES, Node, identity_of, inside, own_address, words_of
-from elastic_ckpt.storage import exists
+from elastic_ckpt.storage import Entry, exists
 from elastic_ckpt.storage.local import version_of
 from elastic_ckpt.storage.peers import FileServer, Peers
-from elastic_ckpt.storage.view import ON_EVERY_NODE, Entry, NodeListing, list_folders
+from elastic_ckpt.storage.view import ON_EVERY_NODE, NodeListing, list_folders
 
 _DOING = "replicate a checkpoint"
 #: Bytes in memory at a time.

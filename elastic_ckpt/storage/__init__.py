@@ -7,12 +7,22 @@ Everything else has paths and asks here. A path is that of a file which this pro
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 from elastic_ckpt.storage import local
+
+
+class Entry(NamedTuple):
+    """A file in a listing of a folder."""
+
+    name: str  # path relative to the folder
+    nbytes: int
+    mtime_ns: int
+    version: str = ""  # of an object in a store: it is another one once it was overwritten
 
 
 class Ranges(Protocol):
@@ -57,6 +67,7 @@ class View(Store, Protocol):
     """A store of all that is below one folder."""
 
     root: str
+    outer: View | None  # that was in place when this was made, which paths elsewhere are looked up in
     notes: list[str]  # what a user should know of the files that were opened so far
 
     def copies_of(self, path: str) -> list[str]:
@@ -93,11 +104,25 @@ def inherited() -> tuple[Callable[[], None], tuple[()]]:
 
 def _store_of(path: str) -> Store:
     view = VIEW.get()
-    if view is not None:
-        path = os.path.abspath(path)
+    while view is not None:
+        path = absolute(path)
         if path == view.root or path.startswith(view.root.rstrip(os.sep) + os.sep):
             return view
+        view = view.outer
     return local
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is that of an object store (``s3://bucket/run``)."""
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path) is not None
+
+
+def absolute(path: str) -> str:
+    """``os.path.abspath``, also of a URL."""
+    if not is_url(path):
+        return os.path.abspath(path)
+    scheme, _, rest = path.partition("://")
+    return f"{scheme}://{os.path.normpath(rest)}"
 
 
 def open_stream(path: str) -> BinaryIO:
@@ -142,8 +167,8 @@ def walk(folder: str) -> Iterator[tuple[str, local.Version]]:
 
 def copies_of(path: str) -> list[str]:
     """Where a file really is: the path of the copy that is read, then of others; the path itself if it has none."""
-    view, store = VIEW.get(), _store_of(path)
-    return view.copies_of(path) if view is not None and view is store else [path]
+    store = _store_of(path)
+    return [path] if store is local else store.copies_of(path)  # type: ignore[attr-defined]
 
 
 def size_of(stream: BinaryIO) -> int:

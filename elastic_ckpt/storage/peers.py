@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from hashlib import blake2b
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from isal import isal_zlib
@@ -29,7 +28,8 @@ from elastic_ckpt.errors import (
     UnforeseenError,
     refuse_used_up,
 )
-from elastic_ckpt.storage.local import PINS, named_os_errors, open_stream, see
+from elastic_ckpt.storage.digest import DIGEST_NBYTES, content_digest
+from elastic_ckpt.storage.local import PINS, named_os_errors, open_ranges, open_stream, see
 
 #: Operation, number of the file, byte offset, number of bytes, and the CRC32 of what is before them.
 REQUEST = struct.Struct("!BIqQI")
@@ -42,48 +42,12 @@ REQUEST_NBYTES, _WORDS_NBYTES = 64 << 20, 1000
 #: Most buffers of a request: one less than a call takes (limits.h, IOV_MAX), since a header follows them.
 _MOST_BUFFERS = 1023
 _CHUNK_NBYTES = 1 << 20
-_DIGEST_NBYTES, _CRC32_NBYTES = 16, 4
-#: Where an entry of a zip archive's directory has the CRC32 of its record.
-_CRC32_AT = 16
-#: Files up to that size are digested whole; of others either end, and so much of a zip archive's directory.
-_WHOLE_NBYTES, _END_NBYTES, _MOST_DIRECTORY_NBYTES = 1 << 20, (1 << 16) + 98, 64 << 20
+_CRC32_NBYTES = 4
 #: How long a server waits for the proof of a stranger, and of how many at once: others wait in the system's queue.
 PROOF_SECONDS, MOST_STRANGERS = 5, 64
 _QUEUED, _PAUSE_SECONDS = 1024, 0.02
 #: How long either end waits for the other while nothing moves.
 _PROGRESS_SECONDS = 60
-
-
-def content_digest(path: str) -> bytes:
-    """16 bytes that differ where two copies of a file differ in size or in what tells most about their content.
-
-    That is the directory of a zip archive with the CRC32 of each record, so that a copy in which a bit has flipped is
-    still one; else all of a small file, or both ends of a large one, of which bytes in the middle go unnoticed.
-    """
-    with open_stream(path) as stream, named_os_errors(path):
-        descriptor, nbytes = stream.fileno(), stream.seek(0, os.SEEK_END)
-        digest, ranges = blake2b(nbytes.to_bytes(8, "big"), digest_size=_DIGEST_NBYTES), [(0, nbytes)]
-        start, directory_nbytes = _zip_directory(os.pread(descriptor, _END_NBYTES, max(nbytes - _END_NBYTES, 0)))
-        if directory_nbytes and any(os.pread(descriptor, _CRC32_NBYTES, min(start, nbytes) + _CRC32_AT)):
-            ranges = [(start, directory_nbytes)]
-        elif nbytes > _WHOLE_NBYTES:
-            ranges = [(0, _END_NBYTES), (nbytes - _END_NBYTES, _END_NBYTES), (start, directory_nbytes)]
-        for start, range_nbytes in ranges:
-            for chunk in _chunks(descriptor, min(start, nbytes), range_nbytes):
-                digest.update(chunk)
-    return digest.digest()
-
-
-def _zip_directory(tail: bytes) -> tuple[int, int]:
-    """Offset and size of what a zip archive with this tail states as its directory; no bytes of any other file."""
-    at = tail.rfind(b"PK\x05\x06", 0, -18)
-    if at < 0:
-        return 0, 0
-    nbytes, start = struct.unpack_from("<12x2L", tail, at)
-    wide = tail[max(at - 76, 0) : at]  # zip64's end of the directory, and its locator
-    if wide.startswith(b"PK\x06\x06") and wide[56:].startswith(b"PK\x06\x07"):
-        nbytes, start = struct.unpack_from("<40x2Q", wide)
-    return start, min(nbytes, _MOST_DIRECTORY_NBYTES)
 
 
 def _chunks(descriptor: int, start: int, nbytes: int) -> Iterator[bytes]:
@@ -227,7 +191,11 @@ class _Service(threading.Thread):
             if operation == READ:
                 readable_nbytes = min(nbytes, REQUEST_NBYTES, max(listed_nbytes - byte_offset, 0))
                 return self._send(path, descriptor, byte_offset, readable_nbytes)
-            payload = _sum(path, descriptor, byte_offset, nbytes, crc32) if operation == SUM else content_digest(path)
+            with named_os_errors(path):
+                if operation == SUM:
+                    payload = _sum(path, descriptor, byte_offset, nbytes, crc32)
+                else:
+                    payload = content_digest(open_ranges(path), listed_nbytes)
         return self.connection.sendall(HEADER.pack(0, len(payload)) + payload)
 
     def _send(self, path: str, descriptor: int, byte_offset: int, nbytes: int) -> None:
@@ -282,7 +250,7 @@ class Peers:
 
     def directory_digest(self, server: int, file: int) -> bytes:
         """The server's :func:`content_digest` of a file."""
-        answer = bytearray(_DIGEST_NBYTES)
+        answer = bytearray(DIGEST_NBYTES)
         self._ask(server, [memoryview(answer)], DIGEST, file, 0, 0, 0)
         return bytes(answer)
 

@@ -16,24 +16,18 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, ElasticCkptError, listed, shortened
-from elastic_ckpt.storage import Ranges, local
-from elastic_ckpt.storage.peers import Peers, content_digest
+from elastic_ckpt.storage import VIEW, Entry, Ranges, View, absolute, is_url, local
+from elastic_ckpt.storage.digest import content_digest
+from elastic_ckpt.storage.peers import Peers
+from elastic_ckpt.storage.remote import RemoteFolder
 
 #: Bytes that one request for a small part of a file brings.
 _BUFFER_NBYTES = 1 << 16
 #: Written on every node, with what may differ there; of copies that do, the one that was written last is taken.
 ON_EVERY_NODE = re.compile(r"latest(_universal)?|(.*/)?mp_rank_\d+_model_states\.pt")
-
-
-class Entry(NamedTuple):
-    """A file in a listing."""
-
-    name: str  # path relative to the folder that was listed
-    nbytes: int
-    mtime_ns: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +58,8 @@ def list_folders(node: str, folders: Sequence[str], tags: Collection[str] | None
             unreadable.append(f"{error.filename} ({error.strerror})")
 
     def entries(folder: str) -> Iterator[Entry]:
+        if is_url(folder):
+            return
         paths = [os.path.join(folder, name) for name in local.file_names(folder)] if local.is_folder(folder) else []
         below = [path for path in paths if local.is_folder(path)]
         files = ((path, local.version_of(path)) for path in sorted({*paths} - {*below}))
@@ -84,8 +80,12 @@ class Copy:
     number: int  # among the node's files
     level: int  # of its folder in the order of preference
     path: str  # on that node
-    nbytes: int
-    mtime_ns: int
+    entry: Entry
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return self.entry.nbytes
 
 
 class FolderView:
@@ -97,6 +97,8 @@ class FolderView:
         mine: which of them is this process's.
         peers: connections to the other nodes; ``None`` if there are none.
         choices: of files of which the copies are tried one after another, which one is to be read.
+        remotes: those of the folders that are in object stores, by their places in the order of preference; one
+            listing, of no node, has their files.
     """
 
     def __init__(
@@ -106,19 +108,21 @@ class FolderView:
         mine: int = 0,
         peers: Peers | None = None,
         choices: Mapping[str, int] | None = None,
+        remotes: Mapping[int, RemoteFolder] | None = None,
     ) -> None:
+        self.outer: View | None = VIEW.get()
         self.root, self.notes, self._listings, self._mine, self._peers = root, list[str](), listings, mine, peers
         self.copies: dict[str, list[Copy]] = {}  # of each file, by preference
-        self._choices = choices or {}
+        self._choices, self._remotes = choices or {}, remotes or {}
         self._names: dict[str, dict[str, bool]] = {"": {}}  # by folder: each name in it, and whether that is a folder
         self._chosen: dict[str, Copy] = {}
         self._digests: dict[Copy, bytes] = {}
         for node, listing in enumerate(listings):
             numbers = iter(range(len(listing.files)))
             for level, (folder, entries) in enumerate(zip(listing.folders, listing.entries, strict=True)):
-                for name, nbytes, mtime_ns in entries:
-                    copy = Copy(node, next(numbers), level, os.path.join(folder, name), nbytes, mtime_ns)
-                    self.copies.setdefault(name, []).append(copy)
+                for entry in entries:
+                    copy = Copy(node, next(numbers), level, os.path.join(folder, entry.name), entry)
+                    self.copies.setdefault(entry.name, []).append(copy)
         for name, copies in self.copies.items():
             copies.sort(key=lambda copy: (copy.level, copy.node))
             self._add(name, is_folder=False)
@@ -148,7 +152,8 @@ class FolderView:
     def summary(self, folder: str) -> str:
         """See :meth:`elastic_ckpt.storage.View.summary`."""
         names = [self._name(path) for path, _ in self.walk(folder)]
-        alone = self._listings[0].folders if len(self._listings) == 1 else ()
+        is_one_place = len(self._listings) == 1 or not any(listing.node for listing in self._listings)
+        alone = self._listings[0].folders if is_one_place else ()
         places = alone or [listing.node for listing in self._listings]
         held = Counter(
             at for name in names for at in {copy.level if alone else copy.node for copy in self.copies[name]}
@@ -163,7 +168,7 @@ class FolderView:
                 yield " on ".join(filter(None, (f"cannot be listed: {shortened(listing.unreadable)}", listing.node)))
 
     def _name(self, path: str) -> str:
-        name = os.path.relpath(os.path.abspath(path), self.root)
+        name = os.path.relpath(absolute(path), self.root)
         return "" if name == os.curdir else name
 
     def _choose(self, path: str) -> Copy:
@@ -187,7 +192,7 @@ class FolderView:
             remedy += "written"
             raise ConflictingCopiesError(problem, path, self.described(first), self.described(other), remedy=remedy)
         if other is not None:
-            newest = max(copies, key=lambda copy: copy.mtime_ns)
+            newest = max(copies, key=lambda copy: copy.entry.mtime_ns)
             self.notes.append(f"copies of {name} differ: the newest was taken, {self.described(newest)}")
             return newest
         best = [copy for copy in copies if copy.level == first.level]
@@ -196,12 +201,14 @@ class FolderView:
     def _are_alike(self, one: Copy, other: Copy) -> bool:
         if one.nbytes != other.nbytes:
             return False
-        return one.mtime_ns == other.mtime_ns or self._digest(one) == self._digest(other)
+        return one.entry.mtime_ns == other.entry.mtime_ns or self._digest(one) == self._digest(other)
 
     def _digest(self, copy: Copy) -> bytes:
         if copy not in self._digests:
-            is_here = copy.node == self._mine
-            self._digests[copy] = content_digest(copy.path) if is_here else self._ask(copy).directory_digest(*_at(copy))
+            is_near = copy.node == self._mine or copy.level in self._remotes
+            ask = self._ask(copy).directory_digest if not is_near else None
+            with local.named_os_errors(copy.path):
+                self._digests[copy] = ask(*_at(copy)) if ask else content_digest(self._ranges(copy), copy.nbytes)
         return self._digests[copy]
 
     def _ask(self, copy: Copy) -> Peers:
@@ -219,7 +226,7 @@ class FolderView:
 
     def described(self, copy: Copy) -> str:
         """A copy, for people."""
-        written = f"{copy.nbytes} bytes written {copy.mtime_ns / 1e9:.3f} s after 1970"
+        written = f"{copy.nbytes} bytes written {copy.entry.mtime_ns / 1e9:.3f} s after 1970"
         node = self._listings[copy.node].node
         return f"{written} in {os.path.dirname(copy.path)}" + (f" on {node}" if node else "")
 
@@ -235,11 +242,15 @@ class FolderView:
         copy = self._choose(path)
         if copy.node == self._mine:
             return local.open_stream(copy.path)
-        return io.BufferedReader(_PeerStream(self, copy), _BUFFER_NBYTES)
+        return io.BufferedReader(_RangesStream(self._ranges(copy), copy.nbytes), _BUFFER_NBYTES)
 
     def open_ranges(self, path: str) -> Ranges:
         """See :meth:`elastic_ckpt.storage.Store.open_ranges`."""
-        copy = self._choose(path)
+        return self._ranges(self._choose(path))
+
+    def _ranges(self, copy: Copy) -> Ranges:
+        if copy.level in self._remotes:
+            return self._remotes[copy.level].open_ranges(copy.entry)
         return local.open_ranges(copy.path) if copy.node == self._mine else _PeerRanges(self, copy)
 
     def file_names(self, folder: str) -> list[str]:
@@ -267,7 +278,7 @@ class FolderView:
         """The time of the newest copy of a file, or of the newest file in a folder; 0 if there is none."""
         name = self._name(path)
         names = [os.path.join(name, each) for each in self._names.get(name, ())] or [name]
-        return max((copy.mtime_ns for each in names for copy in self.copies.get(each, ())), default=0) / 1e9
+        return max((copy.entry.mtime_ns for each in names for copy in self.copies.get(each, ())), default=0) / 1e9
 
     def walk(self, folder: str) -> Iterator[tuple[str, local.Version]]:
         """See :meth:`elastic_ckpt.storage.Store.walk`; the version is that of the copy that is read, if known."""
@@ -275,7 +286,7 @@ class FolderView:
         for name, copies in sorted(self.copies.items()):
             if name.startswith(top):
                 copy = self._chosen.get(name, copies[0])
-                yield os.path.join(self.root, name), local.Version(0, copy.nbytes, copy.mtime_ns)
+                yield os.path.join(self.root, name), local.Version(0, copy.nbytes, copy.entry.mtime_ns)
 
 
 def _at(copy: Copy) -> tuple[int, int]:
@@ -295,11 +306,11 @@ class _PeerRanges:
         pass  # the connection stays, for the next file
 
 
-class _PeerStream(io.RawIOBase):
-    """A file on another node, as a raw stream."""
+class _RangesStream(io.RawIOBase):
+    """A file of which ranges are read, as a raw stream."""
 
-    def __init__(self, view: FolderView, copy: Copy) -> None:
-        self._ranges, self._nbytes, self._at = _PeerRanges(view, copy), copy.nbytes, 0
+    def __init__(self, ranges: Ranges, nbytes: int) -> None:
+        self._ranges, self._nbytes, self._at = ranges, nbytes, 0
 
     def readable(self) -> bool:
         return True

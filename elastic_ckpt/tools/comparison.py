@@ -20,6 +20,7 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences, find_drift, united, without_untrained
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import Preset
+from elastic_ckpt.storage import inherited
 from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import OpenedCheckpoint
@@ -71,7 +72,7 @@ def compare(
     both = [key for key in left if key in right]
     differing = []
     with (
-        ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,
+        ThreadPoolExecutor(threads, "elastic_ckpt", *inherited()) as pool,
         progress_bar("comparing", sum(left[key].nbytes for key in both), progress) as bar,
     ):
         for key, difference in zip(both, pool.map(lambda key: _compare(sides, key), both), strict=True):

@@ -128,7 +128,7 @@ def export(
         nbytes, files = sum(_nbytes(tensor) for tensors in sets.values() for tensor in tensors.values()), 0
         target = Path(out).absolute()
         with (
-            output_folder(target, Path(source), metadata.files) as place,
+            output_folder(target, source, metadata.files) as place,
             progress_bar("export", nbytes, progress) as bar,
         ):
             notes += reader.compare_copies()

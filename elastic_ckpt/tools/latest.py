@@ -12,7 +12,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.detect import global_steps, list_checkpoints
 from elastic_ckpt.formats.safetensors import parse_json
-from elastic_ckpt.storage import copies_of, exists, folder_names, is_folder, modified, open_stream
+from elastic_ckpt.storage import absolute, copies_of, exists, folder_names, is_folder, modified, open_stream
 from elastic_ckpt.tools.inspection import one_line
 from elastic_ckpt.tools.opened import Folders, config_of, seen_together
 from elastic_ckpt.tools.verification import verify
@@ -52,7 +52,7 @@ def find_latest(folder: Folders, full: bool = False) -> str:
     if newest is None:
         raise DamagedError(
             "no checkpoint of this folder is whole",
-            file=os.path.abspath(path),
+            file=absolute(path),
             found="; ".join(f"{os.path.basename(each.path)}: {each.problem}" for each in skipped),
             remedy="restore files of one of them, or remove the folder to start anew",
         )
@@ -61,7 +61,7 @@ def find_latest(folder: Folders, full: bool = False) -> str:
 
 def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> tuple[Candidate | None, list[Candidate]]:
     """The newest whole checkpoint, and newer ones that are not whole; see :func:`find_latest`."""
-    folder = os.path.abspath(folder)
+    folder = absolute(folder)
     candidates = _candidates(folder, config)
     if not candidates:
         raise NotFoundError(

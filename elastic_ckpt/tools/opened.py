@@ -19,9 +19,10 @@ from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, look_at
 from elastic_ckpt.formats.safetensors import find_safetensors
 from elastic_ckpt.load.metadata import read_checkpoint
-from elastic_ckpt.storage import copies_of, is_folder, seen_through
+from elastic_ckpt.storage import absolute, copies_of, is_folder, is_url, seen_through
 from elastic_ckpt.storage.local import steady
-from elastic_ckpt.storage.view import FolderView, list_folders
+from elastic_ckpt.storage.remote import RemoteFolder
+from elastic_ckpt.storage.view import FolderView, NodeListing, list_folders
 
 #: A folder, or several that have files of one checkpoint: of nodes with disks of their own.
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -42,21 +43,27 @@ class OpenedCheckpoint:
 
 
 @contextmanager
-def seen_together(folders: Folders) -> Iterator[str]:
+def seen_together(folders: Folders, config: ElasticConfig | None = None) -> Iterator[str]:
     """A folder's path; of several, the first one's, below which the files of all are seen while the body runs.
 
-    Its errors name the file that was read, not where it is seen. Raises :class:`NotFoundError` if there is no such
-    folder, which is not looked at where it is the only one.
+    Those in object stores are listed whole, with the options of ``config``. Errors name the file that was read, not
+    where it is seen. Raises :class:`NotFoundError` if there is no such folder, which is not looked at where it is the
+    only one.
     """
-    first, *others = [folders] if isinstance(folders, (str, os.PathLike)) else folders
-    if not others:
-        yield os.fspath(first)
+    given = [folders] if isinstance(folders, (str, os.PathLike)) else folders
+    names = [os.fspath(each) for each in given]
+    if len(names) == 1 and not is_url(names[0]):
+        yield names[0]
         return
-    paths = [os.path.abspath(each) for each in (first, *others)]
-    if missing := [path for path in paths if not is_folder(path)]:
+    paths, options = list(map(absolute, names)), {} if config is None else config.storage_options
+    if missing := [path for path in paths if not is_url(path) and not is_folder(path)]:
         problem, remedy = "there is no such folder", "give the folders that save_checkpoint was given on each node"
         raise NotFoundError(problem, missing[0], "a folder with files of the checkpoint", "none", remedy=remedy)
-    with seen_through(FolderView(paths[0], [list_folders("", paths)])):
+    remotes = {level: RemoteFolder(path, options) for level, path in enumerate(paths) if is_url(path)}
+    stored = tuple(tuple(remotes[level].entries()) if level in remotes else () for level in range(len(paths)))
+    listings = [list_folders("", paths)] if len(remotes) < len(paths) else []
+    listings += [NodeListing("", tuple(paths), stored)] if remotes else []
+    with seen_through(FolderView(paths[0], listings, -1 if len(remotes) == len(paths) else 0, remotes=remotes)):
         try:
             yield paths[0]
         except ElasticCkptError as error:
@@ -66,7 +73,7 @@ def seen_together(folders: Folders) -> Iterator[str]:
 
 def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> CheckpointInfo:
     """The checkpoint in a folder with a ``latest`` file, or in that of a tag; :class:`NotFoundError` if none."""
-    path = os.path.abspath(folder)
+    path = absolute(folder)
     itself = None if tag is not None else look_at(os.path.dirname(path), os.path.basename(path))
     found = itself or find_checkpoint(path, tag, prefer_universal=False, trust_pickle=trust_pickle)
     if found is None and tag is None:

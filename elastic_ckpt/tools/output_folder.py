@@ -30,7 +30,7 @@ class WriteReport:
 
 
 @contextmanager
-def output_folder(target: Path, source: Path, files: Sequence[SourceFile], latest: str | None = None) -> Iterator[Path]:
+def output_folder(target: Path, source: str, files: Sequence[SourceFile], latest: str | None = None) -> Iterator[Path]:
     """A new folder to write to, which is renamed to ``target`` at the end, and removed after an error.
 
     Args:
@@ -42,7 +42,7 @@ def output_folder(target: Path, source: Path, files: Sequence[SourceFile], lates
     changed, or the system refuses something.
     """
     parents = target.resolve().parents
-    around = next((each for each in copies_of(str(source)) if Path(each).resolve() in parents), None)
+    around = next((each for each in copies_of(source) if Path(each).resolve() in parents), None)
     if around or os.path.lexists(target) or target.name in ("", "..", LATEST, LATEST_UNIVERSAL):
         problem, remedy = "a checkpoint cannot be written there", "choose another name, or remove it"
         expected = "a folder with a name of its own that does not exist, outside of the checkpoint's"

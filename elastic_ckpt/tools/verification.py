@@ -35,7 +35,7 @@ from elastic_ckpt.formats.pickled import PickledFile, open_file, open_pickled, r
 from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
-from elastic_ckpt.storage import VIEW, copies_of, file_names, open_stream, walk
+from elastic_ckpt.storage import VIEW, absolute, copies_of, file_names, is_url, open_stream, seen_through, walk
 from elastic_ckpt.storage.local import version_of
 from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, kind_of, of_error, of_folders
 from elastic_ckpt.tools.opened import locate, open_checkpoint
@@ -94,7 +94,7 @@ def verify(
     """
     began = time.perf_counter()
     ShardingRules.of(config)  # a missing preset is an error at once, not after an hour of reading
-    path, misled = os.path.abspath(folder), list[Finding]()
+    path, misled = absolute(folder), list[Finding]()
     try:
         found = locate(path, tag, config.trust_pickle)
     except (NotFoundError, DamagedError) as error:
@@ -141,9 +141,14 @@ def _check_bytes(
     """Read all files."""
     known: dict[str, SourceFile] = {} if metadata is None else {file.path: file for file in metadata.files}
     spans = {} if metadata is None else spans_of(metadata)
-    sizes, is_read = files[OWN] | files[SWAPPED], True
+    sizes, is_read, view = files[OWN] | files[SWAPPED], True, VIEW.get()
 
     def check(path: str, copy: str, is_read: bool) -> list[Finding]:
+        # an object is read as the file that it is seen as, one of a folder where it is
+        with seen_through(view if is_url(copy) else None):
+            return check_copy(path, path if is_url(copy) else copy, is_read)
+
+    def check_copy(path: str, copy: str, is_read: bool) -> list[Finding]:
         file: SourceFile | PickledFile | None = known.get(path)
         findings, is_pickled, values = list[Finding](), path in files[OWN] and not found.foreign, spans.get(path, [])
         if is_pickled and (file is None or not is_read):
@@ -161,6 +166,7 @@ def _check_bytes(
         return [*findings, *scan_file(copy, nbytes, records, values, bar.update)]
 
     copies = [(path, copy, not number) for path in sizes for number, copy in enumerate(copies_of(path))]
+    copies = [each for each in copies if each[2] or not is_url(each[1])]
     with (
         progress_bar("verify", sum(sizes[path] for path, *_ in copies), show_progress, leave=False) as bar,
         ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,

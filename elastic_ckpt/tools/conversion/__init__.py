@@ -62,10 +62,10 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     target, started = target.absolute(), time.monotonic()
     metadata, found = opened.metadata, opened.found
     refuse_unconvertible(metadata)
-    models = [Path(found.path(name)) for name in (*found.files.model.values(), *found.files.model_zero3.values())]
-    if open_pickled(str(models[0]), opened.config.trust_pickle).tree.get("param_shapes") is None:
+    models = list(map(found.path, (*found.files.model.values(), *found.files.model_zero3.values())))
+    if open_pickled(models[0], opened.config.trust_pickle).tree.get("param_shapes") is None:
         why = "its model-states files do not list the parameters of the optimizer"
-        raise _unconvertible(why, "universal", str(models[0]))
+        raise _unconvertible(why, "universal", models[0])
     metadata = with_stacks(metadata)
     reader = LogicalReader(metadata, opened.config, replace(read_options(opened.config), threads=1))
     rules = known_specs(metadata, metadata.parameters, reader.rules)
@@ -73,7 +73,7 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     tensors.sort(key=lambda tensor: -tensor.nbytes)  # so that no thread is left with a large one at the end
     nbytes = sum(tensor.nbytes for tensor in tensors)
     with (
-        output_folder(target, Path(found.folder), metadata.files, LATEST_UNIVERSAL) as place,
+        output_folder(target, found.folder, metadata.files, LATEST_UNIVERSAL) as place,
         progress_bar("converting", nbytes, progress) as bar,
         ThreadPoolExecutor(threads, "elastic_ckpt", *inherited()) as pool,
     ):
@@ -93,7 +93,7 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
             return tensor.nbytes
 
         for path in models:
-            with open_stream(str(path)) as stream, (place / plain_name(path.name)).open("wb") as written:
+            with open_stream(path) as stream, (place / plain_name(os.path.basename(path))).open("wb") as written:
                 shutil.copyfileobj(stream, written)
         first = found.path(found.files.optimizer[min(found.files.optimizer)])
         save(common_optimizer_state(open_pickled(first, opened.config.trust_pickle)), zero / UNIVERSAL_OPTIMIZER)

@@ -47,7 +47,7 @@ def convert_to_dcp(opened: OpenedCheckpoint, target: Path, progress: bool | None
     tensors = {path: tensor for tensor in reader.tensors.values() for path in _paths_of(tensor, metadata)}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with (
-        output_folder(target, Path(opened.found.folder), metadata.files) as place,
+        output_folder(target, opened.found.folder, metadata.files) as place,
         progress_bar("converting", nbytes, progress) as bar,
         warnings.catch_warnings(),
     ):

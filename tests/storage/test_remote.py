@@ -1,0 +1,199 @@
+"""Objects of a store: listed once, read in ranges, of one version; and what is said of errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt import storage
+from elastic_ckpt.errors import CommunicationError, ConfigError, ElasticCkptError, NotFoundError, SavedOverError
+from elastic_ckpt.storage import remote
+from elastic_ckpt.storage.digest import content_digest
+from elastic_ckpt.storage.local import open_ranges
+from elastic_ckpt.storage.remote import RemoteFolder
+from elastic_ckpt.storage.view import FolderView, NodeListing
+from tests.storage.buckets import Bucket, serve_bucket
+
+URL = "s3://bucket/run"
+CONTENT = {"latest": b"step4", "step4/a.pt": os.urandom(3_000_000), "step4/zero/b.pt": b"b" * 10, "step5/c.pt": b"c"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    folder = tmp_path_factory.mktemp("run")
+    for name, content in CONTENT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    with serve_bucket() as bucket:
+        bucket.put(folder, "run")
+        bucket.put(folder, "runner")  # begins with the same letters
+        yield bucket
+
+
+@pytest.fixture
+def bucket(server: Bucket) -> Bucket:
+    server.asked.clear()
+    server.faults.clear()
+    return server
+
+
+def folder_in(bucket: Bucket, url: str = URL, **options: Any) -> RemoteFolder:
+    return RemoteFolder(url, {**bucket.options, **options})
+
+
+def entry_of(folder: RemoteFolder, name: str) -> storage.Entry:
+    (entry,) = [entry for entry in folder.entries() if entry.name == name]
+    return entry
+
+
+def read(ranges: storage.Ranges, start: int, nbytes: int) -> bytes:
+    buffer = bytearray(nbytes)
+    done = 0
+    while count := ranges.read([memoryview(buffer)[done:]], start + done):
+        done += count
+    return bytes(buffer[:done])
+
+
+@pytest.mark.parametrize("url", [URL, f"{URL}/"])
+def test_a_folder_is_listed_with_sizes_and_versions_in_few_requests(bucket: Bucket, url: str) -> None:
+    entries = folder_in(bucket, url).entries()
+    assert {entry.name: entry.nbytes for entry in entries} == {name: len(each) for name, each in CONTENT.items()}
+    assert all(entry.version and entry.mtime_ns > 0 for entry in entries)
+    assert len(bucket.asked) == 1
+
+
+def test_only_the_tags_that_are_asked_for_are_listed(bucket: Bucket) -> None:
+    names = [entry.name for entry in folder_in(bucket).entries(["step4", "step9"])]
+    assert sorted(names) == ["latest", "step4/a.pt", "step4/zero/b.pt"]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(start=st.integers(0, 3_000_100), sizes=st.lists(st.integers(0, 40_000), min_size=1, max_size=4))
+def test_ranges_are_those_of_the_object(bucket: Bucket, start: int, sizes: list[int]) -> None:
+    content, folder = CONTENT["step4/a.pt"], folder_in(bucket)
+    parts = [bytearray(size) for size in sizes]
+    count = folder.open_ranges(entry_of(folder, "step4/a.pt")).read([memoryview(part) for part in parts], start)
+    assert b"".join(parts)[:count] == content[start : start + sum(sizes)] and count == len(
+        content[start:][: sum(sizes)]
+    )
+
+
+def test_a_large_range_takes_several_requests(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_REQUEST_NBYTES", 1 << 20)
+    folder = folder_in(bucket)
+    ranges = folder.open_ranges(entry_of(folder, "step4/a.pt"))
+    bucket.asked.clear()
+    assert read(ranges, 0, 3_000_000) == CONTENT["step4/a.pt"] and len(bucket.asked) == 3
+    assert bucket.read_nbytes == 3_000_000
+
+
+@pytest.mark.parametrize("faults", [["503"], ["429", "500"], ["cut"], ["cut", "503", "cut"]], ids="-".join)
+def test_passing_failures_are_retried(bucket: Bucket, faults: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    folder = folder_in(bucket)
+    ranges = folder.open_ranges(entry_of(folder, "step4/a.pt"))
+    bucket.faults += faults
+    assert read(ranges, 5, 1_000_000) == CONTENT["step4/a.pt"][5:1_000_005] and not bucket.faults
+
+
+def test_a_server_that_never_answers_in_full_is_an_error(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_FIRST_PAUSE": 0.001, "_RETRIES": 0}.items():
+        monkeypatch.setattr(remote, name, value)
+    folder = folder_in(bucket)
+    ranges = folder.open_ranges(entry_of(folder, "step4/a.pt"))
+    bucket.faults += ["cut"] * 100
+    with pytest.raises(CommunicationError) as caught:
+        read(ranges, 0, 100_000)
+    assert caught.value.file == f"{URL}/step4/a.pt"
+
+
+@pytest.mark.parametrize("change", ["overwrite", "remove"])
+def test_an_object_that_changed_since_it_was_listed_is_an_error(bucket: Bucket, change: str) -> None:
+    obstore.put(bucket.store, "run2/a.pt", b"one save")
+    folder = folder_in(bucket, "s3://bucket/run2")
+    ranges = folder.open_ranges(entry_of(folder, "a.pt"))
+    assert read(ranges, 0, 3) == b"one"
+    if change == "overwrite":
+        obstore.put(bucket.store, "run2/a.pt", b"another!")
+    else:
+        obstore.delete(bucket.store, "run2/a.pt")
+    with pytest.raises(SavedOverError) as caught:
+        read(ranges, 3, 3)
+    assert caught.value.file == "s3://bucket/run2/a.pt"
+
+
+def test_a_bucket_that_is_not_there_is_named(bucket: Bucket) -> None:
+    with pytest.raises(NotFoundError, match="no such bucket") as caught:
+        folder_in(bucket, "s3://nobody/run").entries()
+    assert caught.value.file == "s3://nobody/run"
+
+
+def test_a_folder_that_is_not_there_is_empty(bucket: Bucket) -> None:
+    folder = folder_in(bucket, "s3://bucket/nothing")
+    assert folder.entries() == [] == folder.entries(())
+
+
+def test_secrets_are_in_no_error(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_RETRIES", 0)
+    texts = []
+    for url, options in (
+        ("s3://nobody/run", {}),
+        (URL, {"endpoint": "http://127.0.0.1:1/?sig=SECRET-OF-TESTS"}),
+        (URL, {"no_such_option": "SECRET-OF-TESTS"}),
+        ("ftp://bucket/run", {}),
+    ):
+        with pytest.raises(ElasticCkptError) as caught:
+            folder_in(bucket, url, **options).entries()
+        texts.append(str(caught.value))
+    assert not any("SECRET-OF-TESTS" in text for text in texts), texts
+
+
+def test_without_the_library_the_remedy_is_its_extra(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
+    with pytest.raises(ConfigError) as caught:
+        folder_in(bucket)
+    assert "elastic_ckpt[remote]" in str(caught.value.remedy)
+
+
+def test_a_view_reads_objects_and_files_of_a_folder_together(bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "step4").mkdir()
+    (tmp_path / "step4" / "d.pt").write_bytes(b"here")
+    folder = folder_in(bucket)
+    here = storage.Entry("step4/d.pt", 4, 1)
+    listings = [
+        NodeListing("here", (str(tmp_path), URL), ((here,), ())),
+        NodeListing(URL, (str(tmp_path), URL), ((), tuple(folder.entries()))),
+    ]
+    view = FolderView(str(tmp_path), listings, remotes={1: folder})
+    with storage.seen_through(view):
+        for name, content in {**CONTENT, "step4/d.pt": b"here"}.items():
+            with storage.open_stream(str(tmp_path / name)) as stream:
+                assert stream.read() == content and storage.size_of(stream) == len(content)
+
+
+def test_an_object_has_the_digest_of_its_file(bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT["step4/a.pt"])
+    folder = folder_in(bucket)
+    entry = entry_of(folder, "step4/a.pt")
+    local = content_digest(open_ranges(str(tmp_path / "a")), entry.nbytes)
+    assert content_digest(folder.open_ranges(entry), entry.nbytes) == local
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("s3://bucket/run/", "s3://bucket/run"),
+        ("s3://bucket//run/./a/../b", "s3://bucket/run/b"),
+        ("https://host:9000/x", "https://host:9000/x"),
+        ("/a/../b", "/b"),
+    ],
+)
+def test_paths_of_stores_are_normal(path: str, expected: str) -> None:
+    assert storage.absolute(path) == expected and storage.is_url(path) == ("://" in path)
