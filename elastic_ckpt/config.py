@@ -23,7 +23,17 @@ CONFIG_KEY = "elastic_checkpoint"
 VARIABLE = "ELASTIC_CKPT"
 Mode = Literal["auto", "require", "off"]
 #: Options that need not be at their default where DeepSpeed's own loader takes over, which ignores all.
-_FOR_ANY_LOADER = {"mode", "pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
+_FOR_ANY_LOADER = {
+    "mode",
+    "pretrained",
+    "trust_pickle",
+    "verify",
+    "on_damage",
+    "wait_for_files",
+    "reading",
+    "report",
+    "storage_options",
+}
 #: A key of ``"states"`` about unknown states of at most so many elements.
 _THRESHOLD = re.compile(r"numel<=(\d{1,9})", re.ASCII)
 

@@ -71,9 +71,10 @@ SET: dict[str, Any] = {
     "tp_preset": "gpt-neox",
     "replicated_params": "mean",
     "on_unreadable_entry": "skip",
+    "storage_options": {"endpoint": "http://minio:9000"},
 }
 #: Options that change how elastic_ckpt reads and reports, and not what is restored.
-HOW = {"pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
+HOW = {"pretrained", "storage_options", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
 
 
 def test_every_option_can_be_set() -> None:

@@ -63,6 +63,7 @@ def test_what_trains_is_deepspeeds_own(original: Any) -> None:
         "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint",
         "deepspeed.runtime.engine.DeepSpeedEngine.__init__",
         "deepspeed.runtime.zero.partition_parameters.Init.__init__",
+        "deepspeed.runtime.zero.partition_parameters.Init.__enter__",
         "deepspeed.runtime.pipe.module.PipelineModule.__init__",
     }
     uninstall()
