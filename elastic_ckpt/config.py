@@ -23,17 +23,8 @@ CONFIG_KEY = "elastic_checkpoint"
 VARIABLE = "ELASTIC_CKPT"
 Mode = Literal["auto", "require", "off"]
 #: Options that need not be at their default where DeepSpeed's own loader takes over, which ignores all.
-_FOR_ANY_LOADER = {
-    "mode",
-    "pretrained",
-    "trust_pickle",
-    "verify",
-    "on_damage",
-    "wait_for_files",
-    "reading",
-    "report",
-    "storage_options",
-}
+_FOR_ANY_LOADER = {"mode", "pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
+_FOR_ANY_LOADER |= {_SECRET := "storage_options"}  # whose values are never printed
 #: A key of ``"states"`` about unknown states of at most so many elements.
 _THRESHOLD = re.compile(r"numel<=(\d{1,9})", re.ASCII)
 
@@ -257,7 +248,8 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
         where = f"on the command line, or of {VARIABLE}," if key in given else f'under "{CONFIG_KEY}"'
         problem = f'the value of "{".".join(path[: is_inside + 1])}" {where} is not understood'
         expected = f"{first['msg']} ({fields[key].description})"
-        raise ConfigError(problem, None, expected, repr(first["input"])) from error
+        found = "what is not shown, since it may have secrets" if key == _SECRET else repr(first["input"])
+        raise ConfigError(problem, None, expected, found) from (None if key == _SECRET else error)
 
 
 def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:

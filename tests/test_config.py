@@ -308,3 +308,10 @@ def test_states_are_named_by_their_layout() -> None:
 def test_layouts_that_are_none_are_refused(states: Any) -> None:
     with pytest.raises(ConfigError, match='"states"'):
         read(states=states)
+
+
+def test_options_of_object_stores_are_in_no_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(storage_options="secret_access_key=SECRET")
+    assert "SECRET" not in str(caught.value) and caught.value.__cause__ is None
+    assert "SECRET" not in repr(read(storage_options={"secret_access_key": "SECRET"}))

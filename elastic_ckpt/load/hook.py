@@ -179,7 +179,8 @@ def _meaning(arguments: LoadArguments, config: ElasticConfig) -> dict[str, Any]:
         "others": arguments.others,
         "load_dir": load_dir,
         "tag": None if tag is None else os.path.normpath(str(tag)),
-        **config.model_dump(exclude={"report"}),
+        **config.model_dump(exclude={"report", "storage_options"}),
+        "storage_options": f"digest {hashlib.sha256(repr(config.storage_options).encode()).hexdigest()[:8]}",
     }
 
 
