@@ -1,0 +1,72 @@
+"""``python -m benchmarks.pretrained``: pretrained weights into ZeRO-3 partitions, against ``from_pretrained``.
+
+What is measured is the load of the weights alone, without the model's construction: the floor (``preadv`` of the same
+bytes by the same ranks), elastic_ckpt, and Transformers' own way.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.launching import Launcher
+from benchmarks.machine import write_document
+
+app = typer.Typer(add_completion=False)
+_MIB = 1 << 20
+#: Parameters -> hidden size and layers of the Llama.
+SIZES = {"240M": (1024, 14), "550M": (1536, 16)}
+
+
+def medians(points: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """By contender: seconds, and the most MiB that a rank's memory rose by beyond what it owns."""
+    found: dict[str, tuple[float, float]] = {}
+    for contender in dict.fromkeys(point["contender"] for point in points):
+        rounds = [point["ranks"] for point in points if point["contender"] == contender]
+        peaks = (max(rank["peak_nbytes"] for rank in ranks) / _MIB for ranks in rounds)
+        found[contender] = median(max(rank["seconds"] for rank in ranks) for ranks in rounds), max(peaks)
+    return found
+
+
+@app.command()
+def main(
+    params: Annotated[str, typer.Option(help=f"Size: {', '.join(SIZES)}.")] = "240M",
+    ranks: Annotated[list[int], typer.Option(help="Ranks that load; may be given several times.")] = [2, 4],  # noqa: B006
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds that count, after one that does not.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder for results and weights.")] = Path("benchmark_results"),
+    extensions: Annotated[Path | None, typer.Option(help="TORCH_EXTENSIONS_DIR; in --out by default.")] = None,
+) -> None:
+    """Measure the load of a Llama's bf16 weights: seconds, and how far each rank's memory rises."""
+    from benchmarks.pretrained_jobs import save_pretrained  # noqa: PLC0415  Transformers takes seconds to import
+
+    console = Console(width=None if Console().is_terminal else 120)
+    launcher = Launcher(out / "logs", extensions or out / "extensions")
+    folder = (out / "pretrained" / params).absolute()
+    if not (folder / "config.json").exists():
+        process = multiprocessing.get_context("spawn").Process(target=save_pretrained, args=(folder, *SIZES[params]))
+        process.start()
+        process.join()
+    table, documents, load = Table("ranks", "", "seconds", "peak MiB", title=f"{params}, medians"), [], os.getloadavg()
+    for count in ranks:
+        measured = out / "measured.json"
+        job = {"folder": str(folder), "repeats": repeats, "out": str(measured.absolute())}
+        launcher.run(count, "pretrained", job, 1800)
+        points = json.loads(measured.read_text(encoding="utf-8"))
+        documents += [{"ranks_of_job": count, **point} for point in points]
+        for contender, (seconds, peak) in medians(points).items():
+            table.add_row(str(count), contender, f"{seconds:.2f}", f"{peak:,.0f}")
+    write_document(out, "pretrained", documents, params=params, repeats=repeats, load_average=round(load[0], 1))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    app()
