@@ -2,7 +2,7 @@
 
 Where all nodes see the same names, as on a shared disk, nothing is sent but a digest of these, in the message in which
 rank 0 tells what it has found. Else the nodes exchange listings, and one process of each serves its files to the others
-until the load ends.
+until the load ends. Folders in object stores are listed by rank 0 alone, and read by each rank itself.
 """
 
 from __future__ import annotations
@@ -81,11 +81,10 @@ class Nodes:
     def look(self, doing: str, find: Callable[[], T]) -> T:
         """What ``find`` returns on rank 0, which sees what any rank of the job does from now on. Collective."""
         self.close()
-        remote = {level: folder for level, folder in enumerate(self.folders) if is_url(folder)}
-        with distributed.deterministic(doing):
-            self.remotes = {level: RemoteFolder(absolute(url), self.options) for level, url in remote.items()}
 
         def mine() -> _Look:
+            urls = {level: absolute(folder) for level, folder in enumerate(self.folders) if is_url(folder)}
+            self.remotes = {level: RemoteFolder(url, self.options) for level, url in urls.items()}
             node = identity_of(self._local)
             digest, tags = self._digest() if _local_rank() == 0 else (None, ())
             if distributed.rank():
