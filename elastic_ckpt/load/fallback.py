@@ -14,6 +14,7 @@ is loaded, on all ranks together, and again the very file that it opens, which m
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -163,7 +164,9 @@ class _Comparison:
         # legacy zero_optimization.elastic_checkpoint: states without names
         states = (file.section("optimizer_state_dict") for file in optimizers)
         is_legacy = any(isinstance(state.get("base_optimizer_state"), list) for state in states)
-        if is_legacy or (self.files.model_zero3 and len(models) != len(optimizers)):
+        # of whose files another node may have a whole copy
+        is_changed = self.own_files and any(file.changed_record() is not None for file in (*models, *optimizers))
+        if is_legacy or is_changed or (self.files.model_zero3 and len(models) != len(optimizers)):
             return None
         counters = {tuple(file.tree.get(key) for key in saved_config.COUNTERS) for file in models}
         versions = {file.tree["ds_version"] for file in (*models, *optimizers) if "ds_version" in file.tree}
@@ -182,7 +185,8 @@ class _Comparison:
                 same_sizes = list(_partition_numels(file, self.stage == 3)) == live
                 if not same_sizes or (check_steps and not _steps(file) <= {step}):
                     return None
-        return (*counted, *versions)
+        copies_weights = self.own_files and self.stage < 3 and self.engine.mp_world_size == 1
+        return (*counted, *versions, _weights_digest(models[0]) if copies_weights else "")
 
     def _is_mixed(self, model: PickledFile, optimizers: Sequence[PickledFile]) -> bool:
         """Whether counters and optimizer states may be of two saves."""
@@ -273,6 +277,14 @@ def _same_shapes(file: PickledFile, numbers: Sequence[int], live: Sequence[torch
     states = [saved_config.base_state(file)["state"].get(number, {}).values() for number in numbers]
     shapes = [next((ref.shape for ref in each if isinstance(ref, TensorRef) and ref.shape), None) for each in states]
     return len(shapes) == len(live) and all(a in (None, tuple(b.shape)) for a, b in zip(shapes, live, strict=True))
+
+
+def _weights_digest(model: PickledFile) -> str:
+    """Equal for copies of a file in which weights are, whose client states may differ."""
+    entries = module_entries(model.section("module")).items()
+    numbers = {name: model.records.index(ref.byte_offset) for name, ref in entries if isinstance(ref, TensorRef)}
+    sums = [(name, number is not None and model.records.crc32s[number]) for name, number in sorted(numbers.items())]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
 def _same_members(engine: Any, optimizer: PickledFile, saved: Mapping[str, Any], live: Sequence[Any]) -> bool:

@@ -197,6 +197,9 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
             own_files = deepspeed_loads_it_right(call, here, check_steps=True, own_files=True)
             if own_files and not call.config.trust_pickle:
                 screen_folder(here, own_files)
+        if own_files and (view := VIEW.get()) is not None:
+            with distributed.agree("compare the copies of the checkpoint's files"):
+                view.compare_copies(found.folder, distributed.rank(), distributed.world_size())
     if not own_files:
         try:
             if others := call.arguments.others:

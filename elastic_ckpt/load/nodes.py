@@ -25,7 +25,7 @@ from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, MOST_TAG_NBYTE
 from elastic_ckpt.storage import VIEW, absolute, is_url, local
 from elastic_ckpt.storage.peers import FileServer, Peers
 from elastic_ckpt.storage.remote import RemoteFolder
-from elastic_ckpt.storage.view import FolderView, NodeListing, list_folders
+from elastic_ckpt.storage.view import REPLICAS, FolderView, NodeListing, list_folders, with_replicas
 
 T = TypeVar("T")
 SECRET_NBYTES, _DIGEST_NBYTES = 32, 16
@@ -51,6 +51,7 @@ class _Look:
     error: ElasticCkptError | None = None
     secret: bytes = b""
     root: str = ""
+    has_replicas: bool = False
     stored: NodeListing | None = None  # what the folders in object stores have
 
 
@@ -83,24 +84,26 @@ class Nodes:
         self.close()
 
         def mine() -> _Look:
-            urls = {level: absolute(folder) for level, folder in enumerate(self.folders) if is_url(folder)}
+            urls = {level: absolute(folder) for level, folder in enumerate(self._places) if is_url(folder)}
             self.remotes = {level: RemoteFolder(url, self.options) for level, url in urls.items()}
             node = identity_of(self._local)
+            has_replicas = any(local.is_folder(os.path.join(folder, REPLICAS)) for folder in self._local)
             digest, tags = self._digest() if _local_rank() == 0 else (None, ())
             if distributed.rank():
-                return _Look(node, digest, tags)
+                return _Look(node, digest, tags, has_replicas=has_replicas)
             secret, root = secrets.token_bytes(SECRET_NBYTES), absolute(self.folders[0])
             if self.remotes:
-                return _Look(node, digest, tags, None, None, secret, root, self._stored(tags))
+                return _Look(node, digest, tags, None, None, secret, root, stored=self._stored(tags))
             try:
-                return _Look(node, digest, tags, find(), None, secret, root)
+                return _Look(node, digest, tags, find(), None, secret, root, has_replicas)
             except ElasticCkptError as error:
-                return _Look(node, digest, tags, None, error, secret, root)
+                return _Look(node, digest, tags, None, error, secret, root, has_replicas)
 
         looks = distributed.all_gather(doing, mine)
         seen = {look.digest for look in looks if look.digest is not None}
         listers = {look.node for look in looks if look.digest is not None}
-        if len(seen) == 1 and listers == {look.node for look in looks} and len(self._local) == len(self.folders) == 1:
+        alone = len(self._local) == len(self.folders) == 1 and not any(look.has_replicas for look in looks)
+        if alone and len(seen) == 1 and listers == {look.node for look in looks}:
             if (error := looks[0].error) is not None:
                 error.rank = 0
                 raise error
@@ -133,6 +136,10 @@ class Nodes:
         return hashlib.blake2b(text, digest_size=_DIGEST_NBYTES).digest(), tuple(there)
 
     @property
+    def _places(self) -> list[str]:
+        return with_replicas(self.folders)
+
+    @property
     def _local(self) -> list[str]:
         return [folder for folder in self.folders if not is_url(folder)]
 
@@ -144,10 +151,10 @@ class Nodes:
         names = [name for remote in self.remotes.values() for name in _latest_in(remote)]
         wanted = None if self.every_tag else {*tags, *self._tags(set(names))} or None
         entries = (
-            self.remotes[level].entries(wanted) if level in self.remotes else () for level in range(len(self.folders))
+            self.remotes[level].entries(wanted) if level in self.remotes else () for level in range(len(self._places))
         )
         url = next(iter(self.remotes.values())).url
-        return NodeListing(url, tuple(map(absolute, self.folders)), tuple(map(tuple, entries)))
+        return NodeListing(url, tuple(map(absolute, self._places)), tuple(map(tuple, entries)))
 
     def _see_all(self, looks: Sequence[_Look]) -> None:
         """Exchange listings, serve the files of this node, and see all. Collective."""
@@ -161,7 +168,7 @@ class Nodes:
         def serve() -> tuple[NodeListing, tuple[str, int]] | None:
             if nodes[mine] != distributed.rank():
                 return None
-            listing = list_folders(words_of(mine), list(map(absolute, self.folders)), tags)
+            listing = list_folders(words_of(mine), list(map(absolute, self._places)), tags)
             if len(nodes) == 1:
                 return listing, ("", 0)
             with local.pinned(self.pins):

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from isal import isal_zlib
 
@@ -15,10 +16,10 @@ from elastic_ckpt import distributed
 from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, UnforeseenError
 from elastic_ckpt.formats.detect import LATEST, list_checkpoints
 from elastic_ckpt.load.nodes import SECRET_NBYTES, Node, identity_of, inside, own_address, words_of
-from elastic_ckpt.storage import Entry, exists
-from elastic_ckpt.storage.local import version_of
+from elastic_ckpt.storage import Entry, file_names, is_folder, modified, walk
+from elastic_ckpt.storage.local import is_link, version_of
 from elastic_ckpt.storage.peers import FileServer, Peers
-from elastic_ckpt.storage.view import ON_EVERY_NODE, NodeListing, list_folders
+from elastic_ckpt.storage.view import REPLICAS, NodeListing, list_folders
 
 _DOING = "replicate a checkpoint"
 #: Bytes in memory at a time.
@@ -30,7 +31,7 @@ class Replication:
     """Copies that are being made in the background; see :func:`replicate`."""
 
     def __init__(self, server: FileServer | None, pull: _Pull | None, prune: _Prune) -> None:
-        self._server, self._pull, self._prune = server, pull, prune
+        self._server, self._pull, self._prune, self._is_over = server, pull, prune, False
 
     def done(self) -> bool:
         """Whether this rank's node has made its copies, or failed to. Local."""
@@ -39,8 +40,12 @@ class Replication:
     def wait(self) -> None:
         """Wait until the copies of all nodes are whole, then remove older tags, if asked to. Collective.
 
-        Raises the same error on every rank if a copy could not be made; no tag is removed then.
+        Raises the same error on every rank if a copy could not be made; no tag is removed then. Once it is over, it
+        returns at once.
         """
+        if self._is_over:
+            return
+        self._is_over = True
         try:
             with distributed.agree(_DOING):
                 if self._pull is not None:
@@ -55,32 +60,44 @@ class Replication:
                 self._prune()
 
 
+#: The last one of this process, whose files the next one may replace.
+_last: list[Replication] = []
+
+
 def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: int | None = None) -> Replication:
     """Have the next ``copies`` nodes copy each node's files of a tag, while training goes on.
 
     To be called by every rank after ``engine.save_checkpoint(folder, tag)`` into node-local storage, ``/dev/shm`` say.
     ``engine.load_checkpoint(folder)`` then finds all files as long as no ``copies + 1`` neighbouring nodes are lost, in
-    a job of any size. A copy gets its name once it is whole and its checksum is that of the original. The original must
-    not be removed before :meth:`Replication.wait` returns.
+    a job of any size. Copies are in a folder of their own, ``.replicas`` in ``folder``: what this node saved is never
+    written to. A copy gets its name once it is whole and its checksum is that of the original, which must not change
+    before :meth:`Replication.wait` returns; the next call waits for that, too.
 
     Args:
         folder: as ``save_checkpoint`` was given it; each node has its own.
         tag: the tag that was saved.
         copies: of each file, on as many other nodes.
-        keep: how many tags stay in ``folder`` on each node: the newest ones. ``None``: all.
+        keep: how many tags stay in ``folder`` on each node, and copies of them: this one and older ones. ``None``: all.
 
     Collective, over small messages alone; a node's first rank copies, with at most 8 MiB in memory at a time. Raises
     the same :class:`ElasticCkptError` on every rank if arguments differ, or a node has nothing to copy.
     """
-    folder, tag = os.path.abspath(folder), os.path.normpath(str(tag))
-    meant = (tag, copies, keep)
+    if _last:
+        _last.pop().wait()
+    meant = (os.path.normpath(str(tag)), copies, keep)
 
     def begin() -> tuple[Node, bytes, tuple[str, int, int | None]]:
-        if not inside({tag}):
-            raise ConfigError("the tag is no folder below the one that has it", folder, "a tag such as step100", tag)
-        if not copies >= 1 or (keep is not None and not keep >= 1):
+        place, name = os.path.abspath(folder), meant[0]
+        numbers = [copies] if keep is None else [copies, keep]
+        if not all(type(number) is int and number >= 1 for number in numbers):
             raise ConfigError("copies and keep are numbers from 1 on", None, "replicate(folder, tag, copies=1)", meant)
-        return identity_of([folder]), secrets.token_bytes(SECRET_NBYTES), meant
+        if not inside({name}):
+            raise ConfigError("the tag is no folder below the one that has it", place, "a tag such as step100", name)
+        for path in (os.path.join(place, name), os.path.join(place, REPLICAS)):
+            if is_link(path):
+                problem, remedy = "replicate does not follow links", "give the folder that the link names, or remove it"
+                raise ConfigError(problem, path, "a folder", "a link", remedy=remedy)
+        return identity_of([place]), secrets.token_bytes(SECRET_NBYTES), meant
 
     everybody = distributed.all_gather(_DOING, begin)
     nodes: dict[Node, int] = {}  # the first rank of each
@@ -89,48 +106,64 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
         if other != everybody[0][2]:
             both = f"{everybody[0][2]}, as on rank 0", f"{other} on rank {rank}"
             raise ConfigError("ranks call replicate with different arguments", None, *both, rank=rank)
-    node, (_, secret, _) = everybody[distributed.rank()][0], everybody[0]
+    _last.append(_start(os.path.abspath(folder), *meant, nodes, everybody))
+    return _last[0]
+
+
+def _start(
+    folder: str, tag: str, copies: int, keep: int | None, nodes: dict[Node, int], everybody: Sequence[Any]
+) -> Replication:
+    """Serve this node's files, and begin to copy those of others. Collective."""
+    (node, _, _), (_, secret, _) = everybody[distributed.rank()], everybody[0]
     servers: list[FileServer] = []
 
     def serve() -> tuple[NodeListing, tuple[str, int]] | None:
         if nodes[node] != distributed.rank():
             return None
         listing = list_folders(words_of(node), [folder], [tag])
-        if not any(os.path.dirname(name) for name, *_ in listing.entries[0]):
+        if not any(os.path.dirname(entry.name) for entry in listing.entries[0]):
             problem, remedy = "this node has no files of the tag to copy", "call replicate after save_checkpoint"
             raise DamagedError(problem, os.path.join(folder, tag), "files that save_checkpoint wrote", remedy=remedy)
         servers.append(FileServer(own_address(node, list(nodes)), secret, listing.files))
         return listing, servers[0].address
 
     served = [each for each in distributed.all_gather(_DOING, serve) if each is not None]
-    pull = None
-    if servers:
-        listings, addresses = zip(*served, strict=True)
-        mine = list(nodes).index(node)
-        sources = [(mine + 1 + step) % len(nodes) for step in range(min(copies, len(nodes) - 1))]
-        pull = _Pull(folder, tag, listings, sources, Peers(secret, addresses))
-        pull.start()
-    return Replication(servers[0] if servers else None, pull, _Prune(folder, tag, keep))
+    prune = _Prune(folder, tag, keep)
+    if not servers:
+        return Replication(None, None, prune)
+    listings, addresses = zip(*served, strict=True)
+    mine = list(nodes).index(node)
+    sources = [(mine + 1 + step) % len(nodes) for step in range(min(copies, len(nodes) - 1))]
+    wanted: dict[str, tuple[int, int, Entry]] = {}  # of what several nodes have, the newest
+    for source in sources:
+        for number, entry in enumerate(listings[source].entries[0]):
+            if entry.name == LATEST or entry.name.startswith(f"{tag}{os.sep}"):
+                known = wanted.get(entry.name)
+                if known is None or known[2].mtime_ns < entry.mtime_ns:
+                    wanted[entry.name] = source, number, entry
+    pull = _Pull(os.path.join(folder, REPLICAS), tag, wanted, Peers(secret, addresses))
+    pull.start()
+    return Replication(servers[0], pull, prune)
 
 
 class _Pull(threading.Thread):
-    """Copies what this node lacks of the files of some others, in the background."""
+    """Makes a folder of replicas what is wanted of a tag, in the background."""
 
-    def __init__(
-        self, folder: str, tag: str, listings: Sequence[NodeListing], sources: Sequence[int], peers: Peers
-    ) -> None:
+    def __init__(self, folder: str, tag: str, wanted: dict[str, tuple[int, int, Entry]], peers: Peers) -> None:
         super().__init__(name="elastic_ckpt replication", daemon=True)
-        self._folder, self._tag, self._listings, self._sources, self._peers = folder, tag, listings, sources, peers
+        self._folder, self._tag, self._wanted, self._peers = folder, tag, wanted, peers
         self.error: ElasticCkptError | None = None
 
     def run(self) -> None:
         try:
-            for source in self._sources:
-                entries = list(enumerate(self._listings[source].entries[0]))
-                of_tag = [each for each in entries if each[1].name.startswith(f"{self._tag}{os.sep}")]
-                for number, entry in of_tag + [each for each in entries if each[1].name == LATEST]:  # which comes last
-                    if self._lacks(entry):
-                        self._copy(source, number, entry)
+            os.makedirs(os.path.join(self._folder, self._tag), exist_ok=True)
+            for path, _ in walk(os.path.join(self._folder, self._tag)):
+                if os.path.relpath(path, self._folder) not in self._wanted:  # of an older save, or cut short
+                    os.unlink(path)
+            for name in sorted(self._wanted, key=lambda name: name == LATEST):  # which comes last
+                source, number, entry = self._wanted[name]
+                if version_of(os.path.join(self._folder, name))[1:] != (entry.nbytes, entry.mtime_ns):
+                    self._copy(source, number, entry)
         except ElasticCkptError as error:
             self.error = error
         except OSError as error:  # such as a full disk
@@ -139,25 +172,15 @@ class _Pull(threading.Thread):
         finally:
             self._peers.close()
 
-    def _lacks(self, entry: Entry) -> bool:
-        """Whether a file is not here, or the copy of one that has been saved over; this node's own ones stay."""
-        path = os.path.join(self._folder, entry.name)
-        if not exists(path):
-            return True
-        if entry.name != LATEST and ON_EVERY_NODE.fullmatch(entry.name):
-            return False
-        _, *here = version_of(path)
-        is_older = entry.name != LATEST or here[1] < entry.mtime_ns
-        return is_older and here != [entry.nbytes, entry.mtime_ns]
-
     def _copy(self, source: int, number: int, entry: Entry) -> None:
         path = os.path.normpath(os.path.join(self._folder, entry.name))
         if not path.startswith(os.path.join(self._folder, "")):
             raise DamagedError("a listing names a file that is not below its folder", path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        partial, crc32, buffer = path + _PARTIAL, 0, memoryview(bytearray(min(_CHUNK_NBYTES, entry.nbytes)))
+        partial, crc32 = f"{path}.{secrets.token_hex(4)}{_PARTIAL}", 0
+        buffer = memoryview(bytearray(min(_CHUNK_NBYTES, entry.nbytes)))
         try:
-            with open(partial, "wb") as stream:
+            with open(partial, "xb") as stream:  # never through a link that was there
                 while left := entry.nbytes - stream.tell():
                     count = self._peers.read_into(source, number, [buffer[:left]], stream.tell())
                     if not count:
@@ -175,17 +198,24 @@ class _Pull(threading.Thread):
 
 
 class _Prune:
-    """Removes all but the newest tags of a folder."""
+    """Removes tags of a folder, and copies of tags, that are older than one of them and not to be kept."""
 
     def __init__(self, folder: str, tag: str, keep: int | None) -> None:
-        self._folder, self._tag, self._keep = folder, tag, keep
+        self._places, self._tag, self._keep = (folder, os.path.join(folder, REPLICAS)), tag, keep
 
     def __call__(self) -> None:
         if self._keep is None:
             return
-        tags = [found.tag for found in list_checkpoints(self._folder) if found.tag != self._tag]
-        for tag in tags[self._keep - 1 :]:
-            path, hidden = os.path.join(self._folder, tag), os.path.join(self._folder, f".{tag}.removed")
-            shutil.rmtree(hidden, ignore_errors=True)  # which a process left that was killed
-            os.rename(path, hidden)  # half of it is no checkpoint
-            shutil.rmtree(hidden)
+        newest: dict[str, float] = {}  # by tag, when it was written
+        for place in self._places:
+            for found in list_checkpoints(place):
+                written = max(modified(found.path(name)) for name in file_names(found.folder))
+                newest[found.tag] = max(written, newest.get(found.tag, 0.0))
+        older = [tag for tag, written in newest.items() if written < newest.get(self._tag, 0.0)]
+        for tag in sorted(older, key=lambda tag: -newest[tag])[self._keep - 1 :]:
+            for path in (os.path.join(place, tag) for place in self._places):
+                if is_folder(path) and not is_link(path):
+                    hidden = os.path.join(os.path.dirname(path), f".{tag}.removed")
+                    shutil.rmtree(hidden, ignore_errors=True)  # which a process left that was killed
+                    os.rename(path, hidden)  # half of it is no checkpoint
+                    shutil.rmtree(hidden)

@@ -73,6 +73,9 @@ class View(Store, Protocol):
     def copies_of(self, path: str) -> list[str]:
         """See :func:`copies_of`."""
 
+    def compare_copies(self, folder: str, share: int, shares: int) -> None:
+        """Look at a share of a folder's files; :class:`ConflictingCopiesError` for one of which copies differ."""
+
     def summary(self, folder: str) -> str:
         """How many files of a folder are where."""
 

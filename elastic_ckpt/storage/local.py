@@ -87,7 +87,7 @@ def version_of(path: str) -> Version:
 
 
 #: See :class:`elastic_ckpt.storage.Store`, which this module is.
-open_ranges, exists, is_folder = LocalRanges, os.path.lexists, os.path.isdir
+open_ranges, exists, is_folder, is_link = LocalRanges, os.path.lexists, os.path.isdir, os.path.islink
 
 
 def modified(path: str) -> float:

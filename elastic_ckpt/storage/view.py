@@ -24,6 +24,8 @@ from elastic_ckpt.storage.digest import content_digest
 from elastic_ckpt.storage.peers import Peers
 from elastic_ckpt.storage.remote import RemoteFolder
 
+#: A folder in a checkpoints' folder, with copies of other nodes' files.
+REPLICAS = ".replicas"
 #: Bytes that one request for a small part of a file brings.
 _BUFFER_NBYTES = 1 << 16
 #: Written on every node, with what may differ there; of copies that do, the one that was written last is taken.
@@ -61,8 +63,8 @@ def list_folders(node: str, folders: Sequence[str], tags: Collection[str] | None
         if is_url(folder):
             return
         paths = [os.path.join(folder, name) for name in local.file_names(folder)] if local.is_folder(folder) else []
-        below = [path for path in paths if local.is_folder(path)]
-        files = ((path, local.version_of(path)) for path in sorted({*paths} - {*below}))
+        below = [path for path in paths if local.is_folder(path) and os.path.basename(path) != REPLICAS]
+        files = ((path, local.version_of(path)) for path in sorted(paths) if not local.is_folder(path))
         # each by itself, since links may make two tags of one folder
         tops = sorted(below if tags is None else (os.path.join(folder, tag) for tag in tags))
         for path, version in chain(files, *(local.walk(top, note) for top in tops)):
@@ -70,6 +72,11 @@ def list_folders(node: str, folders: Sequence[str], tags: Collection[str] | None
 
     found = tuple(tuple(entries(folder)) for folder in folders)
     return NodeListing(node, tuple(folders), found, tuple(unreadable))
+
+
+def with_replicas(folders: Sequence[str]) -> list[str]:
+    """Some folders, each with that of the copies in it."""
+    return [place for each in folders for place in ([each] if is_url(each) else [each, os.path.join(each, REPLICAS)])]
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,11 @@ class FolderView:
         """The file that has a path in this view, or had it on a node; ``None`` if none has."""
         paths = (name for name, copies in self.copies.items() if any(copy.path == path for copy in copies))
         return name if (name := self._name(path)) in self.copies else next(paths, None)
+
+    def compare_copies(self, folder: str, share: int, shares: int) -> None:
+        """See :meth:`elastic_ckpt.storage.View.compare_copies`."""
+        for path, _ in list(self.walk(folder))[share::shares]:
+            self._choose(path)
 
     def copies_of(self, path: str) -> list[str]:
         """See :func:`elastic_ckpt.storage.copies_of`; of a folder, where it has files, in the order of preference."""

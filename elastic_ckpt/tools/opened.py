@@ -22,7 +22,7 @@ from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.storage import absolute, copies_of, is_folder, is_url, seen_through
 from elastic_ckpt.storage.local import steady
 from elastic_ckpt.storage.remote import RemoteFolder
-from elastic_ckpt.storage.view import FolderView, NodeListing, list_folders
+from elastic_ckpt.storage.view import REPLICAS, FolderView, NodeListing, list_folders, with_replicas
 
 #: A folder, or several that have files of one checkpoint: of nodes with disks of their own.
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -52,13 +52,15 @@ def seen_together(folders: Folders, config: ElasticConfig | None = None) -> Iter
     """
     given = [folders] if isinstance(folders, (str, os.PathLike)) else folders
     names = [os.fspath(each) for each in given]
-    if len(names) == 1 and not is_url(names[0]):
+    has_replicas = any(is_folder(os.path.join(name, REPLICAS)) for name in names if not is_url(name))
+    if len(names) == 1 and not is_url(names[0]) and not has_replicas:
         yield names[0]
         return
     paths, options = list(map(absolute, names)), {} if config is None else config.storage_options
     if missing := [path for path in paths if not is_url(path) and not is_folder(path)]:
         problem, remedy = "there is no such folder", "give the folders that save_checkpoint was given on each node"
         raise NotFoundError(problem, missing[0], "a folder with files of the checkpoint", "none", remedy=remedy)
+    paths = with_replicas(paths) if has_replicas else paths
     remotes = {level: RemoteFolder(path, options) for level, path in enumerate(paths) if is_url(path)}
     stored = tuple(tuple(remotes[level].entries()) if level in remotes else () for level in range(len(paths)))
     listings = [list_folders("", paths)] if len(remotes) < len(paths) else []

@@ -17,7 +17,7 @@ OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 def tag(copy: Path) -> Path:
     """The one tag folder of a copy."""
-    return next(path for path in sorted(copy.iterdir()) if path.is_dir())
+    return next(path for path in sorted(copy.iterdir()) if path.is_dir() and path.name[0] != ".")
 
 
 def remove(name: str) -> Callable[[Path], None]:

@@ -55,10 +55,11 @@ def save_on_nodes(arguments: dict[str, Any]) -> None:
         folder = os.path.join(arguments["folder"], setup.name)
         disk = os.path.join(disk_of(folder, arguments.get("nodes")), "run")
         engine = build_engine(Setup(**{**vars(setup), "config": (*setup.config, *LOCAL)}), model())
-        train(engine, 0, 2)
+        first = arguments.get("first", 0)  # of the data
+        train(engine, first, first + 2)
         if arguments.get("older"):
             engine.save_checkpoint(disk, tag="step2", client_state=client_state_of(dist.get_rank()))
-        train(engine, 2, SAVE_AT)
+        train(engine, first + 2, first + SAVE_AT)
         engine.save_checkpoint(disk, tag="step4", client_state=client_state_of(dist.get_rank()))
         if copies := arguments.get("replicas"):
             elastic_ckpt.replicate(disk, "step4", copies=copies).wait()

@@ -288,3 +288,43 @@ def test_verify_names_what_no_folder_has_and_the_copy_that_is_damaged(memory: Pa
         assert f"{name}: no such file in any of these folders" in text, text
     code, text = of_command("verify", *folders, tmp_path / "none")
     assert code == 3 and "there is no such folder" in text
+
+
+def test_a_tag_that_is_saved_over_and_replicated_again_is_one_save(launch: Launch, tmp_path: Path) -> None:
+    setups = [Setup(1), Setup(3)]
+    arguments = {"folder": str(tmp_path), "setups": setups, "nodes": ["a", "b", "c"], "replicas": 1}
+    launch(3, "node_jobs.save_on_nodes", {**arguments, "first": 30})
+    launch(3, "node_jobs.save_on_nodes", arguments)
+    for setup in setups:
+        for node in "abc":
+            (tag,) = (tmp_path / setup.name / node / "run" / ".replicas").glob("step*")
+            assert tag.name == "step4" and not [*tag.glob("*.partial")]
+    cases = [{"folder": str(tmp_path / one.name), "setup": one} for one in setups]
+    whole = [{**case, "nodes": ["a", "b", "c"]} for case in cases]
+    assert_exact(launch(3, "node_jobs.load_on_nodes", whole), 3 * len(setups))
+    for setup in setups:
+        shutil.rmtree(tmp_path / setup.name / "b")
+    assert_exact(
+        launch(2, "node_jobs.load_on_nodes", [{**case, "nodes": ["c", "a"]} for case in cases]), 2 * len(setups)
+    )
+
+
+def test_at_the_same_topology_nothing_is_left_to_a_loader_that_compares_less(
+    memory: Path, launch: Launch, tmp_path: Path
+) -> None:
+    for setup in MEMORY:
+        prefix = "bf16_" if setup.precision == "bf16" else ""
+        flip_bit(f"{prefix}zero_pp_rank_1_mp_rank_00_optim_states.pt", "exp_avg", 0.5)(
+            memory / setup.name / "b" / "run"
+        )
+    same = [{"folder": str(memory / setup.name), "setup": setup, "nodes": FOUR} for setup in MEMORY]
+    found = launch(4, "node_jobs.load_on_nodes", same)
+    assert_exact(found, 4 * len(MEMORY))
+    assert all("was damaged in another copy" in each.text for each in found), "not what is in b's file"
+    other = {"folder": str(tmp_path / "other"), "setups": MEMORY, "nodes": FOUR, "first": 30}
+    launch(4, "node_jobs.save_on_nodes", other)
+    for setup in MEMORY:  # saved over on one node, whose copies are of the save before
+        shutil.rmtree(memory / setup.name / "b" / "run" / "step4")
+        shutil.copytree(tmp_path / "other" / setup.name / "b/run/step4", memory / setup.name / "b" / "run" / "step4")
+    for each in launch(4, "node_jobs.refuse_on_nodes", same):
+        assert "ConflictingCopiesError" in each.kinds and each.changed == frozenset() and len(each.texts) == 1
