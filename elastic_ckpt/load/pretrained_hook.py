@@ -21,6 +21,8 @@ from elastic_ckpt.engines.pretrained_names import own_loaders
 from elastic_ckpt.errors import MismatchError, UnforeseenError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.load.pretrained import PretrainedLoad
 from elastic_ckpt.patches import unwrap, wrap
+from elastic_ckpt.storage.digest import content_digest
+from elastic_ckpt.storage.local import open_ranges, version_of
 
 logger = logging.getLogger(__name__)
 _MODELING = "transformers.modeling_utils"
@@ -50,17 +52,23 @@ def _enter(original: Callable[..., Any], init: Any) -> Any:
 
 
 def _load_pretrained_model(
-    original: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *more: Any
+    original: Callable[..., Any],
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: Any,
+    load_config: Any,
+    *more: Any,
+    **named: Any,
 ) -> Any:
     """Load the weights here if that gives what Transformers' own way gives; else go that way. Collective."""
     import transformers.integrations.deepspeed  # noqa: PLC0415
     from transformers.utils.loading_report import LoadStateDictInfo  # noqa: PLC0415
 
     def own_way() -> Any:
-        return original(model, state_dict, checkpoint_files, load_config, *more)
+        return original(model, state_dict, checkpoint_files, load_config, *more, **named)
 
     integration: Any = transformers.integrations.deepspeed
-    if not integration.is_deepspeed_zero3_enabled():
+    if named or not integration.is_deepspeed_zero3_enabled():  # as of an adapter, some of whose weights are expected
         return own_way()
     ds_config = integration.deepspeed_config()
     distributed.begin_load()
@@ -68,7 +76,13 @@ def _load_pretrained_model(
         config = read_config(ds_config)
     if config.mode == "off" or config.pretrained == "off":
         return own_way()
+    config = config.model_copy(update={"rename": []})  # which is about checkpoints
     why = next(_objections(model, state_dict, checkpoint_files, load_config, ds_config), None)
+    if (
+        len(set(distributed.all_gather("compare the files of all ranks", lambda: (why, _digests(checkpoint_files)))))
+        > 1
+    ):
+        why = "ranks have different files"
     if why is None:
         folder = os.path.dirname(checkpoint_files[0])
         load = PretrainedLoad(None, model, folder, config, paths=checkpoint_files, rules=load_config.weight_mapping)
@@ -81,6 +95,11 @@ def _load_pretrained_model(
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves these weights to Transformers' own way: %s", why)
     return own_way()
+
+
+def _digests(files: Sequence[str] | None) -> tuple[bytes, ...]:
+    """What tells this rank's files from others', in order. Local."""
+    return tuple(content_digest(open_ranges(file), version_of(file).nbytes) for file in files or ())
 
 
 def _objections(

@@ -43,6 +43,10 @@ class RemoteFolder:
             problem, remedy = "reading from an object store needs obstore", "pip install 'elastic_ckpt[remote]'"
             raise ConfigError(problem, url, remedy=remedy) from error
         parts = urlsplit(url)
+        if parts.username or parts.password or parts.query or not parts.netloc:
+            problem, expected = "this URL is not that of a folder in an object store", "s3://bucket/run, say"
+            remedy = 'give keys and signatures by the environment, or under "storage_options"'
+            raise ConfigError(problem, f"{parts.scheme}://...", expected, "one with keys or a query", remedy=remedy)
         self.url, self._prefix = url, unquote(parts.path).strip("/")
         retry = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)}
         with named_errors(url):
@@ -63,7 +67,11 @@ class RemoteFolder:
                 for page in obstore.list(self._store, prefix=self._key(tag) or None, chunk_size=1000):
                     found += page
         begin = len(self._prefix) + bool(self._prefix)
-        return [self._entry(each["path"][begin:], each) for each in found]
+        # consoles make empty objects in the place of folders, whose names have lost their last slash
+        folders = {each["path"].rpartition("/")[0] for each in found}
+        return [
+            self._entry(each["path"][begin:], each) for each in found if each["size"] or each["path"] not in folders
+        ]
 
     def _entry(self, name: str, meta: Mapping[str, Any]) -> Entry:
         version = meta["e_tag"] or meta["version"]

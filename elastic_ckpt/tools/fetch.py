@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, refuse_used_up
+from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, refuse_used_up
 from elastic_ckpt.report import progress_bar
-from elastic_ckpt.storage import Entry, absolute
+from elastic_ckpt.storage import Entry, absolute, is_url
 from elastic_ckpt.storage.remote import RemoteFolder
 
 #: Tensors of DeepSpeed, torch.distributed.checkpoint and Hugging Face.
@@ -35,7 +35,9 @@ def fetch(url: str, folder: Path, options: Mapping[str, Any], everything: bool =
     A file gets its name once it is whole; one that was fetched from the same object is kept. Raises
     :class:`ElasticCkptError` if there is nothing, or something cannot be read or written.
     """
-    remote = RemoteFolder(absolute(url), options)
+    if not is_url(url):
+        raise ConfigError("there is nothing to fetch from a folder", url, "a URL such as s3://bucket/run")
+    remote, folder = RemoteFolder(absolute(url), options), Path(os.path.abspath(folder))
     entries = remote.entries()
     if not entries:
         raise DamagedError("there is nothing to fetch", url, "objects below it", "none", remedy="look at its spelling")

@@ -110,7 +110,7 @@ def test_the_latest_file_that_was_written_last_counts(pair: Cluster) -> None:
     found = pair.run([0, 1], "node_jobs.load_on_nodes", cases(pair, SETUPS, "-latest"), "eth0")
     assert_exact(found, 2 * len(SETUPS))
     for each in found:
-        assert "latest differs between nodes: the newest was taken, 5 bytes" in each.text, each.text
+        assert "copies of latest differ: the newest was taken, 5 bytes" in each.text, each.text
 
 
 def test_a_file_in_two_versions_is_refused_with_the_names_of_both_nodes(pair: Cluster) -> None:

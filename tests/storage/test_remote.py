@@ -197,3 +197,18 @@ def test_an_object_has_the_digest_of_its_file(bucket: Bucket, tmp_path: Path) ->
 )
 def test_paths_of_stores_are_normal(path: str, expected: str) -> None:
     assert storage.absolute(path) == expected and storage.is_url(path) == ("://" in path)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://user:SECRET-OF-TESTS@host/run", "az://run/x?sig=SECRET-OF-TESTS", "s3:///run"]
+)
+def test_a_url_with_secrets_is_refused_without_them(bucket: Bucket, url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        folder_in(bucket, url)
+    assert "SECRET" not in str(caught.value)
+
+
+def test_objects_that_stand_for_folders_are_no_files(bucket: Bucket) -> None:
+    for name in ("marked/step3/", "marked/step3", "marked/step3/a.pt"):
+        obstore.put(bucket.store, name, b"content" if name.endswith(".pt") else b"")
+    assert [entry.name for entry in folder_in(bucket, "s3://bucket/marked").entries()] == ["step3/a.pt"]

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
-from elastic_ckpt.errors import DamagedError, ElasticCkptError
+from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError
 from elastic_ckpt.storage import Entry
 from elastic_ckpt.storage.remote import RemoteFolder
 from elastic_ckpt.tools.fetch import fetch
@@ -98,3 +98,10 @@ def test_the_command_reads_options_of_the_config_and_does_not_print_them(bucket:
     assert result.exit_code == 0, result.output
     assert '"fallback_dirs"' in result.output and URL in result.output and "SECRET" not in result.output
     assert files_in(tmp_path / "here") == set(SMALL)
+
+
+def test_a_path_is_taken_as_it_is_meant(bucket: Bucket, tmp_path: Path) -> None:
+    fetch(URL, tmp_path / "a" / ".." / "here", bucket.options)
+    assert files_in(tmp_path / "here") == set(SMALL)
+    with pytest.raises(ConfigError, match="nothing to fetch from a folder"):
+        fetch(str(tmp_path), tmp_path / "there", {})
