@@ -237,7 +237,8 @@ class RetryPolicy:
         every_tag = call.config.on_damage != "error"
         folders, own_disks = (self._load_dir, *call.config.fallback_dirs), bool(call.engine.use_node_local_storage())
         options = call.config.storage_options
-        self.nodes = Nodes(folders, call.arguments.tag, every_tag, own_disks, options)
+        tag = None if call.arguments.tag is None else str(call.arguments.tag)  # numbers are tags, too
+        self.nodes = Nodes(folders, tag, every_tag, own_disks, options)
         self._older: CheckpointInfo | None = None
         self._skipped: tuple[str, ...] = ()
         self._steps: tuple[int, ...] = ()  # of the checkpoints so far, where known

@@ -240,3 +240,9 @@ def test_a_folder_that_must_be_there_is_waited_for(tmp_path: Path, monkeypatch: 
     assert attempts(folder, wait_for_files=20).find() is None, "a run may start anew"
     assert not os.path.exists(folder)
     assert attempts(folder, "step4", wait_for_files=20).find().tag == "step4"  # type: ignore[union-attr]
+
+
+def test_a_number_is_a_tag(tmp_path: Path) -> None:
+    save(tmp_path, "4", 4)
+    found = attempts(tmp_path, tag=4).find()  # type: ignore[arg-type]
+    assert found is not None and found.tag == "4"
