@@ -40,6 +40,7 @@ from elastic_ckpt.io.coalesce import (
 from elastic_ckpt.io.staging import Prefault, StagingBuffers, requantize
 from elastic_ckpt.report import ReadStats, progress_bar
 from elastic_ckpt.storage import Ranges, inherited, open_ranges, open_stream, size_of
+from elastic_ckpt.storage.local import first_bytes
 
 
 class ReadSums:
@@ -68,17 +69,6 @@ class ReadSums:
                     begin, key = records.offsets[number], (file, number)
                     part = PartialSum.of(start - begin, stop - begin, crc32, records.nbytes[number])
                     self.sums[key] = self.sums[key] | part if key in self.sums else part
-
-
-def first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The buffers up to a number of bytes; the last may be cut short."""
-    found = []
-    for buffer in buffers:
-        if nbytes <= 0:
-            break
-        found.append(buffer[:nbytes])
-        nbytes -= len(buffer)
-    return found
 
 
 def execute(

@@ -210,7 +210,7 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
             understood = isinstance(error, errors.UnsupportedError)
             may_leave = understood or isinstance(error, (errors.LayoutError, errors.UnforeseenError))
             may_leave = may_leave and VIEW.get() is None  # DeepSpeed's own looks at this node alone
-            if is_url(found.folder):
+            if understood and is_url(found.folder):
                 raise no_other_loader(error) from error.__cause__
             if elastic_only or not may_leave or not deepspeed_loads_it_right(call, found, check_steps=not understood):
                 raise error from error.__cause__

@@ -172,7 +172,7 @@ class Nodes:
             if len(nodes) == 1:
                 return listing, ("", 0)
             with local.pinned(self.pins):
-                server = FileServer(own_address(mine, numbers), secret, listing.files)
+                server = FileServer(own_address(numbers), secret, listing.files)
             self._open.append(server)
             return listing, server.address
 
@@ -251,7 +251,7 @@ def words_of(node: Node) -> str:
     return f"{node[0].split()[0]} (rank {distributed.rank()})"
 
 
-def own_address(mine: Node, nodes: Sequence[Node]) -> str:
+def own_address(nodes: Sequence[Node]) -> str:
     """The address by which other ranks reach this process. Local."""
     for interface in filter(None, (os.environ.get(name, "").split(",")[0] for name in _INTERFACES)):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -124,10 +124,15 @@ def _start(
         if not any(os.path.dirname(entry.name) for entry in listing.entries[0]):
             problem, remedy = "this node has no files of the tag to copy", "call replicate after save_checkpoint"
             raise DamagedError(problem, os.path.join(folder, tag), "files that save_checkpoint wrote", remedy=remedy)
-        servers.append(FileServer(own_address(node, list(nodes)), secret, listing.files))
+        servers.append(FileServer(own_address(list(nodes)), secret, listing.files))
         return listing, servers[0].address
 
-    served = [each for each in distributed.all_gather(_DOING, serve) if each is not None]
+    try:
+        served = [each for each in distributed.all_gather(_DOING, serve) if each is not None]
+    except ElasticCkptError:  # of another rank
+        for server in servers:
+            server.close()
+        raise
     prune = _Prune(folder, tag, keep)
     if not servers:
         return Replication(None, None, prune)

@@ -51,6 +51,17 @@ def open_stream(path: str) -> BinaryIO:
     return open(open_descriptor(path), "rb")
 
 
+def first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The buffers up to a number of bytes; the last may be cut short."""
+    found = []
+    for buffer in buffers:
+        if nbytes <= 0:
+            break
+        found.append(buffer[:nbytes])
+        nbytes -= len(buffer)
+    return found
+
+
 class LocalRanges:
     """A file of which ``preadv`` reads ranges."""
 

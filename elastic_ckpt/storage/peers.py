@@ -29,7 +29,7 @@ from elastic_ckpt.errors import (
     refuse_used_up,
 )
 from elastic_ckpt.storage.digest import DIGEST_NBYTES, content_digest
-from elastic_ckpt.storage.local import PINS, named_os_errors, open_ranges, open_stream, see
+from elastic_ckpt.storage.local import PINS, first_bytes, named_os_errors, open_ranges, open_stream, see
 
 #: Operation, number of the file, byte offset, number of bytes, and the CRC32 of what is before them.
 REQUEST = struct.Struct("!BIqQI")
@@ -55,15 +55,6 @@ def _chunks(descriptor: int, start: int, nbytes: int) -> Iterator[bytes]:
     while nbytes and (chunk := os.pread(descriptor, min(nbytes, _CHUNK_NBYTES), start)):
         yield chunk
         start, nbytes = start + len(chunk), nbytes - len(chunk)
-
-
-def _first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The buffers up to a number of bytes; what is behind them is empty."""
-    found = []
-    for buffer in buffers:
-        found.append(buffer[:nbytes])
-        nbytes -= len(found[-1])
-    return found
 
 
 def _receive(connection: socket.socket, buffers: Sequence[memoryview]) -> None:
@@ -292,7 +283,7 @@ def _receive_answer(connection: socket.socket, buffers: Sequence[memoryview], is
     if not status:
         if (count := nbytes) > most_nbytes or (is_whole and count < most_nbytes):
             raise ConnectionError(f"{count} bytes, where {most_nbytes} were asked for")
-        _receive(connection, [*_first_bytes(buffers, count), header])
+        _receive(connection, [*first_bytes(buffers, count), header])
         status, nbytes = HEADER.unpack(header)
     if status > len(_REFUSALS) or nbytes > (_WORDS_NBYTES if status else 0):
         raise ConnectionError(f"status {status} with {nbytes} bytes, which no server sends")

@@ -1,9 +1,9 @@
 """Files of several folders, on several nodes, seen as those of one folder.
 
 Each node lists what it has of the folders in which a checkpoint may be. Of a file that several have, any copy will do
-as long as all are alike, which is looked at when the file is first opened: of one size, and either written at the same
-time, as one file on a shared disk is, or of the same content as far as a digest of it shows. Which of them is read is
-chosen by folder, in the order of preference, then by node: a rank's own, else one of the others, so that these share
+as long as all are the same, which is looked at when the file is first opened: of one size, and either written at the
+same time, as one file on a shared disk is, or of the same content as far as a digest of it shows. Which of them is read
+is chosen by folder, in the order of preference, then by node: a rank's own, else one of the others, so that these share
 the load.
 """
 
@@ -167,10 +167,10 @@ class FolderView:
         is_one_place = len(self._listings) == 1 or not any(listing.node for listing in self._listings)
         alone = self._listings[0].folders if is_one_place else ()
         places = alone or [listing.node for listing in self._listings]
-        held = Counter(
+        counts = Counter(
             at for name in names for at in {copy.level if alone else copy.node for copy in self.copies[name]}
         )
-        parts = (f"{place} has {held[number]}" for number, place in enumerate(places))
+        parts = (f"{place} has {counts[number]}" for number, place in enumerate(places))
         where = f"in {len(places)} folders" if alone else f"on {len(places)} nodes"
         return "; ".join((f"{len(names)} {where}, of which {shortened(parts)}", *self._unreadable()))
 
@@ -197,7 +197,7 @@ class FolderView:
 
     def _choose_from(self, path: str, name: str, copies: Sequence[Copy]) -> Copy:
         first = copies[0]
-        other = next((copy for copy in copies[1:] if not self._are_alike(first, copy)), None)
+        other = next((copy for copy in copies[1:] if not self._is_same(first, copy)), None)
         if other is not None and not ON_EVERY_NODE.fullmatch(name):
             problem = "there are different files under one name, so that this is no one save"
             remedy = "remove the folder of another run or an older save, take another tag, or wait until the file is "
@@ -210,7 +210,7 @@ class FolderView:
         best = [copy for copy in copies if copy.level == first.level]
         return next((copy for copy in best if copy.node == self._mine), best[self._mine % len(best)])
 
-    def _are_alike(self, one: Copy, other: Copy) -> bool:
+    def _is_same(self, one: Copy, other: Copy) -> bool:
         if one.nbytes != other.nbytes:
             return False
         return one.entry.mtime_ns == other.entry.mtime_ns or self._digest(one) == self._digest(other)

@@ -19,7 +19,7 @@ from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, look_at
 from elastic_ckpt.formats.safetensors import find_safetensors
 from elastic_ckpt.load.metadata import read_checkpoint
-from elastic_ckpt.storage import absolute, copies_of, is_folder, is_url, seen_through
+from elastic_ckpt.storage import VIEW, absolute, copies_of, is_folder, is_url, seen_through
 from elastic_ckpt.storage.local import steady
 from elastic_ckpt.storage.remote import RemoteFolder
 from elastic_ckpt.storage.view import REPLICAS, FolderView, NodeListing, list_folders, with_replicas
@@ -55,6 +55,9 @@ def seen_together(folders: Folders, config: ElasticConfig | None = None) -> Iter
     has_replicas = any(is_folder(os.path.join(name, REPLICAS)) for name in names if not is_url(name))
     if len(names) == 1 and not is_url(names[0]) and not has_replicas:
         yield names[0]
+        return
+    if (view := VIEW.get()) is not None and view.root == absolute(names[0]):  # by whoever calls this
+        yield view.root
         return
     paths, options = list(map(absolute, names)), {} if config is None else config.storage_options
     if missing := [path for path in paths if not is_url(path) and not is_folder(path)]:

@@ -15,7 +15,8 @@ from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, TargetTensor
 from elastic_ckpt.io.coalesce import ReadOptions
-from elastic_ckpt.io.reader import ReadSums, Unwanted, execute, first_bytes
+from elastic_ckpt.io.reader import ReadSums, Unwanted, execute
+from elastic_ckpt.storage.local import first_bytes
 
 RECORD, BEGIN = 5_000_000, 640
 
