@@ -37,6 +37,7 @@ class Case:
         into: :data:`ENGINE` or :data:`MODULE`.
         config: folder of the model's configuration, if not of the weights.
         strict: as of ``load_pretrained``.
+        elsewhere: the folder that ranks but the first are given, if another one.
     """
 
     folder: str
@@ -45,6 +46,7 @@ class Case:
     into: str = ENGINE
     config: str = ""
     strict: bool = False
+    elsewhere: str = ""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,8 @@ def _from_pretrained(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
     """The model, what is said of it, and its whole weights and buffers, each of the dtype that it has."""
     torch.manual_seed(3)
     with zero3(case):
-        made = class_of(case).from_pretrained(case.folder, output_loading_info=True)
+        folder = case.elsewhere if case.elsewhere and dist.get_rank() else case.folder
+        made = class_of(case).from_pretrained(folder, output_loading_info=True)
     return made, whole(made[0])
 
 

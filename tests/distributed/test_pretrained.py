@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -67,6 +69,30 @@ def test_what_may_come_out_otherwise_is_left_to_transformers(launch: Launch, fol
         assert not each.loads and not each.differences
         said = any("OwnLoader loads its entries in a way of its own" in line for line in each.said)
         assert said == (each.case.model == "OwnLoader" and bool(each.said)), each
+
+
+def test_files_that_differ_between_ranks_names_of_checkpoints_and_adapters_are_no_mixtures(
+    launch: Launch, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    llama, name = folders["llama"], "LlamaForCausalLM"
+    other = shutil.copytree(llama, tmp_path / "other")
+    for path in other.glob("*.safetensors"):
+        weights = safetensors.torch.load_file(path)
+        safetensors.torch.save_file({key: 2 * value for key, value in weights.items()}, path, {"format": "pt"})
+    adapter = tmp_path / "adapter"
+    base = transformers.LlamaForCausalLM.from_pretrained(llama)
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(adapter)
+    rename = (("elastic_checkpoint", {"rename": [["layers\\.0\\.", "layers.9."]]}),)
+    cases = {
+        "ranks": Case(str(llama), name, Setup(3), elsewhere=str(other)),
+        "renamed": Case(str(llama), name, Setup(3, config=rename)),
+        "adapter": Case(str(adapter), name, Setup(3)),
+    }
+    found = launch(2, "pretrained_jobs.hooked", list(cases.values()))
+    for each, what in zip(found, [*cases, *cases], strict=True):
+        assert not each.differences, (what, each.differences)
+        assert each.loads == ([] if what == "ranks" else [str(llama)]), (what, each.loads)
+    assert any("ranks have different files" in line for line in found[0].said)
 
 
 def damaged(source: Path, folder: Path) -> dict[str, tuple[Path, str, str]]:
