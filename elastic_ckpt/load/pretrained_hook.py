@@ -78,10 +78,8 @@ def _load_pretrained_model(
         return own_way()
     config = config.model_copy(update={"rename": []})  # which is about checkpoints
     why = next(_objections(model, state_dict, checkpoint_files, load_config, ds_config), None)
-    if (
-        len(set(distributed.all_gather("compare the files of all ranks", lambda: (why, _digests(checkpoint_files)))))
-        > 1
-    ):
+    seen = distributed.all_gather("compare the files of all ranks", lambda: (why, _digests(checkpoint_files)))
+    if len(set(seen)) > 1:
         why = "ranks have different files"
     if why is None:
         folder = os.path.dirname(checkpoint_files[0])
