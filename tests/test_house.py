@@ -140,6 +140,7 @@ COVERED_BY = {
     "test_run.py": "__main__",
     "distributed/test_cli_diff.py": "cli/tensors",
     "distributed/test_cli_latest.py": "tools/latest",
+    "distributed/test_ds_to_universal.py": "ds_to_universal/__main__",
     "tools/test_fetch.py": "cli/fetch",
     "distributed/test_nodes.py": "load/replicate",
     "distributed/test_parallel.py": "megatron",

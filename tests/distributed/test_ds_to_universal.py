@@ -1,0 +1,92 @@
+"""``python -m elastic_ckpt.ds_to_universal``, in the place of DeepSpeed's converter."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from deepspeed.checkpoint import ds_to_universal as deepspeeds
+
+from elastic_ckpt.ds_to_universal import main, parse_arguments
+from elastic_ckpt.errors import DamagedError, NotFoundError
+from tests.distributed.conftest import Launch
+from tests.distributed.launch import REPO
+from tests.distributed.model import Setup
+
+
+@pytest.fixture(scope="module")
+def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of two ranks saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    launch(2, "save", {"folder": str(folder), "setups": [Setup(1)]})
+    return folder / f"{Setup(1).name}-dp2"
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A run's folder, with ``step4`` in it."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def convert(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    folders = ["--input_folder", str(run / "step4"), "--output_folder", str(run / "step4_universal")]
+    command = [sys.executable, "-m", "elastic_ckpt.ds_to_universal", *folders, *words]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+
+
+def loads(launch: Launch, run: Path, format: str) -> None:
+    """A job of another topology loads the output folder, as a controller has ``latest`` say."""
+    (run / "latest").write_text("step4_universal")
+    source = {"folder": str(run), "format": format}
+    for load in launch(1, "load", {"targets": [{"setup": Setup(3), "sources": [source]}]}):
+        assert load.format == format and load.differences == {} and load.loss_gap < 1e-5, load.where
+
+
+def test_nothing_is_converted_and_the_output_folder_is_loaded_all_the_same(launch: Launch, run: Path) -> None:
+    (run / "step4_universal").mkdir()  # as some controllers do before
+    before = set(run.rglob("*"))
+    workers = ("--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state", "--keep_temp_folder")
+    done = convert(run, *workers)
+    assert done.returncode == 0 and "nothing needs converting" in done.stdout, done.stderr
+    assert set(run.rglob("*")) == before and os.readlink(run / "step4_universal") == "step4"
+    again = convert(run)
+    assert again.returncode == 0 and "it exists already" in again.stdout
+    loads(launch, run, "native")
+
+
+def test_really_converts(launch: Launch, run: Path) -> None:
+    done = convert(run, "--really")
+    assert done.returncode == 0 and not (run / "step4_universal").is_symlink(), done.stderr
+    assert (run / "latest_universal").read_text() == "step4_universal"
+    loads(launch, run, "universal")
+
+
+def test_what_is_not_whole_is_refused_unless_it_is_not_to_be_checked(run: Path) -> None:
+    next((run / "step4").glob("*zero_pp_rank_1_*optim_states.pt")).unlink()
+    done = convert(run)
+    assert done.returncode == 1 and done.stderr.startswith("DamagedError: the checkpoint is not whole"), done.stderr
+    assert not os.path.lexists(run / "step4_universal")
+    theirs = SimpleNamespace(input_folder=str(run / "step4"), output_folder=str(run / "out"), strict=True)
+    with pytest.raises(DamagedError):
+        main(theirs)
+    theirs.strict = False  # a namespace of DeepSpeed's has no "really"
+    main(theirs)
+    assert (run / "out").is_symlink()
+    theirs.input_folder = str(run / "nowhere")
+    with pytest.raises(NotFoundError):
+        main(theirs)
+
+
+def test_its_arguments_are_deepspeeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ["--input_folder", "a", "--output_folder", "b", "--num_merge_workers", "7", "--no_strict"]
+    monkeypatch.setattr(sys, "argv", ["ds_to_universal", *words])
+    assert vars(parse_arguments()) == {**vars(deepspeeds.parse_arguments()), "really": False}
+    assert set(re.findall(r"'(--\w+)'", Path(deepspeeds.__file__).read_text())) <= set(
+        re.findall(r'"(--\w+)"', (REPO / "elastic_ckpt" / "ds_to_universal" / "__init__.py").read_text())
+    )
