@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the scripts beside it in the root of the repository: sets PYTHON to one that has everything installed.
 # ELASTIC_CKPT_PYTHON names such a Python; without it, .venv is made once and reused. With EXTRAS=plots (the demo), it
-# has these extras alone.
+# has these extras alone, and DeepSpeed.
 
 if [[ -n "${ELASTIC_CKPT_PYTHON:-}" ]]; then
     PYTHON=$ELASTIC_CKPT_PYTHON
@@ -18,7 +18,7 @@ else
         # torch first and alone: setup.py of DeepSpeed looks at the torch that is there.
         "$PYTHON" -m pip install -q torch==2.13.0
         "$PYTHON" -m pip install -q deepspeed==0.19.8
-        "$PYTHON" -m pip install -q -e ".[${EXTRAS:-test,plots,docs,package}]"
+        "$PYTHON" -m pip install -q -e ".[deepspeed,${EXTRAS:-test,plots,docs,package}]"
         touch "$some"
     fi
 fi

@@ -34,8 +34,9 @@ def test_the_metadata_states_the_supported_versions() -> None:
     project = PYPROJECT["project"]
     oldest = {each.name.lower(): each.oldest for each in REQUIREMENTS}
     assert project["requires-python"] == f">={oldest['python']}"
-    for name in ("torch", "deepspeed"):
-        assert f"{name}>={oldest[name]}" in project["dependencies"]
+    assert f"torch>={oldest['torch']}" in project["dependencies"]
+    assert project["optional-dependencies"]["deepspeed"] == [f"deepspeed>={oldest['deepspeed']}"]
+    assert not any("deepspeed" in each for each in project["dependencies"]), "forks have distributions of other names"
     (newest,) = (each.newest for each in REQUIREMENTS if each.name == "Python")
     listed = [text.rpartition(" ")[2] for text in project["classifiers"] if "Python :: 3." in text]
     assert (listed[0], listed[-1]) == (oldest["python"], newest)
@@ -122,9 +123,9 @@ def installed(checkout: Path, extras: str = "") -> list[str]:
 
 def test_the_demo_installs_only_what_it_needs(checkout: Path) -> None:
     assert "EXTRAS=plots source launch/environment.sh" in (REPO / "launch" / "demo.sh").read_text()
-    assert installed(checkout, "plots") == ["torch==2.13.0", "deepspeed==0.19.8", ".[plots]"]
+    assert installed(checkout, "plots") == ["torch==2.13.0", "deepspeed==0.19.8", ".[deepspeed,plots]"]
     assert installed(checkout, "plots") == []
-    assert installed(checkout)[-1] == ".[test,plots,docs,package]"
+    assert installed(checkout)[-1] == ".[deepspeed,test,plots,docs,package]"
     assert installed(checkout) == installed(checkout, "plots") == []
 
 

@@ -50,7 +50,12 @@ class LazyCommands(TyperGroup):
         """The command to run."""
         name, command, rest = super().resolve_command(ctx, args)
         if name in COMMANDS:
-            importlib.import_module(f"elastic_ckpt.cli.{COMMANDS[name]}")
+            try:
+                importlib.import_module(f"elastic_ckpt.cli.{COMMANDS[name]}")
+            except ModuleNotFoundError as error:
+                if error.name != "torch":
+                    raise
+                ctx.fail(f"{name} reads whole tensors, which needs torch: pip install torch")
             info = next(info for info in app.registered_commands if info.name == name)
             command = get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
         return name, command, rest

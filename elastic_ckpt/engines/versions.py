@@ -12,7 +12,8 @@ import platform
 import re
 import sys
 from collections.abc import Collection, Iterator
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -21,6 +22,18 @@ from packaging.version import Version
 from elastic_ckpt.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
+#: Brings what engines need.
+INSTALL = "pip install 'elastic_ckpt[deepspeed]'"
+
+
+def installed(name: str) -> str | None:
+    """The version of Python or of a package, if any, of which vendors' forks have distributions of other names."""
+    if name == "Python":
+        return platform.python_version()
+    with suppress(PackageNotFoundError):
+        return version(name)
+    forks = packages_distributions().get(name.lower(), ())
+    return version(forks[0]) if forks else None
 
 
 class Requirement(NamedTuple):
@@ -33,10 +46,7 @@ class Requirement(NamedTuple):
     @property
     def found(self) -> str | None:
         """The installed version, if any."""
-        try:
-            return platform.python_version() if self.name == "Python" else version(self.name)
-        except PackageNotFoundError:
-            return None
+        return installed(self.name)
 
     def __str__(self) -> str:
         return f"{self.name} {self.oldest} to {self.newest}"
@@ -72,10 +82,13 @@ def known_bugs(deepspeed: str | None) -> list[str]:
 def refuse_older() -> None:
     """Refuse versions older than the range (:class:`UnsupportedError`), before anything of DeepSpeed is imported."""
     for requirement in REQUIREMENTS:
-        found = requirement.found
-        if found is None or requirement.compare(found) < 0:
-            name, problem = requirement.name, f"this version of {requirement.name} is too old for elastic_ckpt"
-            found, remedy = f"{name} {found or '(not installed)'}", f"install {name} {requirement.oldest} or newer"
+        name, found = requirement.name, requirement.found
+        if found is None:
+            problem = f"{name} is not installed, without which there is no engine to load into"
+            raise UnsupportedError(problem, expected=requirement, found=f"no {name}", remedy=INSTALL)
+        if requirement.compare(found) < 0:
+            problem = f"this version of {name} is too old for elastic_ckpt"
+            found, remedy = f"{name} {found}", f"install {name} {requirement.oldest} or newer"
             raise UnsupportedError(problem, expected=requirement, found=found, remedy=remedy)
 
 
@@ -217,7 +230,7 @@ PRIVATES = tuple(_listed())
 
 def needed() -> list[Privates]:
     """Those that the installed version of DeepSpeed must have."""
-    found = Version(version("deepspeed"))
+    found = Version(installed("DeepSpeed") or "0")
     return [each for each in PRIVATES if Version(each.since).release <= found.release]
 
 
@@ -237,5 +250,5 @@ def refuse_missing(engine: Any, uses: Collection[str]) -> None:
     if lacking:
         problem = "this version of DeepSpeed lacks private names that elastic_ckpt needs to load into such an engine"
         remedy = "install a version of DeepSpeed that was tried (elastic-ckpt doctor), or a newer elastic_ckpt"
-        expected, found = ", ".join(lacking), f"DeepSpeed {version('deepspeed')} without them"
+        expected, found = ", ".join(lacking), f"DeepSpeed {installed('DeepSpeed')} without them"
         raise UnsupportedError(problem, expected=expected, found=found, remedy=remedy)

@@ -175,12 +175,14 @@ def _check_bytes(
             is_read &= all(finding.kind != "read-error" for finding in findings)
             yield from findings
     if metadata is not None and is_read and (metadata.source.tp > 1 or metadata.replicas):
-        from elastic_ckpt.tools.comparison import check_copies  # noqa: PLC0415  it takes torch to import
-
         try:
+            from elastic_ckpt.tools.comparison import check_copies  # noqa: PLC0415  it takes torch to import
+
             yield from check_copies(metadata, config, threads)
         except (DamagedError, MismatchError) as error:
             yield of_error(error)
+        except ModuleNotFoundError as error:
+            yield Finding(NOTE, "not-checked", f"whether copies of tensors are equal: {error}")
 
 
 def files_by_kind(found: CheckpointInfo) -> dict[str, dict[str, int]]:

@@ -70,6 +70,15 @@ def test_commands_that_only_look_need_neither_torch_nor_deepspeed(native: Path, 
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stdout + done.stderr
 
 
+def test_copies_are_not_compared_where_torch_is_missing_and_verify_says_so(
+    parallel: Callable[[Parallel], Path],
+) -> None:
+    script = "import sys; sys.modules.update(torch=None); from elastic_ckpt.cli import app; app()"
+    line = [sys.executable, "-c", script, "verify", "--full", str(parallel(UNFUSED))]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "whether copies of tensors are equal" in done.stderr, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", ["z1-fp32-adamw-dp3", "z2-bf16-adamw-dp2", "z3-fp32-adamw-dp4", "z3-bf16-adamw-dp3"])
 def test_the_run_that_saved_it(native: Path, name: str) -> None:
     setup, dp = name.rsplit("-dp", 1)

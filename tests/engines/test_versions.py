@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from elastic_ckpt.engines import versions
@@ -41,8 +43,20 @@ def test_an_older_version_is_refused_with_the_range(monkeypatch: pytest.MonkeyPa
 
 def test_a_package_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "REQUIREMENTS", (Requirement("no-such-package", "1", "2"),))
-    with pytest.raises(UnsupportedError, match="not installed"):
+    with pytest.raises(UnsupportedError, match="no-such-package is not installed") as error:
         versions.refuse_older()
+    assert error.value.remedy == "pip install 'elastic_ckpt[deepspeed]'"
+
+
+def test_a_fork_under_another_name_is_found_by_the_package_that_it_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "vendors_quickspeed-0.16.9+v2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vendors-quickspeed\nVersion: 0.16.9+v2\n")
+    (about / "top_level.txt").write_text("quickspeed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert versions.installed("QuickSpeed") == "0.16.9+v2" and versions.installed("quickerspeed") is None
 
 
 def test_a_newer_version_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,7 +40,7 @@ def install() -> None:
 
     Call it once, before or after ``deepspeed.initialize`` (before it, if ``"align_partitions"`` is set); idempotent.
     ``PipelineEngine`` inherits the patched method. Warns of untried versions of torch, DeepSpeed and Python.
-    Raises :class:`UnsupportedError` if one is too old, or an untried DeepSpeed lacks a name that is patched.
+    Raises :class:`UnsupportedError` if one is missing or too old, or an untried DeepSpeed lacks a name that is patched.
     """
     versions.refuse_older()
     _warn_of_newer()
