@@ -273,7 +273,7 @@ def _collective_device() -> Any:
 
     kinds = (kind for kind, _ in _BACKENDS if hasattr(torch, kind) and can_broadcast(kind, None))
     kind = None if can_broadcast("cpu", None) else next(kinds, None)
-    return torch.device("cpu") if kind is None else torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu") if kind is None else torch.device(kind, getattr(torch, kind).current_device())
 
 
 def pack(item: Any) -> bytes:

@@ -37,7 +37,7 @@ from elastic_ckpt.io.coalesce import (
     sort_reads,
     tasks,
 )
-from elastic_ckpt.io.staging import Prefault, StagingBuffers, requantize
+from elastic_ckpt.io.staging import Prefault, StagingBuffers, requantize, use_devices
 from elastic_ckpt.report import ReadStats, progress_bar
 from elastic_ckpt.storage import Ranges, inherited, open_ranges, open_stream, size_of
 from elastic_ckpt.storage.local import first_bytes
@@ -94,7 +94,13 @@ def execute(
         stack.callback(reader.close)
         run: Callable[..., Iterator[ReadStats]] = map
         if options.threads > 1:
-            pool = stack.enter_context(ThreadPoolExecutor(options.threads, "elastic_ckpt", *inherited()))
+            inherit, devices = inherited()[0], {tensor.device for tensor in tensors}
+
+            def begin() -> None:
+                inherit()
+                use_devices(devices)
+
+            pool = stack.enter_context(ThreadPoolExecutor(options.threads, "elastic_ckpt", begin))
             stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
             run = pool.map
         for done in chain(run(reader.read_direct, tasks(direct, options.threads)), run(reader.read_staged, staged)):

@@ -85,6 +85,21 @@ def _libc() -> Any:
     return libc
 
 
+def module_of(device: torch.device) -> Any:
+    """The module of an accelerator's kind, such as :mod:`torch.cuda`; torch 2.4 has no function for it."""
+    return getattr(torch, device.type)
+
+
+def use_devices(devices: Collection[torch.device]) -> None:
+    """Make the devices of targets current in this thread.
+
+    In a new one it is the first of the machine, where whatever waits for an event would open a context.
+    """
+    for device in devices:
+        if device.type != "cpu":
+            module_of(device).set_device(device)
+
+
 class StagingBuffers:
     """Host buffers in turn, for one thread at a time and targets on some devices.
 
@@ -99,10 +114,10 @@ class StagingBuffers:
         self._buffers = [torch.empty(buffer_nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(buffers)]
         self._free: list[list[Callable[[], object]]] = [[]] * buffers
         self._turn = 0
-        self._streams = {device: torch.Stream(device=device) for device in accelerators}
+        self._streams = {device: module_of(device).Stream(device) for device in accelerators}
         for device, stream in self._streams.items():
             # targets were allocated, and their gaps filled, on the stream of the computation
-            stream.wait_stream(torch.get_device_module(device).current_stream(device))
+            stream.wait_stream(module_of(device).current_stream(device))
 
     def buffer(self, nbytes: int) -> memoryview:
         """The next buffer, once its previous content is copied."""
@@ -124,7 +139,7 @@ class StagingBuffers:
             if (stream := self._streams.get(device)) is None:
                 write_parts(raw, batch, tensors)
                 continue
-            with stream:
+            with module_of(device).stream(stream):  # a stream is no context itself before torch 2.7
                 write_parts(raw.to(device, non_blocking=True), batch, tensors)
                 waits.append(stream.record_event().synchronize)
         return waits

@@ -160,6 +160,38 @@ def test_host_tensors_are_written_before_their_buffer_is_given_back() -> None:
     assert target.tolist() == [0, 1, 2, 0]
 
 
+class OnAnotherDevice(torch.Tensor):
+    """Says that it is on the fourth GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 3)
+
+
+def test_threads_work_on_the_device_of_the_targets_and_not_on_the_first_of_the_machine(
+    halves: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = halves
+    targets = [torch.zeros(2000).as_subclass(OnAnotherDevice) for _ in range(2)]
+    current: dict[str, torch.device] = {}
+
+    class Noted(StagingBuffers):
+        def __init__(self, buffer_nbytes: int, _: Collection[torch.device], buffers: int) -> None:
+            super().__init__(buffer_nbytes, (), buffers)
+
+        def buffer(self, nbytes: int) -> memoryview:
+            used.append(current.get(threading.current_thread().name))
+            return super().buffer(nbytes)
+
+    used: list[torch.device | None] = []
+    monkeypatch.setattr(reader, "StagingBuffers", Noted)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: current.update({threading.current_thread().name: device})
+    )
+    execute(plan_into(targets, path, "bfloat16", 2000), targets, ReadOptions(threads=3, staging_nbytes=1200))
+    assert used and set(used) == {torch.device("cuda", 3)}
+
+
 @needs_accelerator
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
