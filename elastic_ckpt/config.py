@@ -82,7 +82,7 @@ class ElasticConfig(BaseModel):
         "older one of load_dir that is whole, with a warning (of a tag that you name: those older than it); a number "
         "is previous, at most so many steps older",
     )
-    fallback_dirs: list[str] = Field(
+    fallback_dirs: list[Annotated[str, Field(min_length=1)]] = Field(
         [],
         description="folders that may have files of the checkpoint that load_dir lacks, in order of preference: "
         "load_dir in the nodes' memory, say, and these on disk. All must be of one save",

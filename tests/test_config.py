@@ -130,6 +130,11 @@ def test_an_unknown_key_that_resembles_nothing_is_still_an_error() -> None:
         read_config({CONFIG_KEY: {3: 1}})
 
 
+def test_a_fallback_folder_without_a_name_is_an_error() -> None:
+    with pytest.raises(ConfigError, match='"fallback_dirs"'):
+        read(fallback_dirs=["/shared/run", ""])
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -148,6 +153,7 @@ def test_an_unknown_key_that_resembles_nothing_is_still_an_error() -> None:
         ("param_groups", None),
         ("on_change", "ignore"),
         ("on_change", True),
+        ("fallback_dirs", "/shared/run"),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_key_and_value(key: str, value: Any) -> None:

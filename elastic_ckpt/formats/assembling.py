@@ -12,7 +12,7 @@ from typing import Any
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
 from elastic_ckpt.core.values import Features
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed, shortened
 from elastic_ckpt.formats import model_states, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.merging import (
@@ -277,8 +277,9 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
     return own
 
 
-def missing_file(found: CheckpointInfo, name: str, have: str) -> DamagedError:
-    return LayoutError("a file of the checkpoint is missing", found.path(name), name, have)
+def missing_file(found: CheckpointInfo, name: str, have: str, parameters: Iterable[str] = ()) -> DamagedError:
+    concerned = shortened(parameters) or None
+    return LayoutError("a file of the checkpoint is missing", found.path(name), name, have, parameter=concerned)
 
 
 def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerShard], numbers: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ own. Ranks of one name write one file at the same time, so that it may be a mixt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -16,8 +17,8 @@ from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import TrainingState
-from elastic_ckpt.errors import DamagedError, UnsupportedError
-from elastic_ckpt.formats import merging
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsupportedError
+from elastic_ckpt.formats import merging, partitioned
 from elastic_ckpt.formats.assembling import Assembled, assemble, missing_file
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
@@ -97,7 +98,9 @@ def _expected_files(found: CheckpointInfo, options: StateOptions) -> list[tuple[
             if holes:
                 first, plain = next(iter(names)), plain_name(next(iter(names.values())))
                 sample = plain.replace(f"rank_{first}_", f"rank_{min(holes)}_", 1)
-                raise missing_file(found, sample, f"{kind} of ranks {sorted(names)}")
+                some = (found.path(each) for each in (model or zero3[min(zero3)], *list(optimizer.values())[:1]))
+                concerned = _parameters_on(min(holes), list(some), options)
+                raise missing_file(found, sample, f"{kind} of ranks {sorted(names)}", concerned)
         models += [(mp, name, index_whole_model) for _, name in sorted(({0: model} if model else zero3).items())]
         ranks = sorted(optimizer.items())
         optimizers += [(mp, name, partial(index_shard, dp_rank=dp, options=options)) for dp, name in ranks]
@@ -108,6 +111,14 @@ def _expected_files(found: CheckpointInfo, options: StateOptions) -> list[tuple[
         every.append((mp, name, partial(index_unpartitioned, options=options, ep_rank=ep_rank)))
     experts = sorted((mp, layer, expert, name) for (layer, expert, mp), name in files.experts.items())
     return [*every, *((mp, name, merging.index_expert) for mp, _, _, name in experts)]
+
+
+def _parameters_on(rank: int, paths: Sequence[str], options: StateOptions) -> list[str]:
+    """The parameters of which a rank has elements, by a model-states and an optimizer-states file of others."""
+    with suppress(ElasticCkptError, LookupError, ValueError):  # of a file that nobody asked for
+        model, shard = (open_file(path, trust_pickle=False) for path in paths)
+        return list(partitioned.parameters_on(rank, model_indexer(options)(model), index_shard(shard, 0, options)))
+    return []
 
 
 def refuse_writers(found: CheckpointInfo, trust_pickle: bool) -> None:

@@ -167,6 +167,16 @@ def partition_groups(model: ModelShard, shards: Sequence[OptimizerShard], flat: 
         yield PartitionGroup(named, ranks, stacked)
 
 
+def parameters_on(rank: int, model: ModelShard, shard: OptimizerShard) -> Iterator[str]:
+    """The dense parameters of which a data-parallel rank has elements, by the sizes in the file of another one."""
+    for flat, shapes in zip(shard.flats, model.param_shapes, strict=False):  # which may be of two saves
+        offsets = group_offsets([math.prod(shape) for _, shape in shapes], flat.alignment_paddings)
+        for (name, shape), offset in zip(shapes, offsets, strict=True):
+            rule = PartitionRule(math.prod(shape), flat.partition_numel or 1, offset)
+            if expert_name(name) is None and (shard.zero_stage == 3 or rank in rule.ranks):
+                yield name
+
+
 def partitions_of(shards: Sequence[OptimizerShard], flat: int) -> int:
     """How many ranks divide a flat tensor among them."""
     counts = shards[0].partition_count

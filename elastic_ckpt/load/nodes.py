@@ -188,6 +188,12 @@ class Nodes:
 
     def _show(self, root: str, listings: Sequence[NodeListing], mine: int, peers: Peers | None) -> None:
         self.view = FolderView(root, listings, mine, peers, self._choices, self.remotes)
+        both = (each for listing in listings for each in zip(listing.folders, listing.entries, strict=True))
+        full = {folder for folder, entries in both if entries}
+        for fallback in map(absolute, self.folders[1:]):
+            note = f'nothing of it is in {fallback} of "fallback_dirs", on any node'
+            if full.isdisjoint(with_replicas([fallback])) and note not in self.notes:
+                self.notes.append(note)
         VIEW.set(self.view)
 
     def take_other_copies(self, file: str | None) -> str | None:

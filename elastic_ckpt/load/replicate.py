@@ -161,7 +161,6 @@ class _Pull(threading.Thread):
 
     def run(self) -> None:
         try:
-            os.makedirs(os.path.join(self._folder, self._tag), exist_ok=True)
             for path, _ in walk(os.path.join(self._folder, self._tag)):
                 if os.path.relpath(path, self._folder) not in self._wanted:  # of an older save, or cut short
                     os.unlink(path)

@@ -234,7 +234,7 @@ class Peers:
     def crc32(self, server: int, file: int, byte_offset: int, nbytes: int) -> int:
         """CRC32 of a range, which the server computes; :class:`DamagedError` if the file ends before the range does."""
         crc32, answer, stop = 0, bytearray(_CRC32_NBYTES), byte_offset + nbytes
-        for start in range(byte_offset, stop, REQUEST_NBYTES):
+        for start in range(byte_offset, stop, REQUEST_NBYTES) or [byte_offset]:  # of nothing, too, if it is a file
             self._ask(server, [memoryview(answer)], SUM, file, start, min(stop - start, REQUEST_NBYTES), crc32)
             crc32 = int.from_bytes(answer, "big")
         return crc32

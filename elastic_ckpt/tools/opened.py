@@ -52,6 +52,8 @@ def seen_together(folders: Folders, config: ElasticConfig | None = None) -> Iter
     """
     given = [folders] if isinstance(folders, (str, os.PathLike)) else folders
     names = [os.fspath(each) for each in given]
+    if not all(names) or not names:
+        raise ConfigError("no folder is given", None, "the folder that save_checkpoint was given", names)
     has_replicas = any(is_folder(os.path.join(name, REPLICAS)) for name in names if not is_url(name))
     if len(names) == 1 and not is_url(names[0]) and not has_replicas:
         yield names[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,7 @@ def test_two_neighbours_lost_are_refused_by_name(memory: Path, launch: Launch) -
         assert len(each.texts) == 1 and each.changed == frozenset(), each
         (text,) = each.texts
         assert "zero_pp_rank_2_mp_rank_00" in text and "files on all nodes: " in text and "(rank 0) has " in text, text
+        assert re.search(r"parameter: +\S+\.(weight|bias)", text), text
 
 
 def flip_bits(name: str, disk: Path) -> None:

@@ -71,3 +71,12 @@ def test_copies_are_tried_one_after_another(folders: list[str]) -> None:
         assert other is None if expected is None else other is not None and os.path.join(expected, "step4") in other
     assert nodes.take_other_copies(os.path.join(folders[0], "step4", "b")) is None, "the only one"
     nodes.close()
+
+
+def test_a_fallback_folder_with_nothing_of_it_is_told(folders: list[str], tmp_path: Path) -> None:
+    nodes = Nodes([*folders, str(tmp_path / "typo")], None, every_tag=False)
+    for _ in range(2):
+        nodes.look("look", lambda: None)
+    nodes.close()
+    (note,) = nodes.notes
+    assert str(tmp_path / "typo") in note

@@ -409,6 +409,16 @@ def test_a_change_is_told_though_a_part_was_sent(tmp_path: Path, change: Callabl
         assert status and str(path).encode() in received(connection, nbytes)
 
 
+def test_what_is_no_file_is_refused_though_it_is_empty(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    files = [(str(tmp_path / name), 0) for name in ("pipe", "file")]
+    with closing(FileServer(HOST, SECRET, files)) as server, closing(Peers(SECRET, [server.address])) as client:
+        with pytest.raises(DamagedError, match="pipe"):
+            client.crc32(0, 0, 0, 0)
+        assert client.crc32(0, 1, 0, 0) == 0
+
+
 REFUSED_BY_THE_SYSTEM = Path("/sys/class/net/lo/speed")
 
 

@@ -85,3 +85,9 @@ def test_no_file_of_a_folder_may_move_while_its_metadata_is_read(
         with pytest.raises(SavedOverError) as caught:
             open_folder(str(folder), None, config_of(None))
         assert caught.value.file == str(path)
+
+
+@pytest.mark.parametrize("folders", [[], [""], "", ["", ""]], ids=repr)
+def test_no_folder_is_no_folder(folders: Any) -> None:
+    with pytest.raises(ConfigError, match="no folder is given"), opened.seen_together(folders):
+        raise AssertionError
