@@ -1,0 +1,80 @@
+"""What one process of one node does when it replicates; jobs of several are in tests/distributed/test_nodes.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ckpt import replicate
+from elastic_ckpt.errors import ConfigError, DamagedError
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """A folder with tags 1 to 4, and replicas of another node's files of tags 1 to 3."""
+    for step in range(1, 5):
+        for folder in (tmp_path, tmp_path / ".replicas")[: 1 + (step < 4)]:
+            path = folder / f"step{step}" / "mp_rank_00_model_states.pt"
+            path.parent.mkdir(parents=True)
+            path.touch()
+            os.utime(path, (step, step))
+    return tmp_path
+
+
+def tags(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("step"))
+
+
+@pytest.mark.parametrize(
+    ("tag", "keep", "left", "replicas"),
+    [
+        ("step4", None, "1234", "123"),
+        ("step4", 1, "4", ""),
+        ("step4", 2, "34", "3"),
+        ("step4", 9, "1234", "123"),
+        ("step3", 1, "34", "3"),  # a newer one is not older, whatever is kept
+        ("step3", 2, "234", "23"),
+    ],
+)
+def test_only_older_tags_are_removed_and_only_if_asked(
+    memory: Path, tag: str, keep: int | None, left: str, replicas: str
+) -> None:
+    replicate(memory, tag, keep=keep).wait()
+    assert tags(memory) == [f"step{number}" for number in left]
+    assert tags(memory / ".replicas") == [f"step{number}" for number in replicas]
+    assert not [path for path in memory.iterdir() if path.name.endswith(".removed")]
+
+
+def test_what_a_link_leads_to_is_never_removed(memory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    os.rename(memory / "step1", elsewhere / "step1")
+    (memory / "step1").symlink_to(elsewhere / "step1")
+    replicate(memory, "step4", keep=1).wait()
+    assert tags(memory) == ["step1", "step4"]
+    assert tags(elsewhere) == ["step1"] and list((elsewhere / "step1").iterdir())
+
+
+def test_what_is_no_checkpoint_stays(memory: Path) -> None:
+    (memory / "logs").mkdir()
+    (memory / "logs" / "events").touch()
+    replicate(memory, "step4", keep=1).wait()
+    assert (memory / "logs" / "events").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"copies": 0}, {"copies": True}, {"copies": "1"}, {"keep": 0}, {"keep": 1.0}, {"tag": "../x"}, {"tag": "/"}],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(memory: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        replicate(memory, **{"tag": "step4", **arguments})
+    assert tags(memory) == ["step1", "step2", "step3", "step4"]
+
+
+def test_a_tag_that_is_not_there_is_refused(memory: Path) -> None:
+    with pytest.raises(DamagedError, match="no files of the tag"):
+        replicate(memory, "step5")
