@@ -35,10 +35,11 @@ class Reading(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     threads: int = Field(4, ge=1, le=64, description="reading threads per rank")
-    storage: Literal["local", "network"] = Field(
-        "local",
+    storage: Literal["auto", "local", "network"] = Field(
+        "auto",
         description="where checkpoints are: on a network file system each read waits for an answer, and reads at most "
-        "64 KiB apart are merged (see [how that is chosen](architecture.md#small-reads))",
+        "64 KiB apart are merged (see [how that is chosen](architecture.md#small-reads)). auto: by the type of the "
+        "file system; NFS, Lustre, GPFS, CephFS, BeeGFS, SMB, 9p and FUSE are networks",
     )
     gap_kib: int | None = Field(
         None,

@@ -92,6 +92,7 @@ class LoadReport:
     global_steps: int = 0
     ranks: tuple[RankWork, ...] = ()  # what each rank of the job did, in rank order
     notes: tuple[str, ...] = ()
+    storage: str = ""  # where the files are: ``local (ext4)``, ``network (nfs4)``
     verified: Verified | None = None  # bytes compared with checksums in the files; ``None`` with ``"verify": "off"``
 
     def names(self, what: str) -> tuple[str, ...]:
@@ -113,6 +114,7 @@ class LoadReport:
         by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
         done = ", ".join(_shown(outcome) for outcome in self.outcomes if outcome.what == "restored")
         rows = [("from", f"{source.format} {source.folder}"), ("saved", f"{saved_topology(source)}{by}")]
+        rows[1:1] = [("storage", self.storage)] * bool(self.storage)
         rows += [("now", f"{now}, at step {self.global_steps}"), ("restored", done or "nothing")]
         for what in ("fresh", "skipped", "ignored"):
             rows += [(what, _shown(outcome)) for outcome in self.outcomes if outcome.what == what]

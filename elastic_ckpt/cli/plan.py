@@ -22,6 +22,7 @@ from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import saved_topology, size, source_dict, title
+from elastic_ckpt.storage import medium_of
 from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob, forecast
 
@@ -91,10 +92,11 @@ def plan(
     if rank is not None and rank >= topology.ranks:
         raise typer.BadParameter(f"{topology} has the ranks 0 to {topology.ranks - 1}", param_hint="--rank")
     ranks = [rank] if rank is not None else some_of(topology.ranks, topology.ranks if every else _MOST_BY_DEFAULT)
+    options = read_options(config, medium := medium_of(saved.folder, config.reading.storage))
     try:
         job = VirtualJob(metadata, topology, LoadOptions.of(config, optimizer_states=not weights_only))
         with tqdm(ranks, desc="planning", unit=" ranks", leave=False, disable=None) as bar:
-            found = [{"rank": each, **forecast(*job.planned(each), read_options(config))} for each in bar]
+            found = [{"rank": each, **forecast(*job.planned(each), options)} for each in bar]
     except ElasticCkptError as error:
         return refusal(error, EXIT_FOUND)
     if plot is not None:
@@ -104,7 +106,7 @@ def plan(
             remedy = "pip install elastic_ckpt[plots]"
             raise ConfigError("--plot needs matplotlib", found=str(error), remedy=remedy) from error
         draw(job, ranks, plot)
-    shown = document(job, found)
+    shown = {"storage": str(medium), **document(job, found)}
     if every or rank is not None:
         return Answer(shown, report(job, shown, in_detail=True))
     return Answer({key: value for key, value in shown.items() if key != "ranks"}, report(job, shown, in_detail=False))
@@ -143,7 +145,7 @@ def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[
     about = f"{source.format}, tag {source.tag}, {len(files)} files, {size(sum(file.nbytes for file in files))}"
     by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
     facts = [("checkpoint", escape(f"{source.folder} ({about})")), ("saved", escape(f"{saved_topology(source)}{by}"))]
-    facts += [("resumed", f"{job.topology}: {job.topology.ranks} ranks")]
+    facts += [("storage", shown["storage"]), ("resumed", f"{job.topology}: {job.topology.ranks} ranks")]
     if len(ranks) < job.topology.ranks:
         facts += [("planned", f"{len(ranks)} of them; --all plans every one")]
     facts += [("note", escape(note)) for note in notes[:_NOTES_SHOWN]]

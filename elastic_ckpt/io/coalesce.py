@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem
-from elastic_ckpt.storage import VIEW, is_url
+from elastic_ckpt.storage import VIEW
+from elastic_ckpt.storage.local import Medium
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,7 @@ _TASKS_OF_THREAD = 4
 #: Peak host memory per requantized element: bytes, index, value, scales, the scale's bounds, normalized value.
 _NBYTES_PER_ELEMENT = 48
 #: Bytes between two reads of a file that cost less than another call does (docs/architecture.md has the rule).
-_GAP_NBYTES = {"local": 0, "network": 64 << 10}
+_GAP_NBYTES = {"network": 64 << 10}
 
 
 class Unwanted(bytearray):
@@ -75,13 +76,13 @@ class ReadOptions:
         return max(min(self.requantize_nbytes // self.staging_buffers, self.chunk_nbytes), _LEAST_STAGED_NBYTES)
 
 
-def read_options(config: ElasticConfig) -> ReadOptions:
-    """The configured read options; of an object store, those of network file systems."""
-    reading, view = config.reading, VIEW.get()
-    storage = "network" if view is not None and is_url(view.root) else reading.storage
-    gap_nbytes = _GAP_NBYTES[storage] if reading.gap_kib is None else reading.gap_kib << 10
+def read_options(config: ElasticConfig, medium: Medium | None = None) -> ReadOptions:
+    """The configured read options; ``medium``: where the files are, by default on a disk unless configured."""
+    reading = config.reading
+    kind = reading.storage if medium is None else medium.kind
+    gap_nbytes = _GAP_NBYTES.get(kind, 0) if reading.gap_kib is None else reading.gap_kib << 10
     options = ReadOptions(reading.threads, staging_nbytes=reading.extra_memory_mib << 20, gap_nbytes=gap_nbytes)
-    if gap_nbytes or config.verify == "off" or view is not None:  # each read may be a request
+    if gap_nbytes or config.verify == "off" or VIEW.get() is not None:  # each read may be a request
         return options
     return replace(options, call_nbytes=SUMMED_AT_ONCE_NBYTES)
 

@@ -27,15 +27,15 @@ from elastic_ckpt.engines.coordinates import model_of_all
 from elastic_ckpt.engines.zero import select_adapter
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, MismatchError, PartialLoadError, SavedOverError
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
-from elastic_ckpt.io.coalesce import read_options
+from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, united
-from elastic_ckpt.storage import VIEW
-from elastic_ckpt.storage.local import look_again, moved
+from elastic_ckpt.storage import VIEW, medium_of
+from elastic_ckpt.storage.local import UNKNOWN, Medium, look_again, moved
 
 logger = logging.getLogger(__name__)
 #: One rank's work and pipeline stage, from one rank of each of several stages the outcomes there, and what it has read.
@@ -69,18 +69,20 @@ class RankPlan:
     may_differ: frozenset[str]  # the parameters that may; only ranks of their stage know
     notes: tuple[str, ...]
     runs_code: bool  # loads an lr scheduler's state, or those of DeepSpeed's own schedulers
+    medium: Medium = UNKNOWN  # where the files are
 
     @classmethod
-    def of(cls, plan: LoadPlan, mp_rank: int, config: ElasticConfig, runs_code: bool = False) -> RankPlan:
+    def of(cls, plan: LoadPlan, mp_rank: int, config: ElasticConfig, folder: str, runs_code: bool = False) -> RankPlan:
         """Check the files that a plan reads, and compare this rank's share of the replicas in them."""
         check_files(plan.reads)
-        differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
+        medium = medium_of(folder, config.reading.storage)
+        differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config, medium))
         look_again(reopen=False)
         shared = [(s.key, s.name, s.flat, s.numel, s.dtype) for s in plan.reads.targets if s.replicated]
         digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
         view = VIEW.get()
         notes = (*plan.notes, *(() if view is None else view.notes))
-        return cls(mp_rank, digest, differences, plan.may_differ, notes, runs_code)
+        return cls(mp_rank, digest, differences, plan.may_differ, notes, runs_code, medium)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Prepared:
     plan: LoadPlan
     host: training_state.TrainingStateCommit
     warnings: tuple[str, ...]
+    medium: Medium  # where the files are, for one rank at least
     runs_code: bool  # whether any rank loads the state of a scheduler; the others wait for it
 
 
@@ -130,13 +133,13 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": host.loads_scheduler}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             planned.append((plan, host, warnings))
-            return RankPlan.of(plan, at.mp_rank, config, host.runs_code)
+            return RankPlan.of(plan, at.mp_rank, config, found.folder, host.runs_code)
 
-        everybody, notes = agree_on_plans(make_plan, config)
+        everybody, notes, medium = agree_on_plans(make_plan, config)
         plan, host, warnings = planned[0]
         plan = replace(plan, notes=notes)
     runs_code = any(each.runs_code for each in everybody)
-    return Prepared(call, found, seconds, adapter, local_state, checkpoint, plan, host, warnings, runs_code)
+    return Prepared(call, found, seconds, adapter, local_state, checkpoint, plan, host, warnings, medium, runs_code)
 
 
 def adapter_of(engine: Any, with_states: bool) -> EngineAdapter:
@@ -167,12 +170,14 @@ def describe(select: Callable[[], EngineAdapter]) -> tuple[EngineAdapter, LocalS
     return adapter, replace(local_state, model=model_of_all(local_state.model, everybody))
 
 
-def agree_on_plans(make_plan: Callable[[], RankPlan], config: ElasticConfig) -> tuple[list[RankPlan], tuple[str, ...]]:
-    """The plans of all ranks, and their notes. Collective."""
+def agree_on_plans(
+    make_plan: Callable[[], RankPlan], config: ElasticConfig
+) -> tuple[list[RankPlan], tuple[str, ...], Medium]:
+    """The plans of all ranks, their notes, and where the files are: a network if any rank says so. Collective."""
     everybody = distributed.all_gather("plan the load", make_plan)
     _refuse_different_shares(everybody)
     with distributed.deterministic("judge copies of replicated parameters"):
-        return everybody, _notes(everybody, config)
+        return everybody, _notes(everybody, config), max(each.medium for each in everybody)
 
 
 def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -240,6 +245,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         ranks=tuple(work for work, *_ in everybody),
         notes=ready.plan.notes + ready.warnings,
         verified=verified,
+        storage=str(ready.medium),
     )
     if distributed.rank() == 0:
         publish(report, ready.warnings, call.config)
@@ -254,7 +260,8 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     source = ready.checkpoint.metadata.source
     # DeepSpeed rounds the masters of native checkpoints if states are left out, not those of universal ones
     exact_masters = ready.call.arguments.restores_states or not source.by_rank
-    read, received_nbytes, sums = overwrite(ready.adapter, plan, config, seconds, exact_masters)
+    options = read_options(config, ready.medium)
+    read, received_nbytes, sums = overwrite(ready.adapter, plan, config, options, seconds, exact_masters)
 
     def finish() -> _Done:
         with timed("commit", seconds):
@@ -270,18 +277,23 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     if sums is not None:
         with timed("verify", seconds):
             sums_of_all = [read for *_, read in everybody if read is not None]
-            verified = verify_reads(ready.checkpoint.metadata, sums_of_all, plan.reads, read_options(config))
+            verified = verify_reads(ready.checkpoint.metadata, sums_of_all, plan.reads, options)
     return everybody, verified
 
 
 def overwrite(
-    adapter: EngineAdapter, plan: LoadPlan, config: ElasticConfig, seconds: dict[str, float], exact_masters: bool
+    adapter: EngineAdapter,
+    plan: LoadPlan,
+    config: ElasticConfig,
+    options: ReadOptions,
+    seconds: dict[str, float],
+    exact_masters: bool,
 ) -> tuple[ReadStats, int, ReadSums | None]:
     """Read and broadcast tensors, and derive the weights from their masters. Collective.
 
     Returns what this rank read, the bytes that it received, and sums of what it read unless nothing is verified.
     """
-    options = replace(read_options(config), progress=None if config.report and distributed.rank() == 0 else False)
+    options = replace(options, progress=None if config.report and distributed.rank() == 0 else False)
     parts: list[ReadStats] = []
     sums = ReadSums(plan.reads.files) if config.verify != "off" else None
 

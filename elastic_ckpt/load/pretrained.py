@@ -37,7 +37,7 @@ from elastic_ckpt.load.flow import (
 from elastic_ckpt.load.verify_reads import verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import size
-from elastic_ckpt.storage.local import pinned
+from elastic_ckpt.storage.local import Medium, pinned
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class PretrainedLoad:
         with pinned(), collector_off(), distributed.together("load pretrained weights"):
             try:
                 adapter, local_state = describe(self._adapter)
-                plan, weights, files = self._prepare(local_state)
+                plan, weights, files, medium = self._prepare(local_state)
             except ElasticCkptError as first:
                 error = told_apart(first)
                 raise error from error.__cause__
             try:
-                nbytes = self._overwrite(adapter, plan, weights)
+                nbytes = self._overwrite(adapter, plan, weights, medium)
             except Exception as error:
                 cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
                 raise as_partial_load_error(cause) from cause
@@ -114,7 +114,7 @@ class PretrainedLoad:
             raise UnsupportedError(problem, remedy=remedy)
         return adapter_of(self.engine, with_states=False)
 
-    def _prepare(self, local_state: LocalState) -> tuple[LoadPlan, LiveWeights, list[WeightsFile]]:
+    def _prepare(self, local_state: LocalState) -> tuple[LoadPlan, LiveWeights, list[WeightsFile], Medium]:
         """Read the folder's metadata on one rank, plan on all. Collective; changes nothing."""
         arguments = self.folder, self.paths, self.config.trust_pickle
         files = distributed.broadcast("read the folder's metadata", lambda: read_weights(*arguments))
@@ -129,11 +129,11 @@ class PretrainedLoad:
             options = LoadOptions.of(config, optimizer_states=False, strict=False)
             plan = plan_load(weights.metadata, local_state, options)
             planned.append((plan, weights))
-            return RankPlan.of(plan, local_state.model.coordinates.mp_rank, self.config)
+            return RankPlan.of(plan, local_state.model.coordinates.mp_rank, self.config, files[0].path)
 
-        _, notes = agree_on_plans(make_plan, self.config)
+        _, notes, medium = agree_on_plans(make_plan, self.config)
         plan, weights = planned[0]
-        return replace(plan, notes=notes), weights, files
+        return replace(plan, notes=notes), weights, files, medium
 
     def _weights(self, files: Sequence[WeightsFile], local_state: LocalState) -> LiveWeights:
         """The folder's weights under live names. Local."""
@@ -161,15 +161,16 @@ class PretrainedLoad:
         """The names that the folder and the module lack, as ``from_pretrained`` reports them. Local."""
         return without_ignored(self.module, {*weights.missing}, {*weights.unexpected})
 
-    def _overwrite(self, adapter: EngineAdapter, plan: LoadPlan, weights: LiveWeights) -> int:
+    def _overwrite(self, adapter: EngineAdapter, plan: LoadPlan, weights: LiveWeights, medium: Medium) -> int:
         """Read, broadcast, commit and verify. Collective; returns the bytes that this rank read."""
         config = self.config
         if not any(file.records.offsets for file in weights.metadata.files):  # safetensors have no checksums
             config = config.model_copy(update={"verify": "off"})
+        options = read_options(config, medium)
         # as deepspeed.initialize, which makes masters of low-precision weights
-        read, _, sums = overwrite(adapter, plan, config, {}, exact_masters=False)
+        read, _, sums = overwrite(adapter, plan, config, options, {}, exact_masters=False)
         if sums is not None:
             mine = sums.sums, sums.nbytes
             everybody = distributed.all_gather("verify what was read", lambda: mine)
-            verify_reads(weights.metadata, everybody, plan.reads, read_options(config))
+            verify_reads(weights.metadata, everybody, plan.reads, options)
         return read.nbytes

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, Literal, NamedTuple, Protocol
 
 from elastic_ckpt.storage import local
 
@@ -106,13 +106,17 @@ def inherited() -> tuple[Callable[[], None], tuple[()]]:
 
 
 def _store_of(path: str) -> Store:
+    return _view_of(path) or local
+
+
+def _view_of(path: str) -> View | None:
     view = VIEW.get()
     while view is not None:
         path = absolute(path)
         if path == view.root or path.startswith(view.root.rstrip(os.sep) + os.sep):
             return view
         view = view.outer
-    return local
+    return None
 
 
 def is_url(path: str) -> bool:
@@ -170,8 +174,16 @@ def walk(folder: str) -> Iterator[tuple[str, local.Version]]:
 
 def copies_of(path: str) -> list[str]:
     """Where a file really is: the path of the copy that is read, then of others; the path itself if it has none."""
-    store = _store_of(path)
-    return [path] if store is local else store.copies_of(path)  # type: ignore[attr-defined]
+    view = _view_of(path)
+    return [path] if view is None else view.copies_of(path)
+
+
+def medium_of(path: str, asked: Literal["auto", "local", "network"]) -> local.Medium:
+    """Where a file or folder is: behind a network if it is in an object store, else as asked, or as the system says."""
+    view = _view_of(path)
+    if view is not None and is_url(view.root):
+        return local.Medium("network", "object store")
+    return local.medium_of(path) if asked == "auto" else local.Medium(asked, "as configured")
 
 
 def size_of(stream: BinaryIO) -> int:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import BinaryIO, NamedTuple
+from pathlib import Path
+from typing import BinaryIO, Literal, NamedTuple
 
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, SavedOverError, UnforeseenError, refuse_used_up
 
@@ -28,6 +30,10 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
+#: Types of file systems, as the kernel names them: those on which a read waits for a server, and known ones that are
+#: not of these.
+_NETWORK = re.compile(r"nfs\d?|lustre|gpfs|ceph|beegfs\w*|cifs|smb\d?|9p|afs|wekafs|panfs|dvs|virtiofs|fuse(\..*)?")
+_LOCAL = re.compile(r"ext\d|xfs|btrfs|zfs|f2fs|bcachefs|tmpfs|ramfs|overlay|fuseblk")
 
 
 def open_descriptor(path: str) -> int:
@@ -117,6 +123,47 @@ def folder_names(folder: str) -> list[str]:
     with named_os_errors(folder, "folder"), os.scandir(folder) as entries:
         # unlike its entry's is_dir, isdir takes a loop of links
         return [each.name for each in entries if (os.path.isdir(each.path) if each.is_symlink() else each.is_dir())]
+
+
+class Medium(NamedTuple):
+    """Where files are. The greatest of the media that ranks see is that of the job: a network's, if any is."""
+
+    kind: Literal["local", "network"]
+    name: str  # of the type of file system
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.name})"
+
+
+UNKNOWN = Medium("local", "unknown")
+
+
+def medium_of(path: str) -> Medium:
+    """Where a file or folder is; of one that is not there, where it would be."""
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        parent = os.path.dirname(os.path.abspath(path))
+        return medium_of(parent) if parent != path else UNKNOWN
+    try:
+        about, mounts = (Path(f"/proc/self/{name}").read_bytes() for name in (f"fdinfo/{descriptor}", "mountinfo"))
+    except OSError:
+        return UNKNOWN
+    finally:
+        os.close(descriptor)
+    mount = re.search(rb"^mnt_id:\s*(\d+)$", about, re.MULTILINE)
+    return medium_in(mounts.decode(errors="replace"), "" if mount is None else mount[1].decode())
+
+
+def medium_in(mounts: str, mount: str) -> Medium:
+    """The medium of a mount, by its number in the text of ``/proc/self/mountinfo``."""
+    of_each = (line.partition(" - ") for line in mounts.split("\n"))
+    name = next((about.split(" ")[0] for place, _, about in of_each if about and place.split(" ")[0] == mount), None)
+    if name is None:
+        return UNKNOWN
+    if _NETWORK.fullmatch(name):
+        return Medium("network", name)
+    return Medium("local", name if _LOCAL.fullmatch(name) else f"{name}, taken for a disk")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_o
 from elastic_ckpt.sharding.resolve import resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.sharding.specs import virtual_layouts
-from elastic_ckpt.storage import VIEW, seen_through
+from elastic_ckpt.storage import VIEW, medium_of, seen_through
 from elastic_ckpt.tools.opened import Folders, OpenedCheckpoint, config_of, open_checkpoint, open_folder, seen_together
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class LogicalReader:
         errors: dict[str, ElasticCkptError] | None = None,
     ) -> None:
         self.metadata, self.rules, self._policy = metadata, ShardingRules.of(config), config.replicated_params
-        self.options = options or read_options(config)
+        self.options = options or read_options(config, medium_of(metadata.source.folder, config.reading.storage))
         self.errors: Mapping[str, ElasticCkptError] = {} if errors is None else errors
         weights = (name for name, key in metadata.tensors if key in WEIGHTS)
         self._layouts = virtual_layouts(metadata, dict.fromkeys(weights), 1, self.rules, errors)

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.compare_replicas import Drift
-from elastic_ckpt.load.flow import RankPlan, _notes, _refuse_different_shares
+from elastic_ckpt.load.flow import RankPlan, _notes, _refuse_different_shares, agree_on_plans
+from elastic_ckpt.storage.local import Medium
 
 DRIFTED = Drift(ReplicaCheck("ema.weight", MASTER, 4, ()), copies=2, largest=0.5)
 #: The rank that compares a parameter's copies stands in another pipeline stage than those that know its rule.
@@ -38,6 +40,13 @@ def test_what_several_ranks_note_is_noted_once() -> None:
     alone = replace(HERE, differences=[])
     assert _notes([alone, alone], ElasticConfig()) == ("of this rank",)
     assert _notes([replace(alone, notes=())] * 2, ElasticConfig()) == ()
+
+
+def test_where_one_rank_sees_a_network_all_read_as_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [replace(HERE, differences=[], medium=Medium(*each)) for each in (("network", "nfs4"), ("local", "xfs"))]
+    monkeypatch.setattr(distributed, "all_gather", lambda doing, work: [work(), plans[0]])
+    *_, medium = agree_on_plans(lambda: plans[1], ElasticConfig())
+    assert str(medium) == "network (nfs4)"
 
 
 def test_ranks_of_other_stages_may_deal_out_other_tensors_and_no_others() -> None:

@@ -36,7 +36,7 @@ from elastic_ckpt.formats.universal import common_optimizer_state
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
-from elastic_ckpt.storage import inherited, open_stream
+from elastic_ckpt.storage import inherited, medium_of, open_stream
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import OpenedCheckpoint
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
@@ -67,7 +67,8 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
         why = "its model-states files do not list the parameters of the optimizer"
         raise _unconvertible(why, "universal", models[0])
     metadata = with_stacks(metadata)
-    reader = LogicalReader(metadata, opened.config, replace(read_options(opened.config), threads=1))
+    options = read_options(opened.config, medium_of(found.folder, opened.config.reading.storage))
+    reader = LogicalReader(metadata, opened.config, replace(options, threads=1))
     rules = known_specs(metadata, metadata.parameters, reader.rules)
     tensors = [tensor for tensor in reader.tensors.values() if tensor.name in metadata.parameters]
     tensors.sort(key=lambda tensor: -tensor.nbytes)  # so that no thread is left with a large one at the end
