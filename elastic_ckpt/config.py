@@ -24,7 +24,7 @@ VARIABLE = "ELASTIC_CKPT"
 Mode = Literal["auto", "require", "off"]
 #: Options that need not be at their default where DeepSpeed's own loader takes over, which ignores all.
 _FOR_ANY_LOADER = {"mode", "pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
-_FOR_ANY_LOADER |= {_SECRET := "storage_options"}  # whose values are never printed
+_FOR_ANY_LOADER |= {"sheet", _SECRET := "storage_options"}  # whose values are never printed
 #: A key of ``"states"`` about unknown states of at most so many elements.
 _THRESHOLD = re.compile(r"numel<=(\d{1,9})", re.ASCII)
 
@@ -106,6 +106,11 @@ class ElasticConfig(BaseModel):
         True,
         description="whether rank 0 prints the load report, and a progress bar on a terminal; or the path of a file to "
         "which it writes the report as JSON, too",
+    )
+    sheet: bool = Field(
+        True,
+        description="whether save_checkpoint writes a [resume sheet](resume-sheet.md) beside the tensors, and a load "
+        "compares it with the live run",
     )
     rename: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
         [],

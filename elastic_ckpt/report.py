@@ -93,6 +93,9 @@ class LoadReport:
     ranks: tuple[RankWork, ...] = ()  # what each rank of the job did, in rank order
     notes: tuple[str, ...] = ()
     storage: str = ""  # where the files are: ``local (ext4)``, ``network (nfs4)``
+    #: Of the resume sheet, on rank 0: in words, what of the run that saved goes on, and what is another now.
+    goes_on: str = ""
+    differs: tuple[str, ...] = ()
     verified: Verified | None = None  # bytes compared with checksums in the files; ``None`` with ``"verify": "off"``
 
     def names(self, what: str) -> tuple[str, ...]:
@@ -119,7 +122,8 @@ class LoadReport:
         for what in ("fresh", "skipped", "ignored"):
             rows += [(what, _shown(outcome)) for outcome in self.outcomes if outcome.what == what]
         rows += _work_rows(self.ranks) + ([] if self.verified is None else [("verified", str(self.verified))])
-        rows += [("note", note) for note in self.notes]
+        rows += [("note", note) for note in self.notes] + [("goes on", self.goes_on)] * bool(self.goes_on)
+        rows += [("differs", each) for each in self.differs]
         table = Table(title="elastic_ckpt: checkpoint restored", title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")

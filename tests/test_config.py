@@ -61,6 +61,7 @@ SET: dict[str, Any] = {
     "wait_for_files": 60,
     "reading": {"threads": 8, "storage": "network", "gap_kib": 64, "extra_memory_mib": 4},
     "report": "/logs/load.json",
+    "sheet": False,
     "rename": [("^old", "new")],
     "param_groups": "keep_live",
     "states": {"my_map": "replicated", "my_moment": "elementwise", "my_cache": "fresh", "numel<=256": "replicated"},
@@ -75,6 +76,7 @@ SET: dict[str, Any] = {
 }
 #: Options that change how elastic_ckpt reads and reports, and not what is restored.
 HOW = {"pretrained", "storage_options", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
+HOW |= {"sheet"}
 
 
 def test_every_option_can_be_set() -> None:

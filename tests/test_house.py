@@ -44,6 +44,7 @@ ASKS_THE_SYSTEM = {
     "load/nodes.py: machine.exists": "the machine's name, in /proc",
     "load/nodes.py: machine.read_text": "the machine's name, in /proc",
     "load/replicate.py: open": "writes a copy",
+    "load/resume_sheet.py: open": "writes the sheet",
     "load/installation/__init__.py: (file := Path(folder, _PTH)).is_file": "a file in site-packages",
     "load/installation/__init__.py: shutil.copyfile": "a file in site-packages",
     "tools/opened.py: path.read_text": "a DeepSpeed config",

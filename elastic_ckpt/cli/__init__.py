@@ -22,7 +22,7 @@ _MODULES = {
     "environment": ("disable", "doctor", "enable", "exec"),
     "inspect": ("inspect", "latest", "verify"),
     "plan": ("plan",),
-    "tensors": ("convert", "diff", "export"),
+    "tensors": ("convert", "diff", "explain", "export"),
 }
 #: Each command, and its module.
 COMMANDS = dict(sorted((name, module) for module, names in _MODULES.items() for name in names))

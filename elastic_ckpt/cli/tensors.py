@@ -1,4 +1,4 @@
-"""``elastic-ckpt convert``, ``export`` and ``diff``, which read whole tensors."""
+"""``elastic-ckpt convert``, ``export``, ``diff`` and ``explain``, which read whole tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from rich.markup import escape
 
 from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Replicated, Tag, reads_checkpoint, table
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.errors import shortened
 from elastic_ckpt.report import size
-from elastic_ckpt.tools.comparison import compare
+from elastic_ckpt.tools.comparison import compare, open_both
 from elastic_ckpt.tools.conversion import convert as convert_to_universal
+from elastic_ckpt.tools.explain import changes
+from elastic_ckpt.tools.explain import explain as explain_runs
 from elastic_ckpt.tools.export import Dtype
 from elastic_ckpt.tools.export import export as run_export
 from elastic_ckpt.tools.opened import open_folder, seen_together
@@ -121,13 +123,8 @@ def diff(config: ElasticConfig, a: _Checkpoint, b: _Checkpoint) -> Answer:
     Masters, optimizer states, buffers, frozen weights, steps, hyperparameters, counters and the lr scheduler. Exit
     code 1 where anything differs or is missing.
     """
-    notes: tuple[str, ...] = ()
     with seen_together(a, config), seen_together(b, config):
-        try:
-            first, second = (open_folder(path, None, config) for path in (a, b))
-        except MismatchError as error:  # states that only a load can name
-            first, second = (open_folder(path, None, config, with_states=False) for path in (a, b))
-            notes = (f"optimizer states are not compared: {error.problem} ({error.file})",)
+        first, second, notes = open_both(a, b, config)
         outcome = compare(first, second, config.reading.threads, None)
     outcome = replace(outcome, notes=(*outcome.notes, *notes))
     found, read = outcome.differences, f"({size(outcome.nbytes)} read)"
@@ -139,3 +136,33 @@ def diff(config: ElasticConfig, a: _Checkpoint, b: _Checkpoint) -> Answer:
     if len(found) > _SHOWN:
         parts.append(f"and {len(found) - _SHOWN} more: --json has all")
     return Answer(outcome, [*parts, *(f"note: {note}" for note in outcome.notes)], exit_code=EXIT_FOUND if found else 0)
+
+
+@reads_checkpoint("explain", epilog="Example: [bold]elastic-ckpt explain run resumed-run[/]", policy="first")
+def explain(
+    config: ElasticConfig,
+    a: _Checkpoint,
+    b: Annotated[str | None, typer.Argument(help="Of another run. Without it: what A changed on its way.")] = None,
+) -> Answer:
+    """Name the component in which a run deviates from another, or that it has changed on its way.
+
+    Weights, optimizer, lr, hyperparameters, batch, data order, RNG, precision, code versions: as tensors and resume
+    sheets tell. Of two runs, at the first step in common where anything deviates. Exit code 1 if anything does.
+    """
+    with seen_together(a, config), seen_together(b or a, config):
+        if b is None:
+            steps, changed = changes(a, config)
+            rows = [[f"{each.first} -> {each.second}", *map(escape, each.deviation)] for each in changed]
+            found = [table("What has changed", "steps", "component", "how", rows=rows)] if rows else ["nothing changed"]
+            sheets = f"steps with a resume sheet: {shortened(map(str, steps)) or 'none'}"
+            return Answer({"steps": steps, "changes": changed}, [sheets, *found], exit_code=EXIT_FOUND if rows else 0)
+        outcome = explain_runs(a, b, config)
+    verdict = f"nothing deviates at the steps {shortened(map(str, outcome.steps))}"
+    parts: list[RenderableType] = [f"note: {note}" for note in outcome.notes]
+    if outcome.step is not None:
+        verdict = f"at step {outcome.step}, the first of {len(outcome.steps)} in common where they deviate: "
+        verdict += ", ".join(outcome.named)
+        rows = [[*map(escape, each)] for each in outcome.deviations]
+        parts.insert(0, table("A -> B", "component", "how", rows=rows))
+    document = {"named": outcome.named, **vars(outcome)}
+    return Answer(document, [verdict, *parts], exit_code=0 if outcome.step is None else EXIT_FOUND)

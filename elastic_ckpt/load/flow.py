@@ -31,6 +31,7 @@ from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
 from elastic_ckpt.load.metadata import read_checkpoint
+from elastic_ckpt.load.resume_sheet import compare_run
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, united
@@ -234,6 +235,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
         raise as_partial_load_error(cause) from cause
     compat.record_counts(call.engine)
+    same, other = compare_run(call.engine, ready.found.folder) if _compares_run(call) else ("", ())
     of_stages = [outcomes for _, _, outcomes, _ in sorted(everybody, key=itemgetter(1)) if outcomes]
     call.engine.elastic_report = report = LoadReport(
         source=ready.checkpoint.metadata.source,
@@ -244,6 +246,8 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         global_steps=call.engine.global_steps,
         ranks=tuple(work for work, *_ in everybody),
         notes=ready.plan.notes + ready.warnings,
+        goes_on=same,
+        differs=other,
         verified=verified,
         storage=str(ready.medium),
     )
@@ -321,6 +325,10 @@ def _outcomes(ready: Prepared) -> tuple[Outcome, ...]:
     states = Outcome("optimizer states", "skipped", (), f"{asked}: left as they were; masters are the weights")
     others = ("param groups", "counters") if arguments.load_module_only else ("param groups",)
     return (*outcomes, states, *(Outcome(role, "skipped", (), f"{asked}: left as they were") for role in others))
+
+
+def _compares_run(call: LoadCall) -> bool:
+    return call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
 
 
 def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig) -> None:

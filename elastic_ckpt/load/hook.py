@@ -28,6 +28,7 @@ from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks, s
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
 from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
+from elastic_ckpt.load.resume_sheet import write_sheet
 from elastic_ckpt.patches import aligned_partitions, argument, pipeline_stages, unwrap, wrap
 from elastic_ckpt.storage import VIEW, exists, is_url, seen_through
 from elastic_ckpt.storage.local import look_again, pinned
@@ -40,6 +41,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 def patch_engine() -> None:
     """Patch ``DeepSpeedEngine``; see :func:`elastic_ckpt.install`. Idempotent."""
     wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
+    wrap(DeepSpeedEngine, "save_checkpoint", _save_checkpoint)
     wrap(DeepSpeedEngine, "__init__", _initialize)
     DeepSpeedEngine.elastic_report = None
     aligned_partitions.watch_alignment()
@@ -50,6 +52,7 @@ def patch_engine() -> None:
 def unpatch_engine() -> None:
     """Undo :func:`patch_engine`, unless another wrapper is around the patch."""
     if unwrap(DeepSpeedEngine, "load_checkpoint"):
+        unwrap(DeepSpeedEngine, "save_checkpoint")
         unwrap(DeepSpeedEngine, "__init__")
         del DeepSpeedEngine.elastic_report
         aligned_partitions.unwatch_alignment()
@@ -61,6 +64,14 @@ def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs
     """``DeepSpeedEngine.__init__``: with aligned partitions, if its config asks for them."""
     aligned_partitions.align_engine(argument(original, "config_class", (engine, *args), kwargs))
     original(engine, *args, **kwargs)
+
+
+def _save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedEngine.save_checkpoint``, and the resume sheet once it has ended."""
+    given = inspect.signature(original).bind(engine, *args, **kwargs)
+    result = original(engine, *args, **kwargs)
+    write_sheet(engine, given.arguments)
+    return result
 
 
 def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, MOST_TAG_NBYTES, read_latest
 from elastic_ckpt.storage import VIEW, absolute, is_url, local
@@ -126,7 +127,7 @@ class Nodes:
             tops = [folder] if self.every_tag or not tags else []
             for path in (*tops, *(os.path.join(folder, tag) for tag in tags)):
                 try:
-                    found = sorted(local.file_names(path))
+                    found = sorted(name for name in local.file_names(path) if not name.startswith(SHEET))  # comes last
                     sizes = [local.version_of(os.path.join(path, name)).nbytes for name in found if self.with_sizes]
                     names += [found, sizes]
                 except ElasticCkptError as error:

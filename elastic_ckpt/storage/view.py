@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, BinaryIO
 
+from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, ElasticCkptError, listed, shortened
 from elastic_ckpt.storage import VIEW, Entry, Ranges, View, absolute, is_url, local
 from elastic_ckpt.storage.digest import content_digest
@@ -29,7 +30,7 @@ REPLICAS = ".replicas"
 #: Bytes that one request for a small part of a file brings.
 _BUFFER_NBYTES = 1 << 16
 #: Written on every node, with what may differ there; of copies that do, the one that was written last is taken.
-ON_EVERY_NODE = re.compile(r"latest(_universal)?|(.*/)?mp_rank_\d+_model_states\.pt")
+ON_EVERY_NODE = re.compile(rf"latest(_universal)?|(.*/)?(mp_rank_\d+_model_states\.pt|{re.escape(SHEET)})")
 
 
 @dataclass(frozen=True)

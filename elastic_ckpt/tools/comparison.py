@@ -15,7 +15,7 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.core.values import left_in_file
-from elastic_ckpt.errors import ElasticCkptError, listed
+from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences, find_drift, united, without_untrained
 from elastic_ckpt.report import progress_bar
@@ -23,7 +23,7 @@ from elastic_ckpt.sharding.rules import Preset
 from elastic_ckpt.storage import inherited
 from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding
 from elastic_ckpt.tools.logical import LogicalReader
-from elastic_ckpt.tools.opened import OpenedCheckpoint
+from elastic_ckpt.tools.opened import OpenedCheckpoint, open_folder
 
 DIFFERS, MISSING = "differs", "missing"
 _MIB = 1 << 20
@@ -41,6 +41,7 @@ class Difference:
     max_abs: float | None = None  # largest difference; ``None`` if values cannot be subtracted
     at: tuple[int, ...] | None = None  # its index in the whole tensor
     differing: int = 0  # number of elements that differ
+    scale: float = 0.0  # largest absolute value of the first tensor, where they differ
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,17 @@ class Comparison:
     differences: tuple[Difference, ...]
     nbytes: int
     notes: tuple[str, ...] = ()
+
+
+def open_both(
+    first: str, second: str, config: ElasticConfig
+) -> tuple[OpenedCheckpoint, OpenedCheckpoint, tuple[str, ...]]:
+    """Two checkpoints, and a note if they are opened without optimizer states, which only a load can name."""
+    try:
+        return open_folder(first, None, config), open_folder(second, None, config), ()
+    except MismatchError as error:
+        left, right = (open_folder(path, None, config, with_states=False) for path in (first, second))
+        return left, right, (f"optimizer states are not compared: {error.problem} ({error.file})",)
 
 
 def compare(
@@ -116,7 +128,7 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
     if left.shape != right.shape:
         return Difference(*key, DIFFERS, f"shape {left.shape} and {right.shape}")
     step = 16 * _MIB // max(ITEMSIZE[left.dtype], ITEMSIZE[right.dtype])
-    worst, at, differing = 0.0, 0, 0
+    worst, at, differing, scale = 0.0, 0, 0, 0.0
     for start in range(0, left.numel, step):
         wanted = FlatRange(start, min(start + step, left.numel))
         values = [torch.empty(wanted.numel, dtype=getattr(torch, each.dtype)) for each in (left, right)]
@@ -126,14 +138,14 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
             continue
         same, apart = differences(*values)
         if count := int((~same).sum()):
-            differing += count
+            differing, scale = differing + count, max(scale, float(values[0].double().abs().nan_to_num().max()))
             index = int(apart.argmax())
             if (largest := float(apart.reshape(-1)[index])) >= worst:
                 worst, at = largest, start + index
     if differing:
         where = tuple(int(index) for index in torch.unravel_index(torch.tensor(at), left.shape)) if left.shape else ()
         of = f"{differing} of {left.numel} elements, at most {worst:.3g} apart, at {list(where)}"
-        return Difference(*key, DIFFERS, of, worst, where, differing)
+        return Difference(*key, DIFFERS, of, worst, where, differing, scale)
     return None if left.dtype == right.dtype else Difference(*key, DIFFERS, f"{left.dtype} and {right.dtype}", 0.0)
 
 

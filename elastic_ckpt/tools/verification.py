@@ -26,6 +26,7 @@ from isal import isal_zlib
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata, SourceFile
+from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError, UnsupportedError, listed
 from elastic_ckpt.formats import CheckpointInfo, naming
 from elastic_ckpt.formats.base import refuse_swapped
@@ -109,7 +110,7 @@ def verify(
     metadata, findings = read_metadata(found, config)
     files = files_by_kind(found)
     checked = files[OWN] | files[SWAPPED]
-    names = [os.path.relpath(path, found.folder) for path in files[OTHER]]
+    names = [name for path in files[OTHER] if (name := os.path.relpath(path, found.folder)) != SHEET]
     if others := [name for name in names if os.sep not in name and not name.endswith(".py")]:  # DeepSpeed's scripts
         findings.append(Finding(NOTE, "not-checked", f"files that are none of DeepSpeed's: {listed(others)}"))
     if metadata is not None:

@@ -61,6 +61,7 @@ def test_what_trains_is_deepspeeds_own(original: Any) -> None:
     after = everything()
     assert {key for key in after if after[key] is not before.get(key)} == {
         "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint",
+        "deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint",
         "deepspeed.runtime.engine.DeepSpeedEngine.__init__",
         "deepspeed.runtime.zero.partition_parameters.Init.__init__",
         "deepspeed.runtime.zero.partition_parameters.Init.__enter__",

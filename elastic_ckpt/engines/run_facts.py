@@ -1,0 +1,88 @@
+"""What a live engine's run is, as a :class:`ResumeSheet`. Local."""
+
+from __future__ import annotations
+
+import hashlib
+import numbers
+import os
+import platform
+import random
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from elastic_ckpt.core.resume_sheet import MOST_LOSSES, ResumeSheet
+from elastic_ckpt.engines import compat
+from elastic_ckpt.engines.coordinates import coordinates_of
+
+#: Packages of which a run's results may depend on the version, if it has imported them.
+_PACKAGES = ("torch", "deepspeed", "elastic_ckpt", "numpy", "transformers", "accelerate", "lightning", "bitsandbytes")
+_DIGEST_NBYTES, _MOST_SCRIPT_NBYTES = 8, 1 << 20
+
+
+def sheet_of(engine: Any, losses: Any = ()) -> ResumeSheet:
+    """The sheet of a live engine; ``losses``: what a script hands over as such."""
+    group = compat.partition_group(engine) if engine.zero_optimization_stage() == 3 else compat.dp_group_of(engine)
+    at = coordinates_of(engine, dist.get_world_size(group=group), dist.get_rank(group=group))
+    micro_batches = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+    groups = compat.base_optimizer(engine).param_groups if compat.has_optimizer(engine) else []
+    recent = list(losses)[-MOST_LOSSES:] if isinstance(losses, (list, tuple, deque)) else []
+    return ResumeSheet(
+        step=engine.global_steps,
+        world_size=dist.get_world_size(),
+        global_batch=micro_batches * at.data_degree,
+        precision="bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+        groups=[_numbers_in(group) for group in groups],
+        rng=_generators(),
+        versions=_versions(),
+        losses=[float(each) for each in recent if isinstance(each, numbers.Real)],
+    )
+
+
+def _numbers_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers among some values, and short lists of them; the count of steps is no setting."""
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()  # noqa: PLW2901  a learning rate, with some optimizers
+        elements = list(value) if isinstance(value, (list, tuple)) else [value]
+        plain = all(isinstance(each, numbers.Real) for each in elements) and len(elements) <= MOST_LOSSES
+        if plain and key not in ("params", "step") and not str(key).startswith("_"):
+            plain_values = [each if isinstance(each, bool | int) else float(each) for each in elements]
+            found[str(key)] = plain_values if isinstance(value, (list, tuple)) else plain_values[0]
+    return found
+
+
+def _generators() -> dict[str, str]:
+    """Digests of the states of this process's generators."""
+    _, keys, *others = np.random.get_state()
+    states = {
+        "python": repr(random.getstate()).encode(),
+        "numpy": repr((keys.tolist(), others)).encode(),  # type: ignore[union-attr]  it is the legacy form
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if (accelerator := get_accelerator()).device_name() != "cpu":
+        states[accelerator.device_name()] = accelerator.get_rng_state().cpu().numpy().tobytes()
+    return {key: _digest(state) for key, state in states.items()}
+
+
+@cache  # of one process
+def _versions() -> dict[str, str]:
+    modules = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+    versions = {"python": platform.python_version(), **{name: str(each) for name, each in modules.items() if each}}
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    with suppress(OSError, TypeError), open(script or "", "rb") as stream:
+        versions["script"] = f"{os.path.basename(script or '')} {_digest(stream.read(_MOST_SCRIPT_NBYTES))}"
+    return versions
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=_DIGEST_NBYTES).hexdigest()

@@ -1,0 +1,175 @@
+"""Which component of a run deviates from another run, and at which step; or what a run has changed on its way."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.metadata import WEIGHTS
+from elastic_ckpt.core.resume_sheet import (
+    BATCH,
+    COMPONENTS,
+    HYPERPARAMETERS,
+    LOSSES,
+    LR,
+    OPTIMIZER,
+    PRECISION,
+    RNG,
+    Deviation,
+    ResumeSheet,
+    compare_sheets,
+    in_order,
+)
+from elastic_ckpt.core.resume_sheet import WEIGHTS as MODEL_WEIGHTS
+from elastic_ckpt.errors import DamagedError, NotFoundError
+from elastic_ckpt.formats import CheckpointInfo
+from elastic_ckpt.formats.detect import global_steps, list_checkpoints
+from elastic_ckpt.formats.sheet import read_sheet
+from elastic_ckpt.report import saved_topology
+from elastic_ckpt.storage import absolute
+from elastic_ckpt.tools.comparison import Comparison, Difference, compare, open_both
+from elastic_ckpt.tools.opened import locate
+
+#: What follows from any of the components before.
+_EFFECTS = (MODEL_WEIGHTS, OPTIMIZER, LOSSES)
+#: Runs of other topologies round sums otherwise, and training adds to it: as much of a tensor's largest value.
+_ROUNDING = 1e-2
+#: What changes as a run goes on.
+_POSITIONS = ("samples_consumed", "documents_consumed")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What deviates, causes first, at the first common step where anything does."""
+
+    steps: tuple[int, ...]  # that both have
+    step: int | None = None  # ``None``: nothing deviates
+    deviations: tuple[Deviation, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def named(self) -> list[str]:
+        """The components to look at: causes, or where there are none, what has changed."""
+        found = list(dict.fromkeys(each.component for each in self.deviations))
+        return [each for each in found if each not in _EFFECTS] or found
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a run has changed between two of its steps."""
+
+    first: int
+    second: int
+    deviation: Deviation
+
+
+def explain(first: str, second: str, config: ElasticConfig) -> Explanation:
+    """Find the first step at which two runs deviate, and what of them.
+
+    Both are folders of runs, or of one tag. Of tensors, all are read at a few of the steps that both have.
+    Raises :class:`ElasticCkptError` if they have no step in common, or one cannot be read.
+    """
+    mine, others = (_by_step(folder, config) for folder in (first, second))
+    steps = sorted(mine.keys() & others.keys())
+    if not steps:
+        problem, remedy = "the two have no step in common", "give two tags of one step, or folders with such tags"
+        expected, found = f"one of the steps {sorted(mine)}", f"{sorted(others)} in {second}"
+        raise NotFoundError(problem, first, expected, found, remedy=remedy)
+
+    @cache
+    def at(step: int) -> Explanation:
+        deviations, notes = _deviations(mine[step], others[step], config)
+        return Explanation(tuple(steps), step if deviations else None, tuple(deviations), tuple(notes))
+
+    number = bisect_left(steps, True, key=lambda step: bool(at(step).deviations))
+    return at(steps[min(number, len(steps) - 1)])
+
+
+def changes(folder: str, config: ElasticConfig) -> tuple[list[int], list[Change]]:
+    """The steps of a run that have resume sheets, and what they tell to be another one from one to the next."""
+    sheets = {step: sheet for step, found in _by_step(folder, config).items() if (sheet := _sheet(found, []))}
+    found = []
+    for before, after in pairwise(sorted(sheets)):
+        kept = (_without_position(sheets[step]) for step in (before, after))
+        found += [
+            Change(before, after, each) for each in compare_sheets(*kept) if each.component not in (LR, RNG, LOSSES)
+        ]
+    return sorted(sheets), found
+
+
+def _sheet(found: CheckpointInfo, notes: list[str]) -> ResumeSheet | None:
+    """The sheet of a checkpoint; without one that can be read, a note."""
+    try:
+        sheet = read_sheet(found.folder)
+    except DamagedError as error:
+        sheet = None
+        notes.append(f"{error.problem}: {error.file}: {error.found}")
+    else:
+        notes += [f"no resume sheet is in {found.folder}"] if sheet is None else []
+    return sheet
+
+
+def _without_position(sheet: ResumeSheet) -> ResumeSheet:
+    data = {key: value for key, value in (sheet.data or {}).items() if key not in _POSITIONS}
+    return sheet.model_copy(update={"data": data})
+
+
+def _by_step(folder: str, config: ElasticConfig) -> dict[int, CheckpointInfo]:
+    """The checkpoints of a folder by step; of several of one step, the newest."""
+    path, by_step = absolute(folder), dict[int, CheckpointInfo]()
+    for found in list_checkpoints(path) or [locate(path, None, config.trust_pickle)]:
+        step = global_steps(found, config.trust_pickle)
+        if step is not None:
+            by_step.setdefault(step, found)
+    return by_step
+
+
+def _deviations(
+    first: CheckpointInfo, second: CheckpointInfo, config: ElasticConfig
+) -> tuple[list[Deviation], list[str]]:
+    notes: list[str] = []
+    left, right = (_sheet(each, notes) for each in (first, second))
+    found = compare_sheets(left, right) if left and right else []
+    *both, why_not = open_both(first.folder, second.folder, config)
+    outcome = compare(both[0], both[1], config.reading.threads)
+    topologies = {saved_topology(each.metadata.source) for each in both}
+    found += _of_tensors(outcome, {each.component for each in found}, len(topologies) > 1, notes)
+    notes += [*outcome.notes, *why_not]
+    if not any(each.component in _EFFECTS for each in found) and any(each.component == RNG for each in found):
+        found = [each for each in found if each.component != RNG]
+        notes.append("states of random generators differ, with no effect so far")
+    return in_order(found), notes
+
+
+def _of_tensors(outcome: Comparison, named: set[str], resharded: bool, notes: list[str]) -> Iterator[Deviation]:
+    """A deviation for each component in which tensors and other values differ, but for those that sheets have named."""
+    by_component: dict[str, list[Difference]] = {}
+    rounded = 0
+    for each in outcome.differences:
+        if resharded and each.max_abs is not None and 0 < each.max_abs <= _ROUNDING * each.scale:
+            rounded += 1
+        else:
+            by_component.setdefault(_component(each), []).append(each)
+    if rounded:
+        notes.append(f"{rounded} tensors differ by no more than other topologies round: {_ROUNDING:g} of their values")
+    for component in COMPONENTS:
+        if component not in named and (every := by_component.get(component)):
+            worst = max(every, key=lambda each: each.max_abs or 0.0)
+            yield Deviation(component, f"{len(every)} differ, such as {worst.name} {worst.key}: {worst.detail}")
+
+
+def _component(difference: Difference) -> str:
+    name, key = difference.name, difference.key
+    if key == "counter":
+        return OPTIMIZER if name == "skipped_steps" else BATCH
+    if name == "lr scheduler" or key == "lr":
+        return LR
+    if name.startswith("param group "):
+        return HYPERPARAMETERS
+    if difference.max_abs == 0.0:  # of another dtype, with the same values
+        return PRECISION
+    return MODEL_WEIGHTS if key in WEIGHTS else OPTIMIZER
