@@ -145,6 +145,7 @@ COVERED_BY = {
     "tools/test_fetch.py": "cli/fetch",
     "distributed/test_nodes.py": "load/replicate",
     "distributed/test_parallel.py": "megatron",
+    "distributed/test_resume_sheet.py": "engines/run_facts load/resume_sheet tools/explain",
     "distributed/test_pretrained.py": "load/pretrained load/pretrained_hook",
 }
 

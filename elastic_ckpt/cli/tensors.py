@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Replicated, Tag, reads_checkpoint, table
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.resume_sheet import Deviation
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.report import size
 from elastic_ckpt.tools.comparison import compare, open_both
@@ -152,7 +153,7 @@ def explain(
     with seen_together(a, config), seen_together(b or a, config):
         if b is None:
             steps, changed = changes(a, config)
-            rows = [[f"{each.first} -> {each.second}", *map(escape, each.deviation)] for each in changed]
+            rows = [[f"{each.first} -> {each.second}", *_words(each.deviation)] for each in changed]
             found = [table("What has changed", "steps", "component", "how", rows=rows)] if rows else ["nothing changed"]
             sheets = f"steps with a resume sheet: {shortened(map(str, steps)) or 'none'}"
             return Answer({"steps": steps, "changes": changed}, [sheets, *found], exit_code=EXIT_FOUND if rows else 0)
@@ -162,7 +163,10 @@ def explain(
     if outcome.step is not None:
         verdict = f"at step {outcome.step}, the first of {len(outcome.steps)} in common where they deviate: "
         verdict += ", ".join(outcome.named)
-        rows = [[*map(escape, each)] for each in outcome.deviations]
-        parts.insert(0, table("A -> B", "component", "how", rows=rows))
+        parts.insert(0, table("A -> B", "component", "how", rows=map(_words, outcome.deviations)))
     document = {"named": outcome.named, **vars(outcome)}
     return Answer(document, [verdict, *parts], exit_code=0 if outcome.step is None else EXIT_FOUND)
+
+
+def _words(deviation: Deviation) -> list[str]:
+    return [escape(deviation.component), escape(deviation.detail)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -47,7 +48,8 @@ class ResumeSheet(BaseModel):
     losses: list[float] = Field([], max_length=MOST_LOSSES)  # of the last steps, if the script hands them over
 
 
-class Deviation(NamedTuple):
+@dataclass(frozen=True)
+class Deviation:
     """A component that is another one in two runs, and how."""
 
     component: str

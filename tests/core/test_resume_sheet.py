@@ -51,7 +51,9 @@ SHEETS = st.builds(
 def test_no_clean_resume_is_accused(sheet: ResumeSheet, ranks: int, rounding: float, handed: int) -> None:
     """Of other ranks, through the file, with losses that are rounded otherwise, of which it may have fewer."""
     live = sheet.model_dump() | {"world_size": ranks}
-    live["losses"] = [loss * (1 + rounding) for loss in sheet.losses][len(sheet.losses) - min(handed, len(sheet.losses)) :]
+    live["losses"] = [loss * (1 + rounding) for loss in sheet.losses][
+        len(sheet.losses) - min(handed, len(sheet.losses)) :
+    ]
     resumed = ResumeSheet.model_validate(json.loads(json.dumps(live)))
     assert compare_sheets(sheet, resumed) == compare_sheets(resumed, sheet) == []
 
