@@ -63,10 +63,10 @@ def _numbers_in(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _generators() -> dict[str, str]:
     """Digests of the states of this process's generators."""
-    _, keys, *others = np.random.get_state()
+    of_numpy: Any = np.random.get_state()  # a name, an array, and numbers
     states = {
         "python": repr(random.getstate()).encode(),
-        "numpy": repr((keys.tolist(), others)).encode(),  # type: ignore[union-attr]  it is the legacy form
+        "numpy": of_numpy[1].tobytes() + repr(of_numpy[2:]).encode(),
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
     if (accelerator := get_accelerator()).device_name() != "cpu":
