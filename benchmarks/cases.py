@@ -29,10 +29,12 @@ class ModelSize:
 
 
 MODELS = {
+    "tiny": ModelSize(2, 24, 64, 16),
     "1M": ModelSize(2, 192, 512, 64),
     "30M": ModelSize(8, 512, 8192),
     "270M": ModelSize(20, 1024, 16384),
     "700M": ModelSize(24, 1536, 16384),
+    "1B": ModelSize(18, 2048, 49152),
 }
 
 

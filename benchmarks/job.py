@@ -154,6 +154,7 @@ def _turn(runner: Runner, key: str, kind: str, meter: Meter, history: History) -
 
 _JOBS = {"save": save, "convert": convert, "measure": measure, "flat_save": flat_save, "flat_load": flat_load}
 _JOBS["pretrained"] = lambda arguments: importlib.import_module("benchmarks.pretrained_jobs").pretrained(arguments)
+_JOBS["generate"] = lambda arguments: importlib.import_module("benchmarks.generated").generate(arguments)
 
 
 def main() -> int:
@@ -169,7 +170,11 @@ def main() -> int:
         importlib.import_module("torch._dynamo")  # DeepSpeed's initialize imports it
     gc.collect()
     gc.freeze()
-    ranks = {_fork(name, arguments, rank, len(logs), log) for rank, log in enumerate(logs)}
+    ranks = set[int]()
+    for rank, log in enumerate(logs):
+        ranks.add(_fork(name, arguments, rank, len(logs), log))
+        if arguments.get("one_by_one") and os.waitstatus_to_exitcode(os.waitpid(ranks.pop(), 0)[1]):
+            return 1
     while ranks:
         pid, status = os.wait()
         ranks.discard(pid)
@@ -195,6 +200,8 @@ def _fork(name: str, arguments: dict[str, Any], rank: int, world_size: int, log:
         os.dup2(stream, 1)
         os.dup2(stream, 2)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        if arguments.get("one_by_one"):
+            privates.believe_in_others(rank, world_size)
         if name != "convert":
             deepspeed.init_distributed("gloo")
         _JOBS[name](arguments)
