@@ -163,7 +163,7 @@ def _layouts_of(engine: Any, tp: int) -> dict[str, LiveShards]:
     owners = {
         id(tensor): type(module).__module__
         for module in engine.module.modules()
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        for tensor in (*module._parameters.values(), *module._buffers.values())
     }
     named = {name: param for param, name in engine.param_names.items()}
     buffers = dict(engine.module.named_buffers(remove_duplicate=False))

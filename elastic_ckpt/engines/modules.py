@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 
 from elastic_ckpt.core.flat_ranges import Placement
 from elastic_ckpt.core.read_plan import LoadPlan
@@ -18,20 +19,27 @@ from elastic_ckpt.engines.optimizers import StateSchema
 from elastic_ckpt.engines.zero import refuse_unwritable
 from elastic_ckpt.errors import UnsupportedError
 
+#: What can be loaded into, for those who give a module on the meta device.
+_ELSEWHERE = (
+    "the DeepSpeed configuration as ds_config, and buffers with memory, as accelerate.init_empty_weights has them"
+)
+
 
 class ModuleAdapter(EngineAdapter):
-    """Adapter of a module, whose parameters no optimizer owns yet.
+    """Adapter of a module, whose parameters no optimizer owns yet; ``ds_config``: of those on the meta device.
 
     Raises :class:`UnsupportedError` for parameters without memory, or in memory that cannot be written, for a process
     without process group, and for DeepSpeed's experts, which an engine distributes.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, ds_config: Mapping[str, Any] | None = None) -> None:
+        if ds_config is not None and dist.is_initialized():
+            _allocate_partitions(module, ds_config)
         params = {param: name for name, param in module.named_parameters()}
         without = [name for name, each in (*module.named_parameters(), *module.named_buffers()) if each.is_meta]
         for present, what, expected in (
             (not dist.is_initialized(), "a module in a process without process group", "deepspeed.init_distributed()"),
-            (without, "tensors on the meta device", 'a module built under "with deepspeed.zero.Init():"'),
+            (without, "tensors on the meta device", _ELSEWHERE),
             (any(isinstance(each, MoE) for each in module.modules()), "DeepSpeed's MoE layers", "their engine"),
         ):
             if present:
@@ -58,3 +66,18 @@ class ModuleAdapter(EngineAdapter):
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         for param in self._partitioned:  # hpZ's, from which the next forward pass would gather
             param.ds_secondary_tensor = None
+
+
+def _allocate_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
+    """Give parameters on the meta device memory for this rank's partition, as :class:`Init` would divide whole ones."""
+    init = Init(config_dict_or_path=dict(ds_config))
+    for param in [param for param in module.parameters() if param.is_meta]:
+        dtype = init.dtype if param.is_floating_point() else param.dtype
+        value, attributes = torch.empty(1, dtype=dtype, device=init.local_device), dict(vars(param))
+        torch.utils.swap_tensors(param, torch.nn.Parameter(value.expand(param.shape), param.requires_grad))
+        vars(param).update(attributes)
+        init._convert_to_deepspeed_param(param)
+        # DeepSpeed divides a copy of the whole parameter: of one value, which is everywhere in it
+        param.contiguous = partial(value.expand, param.numel())  # type: ignore[method-assign]
+        param.partition()  # type: ignore[attr-defined]
+        del param.contiguous

@@ -12,7 +12,7 @@ import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,12 +41,19 @@ def pretrained_model(module: Any) -> bool:
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
-def live_weights(metadata: CheckpointMetadata, module: Any, rules: Sequence[Any] | None = None) -> LiveWeights:
-    """The weights in ``metadata`` that a module has; ``rules``: instead of those that Transformers has for it. Local.
+def live_weights(
+    metadata: CheckpointMetadata,
+    module: Any,
+    rules: Sequence[Any] | None = None,
+    fqns: Mapping[str, str] = MappingProxyType({}),
+) -> LiveWeights:
+    """The weights in ``metadata`` that a module has, by FQN. Local.
 
+    ``rules``: instead of those that Transformers has for it; ``fqns``: of what the module calls by another name.
     Raises :class:`UnsupportedError` for a conversion that is no rearrangement of the saved elements.
     """
-    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    entries = module.state_dict(keep_vars=True).items()
+    state = {fqns.get(name, name): each for name, each in entries if isinstance(each, torch.Tensor)}
     saved = {name: tensor for (name, _), tensor in metadata.tensors.items()}
     found, unexpected, used = {name: saved[name] for name in saved if name in state}, saved.keys() - state.keys(), ()
     if pretrained_model(module):

@@ -144,7 +144,7 @@ runtime.fp16.loss_scaler:DynamicLossScaler
 runtime.zero.partition_parameters:Init
     ds_tensor ds_tensor.status ds_tensor.final_location ds_shape ds_numel ds_secondary_tensor ds_process_group
     all_gather(param_list) all_gather_coalesced(params)
-    pretrained weights: ds_status partition(param_list)
+    pretrained weights: ds_status partition(param_list) dtype local_device _convert_to_deepspeed_param(param)
     align_partitions: _padding_size(param) _partition_param(param) _aligned_size _dist_allgather_fn
 runtime.torch_autocast
     0.17.6, ZeRO-3: has_comm_dtype(param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,22 +23,27 @@ from elastic_ckpt.formats.safetensors import (
     read_indexed,
 )
 from elastic_ckpt.formats.torch_archive.tensors import OTHER_FORM, TensorRef
-from elastic_ckpt.storage import file_names
+from elastic_ckpt.storage import absolute, file_names, is_folder
 
 _INDEX_OF_ARCHIVES = ".bin.index.json"
 #: The files of which ``from_pretrained`` takes the first that is there.
 _CHOICES = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}", "pytorch_model.bin", f"pytorch_model{_INDEX_OF_ARCHIVES}")
 
 
-def read_weights(folder: str, paths: Sequence[str] | None, trust_pickle: bool) -> list[WeightsFile]:
+def read_weights(
+    folder: str, paths: Sequence[str] | None, trust_pickle: bool, tied: Collection[str] = ()
+) -> list[WeightsFile]:
     """What each file of a folder holds: of those that ``from_pretrained`` takes, unless ``paths`` names them. Local.
 
-    Raises :class:`NotFoundError` if there are none, :class:`DamagedError` if one is missing or damaged or the index
-    disagrees with them, :class:`UnsupportedError` or :class:`UnsafePickleError` for what cannot be read by its bytes.
+    ``tied``: names that an index may list though no file has them. Raises :class:`NotFoundError` if there are no
+    weights, :class:`DamagedError` if a file is missing or damaged or the index disagrees with them,
+    :class:`UnsupportedError` or :class:`UnsafePickleError` for what cannot be read by its bytes.
     """
     read = partial(_read_file, trust_pickle=trust_pickle)
     if paths is not None:
-        return [read(os.path.abspath(path)) for path in paths]
+        return [read(absolute(path)) for path in paths]
+    if not is_folder(folder):
+        raise no_folder(folder)
     names = set(file_names(folder))
     name = next((choice for choice in _CHOICES if choice in names), None)
     if name is None:
@@ -46,7 +51,7 @@ def read_weights(folder: str, paths: Sequence[str] | None, trust_pickle: bool) -
         expected, found = f"one of {', '.join(_CHOICES)}", f"{len(names)} other files"
         raise NotFoundError(problem, folder, expected, found, remedy=remedy)
     info = _info(folder)
-    return read_indexed(info, name, read) if name.endswith(".json") else [read(info.path(name))]
+    return read_indexed(info, name, read, tied) if name.endswith(".json") else [read(info.path(name))]
 
 
 def weights_metadata(folder: str, files: Sequence[WeightsFile]) -> CheckpointMetadata:
@@ -54,8 +59,15 @@ def weights_metadata(folder: str, files: Sequence[WeightsFile]) -> CheckpointMet
     return replace(metadata_of(_info(folder), files, owners(files)), aliases={})
 
 
+def no_folder(folder: str) -> NotFoundError:
+    """The error for what is no folder, such as a model's name or page on the hub."""
+    problem, expected = "there is no such folder", "a folder that save_pretrained wrote, or the URL of one (s3://...)"
+    remedy = 'of a model on the Hugging Face hub: huggingface_hub.snapshot_download("organization/model") returns one'
+    return NotFoundError(problem, folder, expected, remedy=remedy)
+
+
 def _info(folder: str) -> CheckpointInfo:
-    path = os.path.abspath(folder)
+    path = absolute(folder)
     return CheckpointInfo("safetensors", path, os.path.basename(path), sort_names((), is_universal=False))
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -142,9 +142,12 @@ def read_header(path: str) -> WeightsFile:
 
 
 def read_indexed(
-    found: CheckpointInfo, name: str, read: Callable[[str], WeightsFile] = read_header
+    found: CheckpointInfo,
+    name: str,
+    read: Callable[[str], WeightsFile] = read_header,
+    tied: Collection[str] = (),
 ) -> list[WeightsFile]:
-    """The files that an index names, which have the tensors that it names."""
+    """The files that an index names, which have the tensors that it names; but those that are ``tied``."""
     path = found.path(name)
     with named_errors(path, _EXPECTED), open_stream(path) as stream:
         index = parse_json(stream.read(_MOST_JSON_NBYTES))["weight_map"]
@@ -153,7 +156,7 @@ def read_indexed(
         if any(os.path.basename(file) != file for file in index.values()):
             raise ValueError("a file that is not in this folder")
     files = [read(found.path(file)) for file in sorted(set(index.values()))]
-    tied = {alias for file in files for alias in file.metadata}  # some indexes list them
+    tied = {*tied, *(alias for file in files for alias in file.metadata)}  # some indexes list them
     there = {(name, os.path.basename(file.path)) for file in files for name in file.tensors}
     differ = {name for name, _ in there.symmetric_difference(index.items())}
     differ -= tied - {name for name, _ in there}

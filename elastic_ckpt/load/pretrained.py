@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +20,12 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.adapter import EngineAdapter
+from elastic_ckpt.engines.coordinates import expert_fqns, stacked_experts
 from elastic_ckpt.engines.modules import ModuleAdapter
 from elastic_ckpt.engines.pretrained_names import LiveWeights, live_weights, mark_as_initialized, without_ignored
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.pickled import collector_off
-from elastic_ckpt.formats.pretrained import read_weights, weights_metadata
+from elastic_ckpt.formats.pretrained import no_folder, read_weights, weights_metadata
 from elastic_ckpt.formats.safetensors import WeightsFile
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.load.flow import (
@@ -34,10 +37,16 @@ from elastic_ckpt.load.flow import (
     overwrite,
     told_apart,
 )
+from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.verify_reads import verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import size
-from elastic_ckpt.storage.local import Medium, pinned
+from elastic_ckpt.storage import is_url
+from elastic_ckpt.storage.digest import content_digest
+from elastic_ckpt.storage.local import Medium, open_ranges, pinned, version_of
+
+#: Pages of models on the Hugging Face hub, which no object store has.
+_HUB = re.compile(r"hf://|https?://(www\.)?(huggingface\.co|hf\.co)(/|$)")
 
 
 @dataclass(frozen=True)
@@ -51,12 +60,19 @@ class PretrainedReport:
     seconds: float  # wall-clock
 
 
-def load_pretrained(model_or_engine: Any, folder: str | os.PathLike[str], *, strict: bool = False) -> PretrainedReport:
-    """Load the weights of a Hugging Face folder; every rank reads its own bytes. Collective.
+def load_pretrained(
+    model_or_engine: Any,
+    folder: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+    ds_config: Mapping[str, Any] | None = None,
+) -> PretrainedReport:
+    """Load the weights of a Hugging Face folder, or of a URL; every rank reads its own bytes. Collective.
 
     ``model_or_engine`` is a DeepSpeed engine of any ZeRO stage, whose masters become the weights' values and whose
-    optimizer states stay; or a module without engine, built under ``deepspeed.zero.Init`` or whole on every rank.
-    Weights get the names and the values that ``from_pretrained`` gives them; what the folder lacks keeps its values.
+    optimizer states stay; or a module without engine: built under ``deepspeed.zero.Init``, whole on every rank, or on
+    the meta device, where ``ds_config`` says how ZeRO-3 partitions what is allocated. Weights get the names and the
+    values that ``from_pretrained`` gives them; what the folder lacks keeps its values.
 
     Raises the same :class:`ElasticCkptError` on every rank: with ``strict``, :class:`MismatchError` if a name is on one
     side only. The weights are as they were unless it is a :class:`PartialLoadError`.
@@ -64,9 +80,11 @@ def load_pretrained(model_or_engine: Any, folder: str | os.PathLike[str], *, str
     engine = model_or_engine if isinstance(model_or_engine, DeepSpeedEngine) else None
     distributed.begin_load()
     with distributed.agree("read the configuration"):
-        config = read_config({} if engine is None else compat.ds_config(engine))
+        config = read_config(ds_config or {} if engine is None else compat.ds_config(engine))
+        if _HUB.match(os.fspath(folder)):
+            raise no_folder(os.fspath(folder))
     module = model_or_engine if engine is None else engine.module
-    return PretrainedLoad(engine, module, os.fspath(folder), config, strict).run()[0]
+    return PretrainedLoad(engine, module, os.fspath(folder), config, strict, ds_config=ds_config).run()[0]
 
 
 @dataclass
@@ -80,12 +98,16 @@ class PretrainedLoad:
     strict: bool = False
     paths: Sequence[str] | None = None  # of the folder's files, where known
     rules: Sequence[Any] | None = None  # of Transformers for names, where others than its own are asked for
+    ds_config: Mapping[str, Any] | None = None  # of a module on the meta device
 
     def run(self) -> tuple[PretrainedReport, LiveWeights]:
         """Describe, read metadata, plan, agree; then read, broadcast and commit. Collective."""
         started = time.perf_counter()
-        with pinned(), collector_off(), distributed.together("load pretrained weights"):
+        nodes = Nodes([self.folder], None, every_tag=True, options=self.config.storage_options)
+        with closing(nodes), pinned(), collector_off(), distributed.together("load pretrained weights"):
             try:
+                if is_url(self.folder):
+                    nodes.look("list the folder", lambda: None)
                 adapter, local_state = describe(self._adapter)
                 plan, weights, files, medium = self._prepare(local_state)
             except ElasticCkptError as first:
@@ -107,20 +129,19 @@ class PretrainedLoad:
 
     def _adapter(self) -> EngineAdapter:
         if self.engine is None:
-            return ModuleAdapter(self.module)
-        if self.engine.has_moe_layers:
-            problem = "pretrained weights cannot be loaded into DeepSpeed's layers of experts yet"
-            remedy = "load them before deepspeed.initialize, with the module's own load_state_dict"
+            return ModuleAdapter(self.module, self.ds_config)
+        if stacked_experts(self.engine):
+            problem = "pretrained weights cannot be loaded into the layers of experts that AutoEP has made"
+            remedy = "load them into the module before deepspeed.initialize, which makes these layers of its own"
             raise UnsupportedError(problem, remedy=remedy)
         return adapter_of(self.engine, with_states=False)
 
     def _prepare(self, local_state: LocalState) -> tuple[LoadPlan, LiveWeights, list[WeightsFile], Medium]:
         """Read the folder's metadata on one rank, plan on all. Collective; changes nothing."""
-        arguments = self.folder, self.paths, self.config.trust_pickle
+        tied = {name for names in local_state.model.ties.items() for name in (names[0], *names[1])}
+        arguments = self.folder, self.paths, self.config.trust_pickle, tied
         files = distributed.broadcast("read the folder's metadata", lambda: read_weights(*arguments))
-        if self.paths is not None:  # nodes may have caches of their own
-            own = map(os.path.abspath, self.paths)
-            files = [replace(file, path=path) for file, path in zip(files, own, strict=True)]
+        files = files if is_url(self.folder) else self._own(files)
         planned: list[tuple[LoadPlan, LiveWeights]] = []
 
         def make_plan() -> RankPlan:
@@ -135,10 +156,27 @@ class PretrainedLoad:
         plan, weights = planned[0]
         return replace(plan, notes=notes), weights, files, medium
 
+    def _own(self, files: Sequence[WeightsFile]) -> list[WeightsFile]:
+        """Rank 0's files where this rank has them: nodes may have caches of their own. Collective."""
+        own = [os.path.join(self.folder, os.path.basename(file.path)) for file in files]
+        own = [os.path.abspath(path) for path in self.paths or own]
+
+        def digests() -> tuple[str, list[bytes]]:
+            return self.folder, [content_digest(open_ranges(path), version_of(path).nbytes) for path in own]
+
+        everybody = distributed.all_gather("compare the files of all ranks", digests)
+        for rank, (folder, found) in enumerate(everybody):
+            if found != everybody[0][1]:
+                problem, remedy = "ranks have different files", "give every rank the same folder, or copies of it"
+                both = f"files as in {everybody[0][0]} on rank 0", f"others in {folder} on rank {rank}"
+                raise MismatchError(problem, folder, *both, remedy=remedy, rank=rank)
+        return [replace(file, path=path) for file, path in zip(files, own, strict=True)]
+
     def _weights(self, files: Sequence[WeightsFile], local_state: LocalState) -> LiveWeights:
         """The folder's weights under live names. Local."""
         model, metadata = local_state.model, rename_saved(weights_metadata(self.folder, files), self.config.rename)
-        weights = live_weights(metadata, self.module, self.rules)
+        fqns = {} if self.engine is None else expert_fqns(self.engine)
+        weights = live_weights(metadata, self.module, self.rules, fqns)
         saved = {name for name, _ in weights.metadata.tensors}
         ties = ({name, *others} for name, others in model.ties.items())
         tied = {name for names in ties if names & saved for name in names}
@@ -148,8 +186,12 @@ class PretrainedLoad:
             problem = "no weight of this folder is in the live model"
             expected, found = f"weights such as {listed(weights.missing)}", listed(weights.unexpected)
             raise MismatchError(problem, self.folder, expected, found, remedy="give the folder of this model")
-        lacking, foreign = self._reported(weights)
-        if self.strict and (lacking or foreign):
+        if self.ds_config is not None and (without := weights.missing & dict(self.module.named_parameters()).keys()):
+            problem, expected = "this folder lacks weights of a module that was on the meta device", "all parameters"
+            remedy = "give a folder that has all of them, or build the module under deepspeed.zero.Init"
+            raise MismatchError(problem, self.folder, expected, parameter=listed(without), remedy=remedy)
+        lacking, foreign = self._reported(weights) if self.strict else ((), ())
+        if lacking or foreign:
             problem = "model and folder do not have the same weights"
             expected = f"in the model but not in the folder: {listed(lacking)}"
             found = f"in the folder but not in the model: {listed(foreign)}"

@@ -16,13 +16,11 @@ from typing import Any
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from elastic_ckpt import distributed
-from elastic_ckpt.config import read_config
+from elastic_ckpt.config import ElasticConfig, read_config
 from elastic_ckpt.engines.pretrained_names import own_loaders
 from elastic_ckpt.errors import MismatchError, UnforeseenError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.load.pretrained import PretrainedLoad
 from elastic_ckpt.patches import unwrap, wrap
-from elastic_ckpt.storage.digest import content_digest
-from elastic_ckpt.storage.local import open_ranges, version_of
 
 logger = logging.getLogger(__name__)
 _MODELING = "transformers.modeling_utils"
@@ -70,20 +68,22 @@ def _load_pretrained_model(
     integration: Any = transformers.integrations.deepspeed
     if named or not integration.is_deepspeed_zero3_enabled():  # as of an adapter, some of whose weights are expected
         return own_way()
-    ds_config = integration.deepspeed_config()
+    ds_config, configs = integration.deepspeed_config(), list[ElasticConfig]()
     distributed.begin_load()
-    with distributed.agree("read the configuration"):
-        config = read_config(ds_config)
-    if config.mode == "off" or config.pretrained == "off":
+
+    def objection() -> str | None:
+        configs.append(read_config(ds_config).model_copy(update={"rename": []}))  # which is about checkpoints
+        if configs[0].mode == "off" or configs[0].pretrained == "off":
+            return ""
+        return next(_objections(model, state_dict, checkpoint_files, load_config, ds_config), None)
+
+    everybody = distributed.all_gather("read the configuration", objection)
+    why = next((each for each in everybody if each is not None), None)
+    if why == "":
         return own_way()
-    config = config.model_copy(update={"rename": []})  # which is about checkpoints
-    why = next(_objections(model, state_dict, checkpoint_files, load_config, ds_config), None)
-    seen = distributed.all_gather("compare the files of all ranks", lambda: (why, _digests(checkpoint_files)))
-    if len(set(seen)) > 1:
-        why = "ranks have different files"
     if why is None:
         folder = os.path.dirname(checkpoint_files[0])
-        load = PretrainedLoad(None, model, folder, config, paths=checkpoint_files, rules=load_config.weight_mapping)
+        load = PretrainedLoad(None, model, folder, configs[0], paths=checkpoint_files, rules=load_config.weight_mapping)
         try:
             _, weights = load.run()
         except _LEFT as error:
@@ -93,11 +93,6 @@ def _load_pretrained_model(
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves these weights to Transformers' own way: %s", why)
     return own_way()
-
-
-def _digests(files: Sequence[str] | None) -> tuple[bytes, ...]:
-    """What tells this rank's files from others', in order. Local."""
-    return tuple(content_digest(open_ranges(file), version_of(file).nbytes) for file in files or ())
 
 
 def _objections(

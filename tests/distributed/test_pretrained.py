@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections import ChainMap
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -14,7 +17,8 @@ import transformers
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
 from tests.distributed.pretrained_folders import MODELS, write
-from tests.distributed.pretrained_jobs import ENGINE, MODULE, Case
+from tests.distributed.pretrained_jobs import ENGINE, META, MODULE, Case
+from tests.storage.buckets import serve_bucket
 
 #: Where to: engines of each stage, and modules of ZeRO-3 before they have one.
 PLACES = [
@@ -26,6 +30,9 @@ PLACES = [
     (Setup(3), MODULE),
     (Setup(3, "bf16", zero=(("stage3_param_persistence_threshold", 0), ("sub_group_size", 150))), ENGINE),
 ]
+
+
+BY_URL = [(Setup(1), ENGINE), (Setup(3, "bf16"), META)]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +54,10 @@ def test_engines_and_modules_get_what_from_pretrained_makes(
         for number, place in enumerate(PLACES)
         if name in everywhere or number == (position + ranks) % len(PLACES)
     ]
+    if ranks > 1:  # what the folder lacks has no values there
+        names = ("llama", "mixtral") if ranks == 2 else ("gpt2", "qwen2_moe")
+        setups = (Setup(3), Setup(3, "bf16", zero=(("stage3_param_persistence_threshold", 0),)))
+        cases += [Case(str(folders[n]), MODELS[n].loaded, s, META) for n, s in zip(names, setups, strict=True)]
     found = launch(ranks, "pretrained_jobs.load", cases, timeout=500)
     assert len(found) == len(cases) * ranks
     assert not [each for each in found if each.differences]
@@ -79,20 +90,39 @@ def test_files_that_differ_between_ranks_names_of_checkpoints_and_adapters_are_n
     for path in other.glob("*.safetensors"):
         weights = safetensors.torch.load_file(path)
         safetensors.torch.save_file({key: 2 * value for key, value in weights.items()}, path, {"format": "pt"})
+    whole = shutil.copytree(llama, tmp_path / "whole", ignore=shutil.ignore_patterns("*safetensors*"))
+    shards = [safetensors.torch.load_file(path) for path in llama.glob("*.safetensors")]
+    safetensors.torch.save_file(dict(ChainMap(*shards)), whole / "model.safetensors", {"format": "pt"})
     adapter = tmp_path / "adapter"
     base = transformers.LlamaForCausalLM.from_pretrained(llama)
     peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(adapter)
     rename = (("elastic_checkpoint", {"rename": [["layers\\.0\\.", "layers.9."]]}),)
     cases = {
         "ranks": Case(str(llama), name, Setup(3), elsewhere=str(other)),
+        "numbers": Case(str(llama), name, Setup(3), elsewhere=str(whole)),
         "renamed": Case(str(llama), name, Setup(3, config=rename)),
         "adapter": Case(str(adapter), name, Setup(3)),
     }
     found = launch(2, "pretrained_jobs.hooked", list(cases.values()))
     for each, what in zip(found, [*cases, *cases], strict=True):
         assert not each.differences, (what, each.differences)
-        assert each.loads == ([] if what == "ranks" else [str(llama)]), (what, each.loads)
-    assert any("ranks have different files" in line for line in found[0].said)
+        assert each.loads == ([] if what in ("ranks", "numbers") else [str(llama)]), (what, each.loads)
+        kept = [keys for keys in each.expected_keys if keys is not None]
+        assert len(kept) == (what == "adapter") and all("lora" in key for keys in kept for key in keys), (what, kept)
+    assert [sum("ranks have different files" in line for line in each.said) for each in found[:2]] == [1, 1]
+
+
+def test_folders_in_object_stores_are_loaded(launch: Launch, folders: dict[str, Path]) -> None:
+    with serve_bucket() as bucket:
+        bucket.put(folders["llama"], "models/llama")
+        url, config = "s3://bucket/models/llama", (("elastic_checkpoint", {"storage_options": bucket.options}),)
+        llama, kind = str(folders["llama"]), MODELS["llama"].loaded
+        cases = [Case(llama, kind, replace(setup, config=config), into, url=url) for setup, into in BY_URL]
+        found = launch(2, "pretrained_jobs.load", cases)
+        away = Case(llama, kind, replace(Setup(1), config=config), url="s3://bucket/models/gone")
+        (gone, _) = launch(2, "pretrained_jobs.refused", [away])
+    assert not [each for each in found if each.differences]
+    assert gone.kinds[:1] == ("NotFoundError",) and "no weights" in "".join(gone.texts)
 
 
 def damaged(source: Path, folder: Path) -> dict[str, tuple[Path, str, str]]:
@@ -125,12 +155,23 @@ def damaged(source: Path, folder: Path) -> dict[str, tuple[Path, str, str]]:
 
 def test_wrong_folders_are_errors_that_change_nothing(launch: Launch, folders: dict[str, Path], tmp_path: Path) -> None:
     llama, gpt2 = folders["llama"], folders["gpt2"]
-    wrong = damaged(llama, tmp_path)
+    wrong: dict[str, tuple[Path | str, str, str]] = {**damaged(llama, tmp_path)}
     wider = transformers.LlamaConfig.from_pretrained(llama, hidden_size=32, head_dim=4)
     wider.save_pretrained(tmp_path / "wider")
     wrong["wider"] = llama, "MismatchError", "differs"
     wrong["strict"] = folders["llama, prefix added"], "MismatchError", "do not have the same weights"
-    wrong["tied"] = gpt2, "", "loaded without an error"  # what is tied is not missing
+    tied = shutil.copytree(gpt2, tmp_path / "tied")
+    names = safetensors.torch.load_file((tied / "model.safetensors").rename(tied / "part.safetensors"))
+    index = {"weight_map": dict.fromkeys([*names, "lm_head.weight"], "part.safetensors")}
+    (tied / "model.safetensors.index.json").write_text(json.dumps(index))
+    wrong["tied"] = tied, "", "loaded without an error"  # what is tied is not missing, though the index lists it
+    wrong["hub id"] = "organization/model", "NotFoundError", "no such folder"
+    wrong["page"] = "https://huggingface.co/organization/model", "NotFoundError", "snapshot_download"
+    twice = shutil.copytree(llama, tmp_path / "twice")
+    for path in twice.glob("*.safetensors"):
+        weights = safetensors.torch.load_file(path)
+        safetensors.torch.save_file({key: 2 * value for key, value in weights.items()}, path, {"format": "pt"})
+    wrong["other files"] = llama, "MismatchError", f"others in {twice} on rank 1"
     configs = {"wider": tmp_path / "wider", "tied": gpt2}
     classes = {"tied": "GPT2LMHeadModel"}
     cases = [
@@ -140,6 +181,7 @@ def test_wrong_folders_are_errors_that_change_nothing(launch: Launch, folders: d
             Setup(3),
             config=str(configs.get(what, llama)),
             strict=True,
+            elsewhere=str(twice) if what == "other files" else "",
         )
         for what, (folder, _, _) in wrong.items()
     ]
