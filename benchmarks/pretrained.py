@@ -1,7 +1,7 @@
 """``python -m benchmarks.pretrained``: pretrained weights into ZeRO-3 partitions, against ``from_pretrained``.
 
 What is measured is the load of the weights alone, without the model's construction: the floor (``preadv`` of the same
-bytes by the same ranks), elastic_ckpt, and Transformers' own way.
+bytes by the same ranks), elastic_ckpt, Transformers' own way, and torch.distributed.checkpoint into FSDP2.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -39,33 +40,36 @@ def medians(points: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float
 
 @app.command()
 def main(
-    params: Annotated[str, typer.Option(help=f"Size: {', '.join(SIZES)}.")] = "240M",
+    params: Annotated[list[str], typer.Option(help=f"Sizes: {', '.join(SIZES)}.")] = [*SIZES],  # noqa: B006
     ranks: Annotated[list[int], typer.Option(help="Ranks that load; may be given several times.")] = [2, 4],  # noqa: B006
     repeats: Annotated[int, typer.Option(min=1, help="Rounds that count, after one that does not.")] = 5,
     out: Annotated[Path, typer.Option(help="Folder for results and weights.")] = Path("benchmark_results"),
     extensions: Annotated[Path | None, typer.Option(help="TORCH_EXTENSIONS_DIR; in --out by default.")] = None,
 ) -> None:
     """Measure the load of a Llama's bf16 weights: seconds, and how far each rank's memory rises."""
-    from benchmarks.pretrained_jobs import save_pretrained  # noqa: PLC0415  Transformers takes seconds to import
-
     console = Console(width=None if Console().is_terminal else 120)
     launcher = Launcher(out / "logs", extensions or out / "extensions")
-    folder = (out / "pretrained" / params).absolute()
-    if not (folder / "config.json").exists():
-        process = multiprocessing.get_context("spawn").Process(target=save_pretrained, args=(folder, *SIZES[params]))
-        process.start()
-        process.join()
-    table, documents, load = Table("ranks", "", "seconds", "peak MiB", title=f"{params}, medians"), [], os.getloadavg()
-    for count in ranks:
-        measured = out / "measured.json"
+    table, documents, load = Table("parameters", "ranks", "", "seconds", "peak MiB"), [], os.getloadavg()
+    for size, count in product(params, ranks):
+        folder, measured = (out / "pretrained" / size).absolute(), out / "measured.json"
+        if not (folder / "config.json").exists():
+            _save(folder, size)
         job = {"folder": str(folder), "repeats": repeats, "out": str(measured.absolute())}
         launcher.run(count, "pretrained", job, 1800)
         points = json.loads(measured.read_text(encoding="utf-8"))
-        documents += [{"ranks_of_job": count, **point} for point in points]
+        documents += [{"params": size, "ranks_of_job": count, **point} for point in points]
         for contender, (seconds, peak) in medians(points).items():
-            table.add_row(str(count), contender, f"{seconds:.2f}", f"{peak:,.0f}")
-    write_document(out, "pretrained", documents, params=params, repeats=repeats, load_average=round(load[0], 1))
+            table.add_row(size, str(count), contender, f"{seconds:.2f}", f"{peak:,.0f}")
+    write_document(out, "pretrained", documents, repeats=repeats, load_average=round(load[0], 1))
     console.print(table)
+
+
+def _save(folder: Path, size: str) -> None:
+    from benchmarks.pretrained_jobs import save_pretrained  # noqa: PLC0415  Transformers takes seconds to import
+
+    process = multiprocessing.get_context("spawn").Process(target=save_pretrained, args=(folder, *SIZES[size]))
+    process.start()
+    process.join()
 
 
 if __name__ == "__main__":

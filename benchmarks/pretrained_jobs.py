@@ -8,13 +8,18 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 import elastic_ckpt
@@ -22,7 +27,7 @@ from benchmarks.floor import extents_of, read_extents, record_plan
 from benchmarks.meter import Meter, settle
 from elastic_ckpt.config import CONFIG_KEY, read_config
 
-FLOOR, OURS, THEIRS = "floor", "elastic_ckpt", "from_pretrained"
+FLOOR, OURS, THEIRS, DCP = "floor", "elastic_ckpt", "from_pretrained", "torch.distributed.checkpoint into FSDP2"
 
 
 def save_pretrained(folder: Path, hidden_size: int, layers: int) -> None:
@@ -48,8 +53,8 @@ def pretrained(arguments: dict[str, Any]) -> None:
         pass
     meter, folder, points = Meter(cold=False), Path(arguments["folder"]), []
     for number in range(arguments["repeats"] + 1):
-        for contender in (OURS, FLOOR, THEIRS) if number % 2 else (THEIRS, OURS, FLOOR):
-            mine = _measure(contender, meter, folder)
+        for contender in (OURS, FLOOR, DCP, THEIRS) if number % 2 else (THEIRS, DCP, OURS, FLOOR):
+            mine = (_measure_dcp if contender == DCP else partial(_measure, contender))(meter, folder)
             everybody: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everybody, mine)
             points += [{"contender": contender, "round": number, "ranks": everybody}] if number else []
@@ -84,6 +89,25 @@ def _measure(contender: str, meter: Meter, folder: Path) -> dict[str, Any]:
     del model, ds_config
     settle()
     return {**asdict(costs[-1]), "owned_nbytes": owned_nbytes}
+
+
+def _measure_dcp(meter: Meter, folder: Path) -> dict[str, Any]:
+    """The reader of Hugging Face folders of torch.distributed.checkpoint, into parameters that FSDP2 has sharded."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    model.to_empty(device="cpu")
+    state = model.state_dict()
+    owned_nbytes = sum(tensor.to_local().zero_().nbytes for tensor in state.values())  # touched, as partitions are
+    reader = HuggingFaceStorageReader(str(folder))
+    cost = meter.measure(lambda: dcp.load(state, storage_reader=reader, no_dist=False), folder, 0)
+    del model
+    state.clear()
+    settle()
+    return {**asdict(cost), "owned_nbytes": owned_nbytes}
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import export
+from benchmarks import export, pretrained
 from benchmarks.cases import CONTENDERS, RESUME, TOUCHED, Case
 from benchmarks.flat_cases import PARAMETERS, growth
 from benchmarks.results import CaseResult, Target, find, is_floor, summarize, targets
@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False)
 _REPO = Path(__file__).parents[1]
 RESULTS = _REPO / "benchmarks" / "results"
 #: Files that benchmarks write, and that are checked in.
-DOCUMENTS = ("results", "flat", "metadata", "scale", "collectives", "gaps", "export")
+DOCUMENTS = ("results", "flat", "metadata", "scale", "collectives", "gaps", "export", "pretrained")
 CHART = _REPO / "docs" / "benchmark_270M.png"
 #: A section of a page is between these lines.
 BEGIN, END = "<!-- written by python -m benchmarks.report: {} -->", "<!-- end of {} -->"
@@ -148,6 +148,20 @@ def export_section(measured: Measured) -> str:
     return table and f"{table} Load average {measured['export']['load_average'][1]}."
 
 
+def pretrained_section(measured: Measured) -> str:
+    """Pretrained weights into memory that a model has."""
+    document = measured["pretrained"]
+    rows: list[Sequence[str]] = [("parameters, ranks", "", "seconds", "times the floor", "peak MiB")]
+    points = document.get("points", ())
+    for size, ranks in dict.fromkeys((point["params"], point["ranks_of_job"]) for point in points):
+        found = pretrained.medians([p for p in points if (p["params"], p["ranks_of_job"]) == (size, ranks)])
+        for contender, (seconds, peak) in found.items():
+            ratio = f"{seconds / found['floor'][0]:.1f}"
+            rows.append((f"{size}, {ranks}", contender, f"{seconds:.2f}", ratio, f"{peak:,.0f}"))
+    table = _with_origin(measured, "pretrained", rows)
+    return table and f"{table} Load average {document['load_average']}."
+
+
 def _with_origin(measured: Measured, name: str, rows: Sequence[Sequence[str]]) -> str:
     return f"{_markdown(rows)}\n\n{measured.origin(name)}" if measured[name] else ""
 
@@ -161,6 +175,7 @@ SECTIONS: Mapping[str, Callable[[Measured], str]] = {
     "collectives": collectives_section,
     "gaps": gaps_section,
     "export": export_section,
+    "pretrained": pretrained_section,
 }
 
 
