@@ -12,7 +12,17 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.storage import absolute, exists, file_names, folder_names, is_folder, modified, open_stream, size_of
+from elastic_ckpt.storage import (
+    absolute,
+    copies_of,
+    exists,
+    file_names,
+    folder_names,
+    is_folder,
+    modified,
+    open_stream,
+    size_of,
+)
 from elastic_ckpt.storage.local import named_os_errors
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -136,7 +146,7 @@ def read_latest(load_dir: str, latest: str) -> str | None:
 
 def _misled(load_dir: str, latest: str, named: str) -> NotFoundError:
     """The error for a ``latest`` file that leads to no checkpoint."""
-    path, shown = os.path.join(load_dir, latest), repr(named)[:200]
+    path, shown = copies_of(os.path.join(load_dir, latest))[0], repr(named)[:200]
     wanted, tag = f"the tag {shown} that {path} names", named[:200] or None
     if not named:
         wanted = f"the name of a tag in {path}, which is empty"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 #: Field of :class:`FolderFiles` -> names of its files, with their ranks, layers and experts.
@@ -45,6 +46,12 @@ class FolderFiles:
     expert_optimizers: dict[tuple[int, int], str] = field(default_factory=dict)  # (expert-parallel rank, mp rank)
     copies: dict[str, str] = field(default_factory=dict)  # of other data-parallel writers -> what they are copies of
     by_fast_writer: bool = False  # has names that only the ``fast`` writer gives, which DeepSpeed does not find
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All of them."""
+        kinds = (self.optimizer, self.model, self.model_zero3, self.layers, self.experts, self.expert_optimizers)
+        return frozenset(chain(self.copies, *(kind.values() for kind in kinds)))
 
     @property
     def of_experts(self) -> tuple[str, ...]:

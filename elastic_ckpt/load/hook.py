@@ -210,7 +210,9 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
                 screen_folder(here, own_files)
         if own_files and (view := VIEW.get()) is not None:
             with distributed.agree("compare the copies of the checkpoint's files"):
-                view.compare_copies(found.folder, distributed.rank(), distributed.world_size())
+                below = (path for path, _ in view.walk(found.folder) if os.path.dirname(path) != found.folder)
+                paths = sorted({*map(found.path, found.files.names), *below})  # not what users put beside them
+                view.compare_copies(paths[distributed.rank() :: distributed.world_size()])
     if not own_files:
         try:
             if others := call.arguments.others:

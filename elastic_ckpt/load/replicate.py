@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -87,6 +88,8 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
     meant = (os.path.normpath(str(tag)), copies, keep)
 
     def begin() -> tuple[Node, bytes, tuple[str, int, int | None]]:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ConfigError("this is no folder", None, "the folder that save_checkpoint was given", repr(folder))
         place, name = os.path.abspath(folder), meant[0]
         numbers = [copies] if keep is None else [copies, keep]
         if not all(type(number) is int and number >= 1 for number in numbers):
@@ -163,6 +166,7 @@ class _Pull(threading.Thread):
         try:
             for path, _ in walk(os.path.join(self._folder, self._tag)):
                 if os.path.relpath(path, self._folder) not in self._wanted:  # of an older save, or cut short
+                    self._refuse_links(path)
                     os.unlink(path)
             for name in sorted(self._wanted, key=lambda name: name == LATEST):  # which comes last
                 source, number, entry = self._wanted[name]
@@ -170,8 +174,10 @@ class _Pull(threading.Thread):
                     self._copy(source, number, entry)
         except ElasticCkptError as error:
             self.error = error
-        except OSError as error:  # such as a full disk
-            found, remedy = f"{type(error).__name__}: {error.strerror}", "free memory there, or keep fewer tags"
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free memory there, or keep fewer tags" if is_full else "remove what is there, and replicate again"
+            found = f"{type(error).__name__}: {error.strerror}"
             self.error = UnforeseenError("a copy could not be written", error.filename, found=found, remedy=remedy)
         finally:
             self._peers.close()
@@ -180,6 +186,7 @@ class _Pull(threading.Thread):
         path = os.path.normpath(os.path.join(self._folder, entry.name))
         if not path.startswith(os.path.join(self._folder, "")):
             raise DamagedError("a listing names a file that is not below its folder", path)
+        self._refuse_links(path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         partial, crc32 = f"{path}.{secrets.token_hex(4)}{_PARTIAL}", 0
         buffer = memoryview(bytearray(min(_CHUNK_NBYTES, entry.nbytes)))
@@ -199,6 +206,12 @@ class _Pull(threading.Thread):
         finally:
             with suppress(OSError):  # it has its name
                 os.unlink(partial)
+
+    def _refuse_links(self, path: str) -> None:
+        """Raise :class:`ConfigError` unless a path leads to where it says, below the folder that has the replicas."""
+        place, folder = os.path.dirname(self._folder), os.path.dirname(path)
+        if os.path.realpath(folder) != os.path.join(os.path.realpath(place), os.path.relpath(folder, place)):
+            raise ConfigError("replicate does not follow links", folder, "a folder", "a link", remedy="remove it")
 
 
 class _Prune:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import BinaryIO, Literal, NamedTuple, Protocol
@@ -73,8 +73,8 @@ class View(Store, Protocol):
     def copies_of(self, path: str) -> list[str]:
         """See :func:`copies_of`."""
 
-    def compare_copies(self, folder: str, share: int, shares: int) -> None:
-        """Look at a share of a folder's files; :class:`ConflictingCopiesError` for one of which copies differ."""
+    def compare_copies(self, paths: Iterable[str]) -> None:
+        """Look at some files; :class:`ConflictingCopiesError` for one of which copies differ."""
 
     def summary(self, folder: str) -> str:
         """How many files of a folder are where."""

@@ -85,9 +85,10 @@ class LocalRanges:
 
 def walk(folder: str, on_error: Callable[[OSError], object] | None = None) -> Iterator[tuple[str, Version]]:
     """Every file below a folder, with its version. Links are followed; ``on_error``: of what cannot be listed."""
-    walked = set[str]()
+    walked, top = set[str](), os.path.realpath(folder)
     for inside, folders, names in os.walk(folder, onerror=on_error, followlinks=True):
-        if (itself := os.path.realpath(inside)) in walked:  # links may form a circle
+        itself = os.path.realpath(inside)
+        if itself in walked or top.startswith(os.path.join(itself, "")):  # links may form a circle, or lead far up
             folders.clear()
             continue
         walked.add(itself)

@@ -13,8 +13,9 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from itertools import chain
 from typing import Any, BinaryIO
 
@@ -29,8 +30,9 @@ from elastic_ckpt.storage.remote import RemoteFolder
 REPLICAS = ".replicas"
 #: Bytes that one request for a small part of a file brings.
 _BUFFER_NBYTES = 1 << 16
+_LATEST = "latest"
 #: Written on every node, with what may differ there; of copies that do, the one that was written last is taken.
-ON_EVERY_NODE = re.compile(rf"latest(_universal)?|(.*/)?(mp_rank_\d+_model_states\.pt|{re.escape(SHEET)})")
+ON_EVERY_NODE = re.compile(rf"{_LATEST}(_universal)?|(.*/)?(mp_rank_\d+_model_states\.pt|{re.escape(SHEET)})")
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class FolderView:
         mine: which of them is this process's.
         peers: connections to the other nodes; ``None`` if there are none.
         choices: of files of which the copies are tried one after another, which one is to be read.
+        in_order: whether the folders are in an order of preference; else they are nodes'.
         remotes: those of the folders that are in object stores, by their places in the order of preference; one
             listing, of no node, has their files.
     """
@@ -117,11 +120,12 @@ class FolderView:
         peers: Peers | None = None,
         choices: Mapping[str, int] | None = None,
         remotes: Mapping[int, RemoteFolder] | None = None,
+        in_order: bool = True,
     ) -> None:
         self.outer: View | None = VIEW.get()
         self.root, self.notes, self._listings, self._mine, self._peers = root, list[str](), listings, mine, peers
         self.copies: dict[str, list[Copy]] = {}  # of each file, by preference
-        self._choices, self._remotes = choices or {}, remotes or {}
+        self._choices, self._remotes, self._in_order = choices or {}, remotes or {}, in_order
         self._names: dict[str, dict[str, bool]] = {"": {}}  # by folder: each name in it, and whether that is a folder
         self._chosen: dict[str, Copy] = {}
         self._digests: dict[Copy, bytes] = {}
@@ -147,9 +151,9 @@ class FolderView:
         paths = (name for name, copies in self.copies.items() if any(copy.path == path for copy in copies))
         return name if (name := self._name(path)) in self.copies else next(paths, None)
 
-    def compare_copies(self, folder: str, share: int, shares: int) -> None:
+    def compare_copies(self, paths: Iterable[str]) -> None:
         """See :meth:`elastic_ckpt.storage.View.compare_copies`."""
-        for path, _ in list(self.walk(folder))[share::shares]:
+        for path in paths:
             self._choose(path)
 
     def copies_of(self, path: str) -> list[str]:
@@ -201,12 +205,15 @@ class FolderView:
         other = next((copy for copy in copies[1:] if not self._is_same(first, copy)), None)
         if other is not None and not ON_EVERY_NODE.fullmatch(name):
             problem = "there are different files under one name, so that this is no one save"
-            remedy = "remove the folder of another run or an older save, take another tag, or wait until the file is "
-            remedy += "written"
+            remedy = "remove the copy that is of another run or an older save, or cut short, take another tag, or wait "
+            remedy += "until the file is written"
             raise ConflictingCopiesError(problem, path, self.described(first), self.described(other), remedy=remedy)
         if other is not None:
-            newest = max(copies, key=lambda copy: copy.entry.mtime_ns)
-            self.notes.append(f"copies of {name} differ: the newest was taken, {self.described(newest)}")
+            is_any = not self._in_order or name.startswith(_LATEST)  # else of those that the first folder has
+            rivals = [copy for copy in copies if is_any or copy.level == first.level]
+            newest = max(rivals, key=lambda copy: copy.entry.mtime_ns)
+            which = "newest" if other in rivals else "first folder's"
+            self.notes.append(f"copies of {name} differ: the {which} was taken, {self.described(newest)}")
             return newest
         best = [copy for copy in copies if copy.level == first.level]
         return next((copy for copy in best if copy.node == self._mine), best[self._mine % len(best)])
@@ -239,7 +246,8 @@ class FolderView:
 
     def described(self, copy: Copy) -> str:
         """A copy, for people."""
-        written = f"{copy.nbytes} bytes written {copy.entry.mtime_ns / 1e9:.3f} s after 1970"
+        when = datetime.fromtimestamp(copy.entry.mtime_ns / 1e9, timezone.utc)
+        written = f"{copy.nbytes} bytes written {when:%Y-%m-%d %H:%M:%S.%f} UTC"
         node = self._listings[copy.node].node
         return f"{written} in {os.path.dirname(copy.path)}" + (f" on {node}" if node else "")
 

@@ -70,7 +70,8 @@ def seen_together(folders: Folders, config: ElasticConfig | None = None) -> Iter
     stored = tuple(tuple(remotes[level].entries()) if level in remotes else () for level in range(len(paths)))
     listings = [list_folders("", paths)] if len(remotes) < len(paths) else []
     listings += [NodeListing("", tuple(paths), stored)] if remotes else []
-    with seen_through(FolderView(paths[0], listings, -1 if len(remotes) == len(paths) else 0, remotes=remotes)):
+    mine = -1 if len(remotes) == len(paths) else 0
+    with seen_through(FolderView(paths[0], listings, mine, remotes=remotes, in_order=False)):
         try:
             yield paths[0]
         except ElasticCkptError as error:

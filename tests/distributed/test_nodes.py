@@ -160,6 +160,7 @@ def odd_things(disks: Path) -> None:
     run = disks / "a" / "run"
     os.mkfifo(run / "step4" / "pipe")
     (run / "step4" / "around").symlink_to(run)
+    (run / "step4" / "far").symlink_to("/")
     (run / "loop").symlink_to(run / "loop")
     (run / "gone").symlink_to("nothing")
     for each in disks.glob("*/run"):
@@ -324,6 +325,8 @@ def test_at_the_same_topology_nothing_is_left_to_a_loader_that_compares_less(
         flip_bit(f"{prefix}zero_pp_rank_1_mp_rank_00_optim_states.pt", "exp_avg", 0.5)(
             memory / setup.name / "b" / "run"
         )
+        for node in FOUR:  # which no loader reads
+            (memory / setup.name / node / "run" / "step4" / "log.pt").write_text(node)
     same = [{"folder": str(memory / setup.name), "setup": setup, "nodes": FOUR} for setup in MEMORY]
     found = launch(4, "node_jobs.load_on_nodes", same)
     assert_exact(found, 4 * len(MEMORY))

@@ -57,6 +57,23 @@ def test_what_a_link_leads_to_is_never_removed(memory: Path, tmp_path_factory: p
     assert tags(elsewhere) == ["step1"] and list((elsewhere / "step1").iterdir())
 
 
+@pytest.mark.parametrize("link", [".replicas/step4", ".replicas/step4/inside"])
+def test_nothing_is_removed_or_written_through_a_link(memory: Path, link: str, tmp_path_factory: Any) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "file.pt").touch()
+    (memory / link).parent.mkdir(exist_ok=True)
+    (memory / link).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="does not follow links"):
+        replicate(memory, "step4").wait()
+    assert [path.name for path in elsewhere.iterdir()] == ["file.pt"]
+
+
+@pytest.mark.parametrize("folder", [None, 5, ["run"]], ids=repr)
+def test_what_is_no_path_is_refused(folder: Any) -> None:
+    with pytest.raises(ConfigError, match="this is no folder"):
+        replicate(folder, "step4")
+
+
 def test_what_is_no_checkpoint_stays(memory: Path) -> None:
     (memory / "logs").mkdir()
     (memory / "logs" / "events").touch()

@@ -25,9 +25,9 @@ def write(folder: Path, name: str, content: bytes, mtime: int = 1000) -> None:
     os.utime(folder / name, (mtime, mtime))
 
 
-def alone(*folders: Path, root: Path) -> FolderView:
+def alone(*folders: Path, root: Path, in_order: bool = False) -> FolderView:
     """Several folders of one node, seen as ``root``."""
-    return FolderView(str(root), [list_folders("here", [str(folder) for folder in folders])])
+    return FolderView(str(root), [list_folders("here", [str(folder) for folder in folders])], in_order=in_order)
 
 
 def content_of(view: FolderView, name: str) -> bytes:
@@ -113,6 +113,15 @@ def test_of_what_is_on_every_node_the_newest_is_taken_and_told(tmp_path: Path, n
     assert len(view.notes) == 1 and name in view.notes[0] and str(tmp_path / "b") in view.notes[0]
 
 
+@pytest.mark.parametrize("name", ["step4/mp_rank_01_model_states.pt", "mp_rank_00_model_states.pt"])
+def test_a_folder_to_fall_back_on_has_only_what_the_first_lacks(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a", name, b"step4", 1000)
+    write(tmp_path / "b", name, b"step2", 2000)  # copied there since
+    view = alone(tmp_path / "a", tmp_path / "b", root=tmp_path, in_order=True)
+    assert content_of(view, name) == b"step4"
+    assert "first folder's was taken" in view.notes[0] and str(tmp_path / "a") in view.notes[0]
+
+
 @pytest.mark.parametrize("name", ["zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_00-model_00-model_states.pt"])
 def test_files_of_one_rank_are_never_taken_for_copies(tmp_path: Path, name: str) -> None:
     write(tmp_path / "a", name, b"step2", 1000)
@@ -192,6 +201,7 @@ def test_links_to_one_folder_are_tags_of_their_own_and_circles_end(tmp_path: Pat
     write(tmp_path, "step4/x.pt", b"x")
     (tmp_path / "best").symlink_to("step4")
     (tmp_path / "step4" / "around").symlink_to(tmp_path)
+    (tmp_path / "step4" / "far").symlink_to("/")
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "step4" / "pipe")
     (entries,) = list_folders("here", [str(tmp_path)]).entries
