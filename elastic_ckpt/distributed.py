@@ -21,7 +21,7 @@ from datetime import timedelta
 from itertools import accumulate, count
 from typing import Any, TypeVar
 
-from elastic_ckpt.errors import CommunicationError, ElasticCkptError, UnforeseenError
+from elastic_ckpt.errors import CommunicationError, ConfigError, ElasticCkptError, UnforeseenError
 
 T = TypeVar("T")
 #: Bytes of a message that travel with its length: at most, of all ranks together, and at least.
@@ -41,12 +41,24 @@ _loads = count(1)
 #: Key in the store of the first failure in this load that no collective can tell the other ranks of. One for the whole
 #: load: a rank may be past a broadcast in which another has failed, and must still find it.
 _key = "elastic_ckpt/failure/0"
+_loading = threading.RLock()
 
 
 def begin_load() -> None:
     """Leave behind what ranks posted in earlier loads: torchrun's store outlives a group. Called by every rank."""
     global _key  # noqa: PLW0603
     _key = f"elastic_ckpt/failure/{next(_loads)}"
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Refuse a load in another thread while one runs: ranks could not tell which collectives belong together. Local."""
+    if not _loading.acquire(blocking=False):
+        raise ConfigError("another load of this process has not ended", remedy="load one engine after the other")
+    try:
+        yield
+    finally:
+        _loading.release()
 
 
 def rank() -> int:

@@ -13,18 +13,8 @@ from elastic_ckpt.errors import shortened
 #: The sheet's file in the folder of a tag; how much of it is read, and how many losses are in it.
 SHEET, MOST_SHEET_NBYTES, MOST_LOSSES = "elastic_resume.json", 1 << 20, 64
 #: Components of a run, causes before what follows from them.
-CODE, PRECISION, BATCH, DATA, LR, HYPERPARAMETERS, RNG, WEIGHTS, OPTIMIZER, LOSSES = (
-    "code versions",
-    "precision",
-    "batch",
-    "data order",
-    "lr",
-    "hyperparameters",
-    "RNG",
-    "weights",
-    "optimizer",
-    "losses",
-)
+CODE, PRECISION, BATCH, DATA, LR = "code versions", "precision", "batch", "data order", "lr"
+HYPERPARAMETERS, RNG, WEIGHTS, OPTIMIZER, LOSSES = "hyperparameters", "RNG", "weights", "optimizer", "losses"
 COMPONENTS = (CODE, PRECISION, BATCH, DATA, LR, HYPERPARAMETERS, RNG, WEIGHTS, OPTIMIZER, LOSSES)
 #: Losses of two runs are alike up to this fraction: other ranks sum in another order.
 _ROUNDING = 1e-3

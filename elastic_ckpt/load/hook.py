@@ -74,6 +74,7 @@ def _save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     return result
 
 
+@distributed.one_at_a_time()
 def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Decide, the same way on every rank, who loads; then load."""
     given = inspect.signature(original).bind(engine, *args, **kwargs)

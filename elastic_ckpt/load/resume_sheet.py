@@ -60,7 +60,8 @@ def compare_run(engine: Any, folder: str) -> tuple[str, tuple[str, ...]]:
             return "", (f"not compared: the resume sheet is one of step {saved.step}",)
         live = sheet_of(engine)
         found = [each for each in compare_sheets(saved, live) if each.component not in (RNG, LOSSES)]
-        return goes_on(saved, live, found), tuple(map(str, found))
+        # no control characters of the file
+        return goes_on(saved, live, found), tuple(str(each).encode("unicode_escape").decode() for each in found)
     except Exception as error:  # what was loaded is right without it
         logger.warning("elastic_ckpt could not compare the resume sheet of %s: %s", folder, error)
         return "", ()

@@ -9,22 +9,9 @@ from functools import cache
 from itertools import pairwise
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.metadata import WEIGHTS
-from elastic_ckpt.core.resume_sheet import (
-    BATCH,
-    COMPONENTS,
-    HYPERPARAMETERS,
-    LOSSES,
-    LR,
-    OPTIMIZER,
-    PRECISION,
-    RNG,
-    Deviation,
-    ResumeSheet,
-    compare_sheets,
-    in_order,
-)
-from elastic_ckpt.core.resume_sheet import WEIGHTS as MODEL_WEIGHTS
+from elastic_ckpt.core import metadata
+from elastic_ckpt.core import resume_sheet as of_run
+from elastic_ckpt.core.resume_sheet import Deviation, ResumeSheet, compare_sheets
 from elastic_ckpt.errors import DamagedError, NotFoundError
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.detect import global_steps, list_checkpoints
@@ -35,10 +22,11 @@ from elastic_ckpt.tools.comparison import Comparison, Difference, compare, open_
 from elastic_ckpt.tools.opened import locate
 
 #: What follows from any of the components before.
-_EFFECTS = (MODEL_WEIGHTS, OPTIMIZER, LOSSES)
+_EFFECTS = (of_run.WEIGHTS, of_run.OPTIMIZER, of_run.LOSSES)
 #: Runs of other topologies round sums otherwise, and training adds to it: as much of a tensor's largest value.
 _ROUNDING = 1e-2
 #: What changes as a run goes on.
+_GO_ON = (of_run.LR, of_run.RNG, of_run.LOSSES)
 _POSITIONS = ("samples_consumed", "documents_consumed")
 
 
@@ -95,9 +83,7 @@ def changes(folder: str, config: ElasticConfig) -> tuple[list[int], list[Change]
     found = []
     for before, after in pairwise(sorted(sheets)):
         kept = (_without_position(sheets[step]) for step in (before, after))
-        found += [
-            Change(before, after, each) for each in compare_sheets(*kept) if each.component not in (LR, RNG, LOSSES)
-        ]
+        found += [Change(before, after, each) for each in compare_sheets(*kept) if each.component not in _GO_ON]
     return sorted(sheets), found
 
 
@@ -139,10 +125,10 @@ def _deviations(
     topologies = {saved_topology(each.metadata.source) for each in both}
     found += _of_tensors(outcome, {each.component for each in found}, len(topologies) > 1, notes)
     notes += [*outcome.notes, *why_not]
-    if not any(each.component in _EFFECTS for each in found) and any(each.component == RNG for each in found):
-        found = [each for each in found if each.component != RNG]
+    if not any(each.component in _EFFECTS for each in found) and any(each.component == of_run.RNG for each in found):
+        found = [each for each in found if each.component != of_run.RNG]
         notes.append("states of random generators differ, with no effect so far")
-    return in_order(found), notes
+    return of_run.in_order(found), notes
 
 
 def _of_tensors(outcome: Comparison, named: set[str], resharded: bool, notes: list[str]) -> Iterator[Deviation]:
@@ -156,7 +142,7 @@ def _of_tensors(outcome: Comparison, named: set[str], resharded: bool, notes: li
             by_component.setdefault(_component(each), []).append(each)
     if rounded:
         notes.append(f"{rounded} tensors differ by no more than other topologies round: {_ROUNDING:g} of their values")
-    for component in COMPONENTS:
+    for component in of_run.COMPONENTS:
         if component not in named and (every := by_component.get(component)):
             worst = max(every, key=lambda each: each.max_abs or 0.0)
             yield Deviation(component, f"{len(every)} differ, such as {worst.name} {worst.key}: {worst.detail}")
@@ -165,11 +151,11 @@ def _of_tensors(outcome: Comparison, named: set[str], resharded: bool, notes: li
 def _component(difference: Difference) -> str:
     name, key = difference.name, difference.key
     if key == "counter":
-        return OPTIMIZER if name == "skipped_steps" else BATCH
+        return of_run.OPTIMIZER if name == "skipped_steps" else of_run.BATCH
     if name == "lr scheduler" or key == "lr":
-        return LR
+        return of_run.LR
     if name.startswith("param group "):
-        return HYPERPARAMETERS
+        return of_run.HYPERPARAMETERS
     if difference.max_abs == 0.0:  # of another dtype, with the same values
-        return PRECISION
-    return MODEL_WEIGHTS if key in WEIGHTS else OPTIMIZER
+        return of_run.PRECISION
+    return of_run.WEIGHTS if key in metadata.WEIGHTS else of_run.OPTIMIZER
