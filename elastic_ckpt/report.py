@@ -49,6 +49,18 @@ class ReadStats:
 
 
 @dataclass(frozen=True)
+class Requests:
+    """What was asked of object stores."""
+
+    count: int = 0
+    nbytes: int = 0  # of the answers
+    repeated: int = 0  # of these, those that failed and were made again
+
+    def __add__(self, other: Requests) -> Requests:
+        return Requests(self.count + other.count, self.nbytes + other.nbytes, self.repeated + other.repeated)
+
+
+@dataclass(frozen=True)
 class RankWork:
     """What one rank did."""
 
@@ -59,6 +71,7 @@ class RankWork:
     seconds: dict[str, float]  # wall-clock, by phase
     blocks: int = 0  # 8-bit blocks of the rank's states
     files_read: int = 0  # that tensors were read from
+    requests: Requests | None = None  # for listings, metadata and tensors; ``None``: nothing is in an object store
 
 
 @dataclass(frozen=True)
@@ -196,6 +209,12 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
     opened, files = sum(work.files_opened for work in ranks), _span([work.files_read for work in ranks], "{:,}".format)
     rows = [("files", f"{opened:,} opened for metadata, {files} read per rank")]
     rows += [("read per rank", _span([work.read.nbytes for work in ranks], size))]
+    if asked := [work.requests for work in ranks if work.requests is not None]:
+        counts, sizes = ([getattr(each, name) for each in asked] for name in ("count", "nbytes"))
+        again = (
+            f"; {repeated:,} of all failed and were repeated" if (repeated := sum(e.repeated for e in asked)) else ""
+        )
+        rows += [("requests per rank", f"{_span(counts, '{:,}'.format)}, for {_span(sizes, size)}{again}")]
     received = [work.nbytes_received for work in ranks]
     rows += [("received per rank", _span(received, size))] if any(received) else []
     if blocks := sum(work.blocks for work in ranks):

@@ -194,6 +194,7 @@ def test_json_has_everything_and_can_be_read_back() -> None:
             "seconds": {"read": 1.5},
             "blocks": 0,
             "files_read": 0,
+            "requests": None,
         }
     ]
     assert (read["zero_stage"], read["live"]["partition_degree"], read["rank"], read["global_steps"]) == (1, 4, 0, 7)

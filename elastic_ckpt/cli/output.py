@@ -103,7 +103,7 @@ def reads_checkpoint(
             overrides = {"tp_preset": preset, "trust_pickle": trust_pickle, "replicated_params": replicated}
             try:
                 options = config_of(config, **overrides)
-                with seen_together(own.get("folders", os.curdir), options):
+                with seen_together(own.get("folders", os.curdir), options, own.get("tag")):
                     answer = function(options, **own)
             except ElasticCkptError as error:
                 answer = refusal(error)

@@ -23,6 +23,7 @@ from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import saved_topology, size, source_dict, title
 from elastic_ckpt.storage import medium_of
+from elastic_ckpt.storage.local import OBJECT_STORE
 from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob, forecast
 
@@ -153,7 +154,8 @@ def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[
         facts += [("note", f"and {len(notes) - _NOTES_SHOWN} more, with --json")]
     yield table("elastic_ckpt: plan of a load", rows=facts, min_width=_LEAST_WIDTH)
     rows: list[tuple[Any, ...]] = []
-    for key, what in _READS.items():
+    titles = _READS | ({"reads": "requests"} if shown["storage"] == str(OBJECT_STORE) else {})
+    for key, what in titles.items():
         if shown[key]["most"] or key == "nbytes_read":
             texts = [f"{value:,.0f}" if key in ("reads", "files") else size(value) for value in shown[key].values()]
             rows.append((what, *texts[:3], "" if key == "files" else texts[3]))

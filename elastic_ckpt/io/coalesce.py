@@ -16,7 +16,8 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem
 from elastic_ckpt.storage import VIEW
-from elastic_ckpt.storage.local import Medium
+from elastic_ckpt.storage.local import OBJECT_STORE, Medium
+from elastic_ckpt.storage.remote import REQUEST_NBYTES
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,8 @@ def read_options(config: ElasticConfig, medium: Medium | None = None) -> ReadOpt
     kind = reading.storage if medium is None else medium.kind
     gap_nbytes = _GAP_NBYTES.get(kind, 0) if reading.gap_kib is None else reading.gap_kib << 10
     options = ReadOptions(reading.threads, staging_nbytes=reading.extra_memory_mib << 20, gap_nbytes=gap_nbytes)
+    if medium == OBJECT_STORE:
+        options = replace(options, chunk_nbytes=REQUEST_NBYTES)  # so that a read is a request
     if gap_nbytes or config.verify == "off" or VIEW.get() is not None:  # each read may be a request
         return options
     return replace(options, call_nbytes=SUMMED_AT_ONCE_NBYTES)

@@ -272,7 +272,8 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
             ready.host.finish()
         files_opened, files_read = ready.checkpoint.files_opened, plan.reads.files_read
         mine = (distributed.rank(), read, received_nbytes, files_opened, dict(seconds))
-        work = RankWork(*mine, plan.blocks, len(files_read))
+        requests = None if (view := VIEW.get()) is None else view.requests
+        work = RankWork(*mine, plan.blocks, len(files_read), requests)
         outcomes = _outcomes(ready) if at.pp > 1 and at.tp_rank == at.partition_rank == 0 else ()
         return work, at.pp_rank, outcomes, None if sums is None else (sums.sums, sums.nbytes)
 

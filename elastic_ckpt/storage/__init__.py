@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import BinaryIO, Literal, NamedTuple, Protocol
 
+from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import local
 
 
@@ -69,6 +70,10 @@ class View(Store, Protocol):
     root: str
     outer: View | None  # that was in place when this was made, which paths elsewhere are looked up in
     notes: list[str]  # what a user should know of the files that were opened so far
+
+    @property
+    def requests(self) -> Requests | None:
+        """What this process has asked of object stores; ``None`` if no folder is in one."""
 
     def copies_of(self, path: str) -> list[str]:
         """See :func:`copies_of`."""
@@ -181,8 +186,8 @@ def copies_of(path: str) -> list[str]:
 def medium_of(path: str, asked: Literal["auto", "local", "network"]) -> local.Medium:
     """Where a file or folder is: behind a network if it is in an object store, else as asked, or as the system says."""
     view = _view_of(path)
-    if view is not None and is_url(view.root):
-        return local.Medium("network", "object store")
+    if view is not None and view.requests is not None:
+        return local.OBJECT_STORE
     return local.medium_of(path) if asked == "auto" else local.Medium(asked, "as configured")
 
 

@@ -11,14 +11,16 @@ differently on each.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, SavedOverError, UnforeseenError, refuse_used_up
 
@@ -29,6 +31,8 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+#: Most that is read of a file at a time, where less is asked for.
+_MOST_BUFFERED_NBYTES = 1 << 16
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 #: Types of file systems, as the kernel names them: those on which a read waits for a server, and known ones that are
 #: not of these.
@@ -53,8 +57,41 @@ def open_descriptor(path: str) -> int:
 
 
 def open_stream(path: str) -> BinaryIO:
-    """A checkpoint's file, open for reading; errors as of :func:`open_descriptor`."""
-    return open(open_descriptor(path), "rb")
+    """A checkpoint's file, open for reading; errors as of :func:`open_descriptor`, when it is read, too."""
+    descriptor = open_descriptor(path)
+    block_nbytes = os.fstat(descriptor).st_blksize  # a MiB on NFS, more than most parts of a file are long
+    nbytes = min(max(block_nbytes, io.DEFAULT_BUFFER_SIZE), _MOST_BUFFERED_NBYTES)
+    return io.BufferedReader(_File(descriptor, path), nbytes)
+
+
+class _File(io.FileIO):
+    """A raw file whose reads fail by its name."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        super().__init__(descriptor)
+        self._path = path
+
+    def readinto(self, buffer: Any) -> int:
+        with named_os_errors(self._path):
+            return _again_if_stale(self._path, self.fileno(), lambda: super(_File, self).readinto(buffer))
+
+
+def _again_if_stale(path: str, descriptor: int, read: Callable[[], int]) -> int:
+    """What ``read`` returns; where an NFS server has forgotten the handle, the file is opened anew, once.
+
+    It must still be the one that was pinned.
+    """
+    try:
+        return read()
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    position = os.lseek(descriptor, 0, os.SEEK_CUR)
+    renewed = open_descriptor(path)
+    os.lseek(renewed, position, os.SEEK_SET)
+    os.dup2(renewed, descriptor, inheritable=False)
+    os.close(renewed)
+    return read()
 
 
 def first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
@@ -72,11 +109,12 @@ class LocalRanges:
     """A file of which ``preadv`` reads ranges."""
 
     def __init__(self, path: str) -> None:
-        self._descriptor = open_descriptor(path)
+        self._path, self._descriptor = path, open_descriptor(path)
 
     def read(self, buffers: Sequence[memoryview], byte_offset: int) -> int:
         """Fill buffers in order; the kernel may fill fewer than are given."""
-        return os.preadv(self._descriptor, buffers, byte_offset)
+        read = partial(os.preadv, self._descriptor, buffers, byte_offset)
+        return _again_if_stale(self._path, self._descriptor, read)
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -136,7 +174,7 @@ class Medium(NamedTuple):
         return f"{self.kind} ({self.name})"
 
 
-UNKNOWN = Medium("local", "unknown")
+UNKNOWN, OBJECT_STORE = Medium("local", "unknown"), Medium("network", "object store")
 
 
 def medium_of(path: str) -> Medium:

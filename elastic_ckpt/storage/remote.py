@@ -8,24 +8,39 @@ as obstore reads it (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLI
 from __future__ import annotations
 
 import logging
+import random
 import re
+import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from elastic_ckpt.errors import CommunicationError, ConfigError, NotFoundError, SavedOverError
+from elastic_ckpt.errors import (
+    CommunicationError,
+    ConfigError,
+    ElasticCkptError,
+    NotFoundError,
+    SavedOverError,
+    listed,
+)
+from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import Entry
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 #: Bytes of one request. Fewer would wait for answers more often; what is read is in memory once more meanwhile.
-_REQUEST_NBYTES = 8 << 20
-#: Of one request: obstore's own repetitions after 429 and 5xx, and seconds for them; ours after a cut answer.
-_RETRIES, _RETRY_SECONDS, _ATTEMPTS, _FIRST_PAUSE = 8, 120, 5, 0.2
+REQUEST_NBYTES = 8 << 20
+#: How often a request is repeated after 429, 5xx, a cut answer or none, and seconds before the first time. The pauses
+#: double, 50 s together. They are ours, not obstore's, which would tell nobody.
+_RETRIES, _FIRST_PAUSE = 8, 0.2
+_PAGE = 1000  # most objects that a store lists in one answer
 _SHOWN = 300
 _QUERY = re.compile(r"\?\S*")  # which may hold a signature
+_METADATA_SERVICE = "169.254.169.254"  # of clouds, asked for credentials where there are none
 
 
 class RemoteFolder:
@@ -48,9 +63,19 @@ class RemoteFolder:
             remedy = 'give keys and signatures by the environment, or under "storage_options"'
             raise ConfigError(problem, f"{parts.scheme}://...", expected, "one with keys or a query", remedy=remedy)
         self.url, self._prefix = url, unquote(parts.path).strip("/")
-        retry = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)}
-        with named_errors(url):
-            self._store = from_url(f"{parts.scheme}://{parts.netloc}", retry_config=retry, **options)  # type: ignore[call-overload]
+        self.requests, self._lock = Requests(), threading.Lock()
+        retry = {"max_retries": 0, "retry_timeout": timedelta(0)}
+
+        def open_with(given: Mapping[str, Any]) -> Any:
+            return from_url(f"{parts.scheme}://{parts.netloc}", retry_config=retry, **given)  # type: ignore[call-overload]
+
+        try:
+            self._store = open_with(options)
+        except BaseException as error:
+            if not options or not _is_of_obstore(error):
+                with named_errors(url):
+                    raise
+            raise _wrong_option(url, options, open_with, error) from None  # its text may have a secret
 
     def _key(self, name: str) -> str:
         return "/".join(filter(None, (self._prefix, name)))
@@ -60,12 +85,13 @@ class RemoteFolder:
         import obstore  # noqa: PLC0415
 
         found: list[Any] = []
-        with named_errors(self.url):
-            if tags is not None:
-                found += obstore.list_with_delimiter(self._store, prefix=self._prefix or None)["objects"]
-            for tag in [""] if tags is None else sorted(tags):
-                for page in obstore.list(self._store, prefix=self._key(tag) or None, chunk_size=1000):
-                    found += page
+        if tags is not None:
+            top = partial(obstore.list_with_delimiter, self._store, prefix=self._prefix or None)
+            found += self._ask(self.url, top)["objects"]
+        for tag in [""] if tags is None else sorted(tags):
+            pages = partial(obstore.list, self._store, prefix=self._key(tag) or None, chunk_size=_PAGE)
+            for page in self._ask(self.url, lambda pages=pages: list(pages())):  # type: ignore[misc]
+                found += page
         begin = len(self._prefix) + bool(self._prefix)
         # consoles make empty objects in the place of folders, whose names have lost their last slash
         folders = {each["path"].rpartition("/")[0] for each in found}
@@ -83,62 +109,107 @@ class RemoteFolder:
 
     def open_ranges(self, entry: Entry) -> RemoteRanges:
         """An object of the listing."""
-        return RemoteRanges(self._store, f"{self.url}/{entry.name}", self._key(entry.name), entry)
+        return RemoteRanges(self, entry)
+
+    def read(self, entry: Entry, start: int, stop: int) -> Any:
+        """Bytes of an object in the version of the listing. Thread-safe."""
+        import obstore  # noqa: PLC0415
+        from obstore.exceptions import GenericError  # noqa: PLC0415
+
+        options: Any = {"range": (start, stop), "if_match": entry.version}
+
+        def read() -> Any:
+            raw = obstore.get(self._store, self._key(entry.name), options=options).bytes()
+            if len(raw) != stop - start:
+                raise GenericError(f"{len(raw)} bytes came, where {stop - start} were asked for")
+            return raw
+
+        return self._ask(f"{self.url}/{entry.name}", read, stop - start)
+
+    def _ask(self, url: str, question: Callable[[], T], nbytes: int = 0) -> T:
+        """The answer of a store, which is asked again after failures that may pass; a list is one of pages."""
+        from obstore.exceptions import GenericError  # noqa: PLC0415
+
+        pause = _FIRST_PAUSE
+        with named_errors(url):
+            while True:
+                try:
+                    answer = question()
+                except GenericError as error:
+                    if pause >= _FIRST_PAUSE * 2**_RETRIES or not _is_passing(error):
+                        raise
+                    with self._lock:
+                        say = logger.debug if self.requests.repeated else logger.warning
+                        self.requests += Requests(1, repeated=1)
+                    say("elastic_ckpt asks for %s again: %s", url, _words_of(error))
+                    time.sleep(pause * random.uniform(0.5, 1.5))  # ranks that were refused must not meet again
+                    pause *= 2
+                else:
+                    with self._lock:
+                        self.requests += Requests(max(len(answer), 1) if isinstance(answer, list) else 1, nbytes)
+                    return answer
 
 
 class RemoteRanges:
     """One version of an object, of which ranges are read."""
 
-    most_nbytes = _REQUEST_NBYTES
+    most_nbytes = REQUEST_NBYTES
 
-    def __init__(self, store: Any, url: str, key: str, entry: Entry) -> None:
-        self._store, self._url, self._key, self._entry = store, url, key, entry
+    def __init__(self, folder: RemoteFolder, entry: Entry) -> None:
+        self._folder, self._entry = folder, entry
 
     def read(self, buffers: Sequence[memoryview], byte_offset: int) -> int:
         """Fill buffers in order with what one request brings; 0 at the end of the object."""
-        stop = min(byte_offset + sum(map(len, buffers)), byte_offset + _REQUEST_NBYTES, self._entry.nbytes)
+        stop = min(byte_offset + sum(map(len, buffers)), byte_offset + REQUEST_NBYTES, self._entry.nbytes)
         if stop <= byte_offset:
             return 0
-        rest = memoryview(self._get(byte_offset, stop))
+        rest = memoryview(self._folder.read(self._entry, byte_offset, stop))
         for buffer in buffers:
             count = min(len(buffer), len(rest))
             buffer[:count] = rest[:count]
             rest = rest[count:]
         return stop - byte_offset
 
-    def _get(self, start: int, stop: int) -> Any:
-        import obstore  # noqa: PLC0415
-        from obstore.exceptions import GenericError  # noqa: PLC0415
-
-        options: Any = {"range": (start, stop), "if_match": self._entry.version}
-        with named_errors(self._url):
-            for attempt in range(_ATTEMPTS):
-                try:
-                    raw = obstore.get(self._store, self._key, options=options).bytes()
-                    if len(raw) == stop - start:
-                        return raw
-                    why = f"{len(raw)} bytes came, where {stop - start} were asked for"
-                except GenericError as error:  # the answer was cut, or no answer came
-                    if attempt == _ATTEMPTS - 1 or not _is_passing(error):
-                        raise
-                    why = _words_of(error)
-                logger.warning("elastic_ckpt reads %s again: %s", self._url, why)
-                time.sleep(_FIRST_PAUSE * 2**attempt)
-        problem, remedy = "an object store sends other bytes than it was asked for", "load again, or ask who runs it"
-        raise CommunicationError(problem, self._url, f"bytes {start} to {stop}", why, remedy=remedy)
-
     def close(self) -> None:
         """Nothing is open."""
 
 
 def _is_passing(error: Exception) -> bool:
-    """Whether an error may be gone in a moment: one without an answer that states another status than 5xx."""
-    status = re.search(r"status code: (\d)", str(error))
-    return status is None or status[1] == "5"
+    """Whether an error may be gone in a moment."""
+    if status := re.search(r"status code: (\d{3})", str(error)):
+        return status[1].startswith("5") or status[1] in ("408", "429")
+    return "builder error" not in str(error) and _METADATA_SERVICE not in str(error)
 
 
 def _words_of(error: BaseException) -> str:
-    return _QUERY.sub("?...", " ".join(str(error).split()))[:_SHOWN]
+    text = str(error).partition("Debug source")[0]
+    return _QUERY.sub("?...", " ".join(text.split()))[:_SHOWN]
+
+
+def _is_of_obstore(error: BaseException) -> bool:
+    """Whether obstore has raised it; a panic of Rust is no ``Exception``."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _wrong_option(
+    url: str, options: Mapping[str, Any], open_with: Callable[[Mapping[str, Any]], Any], error: BaseException
+) -> ConfigError:
+    """An error that names the options with which alone the same error comes, and no value."""
+
+    def is_wrong(key: str) -> bool:
+        try:
+            open_with({key: options[key]})
+        except BaseException as other:
+            if not _is_of_obstore(other):
+                raise
+            return str(other) == str(error)
+        return False
+
+    wrong = list(filter(is_wrong, options)) or list(options)
+    problem = f'under "storage_options", this is not understood: {listed(wrong)}'
+    expected = "options of obstore's store for this URL, with values of the right types"
+    remedy = "https://developmentseed.org/obstore/ lists them; values are not shown here, since they may be secret"
+    return ConfigError(problem, url, expected, type(error).__name__, remedy=remedy)
 
 
 @contextmanager
@@ -159,11 +230,21 @@ def named_errors(url: str) -> Iterator[None]:
         problem, expected = "the object store does not let this job read", "credentials that may list and read there"
         remedy = "set those of the environment (AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_... )"
         raise ConfigError(problem, url, expected, _words_of(error), remedy=remedy) from error
-    except known.BaseError as error:
+    except BaseException as error:
         found = _words_of(error)
+        if not _is_of_obstore(error) or isinstance(error, ElasticCkptError):
+            raise
+        if not isinstance(error, known.BaseError) or "builder error" in found:  # a panic, say
+            problem, expected = (
+                "no request can be made of this URL and the options",
+                "an endpoint such as http://minio:9000",
+            )
+            remedy = 'look for spaces and line breaks in endpoint and keys; http:// needs {"allow_http": true} under '
+            remedy += '"client_options" of "storage_options"'
+            raise ConfigError(problem, url, expected, found, remedy=remedy) from error
         if "NoSuchBucket" in found or "ContainerNotFound" in found or "bucket does not exist" in found:
             raise NotFoundError("there is no such bucket", url, "the name of a bucket", found) from error
-        if re.search(r"credential|169\.254\.169\.254|metadata", found, re.IGNORECASE):
+        if re.search(r"credential|metadata|" + re.escape(_METADATA_SERVICE), found, re.IGNORECASE):
             problem, expected = "there are no credentials for this object store", "some in the environment"
             remedy = "set AWS_ACCESS_KEY_ID and the like, or AWS_SKIP_SIGNATURE=true for a public bucket"
             raise ConfigError(problem, url, expected, found, remedy=remedy) from error

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, ElasticCkptError, listed, shortened
+from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import VIEW, Entry, Ranges, View, absolute, is_url, local
 from elastic_ckpt.storage.digest import content_digest
 from elastic_ckpt.storage.peers import Peers
@@ -138,6 +139,11 @@ class FolderView:
         for name, copies in self.copies.items():
             copies.sort(key=lambda copy: (copy.level, copy.node))
             self._add(name, is_folder=False)
+
+    @property
+    def requests(self) -> Requests | None:
+        """See :attr:`elastic_ckpt.storage.View.requests`."""
+        return sum((remote.requests for remote in self._remotes.values()), Requests()) if self._remotes else None
 
     def _add(self, name: str, is_folder: bool) -> None:
         folder, base = os.path.split(name)

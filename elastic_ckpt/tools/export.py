@@ -94,7 +94,7 @@ def export(
     started, options = time.monotonic(), config or config_of(None)
     if dtype is not None and dtype not in _TORCH_NAMES:
         raise ConfigError("an export cannot have this dtype", expected=listed(_TORCH_NAMES), found=repr(dtype))
-    with seen_together(folder, options) as path:
+    with seen_together(folder, options, tag) as path:
         try:
             opened = open_folder(path, tag, options, with_states=optimizer)
         except MismatchError as error:  # only live param groups could name the states

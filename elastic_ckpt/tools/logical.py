@@ -204,7 +204,7 @@ def open(  # shadows the built-in function here alone: it is elastic_ckpt.open
     Raises:
         ElasticCkptError: there is no checkpoint, or its metadata cannot be read.
     """
-    with seen_together(folder, config) as path:
+    with seen_together(folder, config, tag) as path:
         return CheckpointTensors(open_folder(path, tag, config or config_of(None), with_states=False))
 
 

@@ -19,7 +19,7 @@ from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, look_at
 from elastic_ckpt.formats.safetensors import find_safetensors
 from elastic_ckpt.load.metadata import read_checkpoint
-from elastic_ckpt.storage import VIEW, absolute, copies_of, is_folder, is_url, seen_through
+from elastic_ckpt.storage import VIEW, Entry, absolute, copies_of, is_folder, is_url, seen_through
 from elastic_ckpt.storage.local import steady
 from elastic_ckpt.storage.remote import RemoteFolder
 from elastic_ckpt.storage.view import REPLICAS, FolderView, NodeListing, list_folders, with_replicas
@@ -43,10 +43,11 @@ class OpenedCheckpoint:
 
 
 @contextmanager
-def seen_together(folders: Folders, config: ElasticConfig | None = None) -> Iterator[str]:
+def seen_together(folders: Folders, config: ElasticConfig | None = None, tag: str | None = None) -> Iterator[str]:
     """A folder's path; of several, the first one's, below which the files of all are seen while the body runs.
 
-    Those in object stores are listed whole, with the options of ``config``. Errors name the file that was read, not
+    Those in object stores, opened with the options of ``config``, are listed whole, or what is at the top and of one
+    tag, if it is there. Errors name the file that was read, not
     where it is seen. Raises :class:`NotFoundError` if there is no such folder, which is not looked at where it is the
     only one.
     """
@@ -67,7 +68,7 @@ def seen_together(folders: Folders, config: ElasticConfig | None = None) -> Iter
         raise NotFoundError(problem, missing[0], "a folder with files of the checkpoint", "none", remedy=remedy)
     paths = with_replicas(paths) if has_replicas else paths
     remotes = {level: RemoteFolder(path, options) for level, path in enumerate(paths) if is_url(path)}
-    stored = tuple(tuple(remotes[level].entries()) if level in remotes else () for level in range(len(paths)))
+    stored = tuple(_stored(remotes[level], tag) if level in remotes else () for level in range(len(paths)))
     listings = [list_folders("", paths)] if len(remotes) < len(paths) else []
     listings += [NodeListing("", tuple(paths), stored)] if remotes else []
     mine = -1 if len(remotes) == len(paths) else 0
@@ -77,6 +78,14 @@ def seen_together(folders: Folders, config: ElasticConfig | None = None) -> Iter
         except ElasticCkptError as error:
             error.file = error.file and copies_of(error.file)[0]
             raise
+
+
+def _stored(remote: RemoteFolder, tag: str | None) -> tuple[Entry, ...]:
+    if tag is not None:
+        found = remote.entries([tag := os.path.normpath(tag)])
+        if any(entry.name.startswith(f"{tag}/") for entry in found):
+            return tuple(found)  # else an error has the names of the tags that are there
+    return tuple(remote.entries())
 
 
 def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> CheckpointInfo:

@@ -56,6 +56,9 @@ def test_every_rank_reads_its_own_bytes(bucket: Bucket, saved: Path, launch: Lau
     for each in found:
         assert each.differences == {}, each.where
         assert "s3://bucket/" in each.text and "SECRET" not in each.text and each.report.verified is not None
+        for rank in each.report.ranks:
+            assert rank.requests.count > 1 and rank.requests.nbytes > rank.read.nbytes > 0
+        assert "network (object store)" in each.text and "requests per rank" in each.text
 
 
 def test_bytes_that_are_transferred_are_those_that_ranks_own(bucket: Bucket, saved: Path, launch: Launch) -> None:
@@ -111,6 +114,7 @@ def test_commands_read_buckets_as_they_read_folders(bucket: Bucket, saved: Path,
         of_url, of_folder = (run(*words, place, "--json").replace(place, "PLACE") for place in (url, folder))
         assert json.loads(of_url).keys() == json.loads(of_folder).keys()
         assert "PLACE" in of_url
+    assert " requests " in run("plan", url, "--dp", "3") and " requests " not in run("plan", folder, "--dp", "3")
     assert run("latest", url).strip() == f"{url}/step4"
     assert "equal: " in run("diff", url, folder)
     run("convert", url, str(tmp_path / "universal"), "--to", "universal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt import storage
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import CommunicationError, ConfigError, ElasticCkptError, NotFoundError, SavedOverError
+from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import remote
 from elastic_ckpt.storage.digest import content_digest
-from elastic_ckpt.storage.local import open_ranges
+from elastic_ckpt.storage.local import OBJECT_STORE, open_ranges
 from elastic_ckpt.storage.remote import RemoteFolder
 from elastic_ckpt.storage.view import FolderView, NodeListing
+from elastic_ckpt.tools.opened import seen_together
 from tests.storage.buckets import Bucket, serve_bucket
 
 URL = "s3://bucket/run"
@@ -86,7 +90,7 @@ def test_ranges_are_those_of_the_object(bucket: Bucket, start: int, sizes: list[
 
 
 def test_a_large_range_takes_several_requests(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_REQUEST_NBYTES", 1 << 20)
+    monkeypatch.setattr(remote, "REQUEST_NBYTES", 1 << 20)
     folder = folder_in(bucket)
     ranges = folder.open_ranges(entry_of(folder, "step4/a.pt"))
     bucket.asked.clear()
@@ -101,6 +105,19 @@ def test_passing_failures_are_retried(bucket: Bucket, faults: list[str], monkeyp
     ranges = folder.open_ranges(entry_of(folder, "step4/a.pt"))
     bucket.faults += faults
     assert read(ranges, 5, 1_000_000) == CONTENT["step4/a.pt"][5:1_000_005] and not bucket.faults
+    assert folder.requests == Requests(2 + len(faults), 1_000_000, len(faults))  # with that of the listing
+
+
+def test_the_first_repetition_is_told(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    folder = folder_in(bucket)
+    ranges = folder.open_ranges(entry_of(folder, "step4/a.pt"))
+    bucket.faults += ["503", "cut"]
+    read(ranges, 0, 1000)
+    (record,) = caplog.records
+    assert f"{URL}/step4/a.pt again" in record.message and "503" in record.message
 
 
 def test_a_server_that_never_answers_in_full_is_an_error(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +170,52 @@ def test_secrets_are_in_no_error(bucket: Bucket, monkeypatch: pytest.MonkeyPatch
             folder_in(bucket, url, **options).entries()
         texts.append(str(caught.value))
     assert not any("SECRET-OF-TESTS" in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("endpoint", 5),
+        ("endpoint", ["SECRET-OF-TESTS"]),
+        ("secret_access_key", {"a": "SECRET-OF-TESTS"}),
+        ("client_options", "SECRET-OF-TESTS"),
+        ("client_options", {"timeout": "SECRET-OF-TESTS"}),
+        ("client_options", {"default_headers": {"a": "b\nSECRET-OF-TESTS"}}),
+        ("no_such_option", "SECRET-OF-TESTS"),
+        ("credential_provider", "SECRET-OF-TESTS"),
+    ],
+)
+def test_an_option_that_is_not_understood_is_named_without_its_value(bucket: Bucket, option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"not understood: {option}\n") as caught:
+        folder_in(bucket, **{option: value})
+    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"endpoint": "no url SECRET-OF-TESTS"}, "InvalidUri"),
+        ({"endpoint": "http://"}, "InvalidUri"),
+        ({"secret_access_key": "SECRET-OF-TESTS\n", "access_key_id": "key\n"}, "InvalidHeaderValue"),
+        ({"client_options": {}}, "builder error"),
+    ],
+)
+def test_requests_that_cannot_be_made_are_an_error_of_the_configuration(
+    bucket: Bucket, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match="no request can be made") as caught:
+        folder_in(bucket, **options).entries()
+    assert words in str(caught.value.found) and "allow_http" in str(caught.value.remedy)
+    assert "SECRET" not in str(caught.value)
+
+
+def test_commands_list_the_tag_that_they_are_given_and_no_other(bucket: Bucket) -> None:
+    config = ElasticConfig(storage_options=bucket.options)
+    for tag, names in (("step4", {"latest", "step4"}), ("step9", {"latest", "step4", "step5"})):
+        with seen_together(URL, config, tag) as root:
+            assert set(storage.file_names(root)) == names
+            assert storage.medium_of(root, "local") == OBJECT_STORE
+    assert storage.medium_of("/dev/shm", "auto") != OBJECT_STORE
 
 
 def test_without_the_library_the_remedy_is_its_extra(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
