@@ -31,11 +31,12 @@ _REQUEST_NBYTES, _WORKERS = 1 << 18, 8
 
 
 class Event(NamedTuple):
-    """A request: by which process, for what, of which file, and how many bytes."""
+    """A request: by which process, for what, of which file, and which bytes."""
 
     process: int
     what: str
     name: str
+    start: int = 0
     nbytes: int = 0
 
 
@@ -49,7 +50,7 @@ class FuseFolder:
         seconds: that each read and each open waits.
         errors: what comes of the next calls of ``"open NAME"`` and ``"read NAME"``: numbers of errors, one a call.
         shortest: bytes that a read returns at most.
-        hidden: names that are not there, yet.
+        hidden: how often it will be said that a name is not there, although it is.
         sizes: what attributes say of the sizes of some files.
     """
 
@@ -59,7 +60,7 @@ class FuseFolder:
     seconds: float = 0.0
     errors: dict[str, list[int]] = field(default_factory=dict)
     shortest: int = 1 << 30
-    hidden: set[str] = field(default_factory=set)
+    hidden: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     _device: int = -1
     _names: dict[int, str] = field(default_factory=lambda: {1: ""})
@@ -94,7 +95,7 @@ class FuseFolder:
         answers = {
             _LOOKUP: lambda: self._look_up(os.path.join(name, os.fsdecode(raw.rstrip(b"\0")))),
             _GETATTR: lambda: bytes(16) + self._attributes(name),
-            _OPEN: lambda: self._meet("open", name, thread, 0) or struct.pack("<QII", 0, _DIRECT_IO, 0),
+            _OPEN: lambda: self.meet(thread, "open", name) or struct.pack("<QII", 0, _DIRECT_IO, 0),
             _OPENDIR: lambda: self._note(thread, "list", name) or bytes(16),
             _READDIR: lambda: self._entries(name, *struct.unpack_from("<8xQI", raw)),
             _READ: lambda: self._read(name, thread, *struct.unpack_from("<8xQI", raw)),
@@ -107,17 +108,18 @@ class FuseFolder:
     def _read(self, name: str, thread: int, offset: int, nbytes: int) -> bytes:
         with (self.source / name).open("rb") as stream:
             raw = os.pread(stream.fileno(), min(nbytes, self.shortest), offset)
-        self._meet("read", name, thread, len(raw))
+        self.meet(thread, "read", name, offset, len(raw))
         return raw
 
-    def _note(self, thread: int, what: str, name: str, nbytes: int = 0) -> None:
+    def _note(self, thread: int, what: str, name: str, *where: int) -> None:
         status = Path(f"/proc/{thread}/status").read_text() if thread else "Tgid: 0"
         process = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("Tgid:"))
         with self._lock:
-            self.events.append(Event(process, what, name, nbytes))
+            self.events.append(Event(process, what, name, *where))
 
-    def _meet(self, what: str, name: str, thread: int, nbytes: int) -> None:
-        self._note(thread, what, name, nbytes)
+    def meet(self, thread: int, what: str, name: str, *where: int) -> None:
+        """Count an open or a read, wait, and fail if that is its fate."""
+        self._note(thread, what, name, *where)
         time.sleep(self.seconds)
         with self._lock:
             left = self.errors.get(f"{what} {name}")
@@ -126,7 +128,9 @@ class FuseFolder:
             raise OSError(number, os.strerror(number))
 
     def _look_up(self, name: str) -> bytes:
-        if name in self.hidden:
+        with self._lock:
+            self.hidden[name] = left = self.hidden.get(name, 0) - 1
+        if left >= 0:
             raise OSError(errno.ENOENT, "hidden")
         attributes = self._attributes(name)
         with self._lock:
@@ -145,7 +149,9 @@ class FuseFolder:
     def _entries(self, name: str, offset: int, nbytes: int) -> bytes:
         found = b""
         for number, each in enumerate(sorted(os.listdir(self.source / name))[offset:], offset + 1):
-            if os.path.join(name, each) in self.hidden:
+            path = os.path.join(name, each)
+            if self.hidden.get(path, 0) > 0:
+                self.hidden[path] -= 1
                 continue
             kind = stat.S_IFMT(os.stat(self.source / name / each).st_mode) >> 12
             raw = os.fsencode(each)
