@@ -227,7 +227,7 @@ def batch(step: int, dp: int, rank: int) -> torch.Tensor:
     """This rank's rows of the global batch of one step; the same global batch at every degree."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, 8), generator=generator)
-    return tokens[rank::dp]
+    return tokens[rank::dp].to(get_accelerator().current_device_name())
 
 
 #: What goes into the DeepSpeed config. ``bf16_fp32acc`` at stage 1 is ``BF16_Optimizer``.

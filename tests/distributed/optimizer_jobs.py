@@ -60,7 +60,7 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
         found["masters"] = {
             name: plain.safe_get_full_fp32_param(param).clone() for name, param in engine.module.named_parameters()
         }
-    return found["masters"]
+    return {name: value.cpu() for name, value in found["masters"].items()}
 
 
 def load(targets: list[dict[str, Any]]) -> list[SimpleNamespace]:

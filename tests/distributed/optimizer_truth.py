@@ -44,10 +44,10 @@ def decoded(engine: Any, skipped: set[str]) -> tuple[States, States]:
 
 def decode_flat(state: dict[str, Any], key: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and scales ``[rows, numel]`` of one partition."""
-    raw = state[key].detach().reshape(-1, numel)
+    raw = state[key].detach().cpu().reshape(-1, numel)
     if raw.dtype != torch.uint8:
         return raw.float(), torch.zeros_like(raw, dtype=torch.float32)
-    absmax, qmap = (state[name].detach().numpy() for name in BLOCKS[key])
+    absmax, qmap = (state[name].detach().cpu().numpy() for name in BLOCKS[key])
     rows = []
     for row, of_blocks in zip(raw.numpy(), absmax.reshape(len(raw), -1), strict=True):
         every = np.repeat(of_blocks, 256)[:numel]

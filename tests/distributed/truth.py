@@ -51,6 +51,8 @@ def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
         truth["states"] = zero3_states(engine, keys)
     truth["buffers"] = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     truth["weights"] = low_precision(engine)
+    for kind in ("masters", "states", "buffers", "weights"):  # of an offloaded engine, getters answer from two devices
+        truth[kind] = {name: value.cpu() for name, value in truth[kind].items()}
     truth["steps"] = steps(engine)
     truth["groups"] = hyperparameters(engine)
     truth["counters"] = (engine.global_steps, engine.global_samples, engine.skipped_steps)
