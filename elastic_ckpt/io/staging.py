@@ -15,7 +15,8 @@ import ctypes
 import mmap
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -152,7 +153,7 @@ class StagingBuffers:
 
 def write_parts(raw: torch.Tensor, batch: StagedBatch, tensors: Sequence[torch.Tensor]) -> None:
     """Write what a batch has for targets on the device of its bytes."""
-    for item, position in batch.parts:
+    for item, position in joined(batch.parts):
         target = tensors[item.target]
         if target.device != raw.device:
             continue
@@ -165,6 +166,21 @@ def write_parts(raw: torch.Tensor, batch: StagedBatch, tensors: Sequence[torch.T
         else:
             for number, row in enumerate(values.split(item.numel)):
                 write_flat(target, item.target_offset + number * item.target_stride, row)
+
+
+def joined(parts: Iterable[tuple[ReadItem, int]]) -> Iterator[tuple[ReadItem, int]]:
+    """Parts of a buffer, in its order; what goes on in the buffer and in its target is one part, and one copy."""
+    last, start = None, 0
+    for item, position in parts:
+        if last is not None:
+            end = last.target, last.dtype, last.target_stop, start + last.nbytes
+            if item.rows == last.rows == 1 and end == (item.target, item.dtype, item.target_offset, position):
+                last = replace(last, numel=last.numel + item.numel)
+                continue
+            yield last, start
+        last, start = item, position
+    if last is not None:
+        yield last, start
 
 
 def write_flat(target: torch.Tensor, offset: int, values: torch.Tensor) -> None:

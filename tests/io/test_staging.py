@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io import reader
 from elastic_ckpt.io.coalesce import ReadOptions, StagedBatch
 from elastic_ckpt.io.reader import execute
-from elastic_ckpt.io.staging import ReadStats, StagingBuffers, write_parts
+from elastic_ckpt.io.staging import ReadStats, StagingBuffers, joined, write_parts
 
 needs_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="needs an accelerator, and torch sees none here"
@@ -158,6 +159,20 @@ def test_host_tensors_are_written_before_their_buffer_is_given_back() -> None:
     assert StagingBuffers(64, {target.device}).start(values.view(torch.uint8), batch, [target]) == []
     values.fill_(9.0)
     assert target.tolist() == [0, 1, 2, 0]
+
+
+def test_parts_that_go_on_in_buffer_and_target_are_one_copy() -> None:
+    """Halves of three parameters are apart in their file, and side by side where they go."""
+    halves = [(ReadItem(0, 80 * n, 0, 10 * n, 10, "float32"), 40 * n) for n in range(3)]
+    (one,) = joined(halves)
+    assert one == (ReadItem(0, 0, 0, 0, 30, "float32"), 0)
+    elsewhere = (replace(halves[2][0], target=1), 80)
+    gap = (replace(halves[2][0], target_offset=21), 80)
+    other_dtype = (replace(halves[2][0], dtype="int32"), 80)
+    rows = (replace(halves[2][0], rows=2, file_stride=10, target_stride=20), 80)
+    for last in (elsewhere, gap, other_dtype, rows, (halves[2][0], 88)):
+        assert [*joined([*halves[:2], last])] == [(ReadItem(0, 0, 0, 0, 20, "float32"), 0), last]
+    assert [*joined([])] == []
 
 
 class OnAnotherDevice(torch.Tensor):
