@@ -186,6 +186,11 @@ def size(nbytes: float) -> str:
     return str(tqdm.format_sizeof(nbytes, "B"))
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words: ``1 file``, ``2,000 files``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:
     """Merge the outcomes of all pipeline stages into one model's."""
     names: dict[Outcome, dict[str, None]] = {}

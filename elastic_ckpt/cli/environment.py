@@ -23,9 +23,9 @@ _EXIT_NOT_EXECUTABLE, _EXIT_NO_COMMAND = 126, 127
 
 @app.command("doctor", epilog="Example: elastic-ckpt doctor")
 def doctor(as_json: AsJson = False) -> None:
-    """Tell whether elastic_ckpt works with the installed versions of DeepSpeed, torch and Python.
+    """Check that the installed versions of DeepSpeed, torch and Python are supported.
 
-    Exit code 1: install() would fail.
+    Exit code 1: elastic_ckpt.install() would fail.
     """
     found: dict[str, tuple[str | None, str, str]] = {}  # version, range that was tried, verdict
     for each in versions.REQUIREMENTS:
@@ -49,11 +49,11 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command("enable", epilog="Example: elastic-ckpt enable")
 def enable() -> None:
-    """Install elastic_ckpt in every process of this Python environment that imports DeepSpeed, until disable.
+    """Install elastic_ckpt in every process of this Python environment that imports DeepSpeed.
 
-    For frameworks that start their ranks themselves: a .pth file in site-packages, which costs processes without
-    DeepSpeed less than a millisecond. ELASTIC_CKPT=0 turns it off for one run; ELASTIC_CKPT=require (auto, off) sets
-    the mode.
+    This is for frameworks that start their ranks themselves. It writes a .pth file to site-packages, which costs other
+    processes less than a millisecond. ELASTIC_CKPT=0 turns it off for one run; ELASTIC_CKPT=require (or auto, off) sets
+    the mode. elastic-ckpt disable removes the file.
     """
     with os_errors_end_the_command("to do without: elastic-ckpt exec -- COMMAND"):
         print(f"enabled by {installation.enable()}")
@@ -61,7 +61,7 @@ def enable() -> None:
 
 @app.command("disable", epilog="Example: elastic-ckpt disable")
 def disable() -> None:
-    """Undo enable, wherever this Python finds its .pth file."""
+    """Undo elastic-ckpt enable: remove its .pth file from this Python environment."""
     with os_errors_end_the_command("for one run: ELASTIC_CKPT=0"):
         removed = installation.disable()
     print("\n".join(f"removed {file}" for file in removed) or "was not enabled")
@@ -73,16 +73,16 @@ def disable() -> None:
     context_settings={"allow_interspersed_args": False},
 )
 def exec(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command, and its arguments.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command and its arguments.")],
     mode: Annotated[
-        Mode | None, typer.Option("--universal-checkpoint", help="The mode, instead of the DeepSpeed config's.")
+        Mode | None, typer.Option("--universal-checkpoint", help="Overrides the mode of the DeepSpeed config.")
     ] = None,
 ) -> None:
-    """Run a command with elastic_ckpt installed in every process below it that imports DeepSpeed.
+    """Run a command with elastic_ckpt installed in every process that it starts and that imports DeepSpeed.
 
-    For frameworks that start their ranks themselves. Two environment variables do it, PYTHONPATH and ELASTIC_CKPT: it
-    reaches neither python -I and -E nor machines to which they are not passed on. The command takes the place of this
-    process: signals and exit code are its own.
+    This is for frameworks that start their ranks themselves. It sets PYTHONPATH and ELASTIC_CKPT, so it does not reach
+    python -I or -E, or machines to which these variables are not passed. The command replaces this process, and
+    receives its signals.
     """
     for each in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and its successor would
         signal.signal(each, signal.SIG_DFL)

@@ -16,7 +16,7 @@ from rich.text import Text
 from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Tag, plain, reads_checkpoint, table
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import shortened
-from elastic_ckpt.report import size, title
+from elastic_ckpt.report import counted, size, title
 from elastic_ckpt.tools.inspection import ERROR, TRAINED, inspect_folder
 from elastic_ckpt.tools.latest import newest_whole
 from elastic_ckpt.tools.verification import verify as verify_checkpoint
@@ -31,11 +31,11 @@ def inspect(
     config: ElasticConfig,
     folders: Folders,
     tag: Tag = None,
-    params: Annotated[bool, typer.Option("--params", help="List every parameter and buffer.")] = False,
+    params: Annotated[bool, typer.Option("--params", help="List every parameter and buffer instead.")] = False,
 ) -> Answer:
-    """Show what a checkpoint's metadata says: who saved it, and what it holds.
+    """Show what a checkpoint holds and how it was saved, from its metadata.
 
-    Exit code 1: something in it is damaged, or not supported.
+    Exit code 1: part of it is damaged or not supported.
     """
     found = inspect_folder(folders[0], tag, config)
     return Answer(found, report(found, params), exit_code=0 if found["ok"] else EXIT_FOUND)
@@ -47,9 +47,20 @@ def clean(value: Any) -> str:
 
 
 def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
-    """All tables, in order."""
-    yield _overview(found)
+    """All tables: findings first, then the list of parameters, or everything else."""
     rows: list[tuple[Any, ...]] = []
+    for each in found["findings"]:
+        details = {name: getattr(each, name) for name in ("parameter", "file", "expected", "found", "remedy")}
+        lines = [f"[dim]{name}:[/] {clean(text)}" for name, text in details.items() if text and text not in each.text]
+        level = "[bold red]error[/]" if each.level == ERROR else each.level
+        rows.append((level, "\n".join([clean(each.text), *lines])))
+    if rows:
+        yield table("Findings", rows=rows)
+    if params:
+        yield _parameters(found)
+        return
+    yield _overview(found)
+    rows = []
     for each in found["contents"]:
         values = " to ".join(f"{value:g}" for value in each["values"])
         kind = each["kind"] + (f" = {values}" if values else "")
@@ -64,16 +75,6 @@ def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
             ordered = {key: saved[key] for key in dict.fromkeys((*_FIRST, *saved)) if key in saved}
             rows.append((number, group["members"], f"{group['numel']:,}", clean(_pairs(ordered)) or "none saved"))
         yield table("Param groups", ">group", ">members", ">elements", "hyperparameters", rows=rows)
-    rows = []
-    for each in found["findings"]:
-        details = {name: getattr(each, name) for name in ("parameter", "file", "expected", "found", "remedy")}
-        lines = [f"[dim]{name}:[/] {clean(text)}" for name, text in details.items() if text and text not in each.text]
-        level = "[bold red]error[/]" if each.level == ERROR else each.level
-        rows.append((level, "\n".join([clean(each.text), *lines])))
-    if rows:
-        yield table("Findings", rows=rows)
-    if params:
-        yield _parameters(found)
     yield Text(_ABOUT, style="dim")
 
 
@@ -83,7 +84,8 @@ def _overview(found: Mapping[str, Any]) -> Table:
     if "global_samples" in run:
         steps += f" ({run['global_samples']} samples, {run['skipped_steps']} skipped)"
     by = f", DeepSpeed {source['ds_version']}" if source["ds_version"] else ""
-    batch = f"{run['micro_batch'] or '?'} a rank x {run['accumulation_steps'] or '?'} micro-batches"
+    steps_of_rank = run["accumulation_steps"]
+    batch = f"{run['micro_batch'] or '?'} a rank x {steps_of_rank or '?'} micro-batch{'es' * (steps_of_rank != 1)}"
     experts = Counter(found["experts"].values())
     scale = run["loss_scale"]
     facts = {
@@ -94,7 +96,7 @@ def _overview(found: Mapping[str, Any]) -> Table:
         "batch": run["global_batch"] and f"{run['global_batch']} samples a step: {batch}",
         "lr scheduler": clean(_pairs(run["lr_scheduler"])),
         "loss scale": scale and clean(_pairs(scale)) + (", last step overflowed" if run["overflow"] else ""),
-        "experts": ", ".join(f"{count} layers of {number}" for number, count in sorted(experts.items())),
+        "experts": ", ".join(f"{counted(count, 'layer')} of {number}" for number, count in sorted(experts.items())),
         "tied names": clean(shortened([f"{name} = {holder}" for name, holder in found["aliases"].items()], 4)),
         "files": f"{len(files)}, {size(sum(file['nbytes'] for file in files))}",
     }
@@ -116,7 +118,7 @@ def _parameters(found: Mapping[str, Any]) -> Table:
         states = clean(", ".join(entry["states"]))
         rows.append((name, shape, entry["dtype"], group, states, f"{entry['numel']:,}"))
     columns = ("name", "shape", "dtype", ">group", "states", ">elements")
-    shown = table(f"{len(entries)} parameters and buffers", *columns, rows=rows)
+    shown = table(f"Parameters and buffers: {len(entries):,}", *columns, rows=rows)
     for column in shown.columns:
         column.ratio = {"name": 3, "shape": 2, "states": 2}.get(str(column.header))
     return shown
@@ -138,23 +140,25 @@ def verify(
         bool,
         typer.Option(
             "--full",
-            help="Read every byte: CRC32 of all tensors, NaN and infinite values, copies that have drifted apart.",
+            help="Read every byte: check CRC32 sums, NaN and infinite values, and copies that have drifted apart.",
         ),
     ] = False,
     tag: Tag = None,
 ) -> Answer:
-    """Look for missing, mixed and damaged files, and list what is wrong, one line each.
+    """Check a checkpoint for missing, damaged and mixed-up files, and print each problem on one line.
 
-    Without --full, metadata alone: does every file open, are all there and of one save, is every element in just one?
+    Without --full, only metadata is read: every file opens, none is missing or from another save, and each element is
+    stored exactly once. Notes, such as what could not be checked, go to standard error.
 
-    Ends with 1 if anything is wrong. Notes, of what was not checked or is worth knowing, go to standard error.
+    Exit code 1: something is wrong.
     """
     found = verify_checkpoint(folders[0], tag, config, full, threads=min(os.cpu_count() or 1, 16), show_progress=None)
     listed = {
         name: [{"code": f.kind, "message": f.message, "file": f.file, "parameter": f.parameter} for f in findings]
         for name, findings in (("findings", found.findings), ("notes", found.notes))
     }
-    checked = f"{found.files} files, {found.tensors} tensors, {'' if full else 'metadata of '}{found.nbytes:,} bytes"
+    counts = f"{counted(found.files, 'file')}, {counted(found.tensors, 'tensor')}"
+    checked = f"{counts}, {'' if full else 'metadata of '}{counted(found.nbytes, 'byte')}"
     lines = [finding.line(found.folder) for finding in found.findings]
     return Answer(
         {"ok": not found.findings, **plain(found), **listed},
@@ -168,12 +172,14 @@ def verify(
 def latest(
     config: ElasticConfig,
     folders: Folders,
-    full: Annotated[bool, typer.Option("--full", help="Compare every byte with its checksum.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Check every byte against its checksum.")] = False,
 ) -> Answer:
-    """Print the path of the newest whole checkpoint of a folder, whatever its latest file says.
+    """Print the path of the newest complete checkpoint in a folder, whatever its latest file says.
 
-    Folders of tags, and those of Hugging Face's Trainer (checkpoint-20), Accelerate and Lightning. Newer ones that are
-    not whole go to standard error, with the reason. Ends with 1 if none is whole.
+    It looks at folders of tags and at those of Hugging Face's Trainer (checkpoint-20), Accelerate and Lightning. Newer
+    checkpoints that are incomplete are listed on standard error, with the reason.
+
+    Exit code 1: none is complete.
     """
     newest, skipped = newest_whole(folders[0], config, full)
     notes, path = [f"not whole: {each.path}: {each.problem}" for each in skipped], newest.path if newest else ""

@@ -8,10 +8,11 @@ import inspect
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console, RenderableType
@@ -21,23 +22,23 @@ from rich.text import Text
 
 from elastic_ckpt.cli import app
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
-from elastic_ckpt.tools.opened import config_of, seen_together
+from elastic_ckpt.sharding.rules import Preset
+from elastic_ckpt.tools.opened import config_of, deepspeed_config, seen_together
 
 #: A finding; wrong usage; the checkpoint cannot be read.
 EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
 
-Folders = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="DIR...",
-        help="Folder with a [bold]latest[/] file, or the folder of one tag; several, one of each node that saved to a "
-        "disk of its own, are looked at as one.",
-    ),
-]
-Tag = Annotated[str | None, typer.Option("--tag", help="Which checkpoint of the folder; default: the latest.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output, and nothing else there.")]
+FOLDERS: Any = typer.Argument(
+    metavar="DIR...",
+    help="The folder passed to [bold]load_checkpoint[/], the folder of one tag, or the output folder of a Trainer. "
+    "Several folders, one from each node that saved to its own disk, are read as one.",
+)
+Folders = Annotated[list[str], FOLDERS]
+Tag = Annotated[str | None, typer.Option("--tag", help="Tag of the checkpoint; default: the latest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON to standard output.")]
 Replicated = Annotated[
-    str | None, typer.Option("--replicated", help='Copies that differ: strict, first or mean ("replicated_params").')
+    Literal["strict", "first", "mean"] | None,
+    typer.Option("--replicated", help='Which of several copies that differ to take ("replicated_params").'),
 ]
 
 
@@ -51,8 +52,11 @@ class SafeConsole(Console):
 
 console = SafeConsole()
 error_console = SafeConsole(stderr=True)
-#: Columns of a report if the output is no terminal.
-_WIDTH = 100
+#: Columns of a report that is no wider, if the output is no terminal; more than any has.
+_WIDTH, _WIDEST = 80, 1_000_000
+_PRESETS = ", ".join(Preset.names())
+#: The config line for an option that commands have.
+_PRESET = re.compile(r'"elastic_checkpoint": \{"tp_preset": "([^"]+)"\}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Answer:
 
 def refusal(error: ElasticCkptError, exit_code: int = EXIT_UNREADABLE) -> Answer:
     """The answer of a command that cannot do it; the exit code is 2 if a config is wrong."""
+    if error.remedy is not None:
+        error.remedy = _PRESET.sub(r"--preset \1", error.remedy)
     known = {name: value for name, value in error.details.items() if value is not None and name != "rank"}
     document = {"error": type(error).__name__, "problem": error.problem, **known}
     exit_code = EXIT_USAGE if isinstance(error, ConfigError) else exit_code
@@ -78,6 +84,8 @@ def reads_checkpoint(
 ) -> Callable[[Callable[..., Answer]], Callable[..., None]]:
     """A command that is called with a ``config``, made of the options that all such commands have after their own.
 
+    If it takes ``deepspeed``, that is the whole DeepSpeed config, empty without ``--config``.
+
     ``policy``: ``replicated_params`` where neither ``--config`` nor ``--replicated`` is given.
     """
 
@@ -86,15 +94,18 @@ def reads_checkpoint(
             *,
             config: Annotated[
                 Path | None,
-                typer.Option(
-                    "--config", help='DeepSpeed config; its "elastic_checkpoint" section counts, as in a load.'
-                ),
+                typer.Option("--config", help='DeepSpeed config; its "elastic_checkpoint" applies as in a load.'),
             ] = None,
             preset: Annotated[
-                str | None, typer.Option("--tp-preset", help="Rules of a code base: bloom, gpt-neox, megatron-core ...")
+                str | None,
+                typer.Option(
+                    "--preset",
+                    "--tp-preset",
+                    help=f"Tensor-parallel rules: {', '.join(Preset.names())}, or a JSON file.",
+                ),
             ] = None,
             trust_pickle: Annotated[
-                bool, typer.Option("--trust-pickle", help="Let checkpoint files run code while they are read.")
+                bool, typer.Option("--trust-pickle", help="Allow checkpoint files to run code when they are read.")
             ] = False,
             as_json: AsJson = False,
             **own: Any,
@@ -103,7 +114,9 @@ def reads_checkpoint(
             overrides = {"tp_preset": preset, "trust_pickle": trust_pickle, "replicated_params": replicated}
             try:
                 options = config_of(config, **overrides)
-                with seen_together(own.get("folders", os.curdir), options, own.get("tag")):
+                if "deepspeed" in inspect.signature(function).parameters:
+                    own["deepspeed"] = deepspeed_config(config)
+                with seen_together(own.get("folders") or os.curdir, options, own.get("tag")):
                     answer = function(options, **own)
             except ElasticCkptError as error:
                 answer = refusal(error)
@@ -112,7 +125,8 @@ def reads_checkpoint(
         (_, *mine), (*shared, _) = (
             inspect.signature(each, eval_str=True).parameters.values() for each in (function, command)
         )
-        parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in (*mine, *shared)]
+        every = (each for each in (*mine, *shared) if each.name != "deepspeed")
+        parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in every]
         functools.update_wrapper(command, function)
         command.__annotations__ = {each.name: each.annotation for each in parameters}
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -122,17 +136,19 @@ def reads_checkpoint(
 
 
 def tell(answer: Answer, as_json: bool) -> None:
-    """Print an answer, as wide as its tables need if the output is no terminal."""
+    """Print an answer, where the output is no terminal and ``COLUMNS`` not set as wide as its tables need."""
     if as_json:
         print(json.dumps(plain(answer.document), indent=2, allow_nan=False))
     else:
-        wide = console if console.is_terminal else SafeConsole(width=max(console.width, _WIDTH))
+        wide = SafeConsole()
+        has_width = wide.is_terminal or os.environ.get("COLUMNS", "").isdigit()
         for note in answer.notes:
             error_console.print(escape(note), soft_wrap=True, highlight=False)
         for part in answer.parts:
             if isinstance(part, str):
                 console.print(escape(part), soft_wrap=True, highlight=False)
             else:
+                wide.width = wide.width if has_width else max(_WIDTH, SafeConsole(width=_WIDEST).measure(part).maximum)
                 wide.print(part)
     if answer.exit_code:
         raise typer.Exit(answer.exit_code)

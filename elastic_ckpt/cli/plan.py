@@ -1,10 +1,11 @@
-"""``elastic-ckpt plan``: its tables, which fit in 100 columns, and its plot."""
+"""``elastic-ckpt plan``: can it be loaded, does it fit, and what does each rank read? Tables fit in 100 columns."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,16 +15,21 @@ from rich.console import RenderableType
 from rich.markup import escape
 from tqdm import tqdm
 
-from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Tag, reads_checkpoint, refusal, table
+from elastic_ckpt.cli.output import EXIT_FOUND, FOLDERS, Answer, Tag, reads_checkpoint, refusal, table
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.fqn import expert_name
-from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError
-from elastic_ckpt.io.coalesce import read_options
+from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.saved_config import saved_config
+from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.report import saved_topology, size, source_dict, title
+from elastic_ckpt.report import counted, saved_topology, size, source_dict, title
 from elastic_ckpt.storage import medium_of
 from elastic_ckpt.storage.local import OBJECT_STORE
+from elastic_ckpt.tools.footprint import GPU, RunSettings
+from elastic_ckpt.tools.models import DEEPSPEED_CONFIG, ModelName, model_metadata
 from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob, forecast
 
@@ -41,53 +47,80 @@ _READS = {
     "files": "files read from",
     "memory": "bytes of memory filled",
 }
+_UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def _degree(option: str, what: str) -> Any:
-    return typer.Option(option, min=1, max=_MOST_RANKS, help=f"{what}-parallel degree.")
+    return typer.Option(option, min=1, help=f"{what}-parallel degree.")
+
+
+def nbytes_of(text: str) -> int:
+    """Bytes, from ``80GB`` or ``40GiB``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG]i?B)", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size: write 80GB or 40GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 @reads_checkpoint("plan", epilog="Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2[/]")
 def plan(
     config: ElasticConfig,
-    folders: Folders,
+    deepspeed: Mapping[str, Any],
+    folders: Annotated[list[str] | None, FOLDERS] = None,
+    model: Annotated[
+        ModelName | None, typer.Option("--model", help="Instead of DIR: a universal checkpoint of a well-known model.")
+    ] = None,
     dp: Annotated[int | None, _degree("--dp", "Data")] = None,
     tp: Annotated[int | None, _degree("--tp", "Tensor")] = None,
     pp: Annotated[int | None, _degree("--pp", "Pipeline")] = None,
     ep: Annotated[int | None, _degree("--ep", "Expert")] = None,
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage.")] = None,
+    gpu_memory: Annotated[
+        int | None,
+        typer.Option(
+            "--gpu-memory",
+            parser=nbytes_of,
+            metavar="SIZE",
+            help="Memory of a GPU (80GB): does it fit?",
+        ),
+    ] = None,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Of load_module_only=True: no optimizer states.")
+        bool, typer.Option("--weights-only", help="As with load_module_only=True: no optimizer states.")
     ] = False,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Plan this rank alone, in detail.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Plan only this rank, in detail.")] = None,
     every: Annotated[
         bool,
-        typer.Option("--all", help=f"Plan and list every rank; by default, of a big job, {_MOST_BY_DEFAULT} of them."),
+        typer.Option("--all", help=f"Plan and list every rank; by default, at most {_MOST_BY_DEFAULT} are planned."),
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw which bytes of which file go where: FILE.svg, .png, .pdf."),
+        typer.Option("--plot", metavar="FILE", help="Draw who reads which bytes: FILE.svg, .png or .pdf."),
     ] = None,
     tag: Tag = None,
 ) -> Answer:
-    """Plan a load on another topology, without a GPU: what each rank would read, and the memory that it fills.
+    """Plan a load without a GPU: whether it works, whether it fits, and what each rank reads.
 
-    The planner is the one of a load. Degrees and ZeRO stage that are not given are those of the save.
+    The planner is that of a load. Degrees default to those of the save. ZeRO stage, precision, offload and batch sizes
+    come from --config, or else from the checkpoint; --zero overrides the stage.
 
-    Exit code 1: the load would be refused. It says why, and what would help.
+    Exit code 1: the load would be refused, for the reason that is printed, or does not fit into --gpu-memory.
     """
     if rank is not None and every:
         raise typer.BadParameter("--rank plans one rank; --all needs them all")
+    if bool(folders) == bool(model):
+        raise typer.BadParameter("Missing argument 'DIR...'; or give --model alone")
     try:
-        metadata = open_folder(folders[0], tag, config, not weights_only).checkpoint.metadata
+        metadata, before, batch = _opened(folders, tag, config, not weights_only, model)
     except MismatchError as error:  # only live param groups could name the states
         error.remedy = f"--weights-only plans the weights alone: {error.remedy}"
         raise
     saved = metadata.source
     dp = dp or saved.partition_degree
     ep = ep or (math.gcd(saved.ep, dp) if any(map(expert_name, metadata.parameters)) else 1)
-    stage = saved.zero_stage if zero is None else zero
-    topology = Topology(dp, tp or saved.tp, pp or saved.pp, stage, alignment=max(config.align_partitions, 1), ep=ep)
+    run = RunSettings.of(deepspeed, before)
+    run = run if zero is None else dataclasses.replace(run, zero_stage=zero)
+    alignment = max(config.align_partitions, 1)
+    topology = Topology(dp, tp or saved.tp, pp or saved.pp, run.zero_stage, alignment=alignment, ep=ep)
     if topology.ranks > _MOST_RANKS:
         raise typer.BadParameter(f"{topology} would be {topology.ranks} ranks, and {_MOST_RANKS} are the most")
     if rank is not None and rank >= topology.ranks:
@@ -97,9 +130,12 @@ def plan(
     try:
         job = VirtualJob(metadata, topology, LoadOptions.of(config, optimizer_states=not weights_only))
         with tqdm(ranks, desc="planning", unit=" ranks", leave=False, disable=None) as bar:
-            found = [{"rank": each, **forecast(*job.planned(each), options)} for each in bar]
+            found = [_planned(job, each, options, run) for each in bar]
     except ElasticCkptError as error:
-        return refusal(error, EXIT_FOUND)
+        error.file = error.file or None  # of a model, there is none
+        refused = refusal(error, EXIT_FOUND)
+        notes = [f"Loads: no. {_change(model or saved_topology(saved), str(topology))}", *refused.notes]
+        return dataclasses.replace(refused, document={"loads": False, **refused.document}, notes=notes)
     if plot is not None:
         try:
             from elastic_ckpt.cli.plot import draw  # noqa: PLC0415  matplotlib is an extra
@@ -108,9 +144,73 @@ def plan(
             raise ConfigError("--plot needs matplotlib", found=str(error), remedy=remedy) from error
         draw(job, ranks, plot)
     shown = {"storage": str(medium), **document(job, found)}
-    if every or rank is not None:
-        return Answer(shown, report(job, shown, in_detail=True))
-    return Answer({key: value for key, value in shown.items() if key != "ranks"}, report(job, shown, in_detail=False))
+    shown = {**answer(job, shown, (before, run), batch, gpu_memory, model), **shown}
+    parts = [shown["answer"], *report(job, shown, in_detail=every or rank is not None)]
+    if not every and rank is None:
+        del shown["ranks"]
+    return Answer(shown, parts, exit_code=EXIT_FOUND if shown["fits"] is False else 0)
+
+
+def _opened(
+    folders: list[str] | None, tag: str | None, config: ElasticConfig, with_states: bool, model: ModelName | None
+) -> tuple[CheckpointMetadata, RunSettings, BatchSizes]:
+    """The checkpoint's metadata, and the settings and batch sizes of the run that saved it."""
+    if model is not None:
+        return model_metadata(model), RunSettings.of(DEEPSPEED_CONFIG, RunSettings(1)), BatchSizes(None, None, None)
+    opened = open_folder((folders or [""])[0], tag, config, with_states)
+    stage, checkpoint, written = opened.metadata.source.zero_stage, opened.checkpoint, None
+    if not opened.found.foreign:
+        written = saved_config(open_pickled(checkpoint.model_path, config.trust_pickle))
+    settings = dataclasses.replace(RunSettings.of(written or {}, RunSettings(stage)), zero_stage=stage)
+    return checkpoint.metadata, settings, checkpoint.training_state.batch
+
+
+def _planned(job: VirtualJob, rank: int, options: ReadOptions, run: RunSettings) -> dict[str, Any]:
+    state, plan = job.planned(rank)
+    foretold = forecast(state, plan, options)
+    return {"rank": rank, **foretold, "after_load": run.memory(state, foretold["filled"])}
+
+
+def _change(saved: str, now: str) -> str:
+    """A topology and another one in one line, without punctuation: ZeRO-3 DP 2 -> ZeRO-2 DP 1."""
+    before, after = (text.replace(", ", " ").replace("=", " ") for text in (saved, now))
+    return before if before == after else f"{before} -> {after}"
+
+
+def answer(
+    job: VirtualJob,
+    shown: dict[str, Any],
+    runs: tuple[RunSettings, RunSettings],
+    saved: BatchSizes,
+    gpu_memory: int | None,
+    model: str | None,
+) -> dict[str, Any]:
+    """Whether it loads, onto what, and what changes, in one line and as plain data."""
+    before, run = runs
+    most = max(shown["ranks"], key=lambda each: _at(each, GPU))
+    needed, others = _at(most, GPU), sorted({each["place"] for each in most["after_load"]} - {GPU})
+    batch, refused = run.batch(job.topology.dp, saved)
+    fits = None if gpu_memory is None else needed <= gpu_memory
+    if refused:
+        shown["notes"] = [refused, *shown["notes"]]
+    said = [f"{_change(model or saved_topology(job.metadata.source), str(job.topology))}, {size(needed)} a GPU"]
+    said += [f"{size(_at(most, place))} on {place}" for place in others]
+    said += [_change(*(each.precision for each in runs))] if before.precision != run.precision or model else []
+    said += [f"global batch {_change(*map(str, (saved.global_batch, batch)))}"] if batch and saved.global_batch else []
+    verdict = "" if fits is None else f" {'Fits' if fits else 'Does not fit'} into {size(gpu_memory or 0)}."
+    return {
+        "answer": f"Loads: yes. {', '.join(said)}.{verdict}",
+        "loads": True,
+        "fits": fits,
+        "gpu_nbytes": needed,
+        "precision": run.precision,
+        "offload": {"optimizer": run.optimizer, "weights": run.weights},
+        "global_batch": {"saved": saved.global_batch, "now": batch},
+    }
+
+
+def _at(rank: Mapping[str, Any], place: str) -> int:
+    return sum(each["nbytes"] for each in rank["after_load"] if each["place"] == place)
 
 
 def some_of(ranks: int, most: int) -> list[int]:
@@ -143,30 +243,33 @@ def document(job: VirtualJob, found: list[dict[str, Any]]) -> dict[str, Any]:
 def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[RenderableType]:
     """All tables, in order."""
     source, files, ranks, notes = job.metadata.source, job.metadata.files, shown["ranks"], shown["notes"]
-    about = f"{source.format}, tag {source.tag}, {len(files)} files, {size(sum(file.nbytes for file in files))}"
+    about = f"{source.format}, tag {source.tag}, {counted(len(files), 'file')}, {size(sum(f.nbytes for f in files))}"
     by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
-    facts = [("checkpoint", escape(f"{source.folder} ({about})")), ("saved", escape(f"{saved_topology(source)}{by}"))]
-    facts += [("storage", shown["storage"]), ("resumed", f"{job.topology}: {job.topology.ranks} ranks")]
+    facts = [("checkpoint", escape(f"{source.folder} ({about})".strip()))]
+    if source.folder:  # else it is a model's
+        facts += [("saved", escape(f"{saved_topology(source)}{by}")), ("storage", shown["storage"])]
+    facts += [("resumed", f"{job.topology}: {counted(job.topology.ranks, 'rank')}, {shown['precision']}")]
     if len(ranks) < job.topology.ranks:
         facts += [("planned", f"{len(ranks)} of them; --all plans every one")]
     facts += [("note", escape(note)) for note in notes[:_NOTES_SHOWN]]
     if len(notes) > _NOTES_SHOWN:
         facts += [("note", f"and {len(notes) - _NOTES_SHOWN} more, with --json")]
     yield table("elastic_ckpt: plan of a load", rows=facts, min_width=_LEAST_WIDTH)
-    rows: list[tuple[Any, ...]] = []
+    rows = list[tuple[Any, ...]]()
     titles = _READS | ({"reads": "requests"} if shown["storage"] == str(OBJECT_STORE) else {})
     for key, what in titles.items():
         if shown[key]["most"] or key == "nbytes_read":
             texts = [f"{value:,.0f}" if key in ("reads", "files") else size(value) for value in shown[key].values()]
             rows.append((what, *texts[:3], "" if key == "files" else texts[3]))
     yield table("each rank", "", ">least", ">mean", ">most", ">all planned", rows=rows, min_width=_LEAST_WIDTH)
-    most = max(ranks, key=lambda each: each["memory"])
-    rows = []
-    for key, dtype, tensors, numel, padding in (each.values() for each in most["filled"]):
-        elements = f"{numel:,}" + (f", {padding:,} padding" if padding else "")
-        rows.append((escape(title(key)), dtype, tensors, elements, size(numel * ITEMSIZE[dtype])))
-    heading = f"memory that is filled; rank {most['rank']} has most"
-    yield table(heading, "", ">dtype", ">tensors", ">elements", ">bytes", rows=rows, min_width=_LEAST_WIDTH)
+    most = max(ranks, key=lambda each: _at(each, GPU))
+    rows = list[tuple[Any, ...]]()
+    for each in most["after_load"]:
+        elements = f"{each['numel']:,}" + (f", {each['padding']:,} padding" if each["padding"] else "")
+        where = (escape(title(each["key"])), each["place"], each["dtype"], each["tensors"])
+        rows.append((*where, elements, size(each["nbytes"])))
+    heading = f"memory after the load, before gradients and activations; most: rank {most['rank']}"
+    yield table(heading, "", "on", ">dtype", ">tensors", ">elements", ">bytes", rows=rows, min_width=_LEAST_WIDTH)
     if in_detail:
         rows = []
         for each in ranks:

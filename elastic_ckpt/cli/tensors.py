@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
 from rich.console import RenderableType
@@ -14,8 +14,9 @@ from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Replicated, Tag
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.resume_sheet import Deviation
 from elastic_ckpt.errors import shortened
-from elastic_ckpt.report import size
-from elastic_ckpt.tools.comparison import compare, open_both
+from elastic_ckpt.report import counted, size, title
+from elastic_ckpt.storage import is_url
+from elastic_ckpt.tools.comparison import DIFFERS, MISSING, compare, open_both
 from elastic_ckpt.tools.conversion import convert as convert_to_universal
 from elastic_ckpt.tools.explain import changes
 from elastic_ckpt.tools.explain import explain as explain_runs
@@ -26,9 +27,14 @@ from elastic_ckpt.tools.output_folder import WriteReport
 
 _SHOWN = 50
 _Format = Literal["universal", "dcp"]
-_Checkpoint = Annotated[
-    str, typer.Argument(help="Folder with a [bold]latest[/] file, or the folder of one tag.", show_default=False)
-]
+
+
+def _checkpoint(metavar: str) -> Any:
+    return typer.Argument(
+        metavar=metavar,
+        help="The folder passed to [bold]load_checkpoint[/], or the folder of one tag.",
+        show_default=False,
+    )
 
 
 @reads_checkpoint("convert", epilog="Example: [bold]elastic-ckpt convert checkpoints universal/global_step100[/]")
@@ -38,21 +44,28 @@ def convert(
     out: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", help="Folder to create; of a universal checkpoint, latest_universal beside it names it."
+            metavar="OUT",
+            help="Folder to create. Just [bold]universal[/] or [bold]dcp[/]: TAG_universal or TAG_dcp beside the "
+            "checkpoint's TAG. The file latest_universal beside a universal checkpoint names it.",
         ),
     ],
-    to: Annotated[_Format, typer.Option("--to", help="dcp: torch.distributed.checkpoint.")] = "universal",
+    to: Annotated[_Format, typer.Option("--to", help="Format; dcp: torch.distributed.checkpoint.")] = "universal",
     tag: Tag = None,
     replicated: Replicated = None,
     threads: Annotated[
-        int, typer.Option("--threads", min=1, max=64, help="Tensors in memory, each for a file to write (universal).")
+        int,
+        typer.Option("--threads", min=1, max=64, help="Tensors in memory and files written at a time."),
     ] = 4,
 ) -> Answer:
-    """Write a universal checkpoint that DeepSpeed loads by itself, or one for torch.distributed.checkpoint.
+    """Convert a checkpoint to DeepSpeed's universal format, or to torch.distributed.checkpoint.
 
-    elastic_ckpt needs no conversion to load a checkpoint; this is for jobs that run without it.
+    elastic_ckpt loads any checkpoint without conversion; this is for jobs that run without elastic_ckpt.
     """
     opened = open_folder(folders[0], tag, config)
+    if str(out) in get_args(_Format):
+        if to not in ("universal", str(out)) or is_url(opened.found.folder):
+            raise typer.BadParameter(f"'{out}' alone is the format, not a folder: write ./{out}", param_hint="OUT")
+        to, out = cast(_Format, str(out)), Path(f"{opened.found.folder}_{out}")
     if to == "dcp":
         from elastic_ckpt.tools.conversion.dcp import convert_to_dcp  # noqa: PLC0415  a second of imports
 
@@ -70,27 +83,27 @@ def export(
     tag: Tag = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option("--dtype", help="Of all parameters. Default: as saved, fp32 masters; buffers always are."),
+        typer.Option("--dtype", help="Of all parameters, not of buffers. Default: as saved (masters: fp32)."),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of one file: 5GB or 500MB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file: 5GB or 500MB.")] = "5GB",
     include: Annotated[
-        list[str] | None, typer.Option("--include", help="Regular expression: only tensors whose names contain it.")
+        list[str] | None, typer.Option("--include", help="Regular expression: export only tensors whose names match.")
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", help="Regular expression: no tensors whose names contain it.")
+        list[str] | None, typer.Option("--exclude", help="Regular expression: leave out tensors whose names match.")
     ] = None,
     adapter: Annotated[
-        str | None, typer.Option("--adapter", help='Only this PEFT adapter ("default"), as PEFT loads it.')
+        str | None, typer.Option("--adapter", help='Export only this PEFT adapter ("default"), for PEFT to load.')
     ] = None,
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Optimizer states too, as optimizer.safetensors.")
+        bool, typer.Option("--optimizer", help="Export optimizer states too, to optimizer.safetensors.")
     ] = False,
     replicated: Replicated = None,
 ) -> Answer:
-    """Write consolidated weights, as Hugging Face Transformers loads them, from any checkpoint.
+    """Export consolidated weights in the layout of Hugging Face Transformers.
 
-    Parameters are the fp32 master weights; frozen parameters and buffers are included. Of tied parameters one is
-    written; the others are named in the file's metadata.
+    Weights are the fp32 masters; frozen parameters and buffers are included. Tied parameters are written once, and
+    their other names are in the file's metadata.
     """
     report = run_export(
         folders[0],
@@ -108,7 +121,7 @@ def export(
 
 
 def _written(report: WriteReport, title: str) -> Answer:
-    what = f"{report.tensors} tensors, {report.files} files, {size(report.nbytes)}"
+    what = f"{counted(report.tensors, 'tensor')}, {counted(report.files, 'file')}, {size(report.nbytes)}"
     facts = [("folder", escape(report.folder)), ("written", what), ("seconds", f"{report.seconds:.1f}")]
     return Answer(report, [table(title, rows=[*facts, *(("note", escape(note)) for note in report.notes)])])
 
@@ -118,11 +131,13 @@ def _written(report: WriteReport, title: str) -> Answer:
     epilog="Example: [bold]elastic-ckpt diff checkpoints/step100 universal/step100[/]",
     policy="first",  # copies that differ are no reason to refuse
 )
-def diff(config: ElasticConfig, a: _Checkpoint, b: _Checkpoint) -> Answer:
-    """Compare two checkpoints by logical tensor, whatever their topologies, ZeRO stages and formats.
+def diff(config: ElasticConfig, a: Annotated[str, _checkpoint("A")], b: Annotated[str, _checkpoint("B")]) -> Answer:
+    """Compare two checkpoints tensor by tensor, across topologies, ZeRO stages and formats.
 
-    Masters, optimizer states, buffers, frozen weights, steps, hyperparameters, counters and the lr scheduler. Exit
-    code 1 where anything differs or is missing.
+    It compares masters, optimizer states, buffers, frozen weights, steps, hyperparameters, counters and the lr
+    scheduler. A summary by kind comes first.
+
+    Exit code 1: something differs or is missing.
     """
     with seen_together(a, config), seen_together(b, config):
         first, second, notes = open_both(a, b, config)
@@ -131,9 +146,14 @@ def diff(config: ElasticConfig, a: _Checkpoint, b: _Checkpoint) -> Answer:
     found, read = outcome.differences, f"({size(outcome.nbytes)} read)"
     parts: list[RenderableType] = [f"equal: {outcome.equal} tensors and other values {read}"]
     if found:
+        kinds = [
+            (escape(title(kind)), *(f"{value:.3g}" if isinstance(value, float) else value for value in each.values()))
+            for kind, each in outcome.kinds.items()
+        ]
+        head = f"{counted(len(found), 'difference')}, {outcome.equal:,} equal {read}"
+        parts = [table(head, "kind", ">equal", f">{DIFFERS}", f">{MISSING}", ">largest difference", rows=kinds)]
         rows = [[*map(escape, (each.name, each.key, each.what, each.detail))] for each in found[:_SHOWN]]
-        title = f"{len(found)} differences, {outcome.equal} equal {read}"
-        parts = [table(title, "name", "of it", "", "values in A and B", rows=rows)]
+        parts += [table("Differences", "name", "of it", "", "values in A and B", rows=rows)]
     if len(found) > _SHOWN:
         parts.append(f"and {len(found) - _SHOWN} more: --json has all")
     return Answer(outcome, [*parts, *(f"note: {note}" for note in outcome.notes)], exit_code=EXIT_FOUND if found else 0)
@@ -142,8 +162,11 @@ def diff(config: ElasticConfig, a: _Checkpoint, b: _Checkpoint) -> Answer:
 @reads_checkpoint("explain", epilog="Example: [bold]elastic-ckpt explain run resumed-run[/]", policy="first")
 def explain(
     config: ElasticConfig,
-    a: _Checkpoint,
-    b: Annotated[str | None, typer.Argument(help="Of another run. Without it: what A changed on its way.")] = None,
+    a: Annotated[str, _checkpoint("A")],
+    b: Annotated[
+        str | None,
+        typer.Argument(metavar="B", help="A checkpoint of another run. Without it: what A changed on its way."),
+    ] = None,
 ) -> Answer:
     """Name the component in which a run deviates from another, or that it has changed on its way.
 

@@ -307,9 +307,11 @@ def loss_scale_of(saved: Any) -> LossScale | None:
 
 
 def _batch_sizes(file: PickledFile, sequence: SequenceParallel) -> BatchSizes:
-    """Batch sizes of the config, completed as in ``DeepSpeedConfig._set_batch_related_parameters``."""
-    config = saved_config(file) or {}
-    dp = sequence.data_degree(int(file.tree.get("dp_world_size") or 0))
+    return complete_batch(saved_config(file) or {}, sequence.data_degree(int(file.tree.get("dp_world_size") or 0)))
+
+
+def complete_batch(config: Mapping[str, Any], dp: int) -> BatchSizes:
+    """Batch sizes of a config, completed as in ``DeepSpeedConfig._set_batch_related_parameters``."""
     batch = positive_int(config, "train_batch_size")
     micro = positive_int(config, "train_micro_batch_size_per_gpu")
     steps = positive_int(config, "gradient_accumulation_steps")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,14 @@ from elastic_ckpt.sharding.rules import ModelShapes, ShardingRules, presets_for,
 
 #: A checkpoint that declares patterns shards parameters that match none along dimension 0.
 BY_DEFAULT = "the checkpoint's universal_checkpoint_info, by its default"
+
+
+#: Of a layer or an expert, in a name.
+_NUMBER = re.compile(r"(?<![a-z\d])\d+(?![a-z\d])")
+
+
+class _Undecided(Exception):
+    """Nothing says how a parameter is sharded."""
 
 
 class Sharding:
@@ -84,16 +93,23 @@ class Sharding:
                 return f"but {other.kind}, according to {other.origin}"
         return None if self.chosen is None else self.checkpoint.shapes.objection(self.name, self.chosen)
 
-    def mismatch(self, problem: str, expected: object, found: object, remedy: str) -> MismatchError:
-        return self.metadata.error(MismatchError, problem, self.name, expected, found, remedy)
+    def mismatch(
+        self, problem: str, expected: object, found: object, remedy: str, names: str | None = None
+    ) -> MismatchError:
+        return self.metadata.error(MismatchError, problem, names or self.name, expected, found, remedy)
 
-    def undecided(self) -> MismatchError:
-        """Nothing says how it is sharded."""
+    def undecided(self, others: Sequence[Sharding] = ()) -> MismatchError:
+        """Nothing says how it is sharded, nor how ``others`` are."""
         pattern, said = re.escape(self.name), next((each for each in self.specs if each.is_ambiguous), None)
+        alike = Counter(_NUMBER.sub("#", each.name) for each in (self, *others))
+        first = {_NUMBER.sub("#", each.name): each.name for each in (*reversed(others), self)}
+        names = [first[like] + f" and {count - 1} like it" * (count > 1) for like, count in alike.items()]
         if said is not None and re.fullmatch(said.pattern, self.saved_name):
             pattern = said.pattern  # one line settles all that it applies to
+        elif alike[_NUMBER.sub("#", self.name)] > 1:
+            pattern = _NUMBER.sub(r"\\d+", pattern)
         choices: list[dict[str, object]] = [{"pattern": pattern, "kind": "column"}]
-        meaning = "whichever it is"
+        meaning = "whichever it is" + ", and likewise for the others" * (len(alike) > 1)
         if self.is_fused:
             widths = self.checkpoint.shapes.qkv_widths(self.name) or "<relative widths>"
             choices.append({**choices[0], "sub_parameters": widths})
@@ -107,15 +123,18 @@ class Sharding:
         else:
             choices += [{"pattern": pattern, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
         named = presets_for(self) if said is None else ()
+        named = [each for each in named if all(each in presets_for(other) for other in others)]
         presets = [f'"elastic_checkpoint": {{"tp_preset": "{each}"}}' for each in named]
-        meaning += f". If one of these code bases saved it: {' or '.join(presets)}" if presets else ""
+        rules = f"{' or '.join(map(_config, choices))}: {meaning}"
+        by_code = f"{' or '.join(presets)}, if one of these code bases saved it; otherwise " if presets else ""
         why = "nothing says so" if said is None else f"{said.origin}: {said.ambiguous}"
         of_several = ": it is made of several, whose arrangement its shape does not show" if self.is_fused else ""
         return self.mismatch(
             f"the tensor-parallel degree changes, and it is not known how this parameter is sharded{of_several}",
             expected="a rule of yours, of the checkpoint, of the live parameter or of a preset",
             found=f"{why}; {self._both()}",
-            remedy=f"{' or '.join(map(_config, choices))}: {meaning}",
+            remedy=by_code + rules,
+            names=", ".join(names),
         )
 
     def contradiction(self, why: object, is_recorded: bool = False) -> MismatchError:
@@ -158,7 +177,7 @@ class Sharding:
         if spec is None and not is_recorded and (self.tensor.key == BUFFER or len(shape) < 2):
             return shape
         if source is None or (spec is None and not is_recorded):
-            raise self.undecided()
+            raise _Undecided
         if source.is_replicated if spec is None else spec.is_replicated:
             return shape
         dim, size = source.dim, source.shape[source.dim]
@@ -233,6 +252,7 @@ def virtual_layouts(
     """
     shardings = Shardings(metadata, rules)
     layouts: dict[str, LiveShards] = {}
+    undecided: list[Sharding] = []
     for name in names:
         with collected(errors, name):
             tensor = tensor_of(metadata, name)
@@ -244,9 +264,17 @@ def virtual_layouts(
                 layouts[name] = LiveShards(tensor.shard_shapes)
                 continue
             with shardings.of(tensor) as sharding:
-                shapes, chosen = (sharding.shard_of(tp),) * tp, sharding.chosen
+                try:
+                    shapes, chosen = (sharding.shard_of(tp),) * tp, sharding.chosen
+                except _Undecided:
+                    undecided.append(sharding)
+                    continue
                 is_default = chosen is not None and chosen.origin == BY_DEFAULT
                 layouts[name] = LiveShards(shapes, 0, origin=BY_DEFAULT) if is_default else LiveShards(shapes)
+    if errors is not None:
+        errors |= {each.name: each.undecided() for each in undecided}
+    elif undecided:
+        raise undecided[0].undecided(undecided[1:])
     return layouts
 
 

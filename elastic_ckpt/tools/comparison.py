@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -52,6 +53,8 @@ class Comparison:
     differences: tuple[Difference, ...]
     nbytes: int
     notes: tuple[str, ...] = ()
+    #: By kind (key of a tensor, or another fact): how many are equal, differ, are missing, and the largest difference.
+    kinds: Mapping[str, Mapping[str, float | str]] = field(default_factory=dict)
 
 
 def open_both(
@@ -92,15 +95,30 @@ def compare(
             if difference is not None:
                 differing.append(difference)
     facts = list(_facts(first, second))
-    other_facts = [fact for fact in facts if fact is not None]
+    other_facts = [(kind, fact) for kind, fact in facts if fact is not None]
+    equal = Counter(key for _, key in both) - Counter(each.key for each in differing)
+    equal += Counter(kind for kind, fact in facts if fact is None)
     one_sided, not_compared = _not_understood(first.metadata, second.metadata)
     notes = [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
+    of_tensors = (*lacking, *differing, *one_sided)
     return Comparison(
-        equal=len(both) - len(differing) + len(facts) - len(other_facts),
-        differences=(*lacking, *differing, *one_sided, *other_facts),
+        equal=equal.total(),
+        differences=(*of_tensors, *(fact for _, fact in other_facts)),
         nbytes=sum(side.tensors[key].nbytes for side in sides for key in both),
         notes=(*notes, *not_compared),
+        kinds=_kinds(equal, [*((each.key, each) for each in of_tensors), *other_facts]),
     )
+
+
+def _kinds(equal: Mapping[str, int], found: Sequence[tuple[str, Difference]]) -> dict[str, dict[str, float | str]]:
+    kinds: dict[str, dict[str, float | str]] = {}
+    for kind in sorted({*equal, *(kind for kind, _ in found)}, key=lambda kind: (kind not in WEIGHTS, kind)):
+        mine = [each for of, each in found if of == kind]
+        counts = (sum(each.what == what for each in mine) for what in (DIFFERS, MISSING))
+        apart = max((each.max_abs for each in mine if each.max_abs is not None), default="")
+        names = ("equal", DIFFERS, MISSING, "largest")
+        kinds[kind] = dict(zip(names, (equal.get(kind, 0), *counts, apart), strict=True))
+    return kinds
 
 
 class _Side:
@@ -149,8 +167,8 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
     return None if left.dtype == right.dtype else Difference(*key, DIFFERS, f"{left.dtype} and {right.dtype}", 0.0)
 
 
-def _facts(first: OpenedCheckpoint, second: OpenedCheckpoint) -> Iterator[Difference | None]:
-    """Facts beside the tensors: each a difference, or ``None`` where they agree."""
+def _facts(first: OpenedCheckpoint, second: OpenedCheckpoint) -> Iterator[tuple[str, Difference | None]]:
+    """Facts beside the tensors: the kind of each, and a difference, or ``None`` where they agree."""
     left, right = first.metadata, second.metadata
     names = [name for name in left.parameters if name in right.parameters]
     shared = [(name, left.parameters[name], right.parameters[name]) for name in names]
@@ -159,19 +177,20 @@ def _facts(first: OpenedCheckpoint, second: OpenedCheckpoint) -> Iterator[Differ
             {**dict(one.scalars), **{s.key: replace(s, file=0, byte_offset=0) for s in one.replicated}} for one in saved
         )
         for key in sorted({*mine, *theirs}):
-            yield _fact(name, key, mine.get(key), theirs.get(key))
+            yield key, _fact(name, key, mine.get(key), theirs.get(key))
     for pair in dict.fromkeys((mine.group, theirs.group) for _, mine, theirs in shared):  # numbers may differ
         group, other = left.groups[pair[0]], right.groups[pair[1]]
         for key in sorted({*group, *other}, key=str):
             of_degree = key == "name" and group.get("moe")  # ep_size_2
             if not (str(key).startswith("_ds_") or of_degree):
-                yield _fact(f"param group {pair[0]}", str(key), group.get(key), other.get(key))
+                yield "hyperparameters", _fact(f"param group {pair[0]}", str(key), group.get(key), other.get(key))
     training = [opened.checkpoint.training_state for opened in (first, second)]
     for key in ("global_steps", "global_samples", "skipped_steps"):
-        yield _fact(key, "counter", *(state.counters.get(key) for state in training))
+        yield "counters", _fact(key, "counter", *(state.counters.get(key) for state in training))
     scales = [state.loss_scale for state in training]
-    yield _fact("loss scale", "", *(None if scale is None else scale.values.get("cur_scale") for scale in scales))
-    yield _fact("lr scheduler", "", *(repr(state.lr_scheduler) for state in training))
+    values = (None if scale is None else scale.values.get("cur_scale") for scale in scales)
+    yield "loss scale", _fact("loss scale", "", *values)
+    yield "lr scheduler", _fact("lr scheduler", "", *(repr(state.lr_scheduler) for state in training))
 
 
 def _not_understood(first: CheckpointMetadata, second: CheckpointMetadata) -> tuple[list[Difference], list[str]]:

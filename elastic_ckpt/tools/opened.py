@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,10 @@ from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
-from elastic_ckpt.formats.detect import find_checkpoint, look_at
+from elastic_ckpt.formats.detect import find_checkpoint, global_steps, look_at
 from elastic_ckpt.formats.safetensors import find_safetensors
 from elastic_ckpt.load.metadata import read_checkpoint
-from elastic_ckpt.storage import VIEW, Entry, absolute, copies_of, is_folder, is_url, seen_through
+from elastic_ckpt.storage import VIEW, Entry, absolute, copies_of, folder_names, is_folder, is_url, seen_through
 from elastic_ckpt.storage.local import steady
 from elastic_ckpt.storage.remote import RemoteFolder
 from elastic_ckpt.storage.view import REPLICAS, FolderView, NodeListing, list_folders, with_replicas
@@ -89,22 +89,36 @@ def _stored(remote: RemoteFolder, tag: str | None) -> tuple[Entry, ...]:
 
 
 def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> CheckpointInfo:
-    """The checkpoint in a folder with a ``latest`` file, or in that of a tag; :class:`NotFoundError` if none."""
+    """The checkpoint in a folder with a ``latest`` file, in that of a tag, or the newest in a framework's folders.
+
+    The latter are those of Hugging Face's Trainer (``checkpoint-60``), Accelerate and Lightning; a tag may be the name
+    of one of them. Raises :class:`NotFoundError` if there is none.
+    """
     path = absolute(folder)
     itself = None if tag is not None else look_at(os.path.dirname(path), os.path.basename(path))
     found = itself or find_checkpoint(path, tag, prefer_universal=False, trust_pickle=trust_pickle)
+    if found is None and is_folder(path):
+        below = ((name, _checkpoint_in(os.path.join(path, name), trust_pickle)) for name in folder_names(path))
+        every = [each for name, each in below if each is not None and tag in (None, name, each.tag)]
+        found = max(every, key=lambda each: global_steps(each, trust_pickle) or -1, default=None)
     if found is None and tag is None:
         found = find_safetensors(path)
     if found is None:
         raise NotFoundError(
             "there is no DeepSpeed checkpoint here",
             file=path,
-            expected="a folder with a latest file, the folder of a tag (global_step100), or one of "
-            "torch.distributed.checkpoint or of safetensors",
-            found="no such folder" if not is_folder(path) else "a folder without either",
+            expected="a folder with a latest file, the folder of a tag (global_step100), one with folders such as "
+            "checkpoint-100, or one of torch.distributed.checkpoint or of safetensors",
+            found="no such folder" if not is_folder(path) else "a folder without any of these",
             remedy="give the folder that you pass to load_checkpoint, or one of the folders in it",
         )
     return found
+
+
+def _checkpoint_in(folder: str, trust_pickle: bool) -> CheckpointInfo | None:
+    with suppress(ElasticCkptError):  # of a folder that nobody asked for
+        return find_checkpoint(folder, None, prefer_universal=False, trust_pickle=trust_pickle)
+    return None
 
 
 def open_checkpoint(
@@ -131,16 +145,22 @@ def open_folder(folder: str, tag: str | None, config: ElasticConfig, with_states
     return open_checkpoint(locate(folder, tag, config.trust_pickle), config, with_states)
 
 
+def deepspeed_config(path: Path | None) -> dict[str, Any]:
+    """A DeepSpeed config, empty without a path; :class:`ConfigError` if it cannot be read."""
+    if path is None:
+        return {}
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("this DeepSpeed config cannot be read", file=str(path), found=str(error)) from error
+    if not isinstance(loaded, dict):
+        raise ConfigError("this DeepSpeed config is no JSON object", file=str(path), found=type(loaded).__name__)
+    return loaded
+
+
 def config_of(path: Path | None, **overrides: Any) -> ElasticConfig:
     """A DeepSpeed config's ``"elastic_checkpoint"`` section, and overrides that are not empty; :class:`ConfigError`."""
-    loaded: Any = {}
-    if path is not None:
-        try:
-            loaded = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError("this DeepSpeed config cannot be read", file=str(path), found=str(error)) from error
-        if not isinstance(loaded, dict):
-            raise ConfigError("this DeepSpeed config is no JSON object", file=str(path), found=type(loaded).__name__)
+    loaded = deepspeed_config(path)
     section = loaded.get(CONFIG_KEY, {})
     if isinstance(section, dict):  # anything else is refused below
         section = {**section, **{key: value for key, value in overrides.items() if value}}

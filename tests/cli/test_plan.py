@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from benchmarks.scale_models import ScaleModel, scale_metadata
 from elastic_ckpt.cli import app
 from elastic_ckpt.cli.plan import some_of
+from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
@@ -32,11 +33,12 @@ def _folders_of_big_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of a model is the folder of its checkpoint."""
 
     def opened(folder: str, *more: Any) -> Any:
-        if folder in ScaleModel.names():
-            return SimpleNamespace(checkpoint=SimpleNamespace(metadata=catalog_of(folder)))
-        if folder == "small":
-            return SimpleNamespace(checkpoint=SimpleNamespace(metadata=scale_metadata(small_model())))
-        return open_folder(folder, *more)
+        if folder not in (*ScaleModel.names(), "small"):
+            return open_folder(folder, *more)
+        metadata = scale_metadata(small_model()) if folder == "small" else catalog_of(folder)
+        state = SimpleNamespace(batch=BatchSizes(None, None, None))
+        checkpoint = SimpleNamespace(metadata=metadata, training_state=state)
+        return SimpleNamespace(metadata=metadata, found=SimpleNamespace(foreign="no file"), checkpoint=checkpoint)
 
     monkeypatch.setattr(importlib.import_module("elastic_ckpt.cli.plan"), "open_folder", opened)
 
@@ -94,6 +96,20 @@ def test_of_big_jobs_some_ranks_are_planned_unless_all_are_asked_for() -> None:
     assert (len(set(ranks)), ranks[0], ranks[-1]) == (64, 0, 383)
     assert {rank % 4 for rank in ranks} == set(range(4))  # of every tensor-parallel rank
     assert some_of(64, 64) == list(range(64)) and some_of(5, 5) == list(range(5))
+
+
+@pytest.mark.parametrize(("model", "gigabytes"), [("70b", "7.60"), ("104b", "11.8")])
+def test_well_known_models_are_planned_as_typed(model: str, gigabytes: str) -> None:
+    words = ("--model", model, "--dp", "8", "--tp", "8", "--pp", "4", "--rank", "194")
+    result = run(*words, "--gpu-memory", "80GB")
+    assert result.exit_code == 0, result.output
+    first = f"Loads: yes. {model} -> ZeRO-1 DP 8 TP 8 PP 4, {gigabytes}GB a GPU, bfloat16. Fits into 80.0GB."
+    assert result.stdout.splitlines()[0] == first
+    found = told(*words, "--gpu-memory", "4GiB", code=1)
+    assert found["loads"] and found["fits"] is False and found["answer"].endswith("Does not fit into 4.29GB.")
+    refused = run("--model", model, "--tp", "7")
+    assert refused.exit_code == 1 and "file:" not in refused.stderr
+    assert run("--model", model, "folder").exit_code == run("--model", "1b").exit_code == 2
 
 
 def test_experts_are_planned_at_another_expert_parallel_degree() -> None:
@@ -158,8 +174,12 @@ def test_a_refusal_says_why_and_what_would_help() -> None:
         "tp_rules",
     ):
         assert words in result.stderr
+    assert result.stderr.startswith("Loads: no. ZeRO-1 DP 4 TP 4 PP 32 -> ZeRO-1 DP 4 TP 8 PP 32\n")
     refused = told("104b", "--tp", "8", code=1)
-    assert (refused["error"], refused["parameter"]) == ("MismatchError", "2.self_attention.query_key_value.weight")
+    every = "2.self_attention.query_key_value.weight and 31 like it"
+    assert (refused["loads"], refused["error"], refused["parameter"]) == (False, "MismatchError", every)
+    assert refused["remedy"].startswith("--preset bloom or --preset megatron-deepspeed-contiguous or ")
+    assert r'{"pattern": "\\d+\\.self_attention\\.query_key_value\\.weight", "kind": "column"}' in refused["remedy"]
     preset = ("--tp-preset", "megatron-deepspeed-interleaved")
     assert told("104b", "--tp", "8", *preset, "--rank", "0")["ranks_planned"] == 1
     assert told("104b", "--tp", "3", *preset, code=1)["expected"] == "a multiple of 3"
@@ -172,6 +192,7 @@ def test_a_refusal_says_why_and_what_would_help() -> None:
         (("104b", "--rank", "3", "--all"), "--rank plans one rank"),
         (("104b", "--rank", "512"), "has the ranks 0 to 511"),
         (("104b", "--dp", "65536"), "and 1048576 are the most"),
+        (("104b", "--gpu-memory", "80"), "no size: write 80GB"),
         (("104b", "--zero", "4"), "Invalid value for '--zero'"),
         (("104b", "--tp-preset", "nobody"), "nobody"),
     ],

@@ -147,6 +147,21 @@ def test_tensor_parallel_shards_are_put_together_as_deepspeeds_converter_does(
     assert padded == {path.split("/")[1] for path, value in theirs.items() if "vocab_tensor" in noted(value)}
 
 
+def test_the_name_of_a_format_is_a_place_beside_the_checkpoint(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "saved"
+    shutil.copytree(native / "z1-fp32-adamw-dp2", saved)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for name in ("universal", "dcp"):
+        assert run(saved, name).exit_code == 0
+        assert (saved / f"step4_{name}").is_dir()
+    assert (saved / "latest_universal").read_text() == "step4_universal" and not list(Path().iterdir())
+    assert run(saved, "universal", "--to", "dcp").exit_code == 2
+    assert run(saved, "./universal").exit_code == 0 and Path("universal").is_dir()
+
+
 def test_every_checksum_is_right(ours: Path) -> None:
     """torch never looks at them; others do."""
     files = sorted(ours.rglob("*.pt"))

@@ -72,6 +72,18 @@ def test_every_difference_is_found_where_it_is(native: Path, tmp_path: Path) -> 
     assert tuple(moment["at"]) == tuple(int(i) for i in torch.unravel_index(torch.tensor(3), tuple(shape)))
     assert moment["max_abs"] == pytest.approx(2.0)
     assert found["global_samples", "counter"]["max_abs"] == 1
+    kinds = json.loads(run(source, changed, "--json").stdout)["kinds"]
+    apart = {
+        kind: (each["differs"], each["missing"], each["largest"]) for kind, each in kinds.items() if each["differs"]
+    }
+    assert {kind: counts[:2] for kind, counts in apart.items()} == dict.fromkeys(
+        ("buffer", "counters", "exp_avg", "hyperparameters"), (1, 0)
+    )
+    assert apart["exp_avg"][2] == pytest.approx(2.0) and kinds["fp32"]["equal"] == len(state["param_shapes"][0]) + len(
+        state["param_shapes"][1]
+    )
+    shown = run(source, changed).stdout
+    assert shown.index("largest difference") < shown.index("values in A and B")
 
 
 def test_names_on_one_side_only_are_missing(native: Path) -> None:

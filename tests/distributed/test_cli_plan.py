@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from elastic_ckpt.cli import app
 from elastic_ckpt.tools.virtual import Topology
 from tests.distributed.conftest import SUB_GROUPS, Launch
-from tests.distributed.model import Setup
+from tests.distributed.model import GLOBAL_BATCH, Setup
 from tests.distributed.parallel_models import Parallel
 from tests.oracle.proof import proof_of_folder
 
@@ -85,9 +85,27 @@ def test_a_job_that_could_not_be(native: Path) -> None:
     folder = folder_of(native, Setup(1), 2)
     refused = told(folder, "--tp", "2", code=1)
     assert refused["error"] == "MismatchError"
-    assert refused["parameter"] == "never_used"
+    assert refused["parameter"] == "never_used, hidden.weight, back.weight, embedding.weight"
     refused = told(folder, "--pp", "2", code=1)
     assert refused["remedy"] == "a pipeline-parallel degree of 1"
+
+
+def test_the_answer_follows_the_config(native: Path, tmp_path: Path) -> None:
+    """As saved without ``--config``; else its stage, precision, offload and batch."""
+    folder, config = folder_of(native, Setup(3, precision="bf16"), 2), tmp_path / "config.json"
+    assert told(folder)["answer"].startswith("Loads: yes. ZeRO-3 DP 2, ")
+    batches = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config.write_text(json.dumps({"zero_optimization": zero, **batches}))
+    found = told(folder, "--dp", "1", "--config", str(config), "--gpu-memory", "1MB", "--all")
+    assert (found["precision"], found["offload"]["optimizer"]) == ("float32", "host")
+    assert found["global_batch"] == {"saved": GLOBAL_BATCH, "now": 8} and found["fits"] is True
+    sizes = "6.54kB a GPU, 10.5kB on host, bfloat16 -> float32"
+    first = f"Loads: yes. ZeRO-3 DP 2 -> ZeRO-2 DP 1, {sizes}, global batch {GLOBAL_BATCH} -> 8. Fits into 1.00MB."
+    assert found["answer"] == first
+    (rank,) = found["ranks"]
+    places = {each["key"]: each["place"] for each in rank["after_load"]}
+    assert places == {"weights": "GPU", "fp32": "host", "exp_avg": "host", "exp_avg_sq": "host", "buffer": "GPU"}
 
 
 def test_states_without_names_are_left_out_on_demand(unpartitioned: Path) -> None:

@@ -319,8 +319,12 @@ def test_the_report_fits_and_names_everything() -> None:
     broken = Finding("error", "states", "broken [bold]badly[/]", remedy="restore " * 40)
     out = io.StringIO()
     console = Console(file=out, width=100)
-    for part in report(inspected(metadata, None, broken), params=True):
-        console.print(part)
+    for params in (False, True):  # the list of parameters comes alone, but for the findings
+        for part in report(inspected(metadata, None, broken), params):
+            console.print(part)
+    shown = out.getvalue()
+    assert shown.startswith("Findings") and shown.count("Findings") == 2 and shown.count("Param groups") <= 1
+    assert shown.index("elastic_ckpt: checkpoint") < shown.rindex("Findings") < shown.index("[red]odd[/]")
     assert max(map(len, out.getvalue().splitlines())) <= 100
     text = "".join(out.getvalue().split())
     for piece in ("[red]odd[/]", "broken[bold]badly[/]", "head=", "step7(", "2files"):

@@ -51,6 +51,21 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     assert caught.value.file == str(tmp_path) and "latest" in str(caught.value.expected)
 
 
+def test_the_output_folder_of_a_trainer_is_that_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    for step in (9, 60):
+        tag = tmp_path / f"checkpoint-{step}" / f"global_step{step}"
+        tag.mkdir(parents=True)
+        (tag / "mp_rank_00_model_states.pt").touch()
+        (tag.parent / "latest").write_text(tag.name)
+    (tmp_path / "checkpoint-70").mkdir()  # which died while it was saving
+    (tmp_path / "runs").mkdir()
+    assert locate(str(tmp_path), None).folder == str(tmp_path / "checkpoint-60" / "global_step60")
+    for tag in ("checkpoint-9", "global_step9"):
+        assert locate(str(tmp_path), tag).folder == str(tmp_path / "checkpoint-9" / "global_step9")
+    with pytest.raises(NotFoundError):
+        locate(str(tmp_path), "checkpoint-70")
+
+
 def safetensors(folder: Path) -> None:
     folder.mkdir()
     files = {f"model-{number}-of-00002.safetensors": number for number in ("00001", "00002")}
