@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from elastic_ckpt.core.chunks import StorageChunk, listed
 from elastic_ckpt.core.flat_ranges import FlatRange
@@ -41,35 +41,26 @@ class _Model:
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The parameters of its pipeline module, in order."""
-        hidden, wide, biases = self.hidden, self.feed_forward * (1 + self.gated), not self.gated
-        fused = hidden + 2 * hidden // self.heads * self.key_value_heads
-        matrices = {
+        hidden, fused = self.hidden, self.hidden + 2 * self.hidden // self.heads * self.key_value_heads
+        layer = {
+            "input_layernorm": (hidden,),
             "self_attention.query_key_value": (fused, hidden),
             "self_attention.dense": (hidden, hidden),
-            "mlp.dense_h_to_4h": (wide, hidden),
+            "post_attention_layernorm": (hidden,),
+            "mlp.dense_h_to_4h": (self.feed_forward * (1 + self.gated), hidden),
             "mlp.dense_4h_to_h": (hidden, self.feed_forward),
         }
-        embedding = "1" if self.gated else "tied_modules.embed"
+        embedding, last = "1" if self.gated else "tied_modules.embed", self.layers + 2
         yield f"{embedding}.word_embeddings.weight", (self.vocabulary, hidden)
         if self.positions:
             yield f"{embedding}.position_embeddings.weight", (self.positions, hidden)
-        for layer in range(2, self.layers + 2):
-            for name in (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"):
-                yield from ((f"{name}.{kind}", (hidden,)) for kind in ("weight", "bias")[: 1 + biases])
-            for name, shape in matrices.items():
-                yield f"{layer}.{name}.weight", shape
-                if biases:
-                    yield f"{layer}.{name}.bias", shape[:1]
-        yield from ((f"{self.layers + 2}.{kind}", (hidden,)) for kind in ("weight", "bias")[: 1 + biases])
+        modules = {f"{number}.{name}": shape for number in range(2, last) for name, shape in layer.items()}
+        for name, shape in (modules | {str(last): (hidden,)}).items():
+            yield f"{name}.weight", shape
+            if not self.gated:
+                yield f"{name}.bias", shape[:1]
         if self.gated:
-            yield f"{self.layers + 3}.lm_head.weight", (self.vocabulary, hidden)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of its run, by which its preset is recognized."""
-        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.key_value_heads}
-        of_code = {"padded_vocab_size": self.vocabulary, "moe_expert_parallel_size": 1, "swiglu": self.gated}
-        return {"hidden_size": self.hidden, "kv_channels": self.hidden // self.heads, **heads, **of_code}
+            yield f"{last + 1}.lm_head.weight", (self.vocabulary, hidden)
 
 
 _MODELS: dict[str, _Model] = {
@@ -79,8 +70,9 @@ _MODELS: dict[str, _Model] = {
 
 
 def model_metadata(name: ModelName) -> CheckpointMetadata:
-    """A model's masters and Adam states, of which each is a file."""
-    shapes, files, tensors = dict(_MODELS[name].shapes()), list[SourceFile](), {}
+    """A model's masters and Adam states, of which each is a file, and the arguments that prove its preset."""
+    model, files, tensors = _MODELS[name], list[SourceFile](), {}
+    shapes, heads = dict(model.shapes()), {"num_key_value_heads": model.key_value_heads}
     for parameter, shape in shapes.items():
         for key in (MASTER, "exp_avg", "exp_avg_sq"):
             numel, path = math.prod(shape), os.path.join(name, UNIVERSAL_FOLDER, parameter, f"{key}.pt")
@@ -93,5 +85,5 @@ def model_metadata(name: ModelName) -> CheckpointMetadata:
         parameters={each: SavedParameter(shape, int(len(shape) < 2), ()) for each, shape in shapes.items()},
         tensors=tensors,
         groups=({}, {}),
-        run=_MODELS[name].arguments,
+        run={"padded_vocab_size": model.vocabulary, "moe_expert_parallel_size": 1, "swiglu": model.gated, **heads},
     )
