@@ -42,7 +42,7 @@ def convert(
     config: ElasticConfig,
     folders: Folders,
     out: Annotated[
-        Path,
+        str,  # which tells universal from ./universal
         typer.Argument(
             metavar="OUT",
             help="Folder to create. Just [bold]universal[/] or [bold]dcp[/]: TAG_universal or TAG_dcp beside the "
@@ -62,16 +62,16 @@ def convert(
     elastic_ckpt loads any checkpoint without conversion; this is for jobs that run without elastic_ckpt.
     """
     opened = open_folder(folders[0], tag, config)
-    if str(out) in get_args(_Format):
-        if to not in ("universal", str(out)) or is_url(opened.found.folder):
+    if out in get_args(_Format):
+        if to not in ("universal", out) or is_url(opened.found.folder):
             raise typer.BadParameter(f"'{out}' alone is the format, not a folder: write ./{out}", param_hint="OUT")
-        to, out = cast(_Format, str(out)), Path(f"{opened.found.folder}_{out}")
+        to, out = cast(_Format, out), f"{opened.found.folder}_{out}"
     if to == "dcp":
         from elastic_ckpt.tools.conversion.dcp import convert_to_dcp  # noqa: PLC0415  a second of imports
 
-        report = convert_to_dcp(opened, out, None)
+        report = convert_to_dcp(opened, Path(out), None)
     else:
-        report = convert_to_universal(opened, out, threads, None)
+        report = convert_to_universal(opened, Path(out), threads, None)
     return _written(report, "elastic_ckpt: checkpoint converted")
 
 

@@ -218,9 +218,13 @@ def test_wrong_usage_and_no_checkpoint_at_all(native: Path, tmp_path: Path) -> N
     assert nothing.exit_code == 3 and json.loads(nothing.stdout)["error"] == "NotFoundError"
 
 
-def test_the_report_for_the_eye(native: Path) -> None:
-    shown = inspect(native / "z3-bf16-adamw-dp2", "--params")
-    assert shown.exit_code == 0 and max(map(len, shown.stdout.splitlines())) <= 100
-    for piece in ("ZeRO-3, DP=2", "torch.optim.AdamW", "[37, 13]", "tied: head.weight", "never_used"):
-        assert piece in shown.stdout
+def test_the_report_for_the_eye(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for words, pieces in (
+        ((), ("ZeRO-3, DP=2", "torch.optim.AdamW")),
+        (("--params",), ("[37, 13]", "tied: head.weight", "never_used")),
+    ):
+        shown = inspect(native / "z3-bf16-adamw-dp2", *words)
+        assert shown.exit_code == 0 and max(map(len, shown.stdout.splitlines())) <= 100
+        assert all(piece in shown.stdout for piece in pieces)
     assert "never_used" not in inspect(native / "z3-bf16-adamw-dp2").stdout

@@ -85,7 +85,7 @@ def test_a_job_that_could_not_be(native: Path) -> None:
     folder = folder_of(native, Setup(1), 2)
     refused = told(folder, "--tp", "2", code=1)
     assert refused["error"] == "MismatchError"
-    assert refused["parameter"] == "never_used, hidden.weight, back.weight, embedding.weight"
+    assert refused["parameter"] == "never_used, embedding.weight, hidden.weight, back.weight"
     refused = told(folder, "--pp", "2", code=1)
     assert refused["remedy"] == "a pipeline-parallel degree of 1"
 
@@ -100,7 +100,9 @@ def test_the_answer_follows_the_config(native: Path, tmp_path: Path) -> None:
     found = told(folder, "--dp", "1", "--config", str(config), "--gpu-memory", "1MB", "--all")
     assert (found["precision"], found["offload"]["optimizer"]) == ("float32", "host")
     assert found["global_batch"] == {"saved": GLOBAL_BATCH, "now": 8} and found["fits"] is True
-    sizes = "6.54kB a GPU, 10.5kB on host, bfloat16 -> float32"
+    numel, buffers = 1358, 68  # as counted above
+    assert found["gpu_nbytes"] == 4 * numel + buffers
+    sizes = "5.50kB a GPU, 16.3kB on host, bfloat16 -> float32"
     first = f"Loads: yes. ZeRO-3 DP 2 -> ZeRO-2 DP 1, {sizes}, global batch {GLOBAL_BATCH} -> 8. Fits into 1.00MB."
     assert found["answer"] == first
     (rank,) = found["ranks"]
