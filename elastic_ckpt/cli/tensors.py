@@ -165,7 +165,7 @@ def explain(
     a: Annotated[str, _checkpoint("A")],
     b: Annotated[
         str | None,
-        typer.Argument(metavar="B", help="A checkpoint of another run. Without it: what A changed on its way."),
+        typer.Argument(metavar="B", help="Of another run. Without it: what A changed on its way."),
     ] = None,
 ) -> Answer:
     """Name the component in which a run deviates from another, or that it has changed on its way.
