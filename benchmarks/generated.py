@@ -28,11 +28,10 @@ from benchmarks import privates
 from benchmarks.cases import MODELS, ModelSize
 from benchmarks.held import Held
 from benchmarks.launching import Launcher
-from benchmarks.model import KEYS, Block, build_model, values
+from benchmarks.model import KEYS, SAVED, Block, build_model, build_optimizer, values
 
 app = typer.Typer(add_completion=False)
 TAG = "step10"
-_LR = 3e-4
 #: By the last parts of a parameter's name, the dimension that tensor-parallel ranks divide; others have all of it.
 _DIMENSIONS = {
     "attention.weight": 0,
@@ -137,9 +136,10 @@ def build_engine(layout: Layout) -> Any:
     for name, param in model.named_parameters():
         _shard(name, param, layout)
         param.data.copy_(logical(layout, name, "fp32", param, 0, param.numel()).view(param.shape))
-    groups = [{"params": list(model.parameters()), "name": "all"}]
-    groups = split_params_into_different_moe_groups_for_optimizer(groups) if layout.experts else groups
-    optimizer = torch.optim.AdamW(groups, lr=_LR)
+    optimizer = build_optimizer(model, SAVED)
+    if layout.experts:
+        groups = split_params_into_different_moe_groups_for_optimizer({"params": [*model.parameters()], "name": "all"})
+        optimizer = torch.optim.AdamW(groups, lr=SAVED.lr)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
 
 

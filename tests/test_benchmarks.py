@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import chart, collectives, export, flat, flat_view, gaps, machine, metadata, report, run, scale
+from benchmarks import chart, cold, collectives, export, flat, flat_view, gaps, machine, metadata, report, run, scale
 from benchmarks.cases import (
     CONTENDERS,
     MODELS,
@@ -559,3 +559,10 @@ def test_the_cost_of_a_command_is_that_of_its_process(tmp_path: Path) -> None:
     assert 0.5 < sample.seconds <= sample.on_disk and sample.peak_nbytes > 200 << 20
     with pytest.raises(RuntimeError, match="a failed: "):
         export.run("a", [sys.executable, "-c", "assert False"], tmp_path / "out")
+
+
+def test_the_disk_is_asked_for_the_files_that_have_tensors(tmp_path: Path) -> None:
+    for name, nbytes in (("a_optim_states.pt", 3 << 20), ("b_optim_states.pt", 2 << 20), ("model_states.pt", 1 << 12)):
+        (tmp_path / name).write_bytes(bytes(nbytes))
+    nbytes, seconds = cold.disk_seconds(tmp_path)
+    assert nbytes == 5 << 20 and seconds > 0

@@ -1,0 +1,99 @@
+"""``python -m benchmarks.cold FOLDER``: loads of checkpoints that no page cache has, beside what the disk gives.
+
+The disk is read by ``dd`` with O_DIRECT, all of the same files at once, right after each load.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine
+from benchmarks.cases import MODELS, NATIVE, RESUME, Case
+from benchmarks.generated import Layout, write
+from benchmarks.launching import Launcher
+
+app = typer.Typer(add_completion=False)
+#: ZeRO stage and ranks of the save, and of the load.
+_MOVES = (((3, 2), (3, 4)), ((1, 2), (3, 2)))
+_MIB, _GB = 1 << 20, 1e9
+_SECONDS = 3600
+
+
+def disk_seconds(folder: Path) -> tuple[int, float]:
+    """Bytes of a folder's files, and the seconds in which ``dd`` reads them past the page cache."""
+    files = [path for path in folder.rglob("*.pt") if path.stat().st_size > _MIB]
+    began = time.perf_counter()
+    command = ["dd", "of=/dev/null", f"bs={16 * _MIB}", "iflag=direct", "status=none"]
+    running = [subprocess.Popen([*command, f"if={path}"]) for path in files]
+    codes = [process.wait() for process in running]
+    if any(codes):
+        raise RuntimeError(f"dd failed to read {folder} with O_DIRECT")
+    return sum(path.stat().st_size for path in files), time.perf_counter() - began
+
+
+def measure(params: str, move: tuple[tuple[int, int], tuple[int, int]], out: Path, launcher: Launcher) -> Any:
+    """One load of a checkpoint that is written for it and removed afterwards: what all ranks measured, and the disk."""
+    (saved_stage, saved_dp), (stage, dp) = move
+    layout, raw = Layout(params, saved_stage, saved_dp), out / "cold-raw.json"
+    write([layout], out, launcher.extensions)
+    folder = out / layout.name
+    arguments = {
+        "case": asdict(Case(params, stage, saved_dp, dp)),
+        "folders": {NATIVE: str(folder.resolve())},
+        "contenders": [NATIVE],
+        "repeats": 1,
+        "cold": True,
+        "kinds": {NATIVE: [RESUME]},
+        "out": str(raw.resolve()),
+    }
+    launcher.run(dp, "measure", arguments, _SECONDS)
+    sample = json.loads(raw.read_text(encoding="utf-8"))[-1]
+    nbytes, seconds = disk_seconds(folder)
+    shutil.rmtree(folder)
+    ranks = sample["ranks"]
+    wrong = [what for what, right in sample["restored"].items() if not right]
+    read = {"nbytes": sum(rank["tensor_nbytes"] for rank in ranks), "seconds": max(rank["seconds"] for rank in ranks)}
+    extra = max(rank["extra_nbytes"] for rank in ranks)
+    found = {**read, "disk_nbytes": nbytes, "disk_seconds": seconds, "extra_nbytes": extra, "wrong": wrong}
+    return {"move": f"ZeRO-{saved_stage}, DP {saved_dp} → ZeRO-{stage}, DP {dp}", "params": params, **found}
+
+
+@app.command()
+def main(
+    folder: Path,
+    params: Annotated[
+        str, typer.Option(help=f"Of {', '.join(MODELS)}; 14 bytes of disk for each, 12 of memory.")
+    ] = "1B",
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    extensions: Annotated[Path, typer.Option(help="TORCH_EXTENSIONS_DIR.")] = Path("benchmark_results/extensions"),
+) -> None:
+    """Measure each move; cold.json in FOLDER has every measurement."""
+    launcher, points = Launcher(folder / "logs", extensions), []
+    shown = Table("load", "GB", "seconds", "GB/s", "dd GB/s", "of it", "extra MiB", "wrong")
+    for move in _MOVES:
+        here = [measure(params, move, folder, launcher) for _ in range(repeats)]
+        points += here
+        speed = median(each["nbytes"] / each["seconds"] / _GB for each in here)
+        disk = median(each["disk_nbytes"] / each["disk_seconds"] / _GB for each in here)
+        size, seconds = here[0]["nbytes"] / _GB, median(each["seconds"] for each in here)
+        extra = f"{max(each['extra_nbytes'] for each in here) / _MIB:.0f}"
+        wrong = ", ".join(sorted({what for each in here for what in each["wrong"]}))
+        cells = (f"{size:.2f}", f"{seconds:.2f}", f"{speed:.2f}", f"{disk:.2f}", f"{speed / disk:.2f}", extra, wrong)
+        shown.add_row(here[0]["move"], *cells)
+    machine.write_document(folder, "cold", points, repeats=repeats)
+    Console(width=120).print(shown)
+
+
+if __name__ == "__main__":
+    app()
