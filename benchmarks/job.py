@@ -154,6 +154,7 @@ def _turn(runner: Runner, key: str, kind: str, meter: Meter, history: History) -
 
 _JOBS = {"save": save, "convert": convert, "measure": measure, "flat_save": flat_save, "flat_load": flat_load}
 _JOBS["pretrained"] = lambda arguments: importlib.import_module("benchmarks.pretrained_jobs").pretrained(arguments)
+_JOBS["bucket"] = lambda arguments: importlib.import_module("benchmarks.bucket_jobs").bucket(arguments)
 _JOBS["generate"] = lambda arguments: importlib.import_module("benchmarks.generated").generate(arguments)
 
 

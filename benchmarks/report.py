@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import export, pretrained
+from benchmarks import buckets, export, pretrained
 from benchmarks.cases import CONTENDERS, RESUME, TOUCHED, Case
 from benchmarks.flat_cases import PARAMETERS, growth
 from benchmarks.results import CaseResult, Target, find, is_floor, summarize, targets
@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False)
 _REPO = Path(__file__).parents[1]
 RESULTS = _REPO / "benchmarks" / "results"
 #: Files that benchmarks write, and that are checked in.
-DOCUMENTS = ("results", "flat", "metadata", "scale", "collectives", "gaps", "export", "pretrained")
+DOCUMENTS = ("results", "flat", "metadata", "scale", "collectives", "gaps", "export", "pretrained", "buckets")
 CHART = _REPO / "docs" / "benchmark_270M.png"
 #: A section of a page is between these lines.
 BEGIN, END = "<!-- written by python -m benchmarks.report: {} -->", "<!-- end of {} -->"
@@ -76,6 +76,7 @@ def aims_section(measured: Measured) -> str:
     """What was aimed at, beside what was measured."""
     aims = [*_of_loads(measured.results), *_of_parameters(measured["flat"]), *_of_metadata(measured["metadata"])]
     aims += [*_of_ranks(measured["scale"]), *export.aims(measured["export"])]
+    aims += buckets.aims(measured["buckets"])
     return aims_table(aims) if aims else ""
 
 
@@ -162,6 +163,12 @@ def pretrained_section(measured: Measured) -> str:
     return table and f"{table} Load average {document['load_average']}."
 
 
+def buckets_section(measured: Measured) -> str:
+    """Loads from an object store."""
+    table = _with_origin(measured, "buckets", list(buckets.table_rows(measured["buckets"].get("points", ()))))
+    return table and f"{table} Load average {measured['buckets']['load_average']}."
+
+
 def _with_origin(measured: Measured, name: str, rows: Sequence[Sequence[str]]) -> str:
     return f"{_markdown(rows)}\n\n{measured.origin(name)}" if measured[name] else ""
 
@@ -176,6 +183,7 @@ SECTIONS: Mapping[str, Callable[[Measured], str]] = {
     "gaps": gaps_section,
     "export": export_section,
     "pretrained": pretrained_section,
+    "buckets": buckets_section,
 }
 
 

@@ -25,6 +25,8 @@ Mode = Literal["auto", "require", "off"]
 #: Options that need not be at their default where DeepSpeed's own loader takes over, which ignores all.
 _FOR_ANY_LOADER = {"mode", "pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
 _FOR_ANY_LOADER |= {"sheet", _SECRET := "storage_options"}  # whose values are never printed
+#: Options that others have, and why these are none here.
+_LEFT_OUT = {"readers_per_node": "leave it out: it does not pay where reads are merged (docs/limitations.md)"}
 #: A key of ``"states"`` about unknown states of at most so many elements.
 _THRESHOLD = re.compile(r"numel<=(\d{1,9})", re.ASCII)
 
@@ -249,7 +251,8 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
         fields, key = (Reading if is_inside else ElasticConfig).model_fields, path[is_inside]
         if key not in fields:
             problem = f'unknown key "{key}" under ' + '"reading" of ' * is_inside + f'"{CONFIG_KEY}"'
-            remedy = f'did you mean "{get_close_matches(key, fields, n=1, cutoff=0.0)[0]}"?'
+            nearest = get_close_matches(key, fields, n=1, cutoff=0.0)[0]
+            remedy = _LEFT_OUT.get(key, f'did you mean "{nearest}"?')
             raise ConfigError(problem, None, f"one of {', '.join(fields)}", key, remedy=remedy) from error
         where = f"on the command line, or of {VARIABLE}," if key in given else f'under "{CONFIG_KEY}"'
         problem = f'the value of "{".".join(path[: is_inside + 1])}" {where} is not understood'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,21 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import chart, cold, collectives, export, flat, flat_view, gaps, machine, metadata, report, run, scale
+from benchmarks import (
+    buckets,
+    chart,
+    cold,
+    collectives,
+    export,
+    flat,
+    flat_view,
+    gaps,
+    machine,
+    metadata,
+    report,
+    run,
+    scale,
+)
 from benchmarks.cases import (
     CONTENDERS,
     MODELS,
@@ -255,6 +270,28 @@ def test_a_run_is_checked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     measured = Measured(tmp_path / "results")
     assert measured["gaps"]["machine"]["when"][:4].isdigit() and not measured["scale"]
     assert "| 1 | 1.000 | 2.000 | 3.000 | 4.000 |" in SECTIONS["gaps"](measured)
+
+
+def test_loads_from_a_bucket_are_compared_by_link_and_nodes(tmp_path: Path) -> None:
+    """nginx's log has a line for each answer; the last part of a node's address but one is its number."""
+    lines = ["10.78.0.2 206 700 GET /bucket/run/a", "10.78.1.2 206 300 GET /bucket/run/a", "10.78.1.2 404 9 GET /b"]
+    (tmp_path / "sent").write_text("\n".join(lines))
+    to_each = buckets.sent(tmp_path, 2)
+    assert to_each == [{"requests": 1, "nbytes": 700}, {"requests": 1, "nbytes": 300}]
+    of_both = {"mbit": 800, "nodes": 2, "owned_nbytes": 990, "sent": to_each}
+    points = [{**of_both, "contender": buckets.OURS, "seconds": 2.0}]
+    points += [{**of_both, "contender": buckets.DOWNLOAD, "seconds": 5.0}]
+    _, row = buckets.table_rows(points)
+    assert row == ("100 MB/s", "2", "2.00", "5.00", "0.40", "1.010", "1")
+    aims = list(buckets.aims({"params": "30M", "points": points}))
+    assert [round(aim.value, 3) for aim in aims] == [0.8, 1.01] and all(aim.is_met for aim in aims)
+
+
+def test_a_listing_has_the_versions_that_nginx_gives(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    os.utime(tmp_path / "a", (0x6A000000, 0x6A000000))
+    assert "<Key>run/a</Key>" in (text := buckets.listing(tmp_path, ["a"])) and "<Size>5</Size>" in text
+    assert "<ETag>&quot;6a000000-5&quot;</ETag>" in text
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
