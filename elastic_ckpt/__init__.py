@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_ckpt.config import ElasticConfig as ElasticConfig
+    from elastic_ckpt.core.batches import batch_for as batch_for
+    from elastic_ckpt.core.batches import compute_elastic_config as compute_elastic_config
     from elastic_ckpt.errors import ElasticCkptError as ElasticCkptError
+    from elastic_ckpt.load.data_position import register as register
     from elastic_ckpt.load.installation import add_arguments as add_arguments
     from elastic_ckpt.load.installation import install as install
     from elastic_ckpt.load.installation import uninstall as uninstall
@@ -28,11 +31,14 @@ _MODULES = {
     "ElasticConfig": "elastic_ckpt.config",
     "LoadReport": "elastic_ckpt.report",
     "add_arguments": "elastic_ckpt.load.installation",
+    "batch_for": "elastic_ckpt.core.batches",
+    "compute_elastic_config": "elastic_ckpt.core.batches",
     "export": "elastic_ckpt.tools.export",
     "find_latest": "elastic_ckpt.tools.latest",
     "install": "elastic_ckpt.load.installation",
     "load_pretrained": "elastic_ckpt.load.pretrained",
     "open": "elastic_ckpt.tools.logical",
+    "register": "elastic_ckpt.load.data_position",
     "replicate": "elastic_ckpt.load.replicate",
     "uninstall": "elastic_ckpt.load.installation",
 }
@@ -40,6 +46,8 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":
+        return importlib.import_module("elastic_ckpt.data")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import Outcome, names_with
+from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.errors import shortened
 
 _NAMES_SHOWN = 12
@@ -23,6 +24,8 @@ _NAMES_SHOWN = 12
 _WIDTH, _WIDEST = 110, 100_000
 #: Facts of the source that its text shows, or that only planning uses.
 _NOT_SHOWN = ("frozen_recorded", "buffers_recorded", "merged_from", "by_rank", "foreign", "files")
+#: The role of what :func:`elastic_ckpt.register` gave an engine.
+DATA_POSITION = "data position"
 #: Display names of roles.
 _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen parameters"}
 
@@ -109,6 +112,12 @@ class LoadReport:
     #: Of the resume sheet, on rank 0: in words, what of the run that saved goes on, and what is another now.
     goes_on: str = ""
     differs: tuple[str, ...] = ()
+    samples_consumed: int | None = None  # by the run that saved; ``None`` if that is not known or of no concern
+    #: As many batches of each rank's live loader, in micro-batches, hold what was consumed, and samples of the next
+    #: batch of all ranks; unless the registered sampler does it, or the framework.
+    batches_to_skip: int | None = None
+    samples_to_skip: int | None = None
+    batch: BatchSizes | None = None  # of the run that saved
     verified: Verified | None = None  # bytes compared with checksums in the files; ``None`` with ``"verify": "off"``
 
     def names(self, what: str) -> tuple[str, ...]:
@@ -134,6 +143,12 @@ class LoadReport:
         rows += [("now", f"{now}, at step {self.global_steps}"), ("restored", done or "nothing")]
         for what in ("fresh", "skipped", "ignored"):
             rows += [(what, _shown(outcome)) for outcome in self.outcomes if outcome.what == what]
+        if self.samples_consumed is not None:
+            skip = f"to skip: {self.batches_to_skip:,} batches of each rank's loader"
+            skip += f", and {self.samples_to_skip} samples of the next one of all ranks" if self.samples_to_skip else ""
+            if any((each.role, each.what) == (DATA_POSITION, "restored") for each in self.outcomes):
+                skip = "the registered sampler goes on there"
+            rows += [("data", f"{self.samples_consumed:,} samples consumed; {skip}")]
         rows += _work_rows(self.ranks) + ([] if self.verified is None else [("verified", str(self.verified))])
         rows += [("note", note) for note in self.notes] + [("goes on", self.goes_on)] * bool(self.goes_on)
         rows += [("differs", each) for each in self.differs]

@@ -17,8 +17,9 @@ from tqdm import tqdm
 
 from elastic_ckpt.cli.output import EXIT_FOUND, FOLDERS, Answer, Tag, reads_checkpoint, refusal, table
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.batches import batch_for
 from elastic_ckpt.core.fqn import expert_name
-from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFacts
 from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError
 from elastic_ckpt.formats.pickled import open_pickled
@@ -84,6 +85,12 @@ def plan(
             help="Memory of a GPU (80GB): does it fit?",
         ),
     ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, help="Also tell the batch sizes that keep so many samples.")
+    ] = None,
+    max_micro_batch: Annotated[
+        int | None, typer.Option("--max-micro-batch", min=1, help="Of a rank; default: that of the save.")
+    ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="As with load_module_only=True: no optimizer states.")
     ] = False,
@@ -145,10 +152,20 @@ def plan(
         draw(job, ranks, plot)
     shown = {"storage": str(medium), **document(job, found)}
     shown = {**answer(job, shown, (before, run), batch, gpu_memory, model), **shown}
+    if global_batch is not None:
+        shown["batch"] = _kept_batch(saved, dp, global_batch, max_micro_batch or batch.micro_batch)
     parts = [shown["answer"], *report(job, shown, in_detail=every or rank is not None)]
     if not every and rank is None:
         del shown["ranks"]
     return Answer(shown, parts, exit_code=EXIT_FOUND if shown["fits"] is False else 0)
+
+
+def _kept_batch(saved: SourceFacts, dp: int, global_batch: int, max_micro_batch: int | None) -> dict[str, Any]:
+    """The batch sizes that data-parallel ranks can have, as a DeepSpeed config wants them."""
+    if max_micro_batch is None:
+        raise typer.BadParameter("the checkpoint tells no micro-batch", param_hint="--max-micro-batch")
+    kept = batch_for(saved.sequence.data_degree(dp), global_batch, max_micro_batch)
+    return kept.config | {"learning_rate_factor": kept.learning_rate_factor}
 
 
 def _opened(
@@ -249,6 +266,10 @@ def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[
     if source.folder:  # else it is a model's
         facts += [("saved", escape(f"{saved_topology(source)}{by}")), ("storage", shown["storage"])]
     facts += [("resumed", f"{job.topology}: {counted(job.topology.ranks, 'rank')}, {shown['precision']}")]
+    if kept := shown.get("batch"):
+        total, micro_batch, steps, factor = kept.values()
+        rate = "" if factor == 1 else f"; learning rate x {factor:.4g}, if it is proportional to the batch"
+        facts += [("batch", f"{total} samples: micro-batch {micro_batch}, {steps} a step on each rank{rate}")]
     if len(ranks) < job.topology.ranks:
         facts += [("planned", f"{len(ranks)} of them; --all plans every one")]
     facts += [("note", escape(note)) for note in notes[:_NOTES_SHOWN]]

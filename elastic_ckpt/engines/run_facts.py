@@ -22,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from elastic_ckpt.core.resume_sheet import MOST_LOSSES, ResumeSheet
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.coordinates import coordinates_of
+from elastic_ckpt.engines.data_position import registered
 
 #: Packages of which a run's results may depend on the version, if it has imported them.
 _PACKAGES = ("torch", "deepspeed", "elastic_ckpt", "numpy", "transformers", "accelerate", "lightning", "bitsandbytes")
@@ -41,6 +42,7 @@ def sheet_of(engine: Any, losses: Any = ()) -> ResumeSheet:
         global_batch=micro_batches * at.data_degree,
         precision="bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
         groups=[_numbers_in(group) for group in groups],
+        data=None if (sampler := registered(engine)) is None else sampler.state_dict(),
         rng=_generators(),
         versions=_versions(),
         losses=[float(each) for each in recent if isinstance(each, numbers.Real)],

@@ -23,7 +23,15 @@ from elastic_ckpt.core.read_plan import LoadPlan, Outcome
 from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.coordinates import follow_topology
+from elastic_ckpt.engines.data_position import (
+    POSITION_KEY,
+    counted_samples,
+    position_of,
+    registered,
+    take_position,
+)
 from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.report import DATA_POSITION
 
 logger = logging.getLogger(__name__)
 #: Keys of random states in training scripts (Megatron's, torch's, numpy's).
@@ -102,6 +110,15 @@ class TrainingStateCommit:
         self.outcomes = scale if arguments.load_module_only else [Outcome("counters", "restored"), *scale]
         none = "the checkpoint holds none"
         self.outcomes += [Outcome(key, "fresh", (), none) for key in own if key not in self._own_schedulers]
+        self._position = None if arguments.load_module_only else saved.checkpoint.get(POSITION_KEY)
+        self._position_before = position_of(engine)
+        if not arguments.load_module_only and (sampler := registered(engine)) is not None:
+            if self._position is not None:
+                sampler.check(self._position)
+                self.outcomes.append(Outcome(DATA_POSITION, "restored"))
+            else:
+                stays = f"{none}; the sampler goes on after {self._position_before} samples"
+                self.outcomes.append(Outcome(DATA_POSITION, "fresh", (), stays))
         if saved.left_out:
             why = "cannot be read: see the notes"
             self.outcomes.append(Outcome("client state", "skipped", tuple(saved.left_out), why))
@@ -148,6 +165,7 @@ class TrainingStateCommit:
         """Set counters and loss scaler; cannot fail."""
         for target, name, value in self._changes:
             setattr(target, name, value)
+        take_position(self._engine, self._position, self._position_before)
 
     def _client_state(self, at: RankCoordinates) -> dict[str, Any]:
         arguments = self._arguments
@@ -304,6 +322,23 @@ def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bo
         remedy = 'set them to fit the number of ranks, or "elastic_checkpoint": {"on_change": "warn"}'
         raise MismatchError("; ".join(changes), expected=expected, found=found, remedy=remedy)
     return tuple(changes)
+
+
+def warn_of_data(saved: TrainingState) -> tuple[str, ...]:
+    """Warnings about the data that a saved run had been fed: where it is not as the config and the counters say."""
+    warnings, samples = [], counted_samples(saved)
+    steps, batch = saved.counters["global_steps"], saved.batch.global_batch
+    if samples is not None and batch is not None and samples != steps * batch:
+        text = f"the saved run's {steps} steps used {samples} samples, not {batch} each as in its config"
+        warnings.append(f"{text}: a batch that set_train_batch_size ramps up is not restored, but the config's is used")
+    sampler = saved.checkpoint.get("data_sampler")
+    fetched = sampler.get("consumed_samples") if isinstance(sampler, Mapping) else None
+    if isinstance(fetched, int) and samples is not None:
+        text = (
+            f"DeepSpeed's data sampler goes on after {fetched} samples that its loader had fetched, {samples} of them"
+        )
+        warnings.append(f"{text} trained on; its own generator is in no checkpoint, so that it draws other ones")
+    return tuple(warnings)
 
 
 def warn_of_unscaled_gradients(engine: Any, saved: TrainingState, saved_zero_stage: int) -> tuple[str, ...]:

@@ -163,6 +163,8 @@ runtime.checkpoint_engine.datastates_checkpoint_engine:DataStatesCheckpointEngin
 runtime.engine:DeepSpeedEngine
     0.17.1: _commit_decoupled_checkpoint()
     install(): load_checkpoint(load_dir,tag) save_checkpoint(save_dir,tag,client_state)
+    data position: _is_gradient_accumulation_boundary micro_steps global_samples
+    0.19.8, data position: _unmanaged_backward_count
     align_partitions: _configure_zero_optimizer(optimizer) _configure_bf16_optimizer(optimizer)
     _get_zero_param_shapes() seq_data_parallel_group num_experts fp16_enabled param_names mp_world_size
     seq_dp_world_size sequence_parallel_size has_moe_layers loaded_checkpoint_dp_world_size

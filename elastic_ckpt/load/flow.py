@@ -24,6 +24,7 @@ from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
 from elastic_ckpt.engines import compat, training_state
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.coordinates import model_of_all
+from elastic_ckpt.engines.data_position import samples_consumed
 from elastic_ckpt.engines.zero import select_adapter
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, MismatchError, PartialLoadError, SavedOverError
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
@@ -187,6 +188,7 @@ def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> t
     if call.arguments.load_module_only or not call.arguments.has_optimizer:
         return ()
     warnings = training_state.compare_batches(engine, data_degree, saved.batch, refuse=call.config.on_change == "error")
+    warnings += training_state.warn_of_data(saved)
     if call.arguments.restores_states:
         warnings += metadata.warnings
         warnings += training_state.warn_of_unscaled_gradients(engine, saved, metadata.source.zero_stage)
@@ -244,6 +246,8 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         rank=distributed.rank(),
         outcomes=united(of_stages) or _outcomes(ready),
         global_steps=call.engine.global_steps,
+        batch=ready.checkpoint.training_state.batch,
+        **_data_progress(ready),
         ranks=tuple(work for work, *_ in everybody),
         notes=ready.plan.notes + ready.warnings,
         goes_on=same,
@@ -330,6 +334,16 @@ def _outcomes(ready: Prepared) -> tuple[Outcome, ...]:
 
 def _compares_run(call: LoadCall) -> bool:
     return call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
+
+
+def _data_progress(ready: Prepared) -> dict[str, int]:
+    """The report's numbers about the data; none if the job begins anew."""
+    consumed = samples_consumed(ready.checkpoint.training_state)
+    if consumed is None or ready.call.arguments.load_module_only or not ready.call.arguments.has_optimizer:
+        return {}
+    micro_batch = ready.call.engine.train_micro_batch_size_per_gpu() * ready.local_state.model.coordinates.data_degree
+    batches, samples = divmod(consumed, micro_batch)
+    return {"samples_consumed": consumed, "batches_to_skip": batches, "samples_to_skip": samples}
 
 
 def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig) -> None:

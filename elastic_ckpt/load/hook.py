@@ -24,11 +24,12 @@ from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.formats import CheckpointInfo, detect
 from elastic_ckpt.formats.pickled import collector_off
+from elastic_ckpt.load.data_position import save_checkpoint, with_position
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks, screen_folder, screened_loads
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
 from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
-from elastic_ckpt.load.resume_sheet import write_sheet
+from elastic_ckpt.load.trainer_hook import unwatch_trainer, watch_trainer
 from elastic_ckpt.patches import aligned_partitions, argument, pipeline_stages, unwrap, wrap
 from elastic_ckpt.storage import VIEW, exists, is_url, seen_through
 from elastic_ckpt.storage.local import look_again, pinned
@@ -41,7 +42,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 def patch_engine() -> None:
     """Patch ``DeepSpeedEngine``; see :func:`elastic_ckpt.install`. Idempotent."""
     wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
-    wrap(DeepSpeedEngine, "save_checkpoint", _save_checkpoint)
+    wrap(DeepSpeedEngine, "save_checkpoint", save_checkpoint)
     wrap(DeepSpeedEngine, "__init__", _initialize)
     DeepSpeedEngine.elastic_report = None
     aligned_partitions.watch_alignment()
@@ -58,34 +59,34 @@ def unpatch_engine() -> None:
         aligned_partitions.unwatch_alignment()
         pipeline_stages.unwatch_pipe()
         unwatch_pretrained()
+        unwatch_trainer()
 
 
 def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     """``DeepSpeedEngine.__init__``: with aligned partitions, if its config asks for them."""
     aligned_partitions.align_engine(argument(original, "config_class", (engine, *args), kwargs))
     original(engine, *args, **kwargs)
-
-
-def _save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedEngine.save_checkpoint``, and the resume sheet once it has ended."""
-    given = inspect.signature(original).bind(engine, *args, **kwargs)
-    result = original(engine, *args, **kwargs)
-    write_sheet(engine, given.arguments)
-    return result
+    watch_trainer()
 
 
 @distributed.one_at_a_time()
 def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Decide, the same way on every rank, who loads; then load."""
+    """Load, and take the data position back."""
     given = inspect.signature(original).bind(engine, *args, **kwargs)
     arguments = LoadArguments.of(given, compat.has_optimizer(engine))
+    load = functools.partial(_decide_and_load, functools.partial(_call, original, given), engine, arguments)
+    return with_position(engine, load, wanted=not arguments.load_module_only)
+
+
+def _decide_and_load(own: Callable[..., Any], engine: Any, arguments: LoadArguments) -> Any:
+    """Decide, the same way on every rank, who loads; then load."""
     engine.elastic_report = None
     distributed.begin_load()
     call = LoadCall(engine, arguments, _read_config(engine, arguments))
     if call.config.mode == "off":
         if is_url(os.fspath(arguments.load_dir or "")):
             raise no_other_loader(errors.ConfigError('"mode" is "off", so that DeepSpeed\'s own loader is called'))
-        return _call(original, given)
+        return own()
     compat.commit_pending_save(engine)
     policy = RetryPolicy(call, prefer_universal=bool(engine.load_universal_checkpoint()) or flag_given())
     with closing(policy.nodes):
@@ -94,7 +95,7 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
             try:
                 found = policy.find()
                 with pinned(policy.nodes.pins):
-                    return _load(call, found, policy, functools.partial(_call, original, given))
+                    return _load(call, found, policy, own)
             except errors.ElasticCkptError as error:
                 if not policy.recover(error, found):
                     raise
@@ -102,8 +103,7 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
 
 def _call(original: Callable[..., Any], given: inspect.BoundArguments, tag: str | None = None) -> Any:
     """Call DeepSpeed's own loader with what it was given; ``tag``: of the checkpoint that was found."""
-    asked = given.arguments.get("tag")
-    if tag is not None and (asked is None or os.path.normpath(str(asked)) != tag):
+    if tag is not None and ((asked := given.arguments.get("tag")) is None or os.path.normpath(str(asked)) != tag):
         given.arguments["tag"] = tag
     return original(*given.args, **given.kwargs)
 

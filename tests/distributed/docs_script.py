@@ -47,6 +47,8 @@ def main() -> None:
             **{"elastic_ckpt": elastic_ckpt, "torch": torch, "engine": engine, "parser": argparse.ArgumentParser()},
             **{"load_dir": "checkpoints", "save_dir": "checkpoints", "steps": 4, "step": 4, "rank": 0, "world_size": 1},
             **{"model": script.GPT(vocabulary), "stop_file": Path("stop")},
+            **{"dataset": range(48), "config": dict(config), "learning_rate": 1e-3, "into_sequences": None},
+            **{"DataLoader": torch.utils.data.DataLoader, "read_documents": lambda first: range(first, 48)},
             "global_batch_of": lambda step: script.local_batch(text, step, 24),
         }
         elastic_ckpt.install()

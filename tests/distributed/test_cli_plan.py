@@ -81,6 +81,18 @@ def test_a_real_checkpoint(native: Path) -> None:
     assert one == [every[1]]
 
 
+def test_the_batch_that_ranks_can_keep(native: Path) -> None:
+    """The save's micro-batch is 6, of 12 samples on 2 ranks."""
+    folder = folder_of(native, Setup(1), 2)
+    batch = told(folder, "--dp", "4", "--global-batch", "12")["batch"]
+    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
+    assert batch == {**sizes, "learning_rate_factor": 1.0}
+    batch = told(folder, "--dp", "5", "--global-batch", "96", "--max-micro-batch", "4")["batch"]
+    assert list(batch.values()) == [95, 1, 19, 95 / 96]
+    shown = CliRunner().invoke(app, ["plan", folder, "--dp", "5", "--global-batch", "96"]).output
+    assert "95 samples: micro-batch 1, 19 a step on each rank; learning rate x 0.9896" in " ".join(shown.split())
+
+
 def test_a_job_that_could_not_be(native: Path) -> None:
     folder = folder_of(native, Setup(1), 2)
     refused = told(folder, "--tp", "2", code=1)

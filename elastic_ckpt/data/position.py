@@ -1,0 +1,114 @@
+"""One number for the position in the data: the samples that optimizer steps have used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from elastic_ckpt.errors import ConfigError, MismatchError
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an engine has trained on, as it counts itself; short batches at the end of an epoch count as full ones."""
+
+    samples: int  # of all ranks, in the optimizer steps so far
+    micro_batch: int  # samples of all ranks
+    #: Micro-batches since the last step; ``None`` where a step fetches them itself (``PipelineEngine.train_batch``).
+    in_flight: int | None = 0
+    micro_batches: int = 1  # of a step
+
+
+class _Anchor(NamedTuple):
+    """A position, and what the engine had trained on (its count of samples) when the data was there."""
+
+    consumed: int
+    trained: int
+
+
+class DataPosition:
+    """What samplers and streams have in common: their share of the samples, and a position that the engine counts."""
+
+    def __init__(self, num_replicas: int | None, rank: int | None) -> None:
+        if (num_replicas is None) != (rank is None) or (rank is not None and not 0 <= rank < (num_replicas or 0)):
+            raise ValueError(f"num_replicas={num_replicas}, rank={rank}: give both, with 0 <= rank < num_replicas")
+        self._replicas = None if num_replicas is None or rank is None else (num_replicas, rank)
+        self._count: Callable[[], Trained] | None = None
+        self._anchors = [_Anchor(0, 0)]
+        self.loads = 0  # iterators from before the last load are stale
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """How many ranks divide the samples, and which of them this is: as given, of the engine, or of the job."""
+        if self._replicas is not None:
+            return self._replicas
+        dist = torch.distributed
+        has_group = dist.is_available() and dist.is_initialized()
+        return (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
+
+    def bind(self, count: Callable[[], Trained], replicas: tuple[int, int] | None) -> None:
+        """Take the count of an engine, and its data-parallel ranks unless others were given. For ``register``."""
+        consumed, self._replicas = self.samples_consumed, self._replicas or replicas
+        if self._replicas is None:
+            problem = "which ranks share their samples is not known: sequence-parallel ranks are not adjacent"
+            raise ConfigError(problem, remedy="give the sampler num_replicas and rank")
+        self._count = count
+        self.move_to(consumed)
+
+    @property
+    def samples_consumed(self) -> int:
+        """Samples, of all ranks and epochs, that optimizer steps have used."""
+        return self.position_at(self._trained().samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what tells whether it is one in the same data."""
+        return {"samples_consumed": self.samples_consumed, **self.facts()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position; a :class:`MismatchError` if it is one in other data, or in another order.
+
+        Without those facts (``{"samples_consumed": 4096}``) nothing is compared.
+        """
+        self.check(state)
+        self.move_to(state["samples_consumed"])
+
+    def check(self, state: Any) -> None:
+        """Raise the error of :meth:`load_state_dict`, if there is one."""
+        consumed, facts = state.get("samples_consumed") if isinstance(state, Mapping) else None, self.facts()
+        if not isinstance(consumed, int) or consumed < 0:
+            problem, expected = "a saved data position is none", 'a "samples_consumed" of 0 or more'
+            raise MismatchError(problem, None, expected, repr(state)[:200])
+        differ = sorted(key for key in facts if state.get(key, facts[key]) != facts[key])
+        if differ and consumed != self.samples_consumed:
+            problem = f"the data position is one in other data, or in another order: {', '.join(differ)}"
+            saved, found = ({key: each[key] for key in differ} for each in (state, facts))
+            remedy = f'to go on in this data, call load_state_dict({{"samples_consumed": {consumed}}}) of it before'
+            raise MismatchError(problem, None, f"{saved}, as saved", found, remedy=remedy)
+
+    def facts(self) -> dict[str, Any]:
+        """What tells whether a position is one in the same data."""
+        return {}
+
+    def _trained(self) -> Trained:
+        return Trained(0, 1) if self._count is None else self._count()
+
+    def _anchor(self, trained: int) -> _Anchor:
+        return next((each for each in reversed(self._anchors) if each.trained <= trained), self._anchors[0])
+
+    def position_at(self, trained: int) -> int:
+        """The position when the engine has counted so many samples."""
+        anchor = self._anchor(trained)
+        return anchor.consumed + max(trained - anchor.trained, 0)
+
+    def refuse_if_older(self, loads: int) -> None:
+        """Raise :class:`MismatchError` for an iterator of so many loads before, if there were more."""
+        if loads != self.loads:
+            problem = "a data loader's iterator is older than the position that was loaded, and gives other samples"
+            raise MismatchError(problem, remedy="call iter(loader) after load_checkpoint, RepeatingLoader(loader) too")
+
+    def move_to(self, consumed: int) -> None:
+        """Go on after so many samples, whatever the engine's counters were before."""
+        self._anchors, self.loads = [_Anchor(consumed, self._trained().samples)], self.loads + 1

@@ -1,0 +1,99 @@
+"""A stream of documents, packed or not, whose position is the documents that were used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from elastic_ckpt.data.position import DataPosition, Trained
+from elastic_ckpt.errors import MismatchError
+
+#: Samples whose documents are remembered: more than loaders prefetch for all ranks.
+_REMEMBERED = 1 << 16
+
+
+class ElasticStream(DataPosition, IterableDataset[Any]):
+    """Samples of one or several documents each, in one global order, dealt out to ranks and workers in turn.
+
+    All ranks and workers read all documents and keep their own samples, so that packing does not depend on who packs.
+    A load goes on with the first document of the first sample that was not trained on. The stream is one pass: for
+    several epochs, let ``documents`` go on. A last micro-batch that is not full on every rank is left out.
+
+    Args:
+        documents: gives all documents from one on, by its number; or an iterable, whose first ones are passed over.
+        pack: makes samples of documents: pairs of a sample and how many documents end in it. One that keeps a part of
+            a document for the next sample begins that document again after a load.
+        batch_size: samples in a micro-batch of a rank, as given to the loader; by default that of the engine.
+        num_replicas, rank: as those of ``ElasticSampler``.
+    """
+
+    def __init__(
+        self,
+        documents: Callable[[int], Iterable[Any]] | Iterable[Any],
+        *,
+        pack: Callable[[Iterator[Any]], Iterable[tuple[Any, int]]] | None = None,
+        batch_size: int | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(num_replicas, rank)
+        self._documents, self._pack, self._batch_size = documents, pack, batch_size
+        #: By samples consumed, that number and the documents in them; workers write it.
+        self._used = torch.zeros(_REMEMBERED, 2, dtype=torch.int64).share_memory_()
+
+    @property
+    def documents_consumed(self) -> int:
+        """Documents in the samples that optimizer steps have used."""
+        return self._documents_in(self.samples_consumed)
+
+    def check(self, state: Any) -> None:
+        super().check(state)
+        documents = state.get("documents_consumed")
+        if not isinstance(documents, int) or documents < 0:
+            problem, expected = "the saved data position is none in a stream", 'a "documents_consumed" of 0 or more'
+            raise MismatchError(problem, None, expected, repr(state)[:200])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "documents_consumed": self.documents_consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a document; the number of samples before it tells nothing where others are packed now."""
+        super().load_state_dict(state)
+        documents, samples = state["documents_consumed"], state["samples_consumed"]
+        self._used[samples % _REMEMBERED] = torch.tensor([samples, documents])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers that are not forked: with the engine's count as it is now."""
+        return {**self.__dict__, "_count": None if self._count is None else partial(Trained, **vars(self._count()))}
+
+    def __iter__(self) -> Iterator[Any]:
+        trained, (ranks, rank), worker = self._trained(), self.replicas, get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        size, loads = (self._batch_size or max(trained.micro_batch // ranks, 1)) * ranks, self.loads
+        samples = self.position_at(trained.samples + (trained.in_flight or 0) * trained.micro_batch)
+        documents = self._documents_in(samples)
+        source = self._documents(documents) if callable(self._documents) else islice(self._documents, documents, None)
+        packed = ((each, 1) for each in source) if self._pack is None else iter(self._pack(iter(source)))
+        for block in count():  # of a micro-batch of all ranks, which loaders take from workers in turn
+            every = list(islice(packed, size))
+            if len(every) < size:
+                return
+            for _, ended in every:
+                samples, documents = samples + 1, documents + ended
+                self._used[samples % _REMEMBERED] = torch.tensor([samples, documents])
+            for sample, _ in every[rank::ranks] if block % workers == number else ():
+                self.refuse_if_older(loads)
+                yield sample
+
+    def _documents_in(self, samples: int) -> int:
+        remembered, documents = self._used[samples % _REMEMBERED].tolist()
+        if remembered != samples:
+            problem = "which documents are in the samples that were trained on is not known"
+            remedy = "give the stream the loader's batch_size; prefetch fewer batches"
+            raise MismatchError(problem, None, f"{samples} samples", remembered, remedy=remedy)
+        return documents

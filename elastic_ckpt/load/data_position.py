@@ -1,0 +1,52 @@
+"""``register``, and what patches of DeepSpeed's engine save and load of the data position."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from elastic_ckpt import distributed
+from elastic_ckpt.data import DataPosition
+from elastic_ckpt.engines.data_position import POSITION_KEY, bind_sampler, position_of, registered, take_position
+from elastic_ckpt.load.installation import install
+from elastic_ckpt.load.resume_sheet import write_sheet
+
+
+def register(engine: Any, *, sampler: DataPosition) -> None:
+    """Let an engine save and load the position in its training data, by the samples that its steps have used.
+
+    ``engine.save_checkpoint`` puts it into the client state under a key of its own, which ``engine.load_checkpoint``
+    takes back and does not return. Before or after ``load_checkpoint``, but before ``iter(loader)``; by every rank. The
+    loader's ``batch_size`` is the config's ``train_micro_batch_size_per_gpu``. Installs elastic_ckpt, if it is not.
+
+    Args:
+        engine: of ``deepspeed.initialize``, or what Accelerate's ``prepare`` returns.
+        sampler: an :class:`~elastic_ckpt.data.ElasticSampler` or :class:`~elastic_ckpt.data.ElasticStream`.
+    """
+    install()
+    bind_sampler(engine, sampler)
+
+
+def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedEngine.save_checkpoint``, with rank 0's data position, and the resume sheet once it has ended.
+
+    Collective before, too, if a sampler is registered. What the script gave as its client state stays as it is.
+    """
+    arguments = (given := inspect.signature(original).bind(engine, *args, **kwargs)).arguments
+    if (sampler := registered(engine)) is not None:
+        position = distributed.broadcast("save the data position", sampler.state_dict)
+        arguments["client_state"] = {**(arguments.get("client_state") or {}), POSITION_KEY: position}
+    result = original(*given.args, **given.kwargs)
+    write_sheet(engine, arguments)
+    return result
+
+
+def with_position(engine: Any, load: Callable[[], Any], wanted: bool) -> Any:
+    """What a load returns, without the data position, which the engine takes if ``wanted``."""
+    before = position_of(engine)
+    result = load()
+    if isinstance(result, tuple) and isinstance(client_state := result[-1], dict):  # something was loaded
+        position = client_state.pop(POSITION_KEY, None)
+        take_position(engine, position if wanted else None, before)
+    return result

@@ -1,0 +1,130 @@
+"""Jobs that feed registered samplers and streams: ``data_jobs.<function>`` of :mod:`tests.distributed.jobs`."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import RepeatingLoader
+from torch.utils.data import DataLoader, Dataset
+
+import elastic_ckpt
+from elastic_ckpt.data import ElasticSampler, ElasticStream
+from tests.distributed.model import STEP, VOCABULARY, Setup, TinyLM, build_engine, close
+from tests.distributed.pipe_partition_jobs import LAYERS, LayerSpec, PipelineModule
+
+LENGTH = 50
+
+
+class Rows(Dataset):
+    """Each sample with its number."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, number: int) -> tuple[int, torch.Tensor]:
+        return number, torch.randint(0, VOCABULARY, (8,), generator=torch.Generator().manual_seed(number))
+
+
+def packed(documents: Iterator[int]) -> Iterator[tuple[tuple[int, torch.Tensor], int]]:
+    """Samples of one and two documents in turn, numbered by their last one: 0, 2, 3, 5, 6 ..."""
+    for first in documents:
+        last = first if first % 3 == 0 else next(documents)
+        yield Rows()[last], last - first + 1
+
+
+def engine_of(case: dict[str, Any]) -> Any:
+    if case["kind"] == "pipeline":
+        loss = torch.nn.CrossEntropyLoss()
+        specs = [LayerSpec(layer) if isinstance(layer, type) else layer for layer in LAYERS]
+        stages = min(dist.get_world_size(), 2)
+        model = PipelineModule(specs, num_stages=stages, loss_fn=loss, partition_method="uniform")
+        optimizer = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
+        config = {"train_micro_batch_size_per_gpu": case["micro"], "gradient_accumulation_steps": case["steps"]}
+        config |= {"optimizer": optimizer, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+        return deepspeed.initialize(model=model, config=config)[0]
+    batch = case["micro"] * case["steps"] * dist.get_world_size()
+    sizes = {"train_micro_batch_size_per_gpu": case["micro"], "gradient_accumulation_steps": case["steps"]}
+    setup = Setup(case["stage"], config=tuple({**sizes, "train_batch_size": batch}.items()))
+    return build_engine(setup, TinyLM(seed=7))
+
+
+def run(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
+    """Of each case: load, if there is something; train some micro-batches; save. Their samples, in their global order."""
+    elastic_ckpt.install()
+    return [_run(case) for case in cases]
+
+
+def _run(case: dict[str, Any]) -> SimpleNamespace:
+    engine, micro, workers, kind = engine_of(case), case["micro"], case["workers"], case["kind"]
+    if kind == "stream":
+        sampler: Any = ElasticStream(count, pack=packed)
+        loader = DataLoader(sampler, micro, num_workers=workers)
+    else:
+        sampler = ElasticSampler(Rows(), seed=5)
+        loader = DataLoader(Rows(), micro, sampler=sampler, num_workers=workers, drop_last=kind == "pipeline")
+    client = None
+    if case["registers_late"]:
+        client = _load(engine, case)
+        elastic_ckpt.register(engine, sampler=sampler)
+    else:
+        elastic_ckpt.register(engine, sampler=sampler)
+        client = _load(engine, case)
+    report = engine.elastic_report
+    seen = _pipeline(engine, loader, case) if kind == "pipeline" else _micro_batches(engine, loader, case)
+    mine = {"epoch": 3}
+    engine.save_checkpoint(case["folder"], client_state=mine)
+    assert mine == {"epoch": 3}, "what the user gave was changed"
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, seen)
+    if kind == "pipeline":
+        everybody = everybody[:1]
+    order = [
+        [part[place] for place in range(len(parts[0])) for part in parts] for parts in zip(*everybody, strict=True)
+    ]
+    facts = SimpleNamespace(case=case, order=order, client=client, consumed=sampler.samples_consumed, report=report)
+    facts.documents = sampler.documents_consumed if kind == "stream" and dist.get_rank() == 0 else None
+    close(engine)
+    gc.collect()
+    return facts
+
+
+def _load(engine: Any, case: dict[str, Any]) -> Any:
+    if not os.path.exists(case["folder"]):
+        return None
+    _, client = engine.load_checkpoint(case["folder"])
+    return {key: client[key] for key in client if key == "epoch" or "elastic" in key}
+
+
+def _micro_batches(engine: Any, loader: Any, case: dict[str, Any]) -> list[list[int]]:
+    seen: list[list[int]] = []
+    while len(seen) < case["micro_batches"]:
+        for numbers, tokens in loader:
+            engine.backward(engine(tokens))
+            with STEP():
+                engine.step()
+            seen.append(numbers.tolist())
+            if len(seen) == case["micro_batches"]:
+                break
+    return seen
+
+
+def _pipeline(engine: Any, loader: Any, case: dict[str, Any]) -> list[list[int]]:
+    seen: list[list[int]] = []
+
+    def batches() -> Iterator[Any]:
+        for numbers, tokens in RepeatingLoader(loader):
+            seen.append(numbers.tolist())
+            yield tokens[:, 0] % 16, tokens[:, 1] % 16
+
+    fed = batches()
+    for _ in range(case["micro_batches"] // case["steps"]):
+        engine.train_batch(fed)
+    return seen
