@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from elastic_ckpt import distributed
 from elastic_ckpt.data import DataPosition
 from elastic_ckpt.engines.data_position import POSITION_KEY, bind_sampler, position_of, registered, take_position
+from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.load.installation import install
 from elastic_ckpt.load.resume_sheet import write_sheet
+
+logger = logging.getLogger(__name__)
 
 
 def register(engine: Any, *, sampler: DataPosition) -> None:
@@ -35,8 +39,11 @@ def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
     """
     arguments = (given := inspect.signature(original).bind(engine, *args, **kwargs)).arguments
     if (sampler := registered(engine)) is not None:
-        position = distributed.broadcast("save the data position", sampler.state_dict)
-        arguments["client_state"] = {**(arguments.get("client_state") or {}), POSITION_KEY: position}
+        try:
+            position = distributed.broadcast("save the data position", sampler.state_dict)
+            arguments["client_state"] = {**(arguments.get("client_state") or {}), POSITION_KEY: position}
+        except MismatchError as error:  # a save without it is better than none
+            logger.warning("elastic_ckpt saves no data position: %s", error)
     result = original(*given.args, **given.kwargs)
     write_sheet(engine, arguments)
     return result
