@@ -108,7 +108,7 @@ def test_the_command_line_names_the_degrees(saved: Path, extensions_dir: str) ->
         command, env=environment(extensions_dir), check=True, capture_output=True, text=True, timeout=60
     )
     assert "ZeRO-3, DP=2, SP=2" in result.stdout
-    assert "6 a rank x 1 micro-batches" in result.stdout
+    assert "6 a rank x 1 micro-batch " in result.stdout
 
 
 def test_a_lost_file_of_a_sequence_parallel_rank_is_named(saved: Path, tmp_path: Path, extensions_dir: str) -> None:

@@ -207,7 +207,7 @@ def test_a_degree_that_does_not_divide_is_refused() -> None:
 def test_a_parameter_that_nobody_knows_is_refused_with_the_lines_that_settle_it() -> None:
     with pytest.raises(MismatchError, match="it is not known how this parameter is sharded") as caught:
         job_of(sharded(2), tp=4)
-    assert caught.value.parameter == "words"
+    assert caught.value.parameter == "words, 0.up, 0.down"
     assert '"tp_rules": [{"pattern": "words", "kind": "column"}]' in str(caught.value.remedy)
     assert "nothing yet in the live model" in str(caught.value.found)
 
