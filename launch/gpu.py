@@ -190,7 +190,7 @@ def judged(loads: tuple[Any, ...], target: Any) -> dict[str, Any]:
     if not requantized:  # blocks that were cut may change within the bound that is checked as they are written
         wrong |= states
     gap = max(load.loss_gap for load in loads)
-    if gap > (allowed := _LOSS_GAPS.get(target.precision, _OTHER_LOSS_GAP)):
+    if gap > (allowed := _OTHER_LOSS_GAP if requantized else _LOSS_GAPS.get(target.precision, _OTHER_LOSS_GAP)):
         wrong["losses"] = f"off by {gap}, more than {allowed}"
     source = Path(loads[0].case["folder"]).name
     return {"source": source, "target": target.name, "wrong": wrong, "loss gap": gap, "requantized blocks": requantized}
