@@ -8,6 +8,7 @@
 #   RANKS=8 NODES=1:4 HEAD_NODE=node17 JOB=llama bash launch/torchrun.sh train.py --my-args
 #
 # Where a node is lost, those that are left start the script anew on fewer ranks, and it resumes from its last checkpoint.
+# A node that comes later has all of them start anew on more.
 # HEAD_NODE itself must not be lost: it keeps the list of who takes part.
 #
 #   RANKS      on each node: a number, or gpu (the default): as many as there are
@@ -25,6 +26,8 @@ if [[ $nodes != 1 && -z ${HEAD_NODE:-} ]]; then
     exit 2
 fi
 
+# With torch 2.13, a node that joins a running job waits for an address that the first rank has written once, for others.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 exec torchrun --nnodes="$nodes" --nproc-per-node="${RANKS:-gpu}" --max-restarts="${RESTARTS:-3}" \
     --rdzv-backend=c10d --rdzv-id="${JOB:-elastic}" --rdzv-endpoint="${HEAD_NODE:-localhost:0}" \
     --rdzv-conf="${RDZV_CONF:-last_call_timeout=30}" \

@@ -20,12 +20,21 @@ from deepspeed.utils import (
 
 import elastic_ckpt
 from elastic_ckpt.core.resume_sheet import SHEET
+from elastic_ckpt.data import ElasticSampler
 from elastic_ckpt.engines import run_facts
 from tests.distributed.facts import log_lines
 from tests.distributed.model import GLOBAL_BATCH, Setup, batch, build_engine, close
 
 SAVED_AT, LAST = 2, 4
 LARGER = (("train_batch_size", 2 * GLOBAL_BATCH), ("train_micro_batch_size_per_gpu", GLOBAL_BATCH))
+
+
+def build(setup: Setup) -> Any:
+    """An engine with a sampler, which counts what it trains on."""
+    engine = build_engine(setup)
+    engine.sampler = ElasticSampler(10_000, seed=3)
+    elastic_ckpt.register(engine, sampler=engine.sampler)
+    return engine
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:
@@ -73,6 +82,10 @@ def other_numbers(engine: Any) -> None:
     torch.manual_seed(99)
 
 
+def other_samples(engine: Any) -> None:
+    engine.sampler.load_state_dict({"samples_consumed": 0})
+
+
 FAULTS: dict[str, tuple[Setup, Callable[[Any], Any]]] = {
     "none": (Setup(1), lambda engine: None),
     "weights": (Setup(1), other_weights),
@@ -81,6 +94,7 @@ FAULTS: dict[str, tuple[Setup, Callable[[Any], Any]]] = {
     "hyperparameters": (Setup(1), other_hyperparameter("weight_decay")),
     "batch": (Setup(1, config=LARGER), lambda engine: None),
     "precision": (Setup(1, precision="bf16"), lambda engine: None),
+    "data order": (Setup(1), other_samples),
     "RNG": (Setup(1), other_numbers),
     "code versions": (Setup(1), other_version),
 }
@@ -90,7 +104,7 @@ def uninterrupted(folder: str) -> None:
     """Train, and save two steps."""
     elastic_ckpt.install()
     torch.manual_seed(5)
-    engine = build_engine(Setup(1))
+    engine = build(Setup(1))
     losses = train(engine, 0, SAVED_AT)
     save(engine, folder, "first", losses)
     save(engine, folder, "second", losses + train(engine, SAVED_AT, LAST))
@@ -104,7 +118,7 @@ def resumed(arguments: dict[str, Any]) -> list[SimpleNamespace]:
     for fault in arguments["faults"]:
         setup, change = FAULTS[fault]
         folder = os.path.join(arguments["folder"], f"{fault}-{dist.get_world_size()}")
-        engine = build_engine(setup)
+        engine = build(setup)
         if fault == "code versions":
             change(engine)
         _, client = engine.load_checkpoint(arguments["source"], tag="first")

@@ -53,7 +53,8 @@ def test_each_fault_is_named_by_its_own_name(fault: str, runs: tuple[Path, dict[
     assert (folder / f"{fault}-2" / "first" / SHEET).stat().st_mode == (folder / "run" / "latest").stat().st_mode
     report, expected = reports[fault], SEEN_BY_A_LOAD.get(fault)
     assert [each.startswith(expected or "?") for each in report.differs] == [True] * (expected is not None)
-    assert (fault in report.goes_on) == (fault in ("lr", "hyperparameters"))
+    assert (fault in report.goes_on) == (fault in ("lr", "hyperparameters", "data order"))
+    assert "data order (samples_consumed 24, length 10000, seed 3, shuffle True)" in report.goes_on
     assert report.text.index("goes on") > report.text.index("seconds, slowest rank")
 
 
