@@ -55,7 +55,7 @@ def test_each_fault_is_named_by_its_own_name(fault: str, runs: tuple[Path, dict[
     assert [each.startswith(expected or "?") for each in report.differs] == [True] * (expected is not None)
     assert (fault in report.goes_on) == (fault in ("lr", "hyperparameters", "data order"))
     assert "data order (samples_consumed 24, length 10000, seed 3, shuffle True)" in report.goes_on
-    assert report.text.index("goes on") > report.text.index("seconds, slowest rank")
+    assert report.text.rindex("goes on") > report.text.index("seconds, slowest rank")
 
 
 def test_later_everything_that_follows_is_named_after_its_cause(runs: tuple[Path, dict[str, Any]]) -> None:
