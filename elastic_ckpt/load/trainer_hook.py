@@ -142,10 +142,7 @@ def _saved_position(trainer: Any, length: int) -> int | None:
 
 @contextmanager
 def _from_sample(trainer: Any, call: dict[str, Any], epoch: int, offset: int) -> Iterator[dict[str, Any]]:
-    """The arguments with which an epoch begins at a sample: the steps before it, while the sampler leaves out the rest.
-
-    Accelerate does not tell a sampler of several ranks the epoch where batches are skipped.
-    """
+    """The arguments with which an epoch begins at a sample: the steps before it; the sampler leaves out the rest."""
     steps, batches = trainer.args.gradient_accumulation_steps, _batch_sampler(call["train_dataloader"])
     (done, shift), sampler = divmod(offset, _per_batch(trainer) * steps), batches.sampler
     if hasattr(sampler, "set_epoch"):

@@ -45,7 +45,7 @@ def test_a_trainer_goes_on_at_its_sample_over_2_1_and_3_ranks(run: Run) -> None:
 
 
 def test_an_unchanged_trainer_goes_on_in_the_order_of_its_epoch(run: Run) -> None:
-    """Accelerate 1.15 skips batches of the first epoch's order on several ranks."""
+    """As its own skipping has it, which is not said to be off."""
     arguments = ("--micro", "3", "--save", "7", "--drop_last")
     whole = run(2, SCRIPT, *arguments)
     resumed = run(2, SCRIPT, *arguments, "--resume_from_checkpoint", checkpoint(whole, 7), elastic=True)
