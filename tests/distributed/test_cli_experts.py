@@ -76,7 +76,7 @@ def test_inspect_shows_the_degree_and_the_experts_of_each_layer(run: Experts, sa
         assert sum(group["members"] for group in found["groups"]) == len(weights)
         assert {each["key"]: each["tensors"] for each in found["contents"]}["exp_avg"] == len(weights)
     text = CliRunner().invoke(app, ["inspect", str(saved / run.name)]).output
-    assert (f"EP={run.ep}" in text) == (run.ep > 1) and "1 layers of 4, 1 layers of 8" in text
+    assert (f"EP={run.ep}" in text) == (run.ep > 1) and "1 layer of 4, 1 layer of 8" in text
 
 
 @pytest.mark.parametrize("run", [SOURCE, WITHOUT_ZERO], ids=lambda run: run.name)
