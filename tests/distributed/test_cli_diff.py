@@ -96,7 +96,9 @@ def test_names_on_one_side_only_are_missing(native: Path) -> None:
 
 def test_without_zero_states_are_compared_where_shapes_tell_their_names(native: Path, unpartitioned: Path) -> None:
     """Two groups, as the Trainer makes them; of groups that were flattened, the weights alone can be named."""
-    assert differences(unpartitioned / "z0-fp32-adamw-dp2", native / "z1-fp32-adamw-dp2") == {}
+    # two runs, whose sums are rounded in another order on some machines: states of other parameters differ by more
+    found = differences(unpartitioned / "z0-fp32-adamw-dp2", native / "z1-fp32-adamw-dp2")
+    assert all(each["max_abs"] <= 1e-5 * each["scale"] for each in found.values()), found
     fused = unpartitioned / "z0-bf16-fusedadam-dp2"
     result = run(fused, fused)
     assert result.exit_code == 0 and "optimizer states are not compared" in result.stdout
