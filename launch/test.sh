@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lint, format, types, layers, documentation, then the tests.
 #   bash launch/test.sh            without those marked slow
-#   bash launch/test.sh --all      every one
+#   bash launch/test.sh --all      these, too
+#   bash launch/test.sh --nightly  those of the benchmarks' generator
 #   bash launch/test.sh --fuzz     nightly: 200,000 mutated files
 #   bash launch/test.sh --soak     nightly: an hour of random topologies
 #   bash launch/test.sh --flows    nightly: two hours of random jobs at an unchanged topology
@@ -25,6 +26,8 @@ else
 fi
 if [[ ${1:-} == --fuzz ]]; then
     ELASTIC_CKPT_FUZZ=${ELASTIC_CKPT_FUZZ:-200000} "$PYTHON" -m pytest -n 2 -o timeout=0 tests/attacks/test_mutations.py
+elif [[ ${1:-} == --nightly ]]; then
+    "$PYTHON" -m pytest -m nightly tests/distributed
 elif [[ ${1:-} == --soak ]]; then
     "$PYTHON" -m tests.soak --minutes "${ELASTIC_CKPT_SOAK:-60}" --seed "$RANDOM"
 elif [[ ${1:-} == --flows ]]; then
@@ -32,8 +35,8 @@ elif [[ ${1:-} == --flows ]]; then
 elif [[ $# -gt 0 && $1 != --all ]]; then
     "$PYTHON" -m pytest "$@"
 else
-    which=(-m "not slow")
-    [[ ${1:-} == --all ]] && which=()
+    which=(-m "not slow and not nightly")
+    [[ ${1:-} == --all ]] && which=(-m "not nightly")
     "$PYTHON" -m pytest -n 2 --ignore=tests/distributed --ignore=tests/integration
     # jobs with processes of their own; together, so that DeepSpeed's ops are built once
     "$PYTHON" -m pytest --maxfail=3 "${which[@]}" tests/distributed tests/integration

@@ -12,6 +12,7 @@ from benchmarks.generated import Layout, write
 from benchmarks.model import KEYS, values
 from elastic_ckpt.config import read_config
 
+pytestmark = pytest.mark.nightly
 LAYOUTS = [
     *(Layout("tiny", stage, 2) for stage in (1, 2, 3)),
     Layout("tiny", 1, 2, ep=2, experts=4),
