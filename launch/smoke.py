@@ -19,7 +19,7 @@ import elastic_ckpt
 from elastic_ckpt.sharding.rules import Preset
 
 _READ_METADATA = ("inspect {}", "verify --full {}", "latest {}", "plan --dp 3 --zero 1 {}")
-_READ_TENSORS = ("export {} weights", "convert {} universal", "diff {} universal")
+_READ_TENSORS = ("export {} weights", "convert {} ./universal", "diff {} ./universal")
 
 
 def run(command: str, exit_code: int = 0, without_torch: bool = False) -> str:
