@@ -49,7 +49,7 @@ def test_trainer_resumes_exactly_at_another_sequence_parallel_degree(
     assert held["counters"] == (3, 3 * 12, 0), "12 samples in each step, whoever shares them"
     assert_restored(held, loaded)
     assert_reported_once(resumed, saved[0] // saved[1], now[0] // now[1], saved_sp=saved[1], now_sp=now[1])
-    assert "batch" not in loaded["report"], "the global batch is the same"
+    assert "global batch" not in loaded["report"], "the global batch is the same"
     assert_trains_on(before, resumed)
 
 
