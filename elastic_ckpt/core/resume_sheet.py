@@ -16,7 +16,7 @@ SHEET, MOST_SHEET_NBYTES, MOST_LOSSES = "elastic_resume.json", 1 << 20, 64
 CODE, PRECISION, BATCH, DATA, LR = "code versions", "precision", "batch", "data order", "lr"
 HYPERPARAMETERS, RNG, WEIGHTS, OPTIMIZER, LOSSES = "hyperparameters", "RNG", "weights", "optimizer", "losses"
 COMPONENTS = (CODE, PRECISION, BATCH, DATA, LR, HYPERPARAMETERS, RNG, WEIGHTS, OPTIMIZER, LOSSES)
-#: Losses of two runs are alike up to this fraction: other ranks sum in another order.
+#: Losses of two runs are equal up to this fraction: other ranks sum in another order.
 _ROUNDING = 1e-3
 Value = bool | int | float | str | None | list[bool | int | float]
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class ElasticSampler(DataPosition, Sampler[int]):
-    """Samples of an epoch in one global order, dealt out to the ranks in turn.
+    """Samples of an epoch in one global order, which the ranks take in turn.
 
     A micro-batch of all ranks is a range of that order at any number of ranks and any batch size, so that a job of
     other ranks goes on with the next sample. An epoch that a load begins in its midst yields the rest; its ``len`` is

@@ -18,7 +18,7 @@ _REMEMBERED = 1 << 16
 
 
 class ElasticStream(DataPosition, IterableDataset[Any]):
-    """Samples of one or several documents each, in one global order, dealt out to ranks and workers in turn.
+    """Samples of one or several documents each, in one global order, which ranks and workers take in turn.
 
     All ranks and workers read all documents and keep their own samples, so that packing does not depend on who packs.
     A load goes on with the first document of the first sample that was not trained on. The stream is one pass: for

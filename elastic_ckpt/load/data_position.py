@@ -55,5 +55,6 @@ def with_position(engine: Any, load: Callable[[], Any], wanted: bool) -> Any:
     result = load()
     if isinstance(result, tuple) and isinstance(client_state := result[-1], dict):  # something was loaded
         position = client_state.pop(POSITION_KEY, None)
-        take_position(engine, position if wanted else None, before)
+        if engine.elastic_report is None:  # DeepSpeed's own loader ran; else the commit has taken it
+            take_position(engine, position if wanted else None, before)
     return result

@@ -101,15 +101,15 @@ class Sharding:
     def undecided(self, others: Sequence[Sharding] = ()) -> MismatchError:
         """Nothing says how it is sharded, nor how ``others`` are."""
         pattern, said = re.escape(self.name), next((each for each in self.specs if each.is_ambiguous), None)
-        alike = Counter(_NUMBER.sub("#", each.name) for each in (self, *others))
+        similar = Counter(_NUMBER.sub("#", each.name) for each in (self, *others))
         first = {_NUMBER.sub("#", each.name): each.name for each in (*reversed(others), self)}
-        names = [first[like] + f" and {count - 1} like it" * (count > 1) for like, count in alike.items()]
+        names = [first[like] + f" and {count - 1} like it" * (count > 1) for like, count in similar.items()]
         if said is not None and re.fullmatch(said.pattern, self.saved_name):
             pattern = said.pattern  # one line settles all that it applies to
-        elif alike[_NUMBER.sub("#", self.name)] > 1:
+        elif similar[_NUMBER.sub("#", self.name)] > 1:
             pattern = _NUMBER.sub(r"\\d+", pattern)
         choices: list[dict[str, object]] = [{"pattern": pattern, "kind": "column"}]
-        meaning = "whichever it is" + ", and likewise for the others" * (len(alike) > 1)
+        meaning = "whichever it is" + ", and likewise for the others" * (len(similar) > 1)
         if self.is_fused:
             widths = self.checkpoint.shapes.qkv_widths(self.name) or "<relative widths>"
             choices.append({**choices[0], "sub_parameters": widths})

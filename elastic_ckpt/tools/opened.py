@@ -47,9 +47,8 @@ def seen_together(folders: Folders, config: ElasticConfig | None = None, tag: st
     """A folder's path; of several, the first one's, below which the files of all are seen while the body runs.
 
     Those in object stores, opened with the options of ``config``, are listed whole, or what is at the top and of one
-    tag, if it is there. Errors name the file that was read, not
-    where it is seen. Raises :class:`NotFoundError` if there is no such folder, which is not looked at where it is the
-    only one.
+    tag, if it is there. Errors name the file that was read, not where it is seen. Raises :class:`NotFoundError` if
+    there is no such folder, which is not looked at where it is the only one.
     """
     given = [folders] if isinstance(folders, (str, os.PathLike)) else folders
     names = [os.fspath(each) for each in given]
