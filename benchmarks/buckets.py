@@ -179,7 +179,7 @@ def main(
             for number in range(repeats):
                 for contender in (OURS, DOWNLOAD) if number % 2 else (DOWNLOAD, OURS):
                     with store(place, folder, count, mbit) as endpoints:
-                        job = {"case": asdict(case), "contender": contender, "endpoints": endpoints}
+                        job: dict[str, Any] = {"case": asdict(case), "contender": contender, "endpoints": endpoints}
                         job |= {"files": {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*.pt")}}
                         job |= {"scratch": str(out / "downloads"), "out": str(out / "measured.json")}
                         job["files"]["latest"] = (folder / "latest").stat().st_size
