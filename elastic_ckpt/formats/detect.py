@@ -6,6 +6,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
@@ -165,12 +166,18 @@ def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
 
 def global_steps(found: CheckpointInfo, trust_pickle: bool = False) -> int | None:
     """The global step of a checkpoint, by its model-states files or DeepSpeed's own tag; ``None``: not known."""
+    steps = saved_entry(found, "global_steps", trust_pickle)
+    return steps if isinstance(steps, int) else step_of_tag(found.tag)
+
+
+def saved_entry(found: CheckpointInfo, key: str, trust_pickle: bool = False) -> Any:
+    """An entry beside the weights in the first model-states file that has it; ``None`` without one."""
     for name in (*found.files.model.values(), *found.files.model_zero3.values()):
         try:
-            return int(open_pickled(found.path(name), trust_pickle).section("global_steps"))
-        except (ElasticCkptError, TypeError, ValueError):
+            return open_pickled(found.path(name), trust_pickle).section(key)
+        except ElasticCkptError:
             continue  # whoever reads the whole checkpoint learns what is wrong
-    return step_of_tag(found.tag)
+    return None
 
 
 def step_of_tag(tag: str) -> int | None:

@@ -11,6 +11,9 @@ from elastic_ckpt import distributed
 from elastic_ckpt.data import DataPosition
 from elastic_ckpt.engines.data_position import POSITION_KEY, bind_sampler, position_of, registered, take_position
 from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.formats import CheckpointInfo
+from elastic_ckpt.formats.detect import saved_entry
+from elastic_ckpt.load.flow import LoadCall, as_partial_load_error
 from elastic_ckpt.load.installation import install
 from elastic_ckpt.load.resume_sheet import write_sheet
 
@@ -49,6 +52,18 @@ def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
     return result
 
 
+def check_position(call: LoadCall, found: CheckpointInfo) -> None:
+    """Raise :class:`MismatchError` if what is left to DeepSpeed's own loader was saved in other data. Collective."""
+    if (sampler := registered(call.engine)) is None or call.arguments.load_module_only:
+        return
+
+    def check() -> None:
+        if (position := saved_entry(found, POSITION_KEY, call.config.trust_pickle)) is not None:
+            sampler.check(position)
+
+    distributed.broadcast("compare the data position", check)
+
+
 def with_position(engine: Any, load: Callable[[], Any], wanted: bool) -> Any:
     """What a load returns, without the data position, which the engine takes if ``wanted``."""
     before = position_of(engine)
@@ -56,5 +71,8 @@ def with_position(engine: Any, load: Callable[[], Any], wanted: bool) -> Any:
     if isinstance(result, tuple) and isinstance(client_state := result[-1], dict):  # something was loaded
         position = client_state.pop(POSITION_KEY, None)
         if engine.elastic_report is None:  # DeepSpeed's own loader ran; else the commit has taken it
-            take_position(engine, position if wanted else None, before)
+            try:
+                take_position(engine, position if wanted else None, before)
+            except MismatchError as error:  # in the mode "off", where nothing was looked at before
+                raise as_partial_load_error(error) from error
     return result

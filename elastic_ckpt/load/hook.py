@@ -24,7 +24,7 @@ from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.formats import CheckpointInfo, detect
 from elastic_ckpt.formats.pickled import collector_off
-from elastic_ckpt.load.data_position import save_checkpoint, with_position
+from elastic_ckpt.load.data_position import check_position, save_checkpoint, with_position
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks, screen_folder, screened_loads
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
 from elastic_ckpt.load.nodes import Nodes
@@ -124,6 +124,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
             policy.will_overwrite(ready)
             return execute_load(ready)
     try:
+        check_position(call, found)
         is_universal = found.files.is_universal
         with seen_through(None), compat.universal_flag(engine, is_universal), screened_loads(call):
             result = own(found.tag)
@@ -201,8 +202,7 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
 
     Raises the same :class:`ElasticCkptError` on every rank if DeepSpeed's is not known to restore it either.
     """
-    why = "each node has files of its own (use_node_local_storage), those of this topology"
-    own_files = False
+    own_files, why = False, "each node has files of its own (use_node_local_storage), those of this topology"
     if not elastic_only and on_own_disks(call.engine, found):
         here = replace(found, folder=os.path.abspath(os.path.join(call.arguments.load_dir, found.tag)))
         with seen_through(None):

@@ -128,3 +128,45 @@ def _pipeline(engine: Any, loader: Any, case: dict[str, Any]) -> list[list[int]]
     for _ in range(case["micro_batches"] // case["steps"]):
         engine.train_batch(fed)
     return seen
+
+
+def by_own_loader(folder: str) -> list[SimpleNamespace]:
+    """What DeepSpeed's own loader takes back of a position, in the same data and in others, by elastic_ckpt's mode."""
+    elastic_ckpt.install()
+    case = {"kind": "sampler", "stage": 1, "micro": 3, "steps": 1, "micro_batches": 2}
+    engine, sampler = engine_of(case), ElasticSampler(Rows(), seed=5)
+    elastic_ckpt.register(engine, sampler=sampler)
+    _micro_batches(engine, DataLoader(Rows(), 3, sampler=sampler), case)
+    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    saved = _weights(engine)
+    close(engine)
+    found = SimpleNamespace()
+    for mode, seed, only in (
+        ("auto", 5, False),
+        ("auto", 6, False),
+        ("auto", 6, True),
+        ("off", 5, False),
+        ("off", 6, False),
+    ):
+        config = {"train_micro_batch_size_per_gpu": 3, "train_batch_size": 3 * dist.get_world_size()}
+        config["elastic_checkpoint"] = {"mode": mode}
+        engine = build_engine(Setup(1, config=tuple(config.items())), TinyLM(seed=8))
+        elastic_ckpt.register(engine, sampler=(sampler := ElasticSampler(Rows(), seed=seed)))
+        before, client = _weights(engine), None
+        custom = {"custom_load_fn": lambda src, dst: dst.load_state_dict(src)} if mode == "auto" else {}
+        try:
+            _, client = engine.load_checkpoint(folder, load_module_only=only, **custom)
+            error = None
+        except elastic_ckpt.ElasticCkptError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        after = _weights(engine)
+        fact = SimpleNamespace(error=error, consumed=sampler.samples_consumed, report=engine.elastic_report)
+        fact.is_saved, fact.is_untouched = torch.equal(after, saved), torch.equal(after, before)
+        fact.client = client and {key: client[key] for key in client if key == "epoch" or "elastic" in key}
+        setattr(found, f"{mode}_{seed}" + "_module" * only, fact)
+        close(engine)
+    return [found]
+
+
+def _weights(engine: Any) -> torch.Tensor:
+    return torch.cat([each.detach().flatten().clone() for each in engine.module.parameters()])

@@ -76,3 +76,39 @@ def test_a_pipelines_samples_go_on_with_fewer_stages(found: dict[str, list[Any]]
     first, last = found["pipeline"]
     assert (first.consumed, last.consumed) == (6, 78)
     assert flat(first.order + last.order) == whole(2)[:78]
+
+
+@pytest.fixture(scope="module")
+def own(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return launch(2, "data_jobs.by_own_loader", str(tmp_path_factory.mktemp("own") / "run"))
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_deepspeeds_own_loader_takes_the_position_back(mode: str, own: list[Any]) -> None:
+    for rank in own:
+        found = getattr(rank, f"{mode}_5")
+        assert (found.error, found.report, found.client) == (None, None, {"epoch": 3})
+        assert found.is_saved and found.consumed == 12
+
+
+def test_weights_alone_leave_the_position_as_it_is(own: list[Any]) -> None:
+    for rank in own:
+        found = rank.auto_6_module
+        assert (found.error, found.report, found.consumed) == (None, None, 0)
+        assert found.is_saved
+
+
+def test_other_data_are_refused_before_deepspeeds_own_loader_begins(own: list[Any]) -> None:
+    for rank in own:
+        found = rank.auto_6
+        assert found.error.startswith(
+            "MismatchError: the data position is one in other data, or in another order: seed"
+        )
+        assert found.is_untouched and found.consumed == 0
+
+
+def test_other_data_are_told_after_a_load_that_elastic_ckpt_was_not_to_look_at(own: list[Any]) -> None:
+    for rank in own:
+        found = rank.off_6
+        assert found.error.startswith("PartialLoadError: the data position is one in other data")
+        assert found.is_saved and found.consumed == 0
