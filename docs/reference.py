@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the model that reads the configuration, and docs/commands.md from the commands.
+"""Writes docs/configuration.md from the configuration's model, and the tables of docs/commands.md from the commands.
 
 ``python docs/reference.py``
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterator
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import BaseModel
 from rich.text import Text
-from typer.models import ArgumentInfo, OptionInfo, ParamMeta
+from typer.models import OptionInfo, ParamMeta
 from typer.utils import get_params_from_function
 
 from elastic_ckpt.cli import COMMANDS, app, summary
@@ -26,30 +28,69 @@ _HEAD = """\
 
 <!-- Written by docs/reference.py from elastic_ckpt/config.py: change it there. -->
 
-Everything is optional, and goes under one top-level key of the DeepSpeed config. A key that does not exist is an error
-that names the nearest one.
-
-```json
-{"elastic_checkpoint": {"mode": "require", "report": "load.json"}}
-```
-
-| key | default | type | meaning |
-|---|---|---|---|
+All options are optional. They go under the top-level key `"elastic_checkpoint"` of the DeepSpeed config. An unknown
+key is an error that names the nearest valid one. [Flags and a variable](getting-started.md#options) override the mode.
 """
+#: The sections of the page: the title, the options and an example.
+GROUPS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    ("Which loader runs", ("mode", "pretrained"), {"mode": "require"}),
+    ("What is reported", ("report", "sheet", "on_change"), {"report": "load.json", "on_change": "error"}),
+    (
+        "Damaged and missing files",
+        ("verify", "on_damage", "wait_for_files", "fallback_dirs"),
+        {"on_damage": 1000, "wait_for_files": 60, "fallback_dirs": ["/lustre/run"]},
+    ),
+    (
+        "Names and optimizer states",
+        ("rename", "param_groups", "states", "convert_optimizer", "align_partitions"),
+        {"rename": [["^module\\.(.*)", "\\1"]], "param_groups": "keep_live", "states": {"my_cache": "fresh"}},
+    ),
+    (
+        "Tensor parallelism",
+        ("tp_preset", "tp_rules", "replicated_params"),
+        {
+            "tp_rules": [{"pattern": ".*qkv.weight", "kind": "column", "sub_parameters": [2, 1, 1]}],
+            "replicated_params": "first",
+        },
+    ),
+    ("Untrusted files", ("trust_pickle", "on_unreadable_entry"), {"on_unreadable_entry": "skip"}),
+    (
+        "Storage and reading",
+        ("storage_options", "reading"),
+        {"storage_options": {"endpoint": "http://minio:9000"}, "reading": {"threads": 8, "storage": "network"}},
+    ),
+]
 
 
 def page() -> str:
     """The whole page."""
-    return _HEAD + "".join(_rows())
+    return _HEAD + "".join(map(_group, *zip(*GROUPS, strict=True)))
 
 
-def _rows() -> Iterator[str]:
-    for model, where in ((ElasticConfig, ""), (Reading, "reading.")):
-        properties = model.model_json_schema()["properties"]
-        for name, field in model.model_fields.items():
-            described = (field.description or "").replace("|", "\\|")
-            default = "{}" if name == "reading" else json.dumps(field.default)
-            yield f"| `{where}{name}` | `{default}` | {_type(properties[name])} | {described} |\n"
+def _group(title: str, options: tuple[str, ...], example: dict[str, Any]) -> str:
+    lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in example.items()]
+    text = f'\n## {title}\n\n```json\n{{\n  "elastic_checkpoint": {{\n' + ",\n".join(lines) + "\n  }\n}\n```\n"
+    for name in options:
+        text += _option(ElasticConfig, name)
+    if "reading" in options:
+        text += "".join(_option(Reading, name, "reading.") for name in Reading.model_fields)
+    return text
+
+
+def _option(model: type[BaseModel], name: str, where: str = "") -> str:
+    """An option: its name, its type and default, what it does, and its values as a list if they are described so."""
+    field, schema = model.model_fields[name], model.model_json_schema()["properties"][name]
+    default = "{}" if name == "reading" else json.dumps(field.default)
+    names = "|".join(re.findall(r'`"(\w+)"`', _type(schema)))
+    first, *values = (
+        re.split(rf"(?:^|[;:.] )(?=(?:{names}): )", str(field.description)) if names else [field.description]
+    )
+    text = f"\n### `{where}{name}`\n\nDefault: `{default}`. Type: {_type(schema)}.\n"
+    if first:
+        text += f"\n{first[0].upper()}{first[1:]}{':' if values else '.'}\n"
+    if values:
+        text += "\n" + "".join(re.sub(r"^(\w+):(.*)", r'- `"\1"`:\2', value) + "\n" for value in values)
+    return text
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -74,53 +115,69 @@ def _type_of_plain(schema: dict[str, Any]) -> str:
     return " ".join([schema["type"], *limits])
 
 
-_COMMANDS_HEAD = """\
-# Commands
-
-<!-- Written by docs/reference.py from elastic_ckpt/cli/: change it there. -->
-
-`elastic-ckpt COMMAND`, or `python -m elastic_ckpt COMMAND`. [The command line](command-line.md) shows what they print.
-
-Exit codes: 0, success; 1, a finding (damage, a difference, a load that would be refused); 2, wrong usage; 3, the
-checkpoint cannot be read.
-
-| command | |
-|---|---|
-"""
+#: A parameter that as many commands have is described once.
+_SHARED_BY = 4
 
 
 def commands_page() -> str:
-    """Every command, with its arguments and options."""
+    """The page of commands, whose text is written by hand, with each command's arguments and options as they are."""
+    found = {name: _parameters(name) for name in COMMANDS}
+    counts = Counter(row for rows in found.values() for row in rows.values())
+    shared = {name: row for rows in found.values() for name, row in rows.items() if counts[row] >= _SHARED_BY}
     overview = "".join(f"| [`{name}`](#{name}) | {summary(name)} |\n" for name in COMMANDS)
-    return _COMMANDS_HEAD + overview + "".join(map(_command, COMMANDS))
+    text = _written(COMMANDS_PAGE.read_text(encoding="utf-8"), "overview", f"| command | |\n|---|---|\n{overview}")
+    text = _written(text, "shared", _PARAMETERS + "".join(shared.values()))
+    for name, rows in found.items():
+        text = _written(text, name, _command(name, rows, shared))
+    return text
 
 
-def _command(name: str) -> str:
+def _written(text: str, name: str, block: str) -> str:
+    """A page with another text between the marks of a name."""
+    mark, end = f"<!-- written by docs/reference.py: {name} -->\n", f"<!-- end of {name} -->"
+    before, rest = text.split(mark)
+    return f"{before}{mark}{block}{end}{rest.split(end, 1)[1]}"
+
+
+_PARAMETERS = "| argument or option | meaning |\n|---|---|\n"
+
+
+def _info(name: str) -> Any:
     importlib.import_module(f"elastic_ckpt.cli.{COMMANDS[name]}")
-    info = next(info for info in app.registered_commands if info.name == name)
-    assert info.callback is not None
-    parameters = get_params_from_function(info.callback).values()
-    arguments = [_metavar(each) for each in parameters if isinstance(each.default, ArgumentInfo)]
-    example = _plain(info.epilog).removeprefix("Example: ")
-    return (
-        f"\n## {name}\n\n`elastic-ckpt {' '.join([name, *arguments, '[OPTIONS]'])}`\n\n"
-        f"{_plain(inspect.getdoc(info.callback)).strip()}\n\nExample: `{example}`\n\n"
-        "| argument or option | default | meaning |\n|---|---|---|\n" + "".join(map(_parameter, parameters))
-    )
+    return next(info for info in app.registered_commands if info.name == name)
+
+
+def _parameters(name: str) -> dict[str, str]:
+    """Each argument and option of a command, and its row of a table."""
+    parameters = get_params_from_function(_info(name).callback).values()
+    return {_names(each): f"| {_names(each)} | {_meaning(each)} |\n" for each in parameters}
+
+
+def _command(name: str, rows: dict[str, str], shared: dict[str, str]) -> str:
+    arguments = [each.strip("`") for each in rows if "--" not in each]
+    own = "".join(row for each, row in rows.items() if each not in shared)
+    also = [each for each in rows if each in shared and "--" in each]
+    options = " [OPTIONS]" * any("--" in each for each in rows)
+    text = f"`elastic-ckpt {' '.join([name, *arguments])}{options}`\n\n"
+    text += f"{_plain(inspect.getdoc(_info(name).callback)).strip()}\n"
+    text += f"\n{_PARAMETERS}{own}" if own else ""
+    return text + (f"\n[Shared options](#shared-options): {', '.join(also)}.\n" if also else "")
 
 
 def _metavar(parameter: ParamMeta) -> str:
     return str(parameter.default.metavar or parameter.name.upper())
 
 
-def _parameter(parameter: ParamMeta) -> str:
+def _names(parameter: ParamMeta) -> str:
+    is_option = isinstance(parameter.default, OptionInfo)
+    return ", ".join(f"`{name}`" for name in (parameter.default.param_decls if is_option else [_metavar(parameter)]))
+
+
+def _meaning(parameter: ParamMeta) -> str:
     info, choices = parameter.default, get_args(parameter.annotation)
-    is_option = isinstance(info, OptionInfo)
-    names = ", ".join(f"`{name}`" for name in info.param_decls) if is_option else f"`{_metavar(parameter)}`"
     words = [f"`{choice}`" for choice in choices if isinstance(choice, str)]
     described = _plain(info.help) + (f" One of {', '.join(words)}." if words else "")
-    default = "" if info.default in (None, False, ...) else f"`{info.default}`"
-    return f"| {names} | {default} | {described} |\n"
+    return described + ("" if info.default in (None, False, ...) else f" Default: `{info.default}`.")
 
 
 def _plain(text: str | None) -> str:

@@ -39,19 +39,20 @@ class Reading(BaseModel):
     threads: int = Field(4, ge=1, le=64, description="reading threads per rank")
     storage: Literal["auto", "local", "network"] = Field(
         "auto",
-        description="where checkpoints are: on a network file system each read waits for an answer, and reads at most "
-        "64 KiB apart are merged (see [how that is chosen](architecture.md#small-reads)). auto: by the type of the "
-        "file system; NFS, Lustre, GPFS, CephFS, BeeGFS, SMB, 9p and FUSE are networks",
+        description="where checkpoints are: local: on a disk; network: on a network file system, where reads at most "
+        "64 KiB apart are merged (see [small reads](architecture.md#small-reads)), since each waits for an answer; "
+        "auto: by the type of the file system: NFS, Lustre, GPFS, CephFS, BeeGFS, SMB, 9p and FUSE are network ones",
     )
     gap_kib: int | None = Field(
         None,
         ge=0,
         le=1 << 20,
-        description="merge reads at most this many KiB apart in a file, discarding the bytes between them: more bytes, "
-        "far fewer calls. `null`: by `storage`; 0: every rank reads only its own bytes",
+        description="merge reads that are at most this many KiB apart in a file, and discard the bytes between them, "
+        "which takes more bytes and far fewer calls. 0 reads only the bytes that a rank owns. With null, `storage` "
+        "decides",
     )
     extra_memory_mib: int = Field(
-        64, ge=4, description="host memory per rank for staging buffers, in MiB (strided, converted, accelerator)"
+        64, ge=4, description="host memory per rank, in MiB, for bytes that cannot be read into their place directly"
     )
 
 
@@ -62,114 +63,118 @@ class ElasticConfig(BaseModel):
 
     mode: Mode = Field(
         "auto",
-        description="auto: restore what can be restored exactly, leave to DeepSpeed's own loader what only it can; "
-        "require: an error instead of DeepSpeed's own loader; off: always DeepSpeed's own loader",
+        description="auto: elastic_ckpt loads whatever it can restore, and leaves what only DeepSpeed's own loader can "
+        "restore to it; require: an error instead of DeepSpeed's own loader; off: always DeepSpeed's own loader",
     )
     pretrained: Literal["auto", "off"] = Field(
         "auto",
-        description="auto: under ZeRO-3, Transformers' from_pretrained has every rank read its own bytes of the "
-        "weights, where that is known to give the same model; off: from_pretrained is left as it is",
+        description="auto: with ZeRO-3, each rank reads only its own bytes in Transformers' from_pretrained, where "
+        "that is known to give the same model; off: from_pretrained is left as it is",
     )
     trust_pickle: bool = Field(
-        False, description="allow checkpoint files to run code when read (weights_only=False); only for files you trust"
+        False,
+        description="allow checkpoint files to run code when they are read, as weights_only=False does. Only for files "
+        "that you trust",
     )
     verify: Literal["load", "bytes", "off"] = Field(
         "load",
-        description="load: compare all bytes that are read with the checksums in the checkpoint's files, a few masters "
-        "of every ZeRO-1/2 shard with the weights saved beside it, and step counts with each other; bytes: the "
-        "checksums alone, for weights, steps or files that were changed on purpose; off: nothing",
+        description="load: compare all bytes that are read with the checksums in the checkpoint's files, a few "
+        "masters of every ZeRO-1/2 shard with the weights saved beside it, and step counts with each other; bytes: "
+        "compare only checksums, where weights, steps or files were changed on purpose; off: compare nothing",
     )
     on_damage: Literal["error", "previous"] | Annotated[int, Field(ge=0)] = Field(
         "error",
-        description="when the checkpoint is damaged or incomplete, or latest names none: refuse it, or load the newest "
-        "older one of load_dir that is whole, with a warning (of a tag that you name: those older than it); a number "
-        "is previous, at most so many steps older",
+        description="when the checkpoint is damaged or incomplete, or latest names none: error: refuse it; previous: "
+        "load the newest complete checkpoint of load_dir that is older, with a warning. A number is the same, for "
+        "checkpoints at most so many steps older",
     )
     fallback_dirs: list[Annotated[str, Field(min_length=1)]] = Field(
         [],
-        description="folders that may have files of the checkpoint that load_dir lacks, in order of preference: "
-        "load_dir in the nodes' memory, say, and these on disk. All must be of one save",
+        description="folders that have files which load_dir lacks, in order of preference; for example, load_dir is "
+        "in the memory of the nodes, and these are on disk. All files must be of one save",
     )
     storage_options: dict[str, Any] = Field(
         {},
         repr=False,
-        description="for folders in object stores (s3://, gs://, az://, https://): options of obstore beside those of "
-        'the environment, such as {"endpoint": "http://minio:9000", "client_options": {"allow_http": true}}; they are '
-        "never printed",
+        description="options of obstore for folders in object stores (s3://, gs://, az://, https://), in addition to "
+        'the environment\'s, such as {"endpoint": "http://minio:9000", "client_options": {"allow_http": '
+        "true}}. They are never printed",
     )
     wait_for_files: int = Field(
         0,
         ge=0,
-        description="seconds to wait for missing, incomplete or moving files before they count as damaged: shared file "
-        "systems show them late, or another job is still writing them",
+        description="seconds to wait for files that are missing, incomplete or changing before they count as damaged, "
+        "since a shared file system may show them late, or another job may still be writing them",
     )
     reading: Reading = Field(Reading.model_validate({}), description="how files are read")
     report: bool | str = Field(
         True,
-        description="whether rank 0 prints the load report, and a progress bar on a terminal; or the path of a file to "
-        "which it writes the report as JSON, too",
+        description="whether rank 0 prints the load report, and a progress bar on a terminal. A path also writes the "
+        "report to that file, as JSON",
     )
     sheet: bool = Field(
         True,
         description="whether save_checkpoint writes a [resume sheet](resume-sheet.md) beside the tensors, and a load "
-        "compares it with the live run",
+        "compares that of the checkpoint with the live run",
     )
     rename: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
         [],
-        description="[pattern, replacement] for names in the checkpoint, as for Python's re.sub "
-        '([["^old\\\\.(.*)", "new.\\\\1"]]); only the first pattern found in a name applies. "megatron-core-local" in '
-        "place of a pair: from the names that Megatron Core saves to those of its layers without Transformer Engine",
+        description="pairs of pattern and replacement, as for Python's re.sub, for the names in the checkpoint. "
+        'Only the first pattern found in a name applies. "megatron-core-local" in place of a pair renames from what '
+        "Megatron Core saves to its layers without Transformer Engine",
     )
     param_groups: Literal["match", "keep_live"] = Field(
         "match",
-        description="match: each live param group takes the hyperparameters of its members' saved group; "
-        "keep_live: all keep those of the live run",
+        description="match: each live param group takes the hyperparameters of the saved group that its members were "
+        "in; keep_live: all keep those of the live run",
     )
     states: dict[str, Literal["replicated", "elementwise", "fresh"]] = Field(
         dict.fromkeys(NON_SHARD_KEYS, "replicated"),
-        description="layouts of optimizer states, by exact name, merged over the default. replicated: never sharded, "
-        "the same tensor for every partition; elementwise: sharded like their parameters; fresh: not restored, nor a "
-        'hyperparameter of that name. "numel<=256": "replicated" is about states of unknown layout with at most so '
-        "many elements",
+        description="layouts of optimizer states by their exact names, in addition to the default. The key "
+        '"numel<=256" is about all states of unknown layout that have at most so many elements. '
+        "replicated: never sharded, the same tensor for every partition; elementwise: sharded like their parameters; "
+        "fresh: not restored, nor is a hyperparameter of that name",
     )
     convert_optimizer: bool = Field(
         False,
-        description="accept the states of another optimizer of the same family: Adam and AdamW of torch, DeepSpeed, "
-        "apex and bitsandbytes",
+        description="accept the states of another optimizer of the same family, which is Adam and AdamW of torch, "
+        "DeepSpeed, apex and bitsandbytes",
     )
     on_change: Literal["warn", "error"] = Field(
         "warn",
-        description="on a load that changes what is trained: another global batch or number of micro-batches per step; "
-        "8-bit blocks that resharding splits and that are requantized, with an error of at most 0.7 % of the largest "
-        "value of the block; fp32 masters that an engine with bf16_master_weights_and_grads rounds",
+        description="what to do if a load changes what is trained: the global batch or the number of micro-batches per "
+        "step is another; resharding splits 8-bit blocks, which are requantized with an error of at most 0.7 % of the "
+        "largest value of the block; or an engine with bf16_master_weights_and_grads rounds fp32 masters",
     )
     align_partitions: int = Field(
         0,
         ge=0,
         le=1 << 20,
-        description="pad every ZeRO partition (ZeRO-3: of every parameter) to a multiple of this many elements, from "
-        "the start of training; with 4096, 8-bit states of bitsandbytes move between data-parallel degrees exactly. "
-        "0: DeepSpeed's own padding",
+        description="pad every ZeRO partition (ZeRO-3: of every parameter) to a multiple of this many elements. Set "
+        "to 4096 from the start of training, 8-bit states of bitsandbytes move between data-parallel degrees exactly. "
+        "0 is DeepSpeed's own padding",
     )
     tp_rules: list[ShardSpec] = Field(
         [],
         strict=False,
-        description="how tensor-parallel ranks shard parameters, if their degree changes: pattern of the name, kind "
-        "(column, row, vocabulary, replicated, averaged, summed), sub_parameters of fused ones",
+        description="how tensor-parallel ranks shard parameters, which matters if their degree changes. A rule has "
+        "the pattern of the name, the kind (column, row, vocabulary, replicated, averaged, summed), and the "
+        "sub_parameters of a fused parameter",
     )
     tp_preset: str | None = Field(
         None,
-        description="rules of a code base (bloom, gpt-neox, megatron-core ...), or the path of a JSON file of rules",
+        description="the rules of a code base (bloom, gpt-neox, megatron-core ...), or the path of a JSON file of "
+        "rules",
     )
     replicated_params: Literal["strict", "first", "mean"] = Field(
         "strict",
-        description="parameters that every tensor-parallel rank saved whole, with different values: "
-        "strict: an error; first: the first rank's; mean: the mean of all",
+        description="what to load if tensor-parallel ranks saved different values of a parameter that each has whole: "
+        "strict: nothing, but an error; first: the first rank's; mean: the mean of all",
     )
     on_unreadable_entry: Literal["error", "skip"] = Field(
         "error",
-        description="on an entry of the client state that cannot be read without running code of the file; "
-        "skip: it is left out, with a warning",
+        description="what to do with an entry of the client state that cannot be read without running code of the "
+        "file: error: refuse it; skip: leave it out, with a warning",
     )
 
     @field_validator("states")

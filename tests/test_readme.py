@@ -43,7 +43,9 @@ def test_the_configuration_page_is_that_of_the_model() -> None:
     assert written == reference().page(), "run python docs/reference.py"
     for key, field in ElasticConfig.model_fields.items():
         default = "{}" if key == "reading" else json.dumps(field.default)
-        assert f"| `{key}` | `{default}` |" in written
+        assert written.count(f"\n### `{key}`\n\nDefault: `{default}`. ") == 1, (
+            f"{key} is in no group of docs/reference.py"
+        )
 
 
 def test_the_page_of_commands_is_that_of_the_app() -> None:
