@@ -12,6 +12,8 @@ from typing import Any
 
 #: Of a process or machine that has used up its descriptors or its memory.
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+#: The page that has a section for each class.
+_HELP = "docs/troubleshooting.md"
 _DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
 
 #: A remedy for what cannot be loaded elsewhere; for what DeepSpeed's own loader was not proven to load right, too.
@@ -58,7 +60,7 @@ class ElasticCkptError(Exception):
 
     def __str__(self) -> str:
         details = (f"\n  {name + ':':<11}{value}" for name, value in self.details.items() if value is not None)
-        return self.problem + "".join(details)
+        return f"{self.problem}{''.join(details)}\n  {'see:':<11}{_HELP}#{type(self).__name__.lower()}"
 
     @property
     def details(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ DETAILS: dict[str, Any] = {
     "remedy": "build the model as it was",
     "rank": 3,
 }
+PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ElasticCkptError)]
 
 
@@ -52,14 +53,16 @@ def test_there_are_the_kinds_that_the_documentation_names() -> None:
 def test_an_error_prints_its_problem_first_and_then_every_detail(kind: type[ElasticCkptError]) -> None:
     lines = str(kind("shape differs", **DETAILS)).splitlines()
     assert lines[0] == "shape differs"
+    assert lines.pop() == f"  see:       docs/troubleshooting.md#{kind.__name__.lower()}"
+    assert f"\n### {kind.__name__}\n" in PAGE.read_text(encoding="utf-8")
     assert [line.split(":", 1)[0].strip() for line in lines[1:]] == list(DETAILS)
     assert [line.split(":", 1)[1].strip() for line in lines[1:]] == [str(value) for value in DETAILS.values()]
     assert len({len(line) - len(line.split(":", 1)[1].lstrip()) for line in lines[1:]}) == 1, "values are aligned"
 
 
 def test_what_is_not_known_is_not_printed() -> None:
-    assert str(MismatchError("gone")) == "gone"
-    assert str(MismatchError("gone", file="/x")).splitlines() == ["gone", "  file:      /x"]
+    assert str(MismatchError("gone")).splitlines()[:-1] == ["gone"]
+    assert str(MismatchError("gone", file="/x")).splitlines()[:-1] == ["gone", "  file:      /x"]
 
 
 def test_rank_zero_and_empty_findings_are_known() -> None:
