@@ -1,4 +1,4 @@
-"""Elastic checkpoint loading for DeepSpeed: resume any checkpoint on any number of ranks.
+"""Elastic checkpoint loading for DeepSpeed: resume checkpoints on another number of ranks.
 
 Names are imported on first use: importing the package loads neither torch nor deepspeed.
 """
