@@ -23,6 +23,11 @@ def registered(engine: Any) -> DataPosition | None:
     return getattr(engine, _SAMPLER, None)
 
 
+def set_registered(engine: Any, sampler: DataPosition | None) -> None:
+    """Have the saves of an engine hold the position of a sampler that counts by itself, or none."""
+    setattr(engine, _SAMPLER, sampler)
+
+
 def position_of(engine: Any) -> int:
     """Samples consumed by the sampler of an engine; 0 without one."""
     return 0 if (sampler := registered(engine)) is None else sampler.samples_consumed

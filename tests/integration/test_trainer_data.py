@@ -10,6 +10,9 @@ from elastic_ckpt.data import ElasticSampler
 from tests.integration.conftest import Job, Run
 from tests.integration.scripts.trainer_data import LENGTH
 
+#: Of trainer_loaders.py.
+SAVED_AT = {"plain": 3, "stream": 3, "unsized": 3, "smaller": 3, "distributed": 3, "dropped": 4}
+
 SCRIPT = "trainer_data.py"
 
 
@@ -42,6 +45,10 @@ def test_a_trainer_goes_on_at_its_sample_over_2_1_and_3_ranks(run: Run) -> None:
     )
     large = run(1, SCRIPT, *at_42, "--micro", "15", "--accumulation", "2", "--steps", "9", elastic=True)
     assert samples(large) == order[42:], "an epoch that its count of steps has left behind"
+    assert json.loads((large.seen / "epochs.json").read_text()) == 2, "which begins like any other"
+    at_84 = ("--save", "7", "--resume_from_checkpoint", checkpoint(whole, 14))
+    by_steps = run(1, SCRIPT, *at_84, "--micro", "1", "--steps", "20", elastic=True)
+    assert samples(by_steps) == order[84:], "its count of steps ends in an epoch that the data has left behind"
 
 
 def test_an_unchanged_trainer_goes_on_in_the_order_of_its_epoch(run: Run) -> None:
@@ -51,6 +58,17 @@ def test_an_unchanged_trainer_goes_on_in_the_order_of_its_epoch(run: Run) -> Non
     resumed = run(2, SCRIPT, *arguments, "--resume_from_checkpoint", checkpoint(whole, 7), elastic=True)
     assert samples(resumed) == samples(whole)[LENGTH + 12 :]
     assert "goes on after sample 12 of 30 in epoch 1" in resumed.log and "samples off" not in resumed.log
+
+
+def test_no_loader_of_a_trainer_is_fed_otherwise(run: Run) -> None:
+    """Neither in a run that never resumes, nor in one that does with the same batch; and none is said to be off."""
+    plain, whole = run(2, "trainer_loaders.py"), run(2, "trainer_loaders.py", elastic=True)
+    resumed = run(2, "trainer_loaders.py", "--resume_from", str(whole.output), elastic=True)
+    found = [json.loads((job.seen / "loaders-0.json").read_text()) for job in (plain, whole, resumed)]
+    assert found[0] == found[1]
+    rest = {kind: [each for each in found[0][kind] if each[0] >= at] for kind, at in SAVED_AT.items()}
+    assert found[2] == rest and all(rest.values())
+    assert "samples off" not in resumed.log
 
 
 def test_a_sampler_goes_on_where_accelerate_divides_its_batches(run: Run) -> None:

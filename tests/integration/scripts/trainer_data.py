@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 LENGTH = 30
 
@@ -38,6 +38,15 @@ class Noting(Trainer):
         return model(**inputs)["loss"]
 
 
+class Epochs(TrainerCallback):
+    """How many have begun."""
+
+    begun = 0
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self.begun += 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output_dir", required=True)
@@ -64,9 +73,12 @@ def main() -> None:
         disable_tqdm=True,
     )
     set_seed(1)
-    trainer = Noting(Line(), settings, train_dataset=[{"number": number} for number in range(LENGTH)])
+    data, epochs = [{"number": number} for number in range(LENGTH)], Epochs()
+    trainer = Noting(Line(), settings, train_dataset=data, callbacks=[epochs])
     trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
     (options.seen / f"samples-{os.environ['RANK']}.json").write_text(json.dumps(trainer.samples))
+    if trainer.is_world_process_zero():
+        (options.seen / "epochs.json").write_text(json.dumps(epochs.begun))
 
 
 if __name__ == "__main__":
