@@ -141,10 +141,8 @@ def _counter_at_start(trainer: Any, call: dict[str, Any]) -> _Counter | None:
         return None
     length, saved, skipped = _length(trainer, call), 0, 0
     if call["resume_from_checkpoint"] is not None:
-        if length is None:
+        if length is None or (position := _saved_position(trainer, length)) is None:
             _say_left(trainer, call)
-            return None
-        if (position := _saved_position(trainer, length)) is None:
             return None
         skipped = min(call["steps_trained_in_current_epoch"] * _per_batch(trainer), length)
         saved, skipped = position, skipped + call["epochs_trained"] * length
