@@ -110,7 +110,8 @@ def _batches(trainer: Any, length: int, per_batch: int) -> int:
 def _length(trainer: Any, call: dict[str, Any]) -> int | None:
     """Samples of an epoch; ``None`` unless its batches are plain ones of an order that follows from the epoch alone."""
     loader, accelerator = call["train_dataloader"], trainer.accelerator
-    sampler = getattr(batches := _batch_sampler(loader), "sampler", None)
+    batches = _batch_sampler(loader)
+    sampler: Any = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler or not hasattr(sampler, "__len__") or not hasattr(loader, "set_epoch"):
         return None
     if type(sampler) is not SequentialSampler and not hasattr(sampler, "set_epoch"):
