@@ -7,8 +7,8 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from isal import isal_zlib
@@ -18,20 +18,19 @@ from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, Unf
 from elastic_ckpt.formats.detect import LATEST, list_checkpoints
 from elastic_ckpt.load.nodes import SECRET_NBYTES, Node, identity_of, inside, own_address, words_of
 from elastic_ckpt.storage import Entry, file_names, is_folder, modified, walk
-from elastic_ckpt.storage.local import is_link, version_of
+from elastic_ckpt.storage.local import is_link, made_whole, version_of
 from elastic_ckpt.storage.peers import FileServer, Peers
 from elastic_ckpt.storage.view import REPLICAS, NodeListing, list_folders
 
 _DOING = "replicate a checkpoint"
 #: Bytes in memory at a time.
 _CHUNK_NBYTES = 8 << 20
-_PARTIAL = ".partial"
 
 
 class Replication:
     """Copies that are being made in the background; see :func:`replicate`."""
 
-    def __init__(self, server: FileServer | None, pull: _Pull | None, prune: _Prune) -> None:
+    def __init__(self, server: FileServer | None, pull: _Pull | None, prune: Callable[[], None]) -> None:
         self._server, self._pull, self._prune, self._is_over = server, pull, prune, False
 
     def done(self) -> bool:
@@ -136,7 +135,7 @@ def _start(
         for server in servers:
             server.close()
         raise
-    prune = _Prune(folder, tag, keep)
+    prune = partial(_prune, folder, tag, keep)
     if not servers:
         return Replication(None, None, prune)
     listings, addresses = zip(*served, strict=True)
@@ -188,24 +187,19 @@ class _Pull(threading.Thread):
             raise DamagedError("a listing names a file that is not below its folder", path)
         self._refuse_links(path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        partial, crc32 = f"{path}.{secrets.token_hex(4)}{_PARTIAL}", 0
-        buffer = memoryview(bytearray(min(_CHUNK_NBYTES, entry.nbytes)))
-        try:
-            with open(partial, "xb") as stream:  # never through a link that was there
-                while left := entry.nbytes - stream.tell():
-                    count = self._peers.read_into(source, number, [buffer[:left]], stream.tell())
-                    if not count:
-                        raise DamagedError("the original ends early", path, f"{entry.nbytes} bytes", stream.tell())
-                    crc32 = isal_zlib.crc32(buffer[:count], crc32)
-                    stream.write(buffer[:count])
+        buffer, crc32 = memoryview(bytearray(min(_CHUNK_NBYTES, entry.nbytes))), 0
+        with made_whole(path) as stream:
+            while left := entry.nbytes - stream.tell():
+                count = self._peers.read_into(source, number, [buffer[:left]], stream.tell())
+                if not count:
+                    raise DamagedError("the original ends early", path, f"{entry.nbytes} bytes", stream.tell())
+                crc32 = isal_zlib.crc32(buffer[:count], crc32)
+                stream.write(buffer[:count])
             expected = self._peers.crc32(source, number, 0, entry.nbytes)
             if crc32 != expected:
                 raise DamagedError("a copy differs from its original", path, f"CRC32 {expected:08x}", f"{crc32:08x}")
-            os.utime(partial, ns=(entry.mtime_ns, entry.mtime_ns))
-            os.rename(partial, path)
-        finally:
-            with suppress(OSError):  # it has its name
-                os.unlink(partial)
+            stream.flush()
+            os.utime(stream.fileno(), ns=(entry.mtime_ns, entry.mtime_ns))
 
     def _refuse_links(self, path: str) -> None:
         """Raise :class:`ConfigError` unless a path leads to where it says, below the folder that has the replicas."""
@@ -214,25 +208,21 @@ class _Pull(threading.Thread):
             raise ConfigError("replicate does not follow links", folder, "a folder", "a link", remedy="remove it")
 
 
-class _Prune:
-    """Removes tags of a folder, and copies of tags, that are older than one of them and not to be kept."""
-
-    def __init__(self, folder: str, tag: str, keep: int | None) -> None:
-        self._places, self._tag, self._keep = (folder, os.path.join(folder, REPLICAS)), tag, keep
-
-    def __call__(self) -> None:
-        if self._keep is None:
-            return
-        newest: dict[str, float] = {}  # by tag, when it was written
-        for place in self._places:
-            for found in list_checkpoints(place):
-                written = max(modified(found.path(name)) for name in file_names(found.folder))
-                newest[found.tag] = max(written, newest.get(found.tag, 0.0))
-        older = [tag for tag, written in newest.items() if written < newest.get(self._tag, 0.0)]
-        for tag in sorted(older, key=lambda tag: -newest[tag])[self._keep - 1 :]:
-            for path in (os.path.join(place, tag) for place in self._places):
-                if is_folder(path) and not is_link(path):
-                    hidden = os.path.join(os.path.dirname(path), f".{tag}.removed")
-                    shutil.rmtree(hidden, ignore_errors=True)  # which a process left that was killed
-                    os.rename(path, hidden)  # half of it is no checkpoint
-                    shutil.rmtree(hidden)
+def _prune(folder: str, tag: str, keep: int | None) -> None:
+    """Remove tags of a folder, and copies of tags, that are older than this one and not to be kept."""
+    if keep is None:
+        return
+    places = folder, os.path.join(folder, REPLICAS)
+    newest: dict[str, float] = {}  # by tag, when it was written
+    for place in places:
+        for found in list_checkpoints(place):
+            written = max(modified(found.path(name)) for name in file_names(found.folder))
+            newest[found.tag] = max(written, newest.get(found.tag, 0.0))
+    older = [each for each, written in newest.items() if written < newest.get(tag, 0.0)]
+    for each in sorted(older, key=lambda each: -newest[each])[keep - 1 :]:
+        for path in (os.path.join(place, each) for place in places):
+            if is_folder(path) and not is_link(path):
+                hidden = os.path.join(os.path.dirname(path), f".{each}.removed")
+                shutil.rmtree(hidden, ignore_errors=True)  # which a process left that was killed
+                os.rename(path, hidden)  # half of it is no checkpoint
+                shutil.rmtree(hidden)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import numbers
 import os
-import secrets
+import platform
+import random
+import sys
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import read_config
-from elastic_ckpt.core.resume_sheet import LOSSES, RNG, SHEET, compare_sheets, goes_on
+from elastic_ckpt.core.resume_sheet import LOSSES, MOST_LOSSES, RNG, SHEET, ResumeSheet, compare_sheets, goes_on
 from elastic_ckpt.engines import compat
-from elastic_ckpt.engines.run_facts import sheet_of
+from elastic_ckpt.engines.coordinates import coordinates_of
+from elastic_ckpt.engines.data_position import registered
 from elastic_ckpt.formats.sheet import read_sheet
+from elastic_ckpt.storage.local import made_whole
 
 logger = logging.getLogger(__name__)
+#: Packages of which a run's results may depend on the version, if it has imported them.
+_PACKAGES = ("torch", "deepspeed", "elastic_ckpt", "numpy", "transformers", "accelerate", "lightning", "bitsandbytes")
+_DIGEST_NBYTES, _MOST_SCRIPT_NBYTES = 8, 1 << 20
 
 
 def write_sheet(engine: Any, given: Mapping[str, Any]) -> None:
@@ -30,19 +46,13 @@ def write_sheet(engine: Any, given: Mapping[str, Any]) -> None:
     tag, client_state = given.get("tag"), given.get("client_state")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed has it
     path = os.path.join(given["save_dir"], tag, SHEET)
-    partial = f"{path}.{secrets.token_hex(4)}"
     try:
         if not read_config(compat.ds_config(engine)).sheet:
             return
         losses = client_state.get("losses") if isinstance(client_state, Mapping) else None
         text = json.dumps(sheet_of(engine, losses).model_dump())
-        try:
-            with open(partial, "x", encoding="utf-8") as stream:
-                stream.write(text)
-            os.replace(partial, path)
-        finally:
-            with suppress(OSError):  # it has its name
-                os.unlink(partial)
+        with made_whole(path) as stream:
+            stream.write(text.encode())
     except Exception as error:  # what was saved is whole without it
         logger.warning("elastic_ckpt could not write the resume sheet %s: %s", path, error)
 
@@ -65,3 +75,64 @@ def compare_run(engine: Any, folder: str) -> tuple[str, tuple[str, ...]]:
     except Exception as error:  # what was loaded is right without it
         logger.warning("elastic_ckpt could not compare the resume sheet of %s: %s", folder, error)
         return "", ()
+
+
+def sheet_of(engine: Any, losses: Any = ()) -> ResumeSheet:
+    """The sheet of a live engine; ``losses``: what a script hands over as such."""
+    group = compat.partition_group(engine) if engine.zero_optimization_stage() == 3 else compat.dp_group_of(engine)
+    at = coordinates_of(engine, dist.get_world_size(group=group), dist.get_rank(group=group))
+    micro_batches = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+    groups = compat.base_optimizer(engine).param_groups if compat.has_optimizer(engine) else []
+    recent = list(losses)[-MOST_LOSSES:] if isinstance(losses, (list, tuple, deque)) else []
+    return ResumeSheet(
+        step=engine.global_steps,
+        world_size=dist.get_world_size(),
+        global_batch=micro_batches * at.data_degree,
+        precision="bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+        groups=[_numbers_in(group) for group in groups],
+        data=None if (sampler := registered(engine)) is None else sampler.state_dict(),
+        rng=_generators(),
+        versions=_versions(),
+        losses=[float(each) for each in recent if isinstance(each, numbers.Real)],
+    )
+
+
+def _numbers_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers among some values, and short lists of them; the count of steps is no setting."""
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()  # noqa: PLW2901  a learning rate, with some optimizers
+        elements = list(value) if isinstance(value, (list, tuple)) else [value]
+        plain = all(isinstance(each, numbers.Real) for each in elements) and len(elements) <= MOST_LOSSES
+        if plain and key not in ("params", "step") and not str(key).startswith("_"):
+            plain_values = [each if isinstance(each, bool | int) else float(each) for each in elements]
+            found[str(key)] = plain_values if isinstance(value, (list, tuple)) else plain_values[0]
+    return found
+
+
+def _generators() -> dict[str, str]:
+    """Digests of the states of this process's generators."""
+    of_numpy: Any = np.random.get_state()  # a name, an array, and numbers
+    states = {
+        "python": repr(random.getstate()).encode(),
+        "numpy": of_numpy[1].tobytes() + repr(of_numpy[2:]).encode(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if (accelerator := get_accelerator()).device_name() != "cpu":
+        states[accelerator.device_name()] = accelerator.get_rng_state().cpu().numpy().tobytes()
+    return {key: _digest(state) for key, state in states.items()}
+
+
+@cache  # of one process
+def _versions() -> dict[str, str]:
+    modules = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+    versions = {"python": platform.python_version(), **{name: str(each) for name, each in modules.items() if each}}
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    with suppress(OSError, TypeError), open(script or "", "rb") as stream:
+        versions["script"] = f"{os.path.basename(script or '')} {_digest(stream.read(_MOST_SCRIPT_NBYTES))}"
+    return versions
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=_DIGEST_NBYTES).hexdigest()

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import BinaryIO, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Protocol, TypeVar
 
-from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import local
+
+if TYPE_CHECKING:
+    from elastic_ckpt.storage.view import FolderView
+
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -64,33 +68,12 @@ class Store(Protocol):
         """Every file below a folder, with its version."""
 
 
-class View(Store, Protocol):
-    """A store of all that is below one folder."""
-
-    root: str
-    outer: View | None  # that was in place when this was made, which paths elsewhere are looked up in
-    notes: list[str]  # what a user should know of the files that were opened so far
-
-    @property
-    def requests(self) -> Requests | None:
-        """What this process has asked of object stores; ``None`` if no folder is in one."""
-
-    def copies_of(self, path: str) -> list[str]:
-        """See :func:`copies_of`."""
-
-    def compare_copies(self, paths: Iterable[str]) -> None:
-        """Look at some files; :class:`ConflictingCopiesError` for one of which copies differ."""
-
-    def summary(self, folder: str) -> str:
-        """How many files of a folder are where."""
-
-
 #: The view that this context reads through; a thread that works for it sets the same.
-VIEW: ContextVar[View | None] = ContextVar("view", default=None)
+VIEW: ContextVar[FolderView | None] = ContextVar("view", default=None)
 
 
 @contextmanager
-def seen_through(view: View | None) -> Iterator[None]:
+def seen_through(view: FolderView | None) -> Iterator[None]:
     """Puts a view in place while the body runs; ``None``: only what this process sees itself."""
     token = VIEW.set(view)
     try:
@@ -110,11 +93,7 @@ def inherited() -> tuple[Callable[[], None], tuple[()]]:
     return inherit, ()
 
 
-def _store_of(path: str) -> Store:
-    return _view_of(path) or local
-
-
-def _view_of(path: str) -> View | None:
+def _view_of(path: str) -> FolderView | None:
     view = VIEW.get()
     while view is not None:
         path = absolute(path)
@@ -137,44 +116,14 @@ def absolute(path: str) -> str:
     return f"{scheme}://{os.path.normpath(rest)}"
 
 
-def open_stream(path: str) -> BinaryIO:
-    """See :meth:`Store.open_stream`."""
-    return _store_of(path).open_stream(path)
+def _of_store(method: Callable[[Any, str], T]) -> Callable[[str], T]:
+    """A method of :class:`Store` as a function of a path: of the view that it is in, or of what this process sees."""
+    return lambda path: getattr(_view_of(path) or local, method.__name__)(path)
 
 
-def open_ranges(path: str) -> Ranges:
-    """See :meth:`Store.open_ranges`."""
-    return _store_of(path).open_ranges(path)
-
-
-def file_names(folder: str) -> list[str]:
-    """See :meth:`Store.file_names`."""
-    return _store_of(folder).file_names(folder)
-
-
-def folder_names(folder: str) -> list[str]:
-    """See :meth:`Store.folder_names`."""
-    return _store_of(folder).folder_names(folder)
-
-
-def exists(path: str) -> bool:
-    """See :meth:`Store.exists`."""
-    return _store_of(path).exists(path)
-
-
-def is_folder(path: str) -> bool:
-    """See :meth:`Store.is_folder`."""
-    return _store_of(path).is_folder(path)
-
-
-def modified(path: str) -> float:
-    """See :meth:`Store.modified`."""
-    return _store_of(path).modified(path)
-
-
-def walk(folder: str) -> Iterator[tuple[str, local.Version]]:
-    """See :meth:`Store.walk`."""
-    return _store_of(folder).walk(folder)
+open_stream, open_ranges = _of_store(Store.open_stream), _of_store(Store.open_ranges)
+file_names, folder_names, walk = _of_store(Store.file_names), _of_store(Store.folder_names), _of_store(Store.walk)
+exists, is_folder, modified = _of_store(Store.exists), _of_store(Store.is_folder), _of_store(Store.modified)
 
 
 def copies_of(path: str) -> list[str]:

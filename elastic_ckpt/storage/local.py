@@ -14,6 +14,7 @@ import errno
 import io
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -103,6 +104,19 @@ def first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
         found.append(buffer[:nbytes])
         nbytes -= len(buffer)
     return found
+
+
+@contextmanager
+def made_whole(path: str) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name once the body has ended, and is removed if that fails."""
+    partial_path = f"{path}.{secrets.token_hex(4)}.partial"
+    try:
+        with open(partial_path, "xb") as stream:  # never through a link that was there
+            yield stream
+        os.replace(partial_path, path)
+    finally:
+        with suppress(OSError):  # it has its name
+            os.unlink(partial_path)
 
 
 class LocalRanges:

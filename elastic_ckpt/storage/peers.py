@@ -15,19 +15,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from isal import isal_zlib
 
-from elastic_ckpt.errors import (
-    CommunicationError,
-    DamagedError,
-    SavedOverError,
-    UnforeseenError,
-    refuse_used_up,
-)
+from elastic_ckpt.errors import CommunicationError, DamagedError, SavedOverError, UnforeseenError, refuse_used_up
 from elastic_ckpt.storage.digest import DIGEST_NBYTES, content_digest
 from elastic_ckpt.storage.local import PINS, first_bytes, named_os_errors, open_ranges, open_stream, see
 
@@ -48,13 +42,6 @@ PROOF_SECONDS, MOST_STRANGERS = 5, 64
 _QUEUED, _PAUSE_SECONDS = 1024, 0.02
 #: How long either end waits for the other while nothing moves.
 _PROGRESS_SECONDS = 60
-
-
-def _chunks(descriptor: int, start: int, nbytes: int) -> Iterator[bytes]:
-    """A range of a file, as far as there is one."""
-    while nbytes and (chunk := os.pread(descriptor, min(nbytes, _CHUNK_NBYTES), start)):
-        yield chunk
-        start, nbytes = start + len(chunk), nbytes - len(chunk)
 
 
 def _receive(connection: socket.socket, buffers: Sequence[memoryview]) -> None:
@@ -171,7 +158,8 @@ class _Service(threading.Thread):
 
     def _answer(self, operation: int, file: int, byte_offset: int, nbytes: int, crc32: int) -> None:
         """Send all but the end of an answer."""
-        if operation not in (READ, SUM, DIGEST) or file >= len(self._server.files) or byte_offset < 0:
+        is_known = operation in (READ, DIGEST) or (operation == SUM and nbytes <= REQUEST_NBYTES)
+        if not is_known or file >= len(self._server.files) or byte_offset < 0:
             raise DamagedError("no such range is served", f"file {file}", found=f"byte {byte_offset}")
         path, listed_nbytes = self._server.files[file]
         with open_stream(path) as stream:
@@ -184,7 +172,7 @@ class _Service(threading.Thread):
                 return self._send(path, descriptor, byte_offset, readable_nbytes)
             with named_os_errors(path):
                 if operation == SUM:
-                    payload = _sum(path, descriptor, byte_offset, nbytes, crc32)
+                    payload = _sum(descriptor, byte_offset, nbytes, crc32)
                 else:
                     payload = content_digest(open_ranges(path), listed_nbytes)
         return self.connection.sendall(HEADER.pack(0, len(payload)) + payload)
@@ -204,13 +192,14 @@ class _Service(threading.Thread):
             self.connection.sendall(bytes(nbytes))
 
 
-def _sum(path: str, descriptor: int, byte_offset: int, nbytes: int, crc32: int) -> bytes:
+def _sum(descriptor: int, byte_offset: int, nbytes: int, crc32: int) -> bytes:
     """The CRC32 of a range of a file, and of what is before it."""
-    with named_os_errors(path):
-        for chunk in _chunks(descriptor, byte_offset, min(nbytes, REQUEST_NBYTES)):
-            crc32, nbytes = isal_zlib.crc32(chunk, crc32), nbytes - len(chunk)
-        if nbytes:
+    stop = byte_offset + nbytes
+    while byte_offset < stop:
+        chunk = os.pread(descriptor, min(stop - byte_offset, _CHUNK_NBYTES), byte_offset)
+        if not chunk:
             raise OSError(0, "end of file")
+        crc32, byte_offset = isal_zlib.crc32(chunk, crc32), byte_offset + len(chunk)
     return crc32.to_bytes(_CRC32_NBYTES, "big")
 
 

@@ -19,16 +19,10 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from elastic_ckpt.errors import (
-    CommunicationError,
-    ConfigError,
-    ElasticCkptError,
-    NotFoundError,
-    SavedOverError,
-    listed,
-)
+from elastic_ckpt.errors import CommunicationError, ConfigError, ElasticCkptError, NotFoundError, SavedOverError, listed
 from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import Entry
+from elastic_ckpt.storage.local import first_bytes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -111,15 +105,15 @@ class RemoteFolder:
         """An object of the listing."""
         return RemoteRanges(self, entry)
 
-    def read(self, entry: Entry, start: int, stop: int) -> Any:
+    def read(self, entry: Entry, start: int, stop: int) -> memoryview:
         """Bytes of an object in the version of the listing. Thread-safe."""
         import obstore  # noqa: PLC0415
         from obstore.exceptions import GenericError  # noqa: PLC0415
 
         options: Any = {"range": (start, stop), "if_match": entry.version}
 
-        def read() -> Any:
-            raw = obstore.get(self._store, self._key(entry.name), options=options).bytes()
+        def read() -> memoryview:
+            raw = memoryview(obstore.get(self._store, self._key(entry.name), options=options).bytes())
             if len(raw) != stop - start:
                 raise GenericError(f"{len(raw)} bytes came, where {stop - start} were asked for")
             return raw
@@ -163,11 +157,10 @@ class RemoteRanges:
         stop = min(byte_offset + sum(map(len, buffers)), byte_offset + REQUEST_NBYTES, self._entry.nbytes)
         if stop <= byte_offset:
             return 0
-        rest = memoryview(self._folder.read(self._entry, byte_offset, stop))
-        for buffer in buffers:
-            count = min(len(buffer), len(rest))
-            buffer[:count] = rest[:count]
-            rest = rest[count:]
+        rest = self._folder.read(self._entry, byte_offset, stop)
+        for buffer in first_bytes(buffers, len(rest)):
+            buffer[:] = rest[: len(buffer)]
+            rest = rest[len(buffer) :]
         return stop - byte_offset
 
     def close(self) -> None:
@@ -235,10 +228,8 @@ def named_errors(url: str) -> Iterator[None]:
         if not _is_of_obstore(error) or isinstance(error, ElasticCkptError):
             raise
         if not isinstance(error, known.BaseError) or "builder error" in found:  # a panic, say
-            problem, expected = (
-                "no request can be made of this URL and the options",
-                "an endpoint such as http://minio:9000",
-            )
+            problem = "no request can be made of this URL and the options"
+            expected = "an endpoint such as http://minio:9000"
             remedy = 'look for spaces and line breaks in endpoint and keys; http:// needs {"allow_http": true} under '
             remedy += '"client_options" of "storage_options"'
             raise ConfigError(problem, url, expected, found, remedy=remedy) from error

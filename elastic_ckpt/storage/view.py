@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, ElasticCkptError, listed, shortened
 from elastic_ckpt.report import Requests
-from elastic_ckpt.storage import VIEW, Entry, Ranges, View, absolute, is_url, local
+from elastic_ckpt.storage import VIEW, Entry, Ranges, Store, absolute, is_url, local
 from elastic_ckpt.storage.digest import content_digest
 from elastic_ckpt.storage.peers import Peers
 from elastic_ckpt.storage.remote import RemoteFolder
@@ -99,8 +99,8 @@ class Copy:
         return self.entry.nbytes
 
 
-class FolderView:
-    """A :class:`elastic_ckpt.storage.View` of what several nodes have listed; the same on all, but for ``mine``.
+class FolderView(Store):
+    """What several nodes have listed, seen as one folder; the same on all, but for ``mine``.
 
     Args:
         root: the folder as which all is seen.
@@ -123,8 +123,9 @@ class FolderView:
         remotes: Mapping[int, RemoteFolder] | None = None,
         in_order: bool = True,
     ) -> None:
-        self.outer: View | None = VIEW.get()
-        self.root, self.notes, self._listings, self._mine, self._peers = root, list[str](), listings, mine, peers
+        self.outer = VIEW.get()  # in which paths elsewhere are looked up
+        self.root, self._listings, self._mine, self._peers = root, listings, mine, peers
+        self.notes: list[str] = []  # what a user should know of the files that were opened so far
         self.copies: dict[str, list[Copy]] = {}  # of each file, by preference
         self._choices, self._remotes, self._in_order = choices or {}, remotes or {}, in_order
         self._names: dict[str, dict[str, bool]] = {"": {}}  # by folder: each name in it, and whether that is a folder
@@ -142,7 +143,7 @@ class FolderView:
 
     @property
     def requests(self) -> Requests | None:
-        """See :attr:`elastic_ckpt.storage.View.requests`."""
+        """What this process has asked of object stores; ``None`` if no folder is in one."""
         return sum((remote.requests for remote in self._remotes.values()), Requests()) if self._remotes else None
 
     def _add(self, name: str, is_folder: bool) -> None:
@@ -158,7 +159,7 @@ class FolderView:
         return name if (name := self._name(path)) in self.copies else next(paths, None)
 
     def compare_copies(self, paths: Iterable[str]) -> None:
-        """See :meth:`elastic_ckpt.storage.View.compare_copies`."""
+        """Look at some files; :class:`ConflictingCopiesError` for one of which copies differ."""
         for path in paths:
             self._choose(path)
 
@@ -173,7 +174,7 @@ class FolderView:
         return [os.path.join(folder, name) for folder in found] or [path]
 
     def summary(self, folder: str) -> str:
-        """See :meth:`elastic_ckpt.storage.View.summary`."""
+        """How many files of a folder are where."""
         names = [self._name(path) for path, _ in self.walk(folder)]
         is_one_place = len(self._listings) == 1 or not any(listing.node for listing in self._listings)
         alone = self._listings[0].folders if is_one_place else ()
@@ -265,14 +266,12 @@ class FolderView:
         return DamagedError(problem, path, expected, found, remedy=remedy)
 
     def open_stream(self, path: str) -> BinaryIO:
-        """See :meth:`elastic_ckpt.storage.Store.open_stream`."""
         copy = self._choose(path)
         if copy.node == self._mine:
             return local.open_stream(copy.path)
         return io.BufferedReader(_RangesStream(self._ranges(copy), copy.nbytes), _BUFFER_NBYTES)
 
     def open_ranges(self, path: str) -> Ranges:
-        """See :meth:`elastic_ckpt.storage.Store.open_ranges`."""
         return self._ranges(self._choose(path))
 
     def _ranges(self, copy: Copy) -> Ranges:
@@ -281,11 +280,9 @@ class FolderView:
         return local.open_ranges(copy.path) if copy.node == self._mine else _PeerRanges(self, copy)
 
     def file_names(self, folder: str) -> list[str]:
-        """See :meth:`elastic_ckpt.storage.Store.file_names`."""
         return sorted(self._inside(folder))
 
     def folder_names(self, folder: str) -> list[str]:
-        """See :meth:`elastic_ckpt.storage.Store.folder_names`."""
         return sorted(name for name, is_folder in self._inside(folder).items() if is_folder)
 
     def _inside(self, folder: str) -> dict[str, bool]:
@@ -294,11 +291,9 @@ class FolderView:
         return inside
 
     def exists(self, path: str) -> bool:
-        """See :meth:`elastic_ckpt.storage.Store.exists`."""
         return self._name(path) in self.copies or self.is_folder(path)
 
     def is_folder(self, path: str) -> bool:
-        """See :meth:`elastic_ckpt.storage.Store.is_folder`."""
         return self._name(path) in self._names
 
     def modified(self, path: str) -> float:
@@ -308,7 +303,7 @@ class FolderView:
         return max((copy.entry.mtime_ns for each in names for copy in self.copies.get(each, ())), default=0) / 1e9
 
     def walk(self, folder: str) -> Iterator[tuple[str, local.Version]]:
-        """See :meth:`elastic_ckpt.storage.Store.walk`; the version is that of the copy that is read, if known."""
+        """Every file below a folder, with the version of the copy that is read, if known."""
         top = os.path.join(self._name(folder), "") if self._name(folder) else ""
         for name, copies in sorted(self.copies.items()):
             if name.startswith(top):

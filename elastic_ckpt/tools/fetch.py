@@ -12,11 +12,11 @@ from typing import Any
 from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, refuse_used_up
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.storage import Entry, absolute, is_url
+from elastic_ckpt.storage.local import made_whole, version_of
 from elastic_ckpt.storage.remote import RemoteFolder
 
 #: Tensors of DeepSpeed, torch.distributed.checkpoint and Hugging Face.
 _TENSORS = re.compile(r"(.*/)?(.*(model|optim)_states\.pt|zero/.*\.pt|.*\.distcp|.*\.safetensors|pytorch_model.*\.bin)")
-_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -57,27 +57,22 @@ def fetch(url: str, folder: Path, options: Mapping[str, Any], everything: bool =
         refuse_used_up(error, str(folder))
         found = f"{type(error).__name__}: {error.strerror}"
         raise ElasticCkptError("a file cannot be written", str(error.filename or folder), found=found) from error
-    sizes = (sum(entry.nbytes for entry in each) for each in (wanted, left))
-    names = (tuple(entry.name for entry in each) for each in (wanted, left))
-    return Fetched(next(names), next(sizes), next(names), next(sizes))
+    brought, stays = (
+        (tuple(entry.name for entry in each), sum(entry.nbytes for entry in each)) for each in (wanted, left)
+    )
+    return Fetched(*brought, *stays)
 
 
 def _is_current(path: Path, entry: Entry) -> bool:
     """Whether a file was fetched from just this object."""
-    if not path.is_file():
-        return False
-    status = path.stat()
-    return (status.st_size, status.st_mtime_ns) == (entry.nbytes, entry.mtime_ns)
+    return path.is_file() and version_of(str(path))[1:] == (entry.nbytes, entry.mtime_ns)
 
 
 def _download(remote: RemoteFolder, entry: Entry, path: Path) -> None:
-    ranges, partial = remote.open_ranges(entry), path.with_name(f".{path.name}{_PARTIAL}")
+    ranges = remote.open_ranges(entry)
     buffer = memoryview(bytearray(min(ranges.most_nbytes, entry.nbytes)))
-    try:
-        with partial.open("wb") as stream:
-            while count := ranges.read([buffer], stream.tell()):
-                stream.write(buffer[:count])
-        os.utime(partial, ns=(entry.mtime_ns, entry.mtime_ns))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with made_whole(str(path)) as stream:
+        while count := ranges.read([buffer], stream.tell()):
+            stream.write(buffer[:count])
+        stream.flush()
+        os.utime(stream.fileno(), ns=(entry.mtime_ns, entry.mtime_ns))

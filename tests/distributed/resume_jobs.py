@@ -21,7 +21,7 @@ from deepspeed.utils import (
 import elastic_ckpt
 from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.data import ElasticSampler
-from elastic_ckpt.engines import run_facts
+from elastic_ckpt.load import resume_sheet
 from tests.distributed.facts import log_lines
 from tests.distributed.model import GLOBAL_BATCH, Setup, batch, build_engine, close
 
@@ -75,7 +75,7 @@ def other_hyperparameter(key: str) -> Callable[[Any], None]:
 
 def other_version(engine: Any) -> None:
     numpy.__version__ += "+other"
-    run_facts._versions.cache_clear()
+    resume_sheet._versions.cache_clear()
 
 
 def other_numbers(engine: Any) -> None:
@@ -131,7 +131,7 @@ def resumed(arguments: dict[str, Any]) -> list[SimpleNamespace]:
         close(engine)
         if fault == "code versions":
             numpy.__version__ = numpy.__version__.removesuffix("+other").removesuffix("+other")
-            run_facts._versions.cache_clear()
+            resume_sheet._versions.cache_clear()
     return (
         found if dist.get_rank() == 0 else [SimpleNamespace(fault="", goes_on=report.goes_on, differs=report.differs)]
     )
