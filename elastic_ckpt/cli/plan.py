@@ -78,12 +78,7 @@ def plan(
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage.")] = None,
     gpu_memory: Annotated[
         int | None,
-        typer.Option(
-            "--gpu-memory",
-            parser=nbytes_of,
-            metavar="SIZE",
-            help="Memory of a GPU (80GB): does it fit?",
-        ),
+        typer.Option("--gpu-memory", parser=nbytes_of, metavar="SIZE", help="Memory of a GPU (80GB): does it fit?"),
     ] = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", min=1, help="Also tell the batch sizes that keep so many samples.")
@@ -100,8 +95,7 @@ def plan(
         typer.Option("--all", help=f"Plan and list every rank; by default, at most {_MOST_BY_DEFAULT} are planned."),
     ] = False,
     plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw who reads which bytes: FILE.svg, .png or .pdf."),
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw who reads which bytes: FILE.svg, .png or .pdf.")
     ] = None,
     tag: Tag = None,
 ) -> Answer:

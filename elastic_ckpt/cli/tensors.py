@@ -53,8 +53,7 @@ def convert(
     tag: Tag = None,
     replicated: Replicated = None,
     threads: Annotated[
-        int,
-        typer.Option("--threads", min=1, max=64, help="Tensors in memory and files written at a time."),
+        int, typer.Option("--threads", min=1, max=64, help="Tensors in memory and files written at a time.")
     ] = 4,
 ) -> Answer:
     """Convert a checkpoint to DeepSpeed's universal format, or to torch.distributed.checkpoint.
@@ -164,8 +163,7 @@ def explain(
     config: ElasticConfig,
     a: Annotated[str, _checkpoint("A")],
     b: Annotated[
-        str | None,
-        typer.Argument(metavar="B", help="Of another run. Without it: what A changed on its way."),
+        str | None, typer.Argument(metavar="B", help="Of another run. Without it: what A changed on its way.")
     ] = None,
 ) -> Answer:
     """Name the component in which a run deviates from another, or that it has changed on its way.

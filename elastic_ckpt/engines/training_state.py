@@ -23,13 +23,7 @@ from elastic_ckpt.core.read_plan import LoadPlan, Outcome
 from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.coordinates import follow_topology
-from elastic_ckpt.engines.data_position import (
-    POSITION_KEY,
-    counted_samples,
-    position_of,
-    registered,
-    take_position,
-)
+from elastic_ckpt.engines.data_position import POSITION_KEY, counted_samples, position_of, registered, take_position
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.report import DATA_POSITION
 

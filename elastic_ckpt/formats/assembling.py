@@ -195,13 +195,10 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int],
             continue  # partitioned.check_experts names the file
         if missing:
             number = missing[0].partition(".")[0]
-            raise DamagedError(
-                "the optimizer holds states of parameters of which no layer file has the weights",
-                os.path.join(os.path.dirname(model.path), f"layer_{number:0>2}-*model_states.pt"),
-                "a file of every pipeline layer",
-                "none with these parameters",
-                parameter=listed(missing),
-            )
+            problem = "the optimizer holds states of parameters of which no layer file has the weights"
+            file = os.path.join(os.path.dirname(model.path), f"layer_{number:0>2}-*model_states.pt")
+            both = "a file of every pipeline layer", "none with these parameters"
+            raise DamagedError(problem, file, *both, parameter=listed(missing))
         param_shapes = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
         rank.models = [replace(each, param_shapes=param_shapes) for each in rank.models]
 
@@ -228,14 +225,14 @@ def _fit_together(
         raise missing_file(found, "expp_rank_0_mp_rank_00_optim_states.pt", "none")
     elif models[0].without_states and not rank.expert_optimizers:
         if options.with_states:
-            raise LayoutError(
-                "the checkpoint was saved without optimizer states, as DeepSpeed 0.17 saves bf16 without ZeRO, and in "
-                "ZeRO-1 with gradients in fp32",
-                models[0].path,
-                "optimizer states, in this file or in optimizer-states files beside it",
-                f"none, saved by DeepSpeed {models[0].ds_version}",
-                remedy="load its weights alone: load_optimizer_states=False, or load_module_only=True",
+            problem = (
+                "the checkpoint was saved without optimizer states, as DeepSpeed 0.17 saves bf16 without ZeRO, and "
             )
+            problem += "in ZeRO-1 with gradients in fp32"
+            expected = "optimizer states, in this file or in optimizer-states files beside it"
+            found_here = f"none, saved by DeepSpeed {models[0].ds_version}"
+            remedy = "load its weights alone: load_optimizer_states=False, or load_module_only=True"
+            raise LayoutError(problem, models[0].path, expected, found_here, remedy=remedy)
         metadata = weights_alone(found, models[0])
     elif models[0].optimizer is None:
         number = re.search(r"mp_rank_(\d+)", os.path.basename(models[0].path))
@@ -264,12 +261,10 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
     groups = [group for each in rank.expert_optimizers for group in each.groups]
     few = 2 * len(rank.expert_optimizers) <= max(map(partitioned.degree_in_name, groups), default=0)
     if not optimizers and grid.tp > 1 and (model.stacked or few):
-        raise UnsupportedError(
-            "without ZeRO, experts that tensor-parallel ranks do not slice are not supported",
-            model.path,
-            "a save with ZeRO-1 or 2, or enable_expert_tensor_parallelism",
-            f"optimizers of {len(rank.expert_optimizers)} expert-parallel ranks at tensor-parallel degree {grid.tp}",
-        )
+        problem = "without ZeRO, experts that tensor-parallel ranks do not slice are not supported"
+        expected, ep = "a save with ZeRO-1 or 2, or enable_expert_tensor_parallelism", len(rank.expert_optimizers)
+        have = f"optimizers of {ep} expert-parallel ranks at tensor-parallel degree {grid.tp}"
+        raise UnsupportedError(problem, model.path, expected, have)
     own = [flat for flat in numbers if not (optimizers and partitioned.is_across(model, optimizers, flat, grid.tp))]
     if own == numbers:
         partitioned.check_experts(found, model, optimizers, rank.experts, f"{mp:02d}")
@@ -292,13 +287,12 @@ def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerS
             sliced = [optimizers[rank].slice_names[flat : flat + 1] for rank in ranks]
             found = set(chain.from_iterable(chain.from_iterable(sliced)))
             if all(sliced) and found != names:
-                raise UnsupportedError(
-                    "expert-parallel ranks train different parameters of their experts, which is not supported yet",
-                    optimizers[ranks[0]].path,
-                    f"the parameters that rank 0 trains, according to {model.path}",
-                    "others, numbered as on that rank",
-                    parameter=listed(found ^ names),
+                problem = (
+                    "expert-parallel ranks train different parameters of their experts, which is not supported yet"
                 )
+                expected = f"the parameters that rank 0 trains, according to {model.path}"
+                both = expected, "others, numbered as on that rank"
+                raise UnsupportedError(problem, optimizers[ranks[0]].path, *both, parameter=listed(found ^ names))
 
 
 def _check_belong_together(
@@ -327,9 +321,9 @@ def _check_count(files: Sequence[SourceFile], expected: int, according_to: str) 
     if found != expected:
         folder, name = os.path.split(first)
         missing = os.path.join(folder, name.replace("zero_pp_rank_0_", f"zero_pp_rank_{found}_"))
-        raise LayoutError(
-            f"a file of the checkpoint is {'missing' if found < expected else 'one too many'}",
+        problem = f"a file of the checkpoint is {'missing' if found < expected else 'one too many'}"
+        file, wanted = (
             files[expected].path if found > expected else missing,
             f"{expected} files, according to {according_to}",
-            f"{found} files, {name} to {os.path.basename(files[-1].path)}",
         )
+        raise LayoutError(problem, file, wanted, f"{found} files, {name} to {os.path.basename(files[-1].path)}")

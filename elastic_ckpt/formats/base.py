@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFacts, SourceFile
@@ -64,6 +65,11 @@ class MetadataOptions:
     with_client_state: bool = True  # whether the client's state is read, for which torch is needed
     skip_unreadable: bool = False  # whether entries of it that cannot be read are left out
     with_unmade: bool = True  # whether files may have such entries where the client's state is not read
+
+    @classmethod
+    def of(cls, config: ElasticConfig, **more: Any) -> MetadataOptions:
+        """The options of a configuration, and ``more`` that do not depend on it."""
+        return cls(config.trust_pickle, config.verify == "load", state_options(config), **more)
 
 
 @dataclass(frozen=True)

@@ -197,12 +197,9 @@ def _check_same_stage(first: CheckpointMetadata, other: CheckpointMetadata) -> N
     for what, expected in facts_of(first, 0).items():
         found = all_found[what]
         if expected != found:
-            raise DamagedError(
-                f"tensor-parallel ranks of one pipeline stage were saved with different {what}",
-                other.files[0].path,
-                str([item for item in expected if item not in found])[:300],
-                str([item for item in found if item not in expected])[:300],
-            )
+            problem = f"tensor-parallel ranks of one pipeline stage were saved with different {what}"
+            alone = ([item for item in one if item not in two] for one, two in ((expected, found), (found, expected)))
+            raise DamagedError(problem, other.files[0].path, *(str(items)[:300] for items in alone))
 
 
 def _united(

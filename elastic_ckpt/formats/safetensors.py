@@ -142,10 +142,7 @@ def read_header(path: str) -> WeightsFile:
 
 
 def read_indexed(
-    found: CheckpointInfo,
-    name: str,
-    read: Callable[[str], WeightsFile] = read_header,
-    tied: Collection[str] = (),
+    found: CheckpointInfo, name: str, read: Callable[[str], WeightsFile] = read_header, tied: Collection[str] = ()
 ) -> list[WeightsFile]:
     """The files that an index names, which have the tensors that it names; but those that are ``tied``."""
     path = found.path(name)

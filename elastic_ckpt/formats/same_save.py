@@ -59,13 +59,12 @@ def with_progress_compared(
     # Prodigy and D-Adaptation (d0) find their rate themselves, and count no step of rate zero
     counts_all = not any({"d", "d0"} & group.keys() for group in metadata.groups)
     if why is not None and scalers and check_shards and counts_all:
-        raise DamagedError(
-            "optimizer states and counters are of different steps: files of two saves may be mixed in this folder",
-            model.path,
-            *why,
-            remedy="take another tag; if the optimizer was reset during the run, or the run began without ZeRO in fp16 "
-            'or bf16, or with DeepSpeed before 0.13, which explains it: "elastic_checkpoint": {"verify": "bytes"}',
+        problem = "optimizer states and counters are of different steps: files of two saves may be mixed in this folder"
+        remedy = (
+            "take another tag; if the optimizer was reset during the run, or the run began without ZeRO in fp16 or "
         )
+        remedy += 'bf16, or with DeepSpeed before 0.13, which explains it: "elastic_checkpoint": {"verify": "bytes"}'
+        raise DamagedError(problem, model.path, *why, remedy=remedy)
     if not odd_steps:
         return metadata
     found = f"at step {_shown(steps)}, counters at {counted - skipped}"
@@ -155,15 +154,11 @@ def spot_check(
             if agrees_when_rounded(masters, saved, weight.dtype):
                 continue
             if any(group.get("train_mode") is False for group in metadata.groups):
-                raise UnsupportedError(
-                    "a schedule-free optimizer was in evaluation mode when this was saved: its masters are not those "
-                    "of the weights, which is not supported",
-                    file,
-                    "train_mode: True in the param groups",
-                    "train_mode: False",
-                    parameter=name,
-                    remedy=f"call optimizer.train() before saving; or {AT_ITS_TOPOLOGY}",
-                )
+                problem = "a schedule-free optimizer was in evaluation mode when this was saved: its masters are not "
+                problem += "those of the weights, which is not supported"
+                both = "train_mode: True in the param groups", "train_mode: False"
+                remedy = f"call optimizer.train() before saving; or {AT_ITS_TOPOLOGY}"
+                raise UnsupportedError(problem, file, *both, parameter=name, remedy=remedy)
             is_partitioned = metadata.source.zero_stage > 0
             error, problem, remedy = _OTHER_RUN if is_partitioned else _OTHER_ORDER
             where = f" from element {start} on, as in {path}" if is_partitioned else ""

@@ -297,12 +297,13 @@ def loss_scale_of(saved: Any) -> LossScale | None:
     found = {key: values[key] for key in keys if key in values}
     wrong = [key for key, value in found.items() if not isinstance(value, (int, float)) or abs(value) > _MOST_SCALE]
     if wrong or "cur_scale" not in found:
-        raise LayoutError(
+        problem, expected = (
             "the loss scaler of this checkpoint has values that are none",
-            expected="numbers, cur_scale among them",
-            found=f"{', '.join(wrong)} of other types" if wrong else sorted(map(str, values))[:12],
-            remedy="take another tag, or load with load_optimizer_states=False",
+            "numbers, cur_scale among them",
         )
+        have = f"{', '.join(wrong)} of other types" if wrong else sorted(map(str, values))[:12]
+        remedy = "take another tag, or load with load_optimizer_states=False"
+        raise LayoutError(problem, None, expected, have, remedy=remedy)
     return LossScale(dynamic, found)
 
 

@@ -44,13 +44,11 @@ def unpartitioned_metadata(
     order; without any, the optimizer is in the model-states file.
     """
     if found.files.layers:  # states are numbered in the order of the module, which pipelines do not save
-        raise UnsupportedError(
-            "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter",
-            model.path,
-            'a save with "zero_optimization": {"stage": 1} (or bf16 with fp32 gradient accumulation)',
-            "optimizer states that are numbered, not named",
-            remedy="load it at the topology it was saved with, or its weights alone: load_module_only=True",
-        )
+        problem = "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter"
+        expected = 'a save with "zero_optimization": {"stage": 1} (or bf16 with fp32 gradient accumulation)'
+        both = expected, "optimizer states that are numbered, not named"
+        remedy = "load it at the topology it was saved with, or its weights alone: load_module_only=True"
+        raise UnsupportedError(problem, model.path, *both, remedy=remedy)
     ep, first = 1, len(optimizers[:1])
     if optimizers:
         refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.groups)})

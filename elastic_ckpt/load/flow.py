@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from elastic_ckpt import distributed
-from elastic_ckpt.config import ElasticConfig, state_options
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
 from elastic_ckpt.engines import compat, training_state
@@ -116,14 +116,8 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
         adapter, local_state = describe(lambda: adapter_of(engine, arguments.restores_states))
     at = local_state.model.coordinates
     with timed("metadata", seconds):
-        options = MetadataOptions(
-            trust_pickle=config.trust_pickle,
-            check_shards=config.verify == "load",
-            states=state_options(config),
-            with_states=with_states,
-            coordinates=at,
-            skip_unreadable=config.on_unreadable_entry == "skip",
-        )
+        skips = config.on_unreadable_entry == "skip"
+        options = MetadataOptions.of(config, with_states=with_states, coordinates=at, skip_unreadable=skips)
         checkpoint = read_checkpoint(found, options, local_state, config.rename)
     with timed("plan", seconds):
         planned: list[tuple[LoadPlan, training_state.TrainingStateCommit, tuple[str, ...]]] = []

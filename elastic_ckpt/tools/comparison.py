@@ -242,11 +242,6 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
             is_expected, text = True, f"{text}: DeepSpeed synchronizes only the tied weights of a tied module"
         yield Finding(NOTE if is_expected else ERROR, "drift", text, name, metadata.source.folder)
     if unknown:
-        yield Finding(
-            NOTE,
-            "not-checked",
-            "whether these differ between tensor-parallel ranks, since no rule says which are copies: "
-            f"{listed(unknown)}; name the code base with --tp-preset ({', '.join(Preset.names())}), or give "
-            '"tp_rules" with --config',
-            file=metadata.source.folder,
-        )
+        text = "whether these differ between tensor-parallel ranks, since no rule says which are copies: "
+        text += f"{listed(unknown)}; name the code base with --tp-preset ({', '.join(Preset.names())}), or give "
+        yield Finding(NOTE, "not-checked", f'{text}"tp_rules" with --config', file=metadata.source.folder)

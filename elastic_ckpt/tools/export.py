@@ -127,10 +127,7 @@ def export(
         limit = max_shard_size if adapter is None else sys.maxsize
         nbytes, files = sum(_nbytes(tensor) for tensors in sets.values() for tensor in tensors.values()), 0
         target = Path(out).absolute()
-        with (
-            output_folder(target, source, metadata.files) as place,
-            progress_bar("export", nbytes, progress) as bar,
-        ):
+        with output_folder(target, source, metadata.files) as place, progress_bar("export", nbytes, progress) as bar:
             notes += reader.compare_copies()
             for stem, tensors in sets.items():
                 files += _write(place, reader, bar.update, stem, tensors, limit, facts if stem == "optimizer" else {})

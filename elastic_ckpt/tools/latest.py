@@ -50,12 +50,9 @@ def find_latest(folder: Folders, full: bool = False) -> str:
     with seen_together(folder) as path:
         newest, skipped = newest_whole(path, config_of(None), full)
     if newest is None:
-        raise DamagedError(
-            "no checkpoint of this folder is whole",
-            file=absolute(path),
-            found="; ".join(f"{os.path.basename(each.path)}: {each.problem}" for each in skipped),
-            remedy="restore files of one of them, or remove the folder to start anew",
-        )
+        found = "; ".join(f"{os.path.basename(each.path)}: {each.problem}" for each in skipped)
+        remedy = "restore files of one of them, or remove the folder to start anew"
+        raise DamagedError("no checkpoint of this folder is whole", absolute(path), found=found, remedy=remedy)
     return newest.path
 
 
@@ -64,18 +61,15 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> tupl
     folder = absolute(folder)
     candidates = _candidates(folder, config)
     if not candidates:
-        raise NotFoundError(
-            "there is no DeepSpeed checkpoint here",
-            file=folder,
-            expected="folders of tags (global_step100), or folders that contain them (checkpoint-100)",
-            found="no such folder" if not is_folder(folder) else "a folder without any",
-            remedy="give the folder that save_checkpoint was given",
-        )
+        problem, remedy = "there is no DeepSpeed checkpoint here", "give the folder that save_checkpoint was given"
+        expected = "folders of tags (global_step100), or folders that contain them (checkpoint-100)"
+        found = "no such folder" if not is_folder(folder) else "a folder without any"
+        raise NotFoundError(problem, folder, expected, found, remedy=remedy)
     skipped: list[Candidate] = []
     for candidate in sorted(candidates, key=_age, reverse=True):
-        problem = candidate.problem or _problem(candidate, config, full)
-        placed = replace(candidate, path=copies_of(candidate.path)[0], problem=problem)
-        if problem is None:
+        why_not = candidate.problem or _problem(candidate, config, full)
+        placed = replace(candidate, path=copies_of(candidate.path)[0], problem=why_not)
+        if why_not is None:
             return placed, skipped
         skipped.append(placed)
     return None, skipped

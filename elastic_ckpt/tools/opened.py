@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config, state_options
+from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError
@@ -103,14 +103,11 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Checkpoi
     if found is None and tag is None:
         found = find_safetensors(path)
     if found is None:
-        raise NotFoundError(
-            "there is no DeepSpeed checkpoint here",
-            file=path,
-            expected="a folder with a latest file, the folder of a tag (global_step100), one with folders such as "
-            "checkpoint-100, or one of torch.distributed.checkpoint or of safetensors",
-            found="no such folder" if not is_folder(path) else "a folder without any of these",
-            remedy="give the folder that you pass to load_checkpoint, or one of the folders in it",
-        )
+        expected = "a folder with a latest file, the folder of a tag (global_step100), one with folders such as "
+        expected += "checkpoint-100, or one of torch.distributed.checkpoint or of safetensors"
+        have = "no such folder" if not is_folder(path) else "a folder without any of these"
+        remedy = "give the folder that you pass to load_checkpoint, or one of the folders in it"
+        raise NotFoundError("there is no DeepSpeed checkpoint here", path, expected, have, remedy=remedy)
     return found
 
 
@@ -127,14 +124,7 @@ def open_checkpoint(
 
     ``with_unmade``: whether its client state may have objects that are not made.
     """
-    options = MetadataOptions(
-        trust_pickle=config.trust_pickle,
-        check_shards=config.verify == "load",
-        states=state_options(config),
-        with_states=with_states,
-        with_client_state=False,
-        with_unmade=with_unmade,
-    )
+    options = MetadataOptions.of(config, with_states=with_states, with_client_state=False, with_unmade=with_unmade)
     with steady():
         return OpenedCheckpoint(found, read_checkpoint(found, options), config)
 

@@ -189,14 +189,11 @@ class VirtualJob:
         uneven = [layer for layer, count in self._counts.items() if count % ep]
         is_other = (self.topology.zero_stage == 3) if self._experts else ep > 1
         if uneven or is_other or self.topology.dp % ep:
-            raise UnsupportedError(
-                "there is no such job with MoE layers",
-                parameter=listed(uneven) if uneven else None,
-                file=self.metadata.source.folder,
-                expected="ZeRO-0, 1 or 2, and an expert-parallel degree that divides experts and data-parallel ranks",
-                found=f"{self.topology}, {listed(set(map(str, self._counts.values())))} experts in a layer",
-                remedy="other degrees, or another stage",
-            )
+            problem, remedy = "there is no such job with MoE layers", "other degrees, or another stage"
+            expected = "ZeRO-0, 1 or 2, and an expert-parallel degree that divides experts and data-parallel ranks"
+            both = expected, f"{self.topology}, {listed(set(map(str, self._counts.values())))} experts in a layer"
+            layers = listed(uneven) if uneven else None
+            raise UnsupportedError(problem, self.metadata.source.folder, *both, parameter=layers, remedy=remedy)
 
     def _sub_groups(self, names: Sequence[str], at: RankCoordinates) -> Iterator[Sequence[str]]:
         """Members of each flat partition: a group; without ZeRO a parameter; with ZeRO-3 a sub-group.
@@ -322,14 +319,11 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
     tied = [name for name in numels if name.startswith(_TIED)]
     others = set(numels) - set(layer_of) - set(tied)
     if others or not layer_of:
-        raise UnsupportedError(
-            "a pipeline of several stages needs a model that is built of numbered layers (DeepSpeed's PipelineModule)",
-            parameter=listed(others),
-            file=metadata.source.folder,
-            expected="names such as 3.self_attention.dense.weight",
-            found="a model that is no PipelineModule",
-            remedy="a pipeline-parallel degree of 1",
+        problem = (
+            "a pipeline of several stages needs a model that is built of numbered layers (DeepSpeed's PipelineModule)"
         )
+        both = "names such as 3.self_attention.dense.weight", "a model that is no PipelineModule"
+        raise metadata.error(UnsupportedError, problem, others, *both, "a pipeline-parallel degree of 1")
     saved = metadata.stages
     if metadata.source.pp == pp:
         of_layer = {layer_of[name]: stages for name, stages in saved.items() if name in layer_of}
@@ -339,13 +333,10 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
     stages = _balanced(numels, layer_of, tied, pp)
     stages |= {name: (0,) if len(saved.get(name, ())) == 1 else (0, pp - 1) for name in tied}
     if empty := set(range(pp)).difference(*stages.values()):
-        raise UnsupportedError(
-            "this pipeline would have stages without a parameter, for which no optimizer can be made",
-            file=metadata.source.folder,
-            expected=f"at most as many stages as layers have parameters: {len(set(layer_of.values()))}",
-            found=f"{pp} stages, of which {len(empty)} are empty",
-            remedy="a lower pipeline-parallel degree",
-        )
+        problem = "this pipeline would have stages without a parameter, for which no optimizer can be made"
+        expected = f"at most as many stages as layers have parameters: {len(set(layer_of.values()))}"
+        both, remedy = (expected, f"{pp} stages, of which {len(empty)} are empty"), "a lower pipeline-parallel degree"
+        raise UnsupportedError(problem, metadata.source.folder, *both, remedy=remedy)
     return stages
 
 
