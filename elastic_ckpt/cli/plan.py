@@ -167,7 +167,7 @@ def _opened(
 ) -> tuple[CheckpointMetadata, RunSettings, BatchSizes]:
     """The checkpoint's metadata, and the settings and batch sizes of the run that saved it."""
     if model is not None:
-        return model_metadata(model), RunSettings.of(DEEPSPEED_CONFIG, RunSettings(1)), BatchSizes(None, None, None)
+        return model_metadata(model), RunSettings.of(DEEPSPEED_CONFIG, RunSettings(1)), BatchSizes()
     opened = open_folder((folders or [""])[0], tag, config, with_states)
     stage, checkpoint, written = opened.metadata.source.zero_stage, opened.checkpoint, None
     if not opened.found.foreign:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.errors import ConfigError, MismatchError
 
 #: The first highly composite numbers (OEIS A002182), each with more divisors than any before it: DeepSpeed's multiples.
@@ -16,27 +17,15 @@ _HIGHLY_COMPOSITE = (
     *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160),
     *(25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720),
 )
-_SECTION = "elasticity"
-_MOST_RANKS = 10_000  # of DeepSpeed's config, by default
+#: DeepSpeed's defaults of numbers in the section ``"elasticity"``.
+_NUMBERS = {"min_gpus": 1, "max_gpus": 10_000, "num_gpus_per_node": 1, "model_parallel_size": 1}
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """Batch sizes of a job, as a DeepSpeed config wants them."""
+class BatchPlan(BatchSizes):
+    """Batch sizes of a job."""
 
-    global_batch: int
-    micro_batch: int  # of a rank
-    accumulation_steps: int
-    learning_rate_factor: float  # of a learning rate that is proportional to the batch; 1.0: the batch is kept
-
-    @property
-    def config(self) -> dict[str, int]:
-        """The entries of the DeepSpeed config."""
-        return {
-            "train_batch_size": self.global_batch,
-            "train_micro_batch_size_per_gpu": self.micro_batch,
-            "gradient_accumulation_steps": self.accumulation_steps,
-        }
+    learning_rate_factor: float = 1.0  # of a learning rate that is proportional to the batch; 1.0: the batch is kept
 
 
 def batch_for(world_size: int, global_batch: int, max_micro_batch: int) -> BatchPlan:
@@ -89,19 +78,12 @@ def compute_elastic_config(
 
 def _section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """The checked ``"elasticity"`` section, with DeepSpeed's defaults."""
-    given = ds_config.get(_SECTION)
+    given = ds_config.get("elasticity")
     if not isinstance(given, Mapping) or not given.get("enabled"):
         raise ConfigError('the config has no "elasticity" section that is enabled', expected='"enabled": true in it')
-    defaults = {
-        "min_gpus": 1,
-        "max_gpus": _MOST_RANKS,
-        "num_gpus_per_node": 1,
-        "model_parallel_size": 1,
-        "version": 0.2,
-    }
-    section = {"prefer_larger_batch": True, **defaults, **given}
+    section = {"prefer_larger_batch": True, "version": 0.2, **_NUMBERS, **given}
     micro_batches = section.get("micro_batch_sizes")
-    numbers = [section.get(key) for key in ("max_train_batch_size", *list(defaults)[:-1])]
+    numbers = [section.get(key) for key in ("max_train_batch_size", *_NUMBERS)]
     numbers += micro_batches if isinstance(micro_batches, list) and micro_batches else [None]
     if not all(isinstance(number, int) and number > 0 for number in numbers):
         expected = "max_train_batch_size, a list micro_batch_sizes, and numbers of 1 or more"

@@ -159,13 +159,22 @@ class LossScale:
         return "dynamic" if self.dynamic else "static"
 
 
+#: Keys of a DeepSpeed config, in the order of :class:`BatchSizes`.
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
 @dataclass(frozen=True)
 class BatchSizes:
     """Global batch in samples, micro-batch of a rank, micro-batches per step; ``None`` where not recorded."""
 
-    global_batch: int | None
-    micro_batch: int | None
-    accumulation_steps: int | None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    accumulation_steps: int | None = None
+
+    @property
+    def config(self) -> dict[str, int | None]:
+        """The entries of a DeepSpeed config."""
+        return dict(zip(BATCH_KEYS, (self.global_batch, self.micro_batch, self.accumulation_steps), strict=True))
 
 
 @dataclass(frozen=True)
@@ -173,16 +182,22 @@ class TrainingState:
     """What a job resumes besides tensors: counters, batch sizes, scheduler, loss scale, client state."""
 
     counters: Mapping[str, Any]  # global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size
-    batch: BatchSizes
-    lr_scheduler: Any
-    loss_scale: LossScale | None  # ``None`` if the run did not train in fp16
-    overflow: bool
-    checkpoint: Mapping[str, Any]  # all other top-level entries of the model-states file, the client state included
+    batch: BatchSizes = BatchSizes()
+    lr_scheduler: Any = None
+    loss_scale: LossScale | None = None  # ``None`` if the run did not train in fp16
+    overflow: bool = False
+    #: All other top-level entries of the model-states file, the client state included.
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
     #: Whether the job has the ranks of the save, so that each gets its own state; if not, every rank has rank 0's.
     same_ranks: bool = False
     #: Tensor- and pipeline-parallel degree of the save, if this is the state of the same model-parallel rank; else 0.
     degrees: tuple[int, int] = (1, 1)
     left_out: Mapping[str, str] = field(default_factory=dict)  # by name, why an entry of the client state is missing
+
+    @classmethod
+    def after(cls, steps: float, **more: Any) -> TrainingState:
+        """The state of a run that is known by its steps alone."""
+        return cls({"global_steps": int(steps), "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}, **more)
 
 
 @dataclass(frozen=True)

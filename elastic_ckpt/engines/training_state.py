@@ -307,11 +307,7 @@ def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bo
         of_steps = f"gradient_accumulation_steps: {saved.accumulation_steps} -> {live.accumulation_steps}"
         changes.append(f"{of_steps}, micro-batch: {saved.micro_batch} -> {live.micro_batch}")
     if changes and refuse:
-        before, now = (
-            f'"train_batch_size": {sizes.global_batch}, "train_micro_batch_size_per_gpu": {sizes.micro_batch}, '
-            f'"gradient_accumulation_steps": {sizes.accumulation_steps}'
-            for sizes in (saved, live)
-        )
+        before, now = (", ".join(f'"{key}": {value}' for key, value in each.config.items()) for each in (saved, live))
         expected, found = f"{before}, as in the checkpoint", f"{now} in the live engine"
         remedy = 'set them to fit the number of ranks, or "elastic_checkpoint": {"on_change": "warn"}'
         raise MismatchError("; ".join(changes), expected=expected, found=found, remedy=remedy)

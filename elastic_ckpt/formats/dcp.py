@@ -22,7 +22,7 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
     is_floating,
 )
-from elastic_ckpt.core.values import BatchSizes, TensorValue, TrainingState
+from elastic_ckpt.core.values import TensorValue, TrainingState
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
 from elastic_ckpt.formats.dcp_entries import (
@@ -139,9 +139,6 @@ class _Builder(MetadataBuilder):
         """Counters by the optimizer's step, and objects without a home. After :meth:`of_entries`."""
         steps = max((float(scalars.get(_STEP, 0)) for scalars in self._scalars.values()), default=0)
         common = self._common
-        counters = {"global_steps": int(common.iteration or steps), "skipped_steps": 0}
-        counters |= {"dp_world_size": 1, "mp_world_size": 1}
-        counters |= {} if common.samples is None else {"global_samples": common.samples}
         client: dict[str, Any] = {**common.others} if self._with_client_state else {}
         for entry in self._entries.others:
             if entry in self._values and not isinstance(self._values[entry], ElasticCkptError):
@@ -150,8 +147,9 @@ class _Builder(MetadataBuilder):
                 for key in above:
                     inside = inside.setdefault(key, {})
                 inside[last] = self._values[entry]
-        checkpoint = {CLIENT_KEY: client} if client else {}
-        return TrainingState(counters, BatchSizes(None, None, None), None, None, False, checkpoint)
+        state = TrainingState.after(common.iteration or steps, checkpoint={CLIENT_KEY: client} if client else {})
+        samples = {} if common.samples is None else {"global_samples": common.samples}
+        return replace(state, counters={**state.counters, **samples})
 
     def _groups(self) -> tuple[dict[str, int], list[Mapping[str, Any]]]:
         """:meth:`_groups_of`; without states, the names of states are enough."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import NotFoundError, UnsupportedError
-from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.metadata_builder import refuse_view
-from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_file, refuse_unmade
 from elastic_ckpt.formats.safetensors import (
     INDEX_SUFFIX,
     SUFFIX,
     WeightsFile,
+    info_of,
     metadata_of,
     owners,
     read_header,
@@ -50,13 +48,13 @@ def read_weights(
         problem, remedy = "this folder has no weights", "give the folder that save_pretrained wrote"
         expected, found = f"one of {', '.join(_CHOICES)}", f"{len(names)} other files"
         raise NotFoundError(problem, folder, expected, found, remedy=remedy)
-    info = _info(folder)
+    info = info_of(folder)
     return read_indexed(info, name, read, tied) if name.endswith(".json") else [read(info.path(name))]
 
 
 def weights_metadata(folder: str, files: Sequence[WeightsFile]) -> CheckpointMetadata:
     """The weights in these files, under the names that they have there."""
-    return replace(metadata_of(_info(folder), files, owners(files)), aliases={})
+    return replace(metadata_of(info_of(folder), files, owners(files)), aliases={})
 
 
 def no_folder(folder: str) -> NotFoundError:
@@ -64,11 +62,6 @@ def no_folder(folder: str) -> NotFoundError:
     problem, expected = "there is no such folder", "a folder that save_pretrained wrote, or the URL of one (s3://...)"
     remedy = 'of a model on the Hugging Face hub: huggingface_hub.snapshot_download("organization/model") returns one'
     return NotFoundError(problem, folder, expected, remedy=remedy)
-
-
-def _info(folder: str) -> CheckpointInfo:
-    path = absolute(folder)
-    return CheckpointInfo("safetensors", path, os.path.basename(path), sort_names((), is_universal=False))
 
 
 def _read_file(path: str, trust_pickle: bool) -> WeightsFile:

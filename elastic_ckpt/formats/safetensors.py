@@ -27,7 +27,7 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
-from elastic_ckpt.core.values import BatchSizes, TrainingState
+from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.errors import listed as shown
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
@@ -69,6 +69,11 @@ def find_safetensors(folder: str) -> CheckpointInfo | None:
     names = file_names(folder) if is_folder(folder) else []
     if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         return None
+    return info_of(folder)
+
+
+def info_of(folder: str) -> CheckpointInfo:
+    """A folder of whole tensors under their names."""
     path = absolute(folder)
     return CheckpointInfo("safetensors", path, os.path.basename(path), sort_names((), is_universal=False))
 
@@ -97,9 +102,7 @@ def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpo
     notes = (f"files that do not belong to this model are not read: {shown(unread)}",) if unread else ()
     metadata = metadata_of(found, files, owner, notes)
     steps = max((float(dict(saved.scalars).get("step", 0)) for saved in metadata.parameters.values()), default=0)
-    counters = {"global_steps": int(steps), "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
-    state = TrainingState(counters, BatchSizes(None, None, None), None, None, False, {})
-    return Checkpoint(metadata, state, files[0].path, len(files))
+    return Checkpoint(metadata, TrainingState.after(steps), files[0].path, len(files))
 
 
 def _stem(name: str) -> str:

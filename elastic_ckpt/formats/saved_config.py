@@ -22,7 +22,15 @@ import yaml
 
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.local_state import SequenceParallel
-from elastic_ckpt.core.values import AHEAD, ONE_BIT_OPTIMIZERS, BatchSizes, Features, LossScale, TrainingState
+from elastic_ckpt.core.values import (
+    AHEAD,
+    BATCH_KEYS,
+    ONE_BIT_OPTIMIZERS,
+    BatchSizes,
+    Features,
+    LossScale,
+    TrainingState,
+)
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.objects import materialise_entries
@@ -66,7 +74,12 @@ def saved_config(file: PickledFile) -> Mapping[str, Any] | None:
 
 def config_section(file: PickledFile, key: str) -> Mapping[str, Any]:
     """One section of the config, such as ``zero_optimization``; empty if unknown."""
-    section = (saved_config(file) or {}).get(key)
+    return section_of(saved_config(file) or {}, key)
+
+
+def section_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """One section of a config; empty where it has none."""
+    section = config.get(key)
     return section if isinstance(section, Mapping) else {}
 
 
@@ -217,8 +230,8 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
     saved = saved if isinstance(saved, Mapping) else {}
     tp, pp = positive_int(saved, "tp_degree"), positive_int(saved, "pp_degree")
     sequence = positive_int(config, "sequence_parallel_size")
-    ranks, micro = positive_int(tree, "dp_world_size"), positive_int(config, "train_micro_batch_size_per_gpu") or 0
-    steps, batch = positive_int(config, "gradient_accumulation_steps"), positive_int(config, "train_batch_size")
+    ranks, (batch, per_rank, steps) = positive_int(tree, "dp_world_size"), (positive_int(config, k) for k in BATCH_KEYS)
+    micro = per_rank or 0
     samples, counted = positive_int(tree, "global_samples"), positive_int(tree, "global_steps")
     possible: set[int] = set()
     if batch is None and samples and counted and samples % counted == 0:
@@ -273,7 +286,7 @@ def read_training_state(
         in_fp16 = bool(config_section(file, "fp16").get("enabled"))
     return TrainingState(
         counters=read_counters(file),
-        batch=_batch_sizes(file, sequence),
+        batch=complete_batch(saved_config(file) or {}, sequence.data_degree(int(file.tree.get("dp_world_size") or 0))),
         lr_scheduler=read.pop("lr_scheduler"),
         loss_scale=loss_scale if in_fp16 else None,
         overflow=overflow,
@@ -307,15 +320,9 @@ def loss_scale_of(saved: Any) -> LossScale | None:
     return LossScale(dynamic, found)
 
 
-def _batch_sizes(file: PickledFile, sequence: SequenceParallel) -> BatchSizes:
-    return complete_batch(saved_config(file) or {}, sequence.data_degree(int(file.tree.get("dp_world_size") or 0)))
-
-
 def complete_batch(config: Mapping[str, Any], dp: int) -> BatchSizes:
     """Batch sizes of a config, completed as in ``DeepSpeedConfig._set_batch_related_parameters``."""
-    batch = positive_int(config, "train_batch_size")
-    micro = positive_int(config, "train_micro_batch_size_per_gpu")
-    steps = positive_int(config, "gradient_accumulation_steps")
+    batch, micro, steps = (positive_int(config, key) for key in BATCH_KEYS)
     if batch is not None and micro is None and steps is None:
         steps = 1
     if batch is None and micro is not None and dp:

@@ -9,13 +9,12 @@ from typing import Any
 
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE
-from elastic_ckpt.core.values import BatchSizes
-from elastic_ckpt.formats.saved_config import complete_batch, positive_int
+from elastic_ckpt.core.values import BATCH_KEYS, BatchSizes
+from elastic_ckpt.formats.saved_config import complete_batch, positive_int, section_of
 
 GPU = "GPU"
 #: Devices of DeepSpeed's offload -> where they keep what is offloaded.
 _PLACES = {"cpu": "host", "nvme": "NVMe"}
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _PRECISIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 
 
@@ -32,8 +31,8 @@ class RunSettings:
     @classmethod
     def of(cls, config: Mapping[str, Any], saved: RunSettings) -> RunSettings:
         """The settings of a config; what it leaves out, or leaves to a framework (``"auto"``), is as saved."""
-        zero = _section(config, "zero_optimization")
-        said = {key: _section(config, key).get("enabled") for key in _PRECISIONS if key in config}
+        zero = section_of(config, "zero_optimization")
+        said = {key: section_of(config, key).get("enabled") for key in _PRECISIONS if key in config}
         is_open = "auto" in said.values() or not (said or zero)
         precision = saved.precision if is_open else "float32"
         stage = zero.get("stage")
@@ -69,7 +68,7 @@ class RunSettings:
     def batch(self, dp: int, saved: BatchSizes) -> tuple[int | None, str]:
         """The global batch on ``dp`` ranks, as far as it is known, and why DeepSpeed refuses it, if it does."""
         config = self.config or {}
-        said, *others = (positive_int(config, key) for key in _BATCH_KEYS)
+        said, *others = (positive_int(config, key) for key in BATCH_KEYS)
         known = complete_batch(config, dp).global_batch
         if known is None and saved.micro_batch and saved.accumulation_steps:
             known = saved.micro_batch * saved.accumulation_steps * dp
@@ -78,11 +77,6 @@ class RunSettings:
         return said, f"DeepSpeed refuses a global batch of {said} on {dp} data-parallel ranks"
 
 
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    section = config.get(key)
-    return section if isinstance(section, Mapping) else {}
-
-
 def _place(zero: Mapping[str, Any], key: str, old_key: str) -> str:
-    device = _section(zero, key).get("device", "cpu" if zero.get(old_key) is True else None)
+    device = section_of(zero, key).get("device", "cpu" if zero.get(old_key) is True else None)
     return _PLACES.get(str(device), GPU)
