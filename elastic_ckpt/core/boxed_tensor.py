@@ -33,11 +33,8 @@ class BoxedTensor:
     @classmethod
     def of(cls, tensor: TensorMetadata) -> BoxedTensor:
         """A saved tensor that is whole in one file."""
-        starts = [(0,) * len(tensor.shape) for _ in tensor.chunks]
-        boxes = (
-            Box(start, tensor.shape, each.file, each.byte_offset)
-            for start, each in zip(starts, tensor.chunks, strict=True)
-        )
+        start = (0,) * len(tensor.shape)
+        boxes = (Box(start, tensor.shape, each.file, each.byte_offset) for each in tensor.chunks)
         return cls(tensor.shape, tensor.dtype, tuple(boxes))
 
     def metadata(self, name: str, key: str) -> TensorMetadata:
@@ -69,7 +66,9 @@ class BoxedTensor:
         return self._mapped(lambda sizes: (*sizes[:dim], *sizes[dim + 1 :]))
 
     def unsqueeze(self, dim: int) -> BoxedTensor:
-        return self._mapped(lambda sizes: (*sizes[:dim], 1, *sizes[dim:]), lambda starts: _inserted(starts, dim))
+        return self._mapped(
+            lambda sizes: (*sizes[:dim], 1, *sizes[dim:]), lambda starts: (*starts[:dim], 0, *starts[dim:])
+        )
 
     def reshape(self, *shape: int) -> BoxedTensor:
         """Another shape of a tensor that is one box; one size may be -1."""
@@ -106,10 +105,6 @@ class BoxedTensor:
         """The tensor with other dimensions; ``offsets`` of boxes change as sizes do unless given."""
         boxes = (replace(box, sizes=sizes(box.sizes), offsets=(offsets or sizes)(box.offsets)) for box in self.boxes)
         return BoxedTensor(sizes(self.shape), self.dtype, tuple(boxes))
-
-
-def _inserted(starts: Shape, dim: int) -> Shape:
-    return (*starts[:dim], 0, *starts[dim:])
 
 
 def _cat(tensors: Sequence[BoxedTensor], dim: int = 0) -> BoxedTensor:

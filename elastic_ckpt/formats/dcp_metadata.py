@@ -8,12 +8,11 @@ and pickle are read: what is needed is where its data begins. Source: ``metadata
 
 from __future__ import annotations
 
-import io
 import os
 from array import array
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.flat_ranges import checked_shape
@@ -28,7 +27,7 @@ from elastic_ckpt.formats.torch_archive.calls import described
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.formats.values import hyperparameters, read_numbers
-from elastic_ckpt.storage import modified, open_stream, size_of
+from elastic_ckpt.storage import PartStream, modified, open_stream, size_of
 
 #: Bytes of ``.metadata`` for one container in it, of which a chunk has a dozen, times those of other pickles.
 _MORE_CONTAINERS = 8
@@ -134,22 +133,14 @@ def _entries(tree: Any, path: str) -> tuple[dict[str, tuple[str, Shape]], dict[t
     return tensors, chunks
 
 
-class _Slice(io.RawIOBase):
+def _part(stream: BinaryIO, item: StoredItem) -> BinaryIO:
     """An archive within an open file, as a file of its own."""
 
-    def __init__(self, stream: BinaryIO, item: StoredItem) -> None:
-        self._stream, self._item, self._at = stream, item, 0
+    def read(view: memoryview, at: int) -> int:
+        stream.seek(item.start + at)
+        return int(stream.readinto(view))  # type: ignore[attr-defined]
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (self._item.nbytes if whence == os.SEEK_END else 0)
-        return self._at
-
-    def read(self, nbytes: int = -1) -> bytes:
-        left = max(self._item.nbytes - self._at, 0)
-        self._stream.seek(self._item.start + self._at)
-        raw = self._stream.read(left if nbytes < 0 else min(nbytes, left))
-        self._at += len(raw)
-        return raw
+    return cast(BinaryIO, PartStream(read, item.nbytes))
 
 
 def read_dcp_file(
@@ -176,7 +167,7 @@ def read_dcp_file(
             offset = -1
             if item.sizes is not None or item.name in wanted:
                 try:
-                    archive = read_archive_tree(_Slice(stream, item), path, trust_pickle, trees)  # type: ignore[arg-type]
+                    archive = read_archive_tree(_part(stream, item), path, trust_pickle, trees)
                     file = _moved(replace(archive, nbytes=nbytes), item.start)
                     if item.name in groups:
                         values[item.name] = hyperparameters(file, {"": file.tree})

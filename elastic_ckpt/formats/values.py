@@ -68,7 +68,7 @@ def tensor_values(file: PickledFile, refs: Iterable[TensorRef]) -> list[TensorVa
     ]
 
 
-def to_numbers(dtype: str, raw: bytes) -> np.ndarray[Any, Any]:
+def to_numbers(dtype: str, raw: bytes | memoryview) -> np.ndarray[Any, Any]:
     """See :func:`read_numbers`."""
     import numpy as np  # noqa: PLC0415  few files need it
 

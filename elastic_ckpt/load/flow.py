@@ -231,7 +231,8 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
         raise as_partial_load_error(cause) from cause
     compat.record_counts(call.engine)
-    same, other = compare_run(call.engine, ready.found.folder) if _compares_run(call) else ("", ())
+    compares_run = call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
+    same, other = compare_run(call.engine, ready.found.folder) if compares_run else ("", ())
     of_stages = [outcomes for _, _, outcomes, _ in sorted(everybody, key=itemgetter(1)) if outcomes]
     call.engine.elastic_report = report = LoadReport(
         source=ready.checkpoint.metadata.source,
@@ -324,10 +325,6 @@ def _outcomes(ready: Prepared) -> tuple[Outcome, ...]:
     states = Outcome("optimizer states", "skipped", (), f"{asked}: left as they were; masters are the weights")
     others = ("param groups", "counters") if arguments.load_module_only else ("param groups",)
     return (*outcomes, states, *(Outcome(role, "skipped", (), f"{asked}: left as they were") for role in others))
-
-
-def _compares_run(call: LoadCall) -> bool:
-    return call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
 
 
 def _data_progress(ready: Prepared) -> dict[str, int]:

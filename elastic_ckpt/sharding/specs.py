@@ -24,14 +24,8 @@ from elastic_ckpt.sharding.rules import ModelShapes, ShardingRules, presets_for,
 
 #: A checkpoint that declares patterns shards parameters that match none along dimension 0.
 BY_DEFAULT = "the checkpoint's universal_checkpoint_info, by its default"
-
-
 #: Of a layer or an expert, in a name.
 _NUMBER = re.compile(r"(?<![a-z\d])\d+(?![a-z\d])")
-
-
-class _Undecided(Exception):
-    """Nothing says how a parameter is sharded."""
 
 
 class Sharding:
@@ -170,14 +164,14 @@ class Sharding:
             sides.append(shown or "nothing yet")  # without a live model
         return f"{sides[0]} in the checkpoint, {sides[1]} in the live model"
 
-    def shard_of(self, tp: int) -> Shape:
-        """The shape of its shard on each of ``tp`` ranks."""
+    def shard_of(self, tp: int) -> Shape | None:
+        """The shape of its shard on each of ``tp`` ranks; ``None``: nothing says how it is sharded."""
         source, _, is_recorded = self.layouts()
         spec, shape = None if is_recorded else self.chosen, self.shapes[0]
         if spec is None and not is_recorded and (self.tensor.key == BUFFER or len(shape) < 2):
             return shape
         if source is None or (spec is None and not is_recorded):
-            raise _Undecided
+            return None
         if source.is_replicated if spec is None else spec.is_replicated:
             return shape
         dim, size = source.dim, source.shape[source.dim]
@@ -264,13 +258,12 @@ def virtual_layouts(
                 layouts[name] = LiveShards(tensor.shard_shapes)
                 continue
             with shardings.of(tensor) as sharding:
-                try:
-                    shapes, chosen = (sharding.shard_of(tp),) * tp, sharding.chosen
-                except _Undecided:
+                if (shape := sharding.shard_of(tp)) is None:
                     undecided.append(sharding)
-                    continue
-                is_default = chosen is not None and chosen.origin == BY_DEFAULT
-                layouts[name] = LiveShards(shapes, 0, origin=BY_DEFAULT) if is_default else LiveShards(shapes)
+                elif sharding.chosen is not None and sharding.chosen.origin == BY_DEFAULT:
+                    layouts[name] = LiveShards((shape,) * tp, 0, origin=BY_DEFAULT)
+                else:
+                    layouts[name] = LiveShards((shape,) * tp)
     if errors is not None:
         errors |= {each.name: each.undecided() for each in undecided}
     elif undecided:

@@ -6,6 +6,7 @@ Everything else has paths and asks here. A path is that of a file which this pro
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,30 @@ class Store(Protocol):
 
     def walk(self, folder: str) -> Iterator[tuple[str, local.Version]]:
         """Every file below a folder, with its version."""
+
+
+class PartStream(io.RawIOBase):
+    """So many bytes, which ``read`` puts into memory from an offset on, as a raw stream."""
+
+    def __init__(self, read: Callable[[memoryview, int], int], nbytes: int) -> None:
+        self._read, self._nbytes, self._at = read, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        self._at = max(start + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(self._nbytes - self._at, 0)]
+        count = self._read(view, self._at) if view else 0
+        self._at += count
+        return count
 
 
 #: The view that this context reads through; a thread that works for it sets the same.

@@ -17,12 +17,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, ElasticCkptError, listed, shortened
 from elastic_ckpt.report import Requests
-from elastic_ckpt.storage import VIEW, Entry, Ranges, Store, absolute, is_url, local
+from elastic_ckpt.storage import VIEW, Entry, PartStream, Ranges, Store, absolute, is_url, local
 from elastic_ckpt.storage.digest import content_digest
 from elastic_ckpt.storage.peers import Peers
 from elastic_ckpt.storage.remote import RemoteFolder
@@ -269,7 +269,8 @@ class FolderView(Store):
         copy = self._choose(path)
         if copy.node == self._mine:
             return local.open_stream(copy.path)
-        return io.BufferedReader(_RangesStream(self._ranges(copy), copy.nbytes), _BUFFER_NBYTES)
+        ranges = self._ranges(copy)
+        return io.BufferedReader(PartStream(lambda view, at: ranges.read([view], at), copy.nbytes), _BUFFER_NBYTES)
 
     def open_ranges(self, path: str) -> Ranges:
         return self._ranges(self._choose(path))
@@ -326,27 +327,3 @@ class _PeerRanges:
 
     def close(self) -> None:
         pass  # the connection stays, for the next file
-
-
-class _RangesStream(io.RawIOBase):
-    """A file of which ranges are read, as a raw stream."""
-
-    def __init__(self, ranges: Ranges, nbytes: int) -> None:
-        self._ranges, self._nbytes, self._at = ranges, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
-        self._at = max(start + offset, 0)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(self._nbytes - self._at, 0)]
-        count = self._ranges.read([view], self._at) if view else 0
-        self._at += count
-        return count

@@ -81,9 +81,12 @@ def changes(folder: str, config: ElasticConfig) -> tuple[list[int], list[Change]
     """The steps of a run that have resume sheets, and what they tell to be another one from one to the next."""
     sheets = {step: sheet for step, found in _by_step(folder, config).items() if (sheet := _sheet(found, []))}
     found = []
+    for step, sheet in sheets.items():
+        data = {key: value for key, value in (sheet.data or {}).items() if key not in _POSITIONS}
+        sheets[step] = sheet.model_copy(update={"data": data})
     for before, after in pairwise(sorted(sheets)):
-        kept = (_without_position(sheets[step]) for step in (before, after))
-        found += [Change(before, after, each) for each in compare_sheets(*kept) if each.component not in _GO_ON]
+        both = compare_sheets(sheets[before], sheets[after])
+        found += [Change(before, after, each) for each in both if each.component not in _GO_ON]
     return sorted(sheets), found
 
 
@@ -91,17 +94,11 @@ def _sheet(found: CheckpointInfo, notes: list[str]) -> ResumeSheet | None:
     """The sheet of a checkpoint; without one that can be read, a note."""
     try:
         sheet = read_sheet(found.folder)
-    except DamagedError as error:
-        sheet = None
-        notes.append(f"{error.problem}: {error.file}: {error.found}")
-    else:
         notes += [f"no resume sheet is in {found.folder}"] if sheet is None else []
-    return sheet
-
-
-def _without_position(sheet: ResumeSheet) -> ResumeSheet:
-    data = {key: value for key, value in (sheet.data or {}).items() if key not in _POSITIONS}
-    return sheet.model_copy(update={"data": data})
+        return sheet
+    except DamagedError as error:
+        notes.append(f"{error.problem}: {error.file}: {error.found}")
+        return None
 
 
 def _by_step(folder: str, config: ElasticConfig) -> dict[int, CheckpointInfo]:

@@ -97,8 +97,13 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Checkpoi
     itself = None if tag is not None else look_at(os.path.dirname(path), os.path.basename(path))
     found = itself or find_checkpoint(path, tag, prefer_universal=False, trust_pickle=trust_pickle)
     if found is None and is_folder(path):
-        below = ((name, _checkpoint_in(os.path.join(path, name), trust_pickle)) for name in folder_names(path))
-        every = [each for name, each in below if each is not None and tag in (None, name, each.tag)]
+        every = []
+        for name in folder_names(path):
+            with suppress(ElasticCkptError):  # of a folder that nobody asked for
+                each = find_checkpoint(
+                    os.path.join(path, name), None, prefer_universal=False, trust_pickle=trust_pickle
+                )
+                every += [each] if each is not None and tag in (None, name, each.tag) else []
         found = max(every, key=lambda each: global_steps(each, trust_pickle) or -1, default=None)
     if found is None and tag is None:
         found = find_safetensors(path)
@@ -109,12 +114,6 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Checkpoi
         remedy = "give the folder that you pass to load_checkpoint, or one of the folders in it"
         raise NotFoundError("there is no DeepSpeed checkpoint here", path, expected, have, remedy=remedy)
     return found
-
-
-def _checkpoint_in(folder: str, trust_pickle: bool) -> CheckpointInfo | None:
-    with suppress(ElasticCkptError):  # of a folder that nobody asked for
-        return find_checkpoint(folder, None, prefer_universal=False, trust_pickle=trust_pickle)
-    return None
 
 
 def open_checkpoint(

@@ -34,6 +34,7 @@ from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, rea
 from elastic_ckpt.formats.model_states import index_model_states
 from elastic_ckpt.formats.pickled import PickledFile, open_file, open_pickled, refuse_unmade
 from elastic_ckpt.formats.safetensors import SUFFIX
+from elastic_ckpt.formats.values import to_numbers
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.storage import VIEW, absolute, copies_of, file_names, is_url, open_stream, seen_through, walk
@@ -44,7 +45,7 @@ from elastic_ckpt.tools.opened import locate, open_checkpoint
 CHUNK_NBYTES = 1 << 20
 #: Bytes read behind a chunk to complete its last value: the largest item, less one byte.
 _MORE_NBYTES = max(ITEMSIZE.values()) - 1
-#: Dtypes of which values are looked at; ``bfloat16`` by its bits.
+#: Dtypes of which values are looked at.
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "complex128"})
 #: How the files of formats that are not DeepSpeed's end.
 _ENDINGS = {"dcp": (naming.DCP_METADATA, naming.DCP_SUFFIX), "safetensors": (SUFFIX,)}
@@ -364,10 +365,7 @@ def _look_at(span: Span, start: int, stop: int, view: memoryview, counts: _Count
     last = min(-(-(stop - span.offset) // itemsize), span.nbytes // itemsize)
     low = span.offset + first * itemsize - start
     raw = view[low : low + max(last - first, 0) * itemsize]
-    if span.dtype == "bfloat16":
-        values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
-    else:
-        values = np.frombuffer(raw, span.dtype)
+    values = to_numbers(span.dtype, raw)
     if np.isfinite(values).all():
         return
     nan = np.isnan(values)
