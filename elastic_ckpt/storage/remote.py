@@ -38,12 +38,7 @@ _METADATA_SERVICE = "169.254.169.254"  # of clouds, asked for credentials where 
 
 
 class RemoteFolder:
-    """A folder in an object store.
-
-    Args:
-        url: of the folder.
-        options: for obstore: an endpoint, credentials, options of its HTTP client.
-    """
+    """A folder in an object store; ``options`` are obstore's: an endpoint, credentials, those of its HTTP client."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         try:

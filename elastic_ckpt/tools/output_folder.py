@@ -33,13 +33,9 @@ class WriteReport:
 def output_folder(target: Path, source: str, files: Sequence[SourceFile], latest: str | None = None) -> Iterator[Path]:
     """A new folder to write to, which is renamed to ``target`` at the end, and removed after an error.
 
-    Args:
-        target: the final name.
-        source, files: the checkpoint's folder, and its files, which must not change meanwhile.
-        latest: the name of a file beside ``target`` that shall name it.
-
-    Raises :class:`ElasticCkptError` if ``target`` exists or is inside the checkpoint, a file of the checkpoint has
-    changed, or the system refuses something.
+    ``source`` is the checkpoint's folder, ``latest`` the name of a file beside ``target`` that shall name it. Raises
+    :class:`ElasticCkptError` if ``target`` exists or is inside the checkpoint, one of its ``files`` has changed
+    meanwhile, or the system refuses something.
     """
     parents = target.resolve().parents
     around = next((each for each in copies_of(source) if Path(each).resolve() in parents), None)

@@ -81,18 +81,9 @@ def verify(
     threads: int = 4,
     show_progress: bool | None = False,
 ) -> Verification:
-    """Find all problems of a checkpoint.
+    """Find all problems of a checkpoint; ``full``: by every byte, with checksums, non-finite values and replicas.
 
-    Args:
-        folder, tag: folder with a ``latest`` file, or of a tag; tag to verify, or ``None`` for the latest.
-        config: as for a load.
-        full: read every byte, to check checksums, non-finite values and replicas.
-        threads: number of reading threads.
-        show_progress: whether to show a progress bar; ``None``: if standard error is a terminal.
-
-    Raises:
-        NotFoundError: there is no such checkpoint.
-        ConfigError: there is no such preset.
+    Raises :class:`NotFoundError` if there is no such checkpoint, :class:`ConfigError` if there is no such preset.
     """
     began = time.perf_counter()
     ShardingRules.of(config)  # a missing preset is an error at once, not after an hour of reading

@@ -48,16 +48,10 @@ _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
 
 
 def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: bool | None = None) -> WriteReport:
-    """Write a universal checkpoint. Memory beside metadata: one tensor for each thread.
+    """Write a universal checkpoint, which ``latest_universal`` beside it names.
 
-    Args:
-        opened: the native checkpoint.
-        target: folder to create; ``latest_universal`` beside it will name it.
-        threads: files written at a time.
-        progress: whether to show a progress bar; ``None``: if standard error is a terminal.
-
-    Raises:
-        ElasticCkptError: the checkpoint cannot be converted exactly, or the target exists. Nothing is left of it.
+    Memory beside metadata: one tensor for each thread. Raises :class:`ElasticCkptError` if the checkpoint cannot be
+    converted exactly, or the target exists. Nothing is left of it.
     """
     target, started = target.absolute(), time.monotonic()
     metadata, found = opened.metadata, opened.found

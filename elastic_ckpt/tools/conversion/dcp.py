@@ -37,10 +37,7 @@ _OTHERS = frozenset({"max_coeff", "use_muon"})
 
 
 def convert_to_dcp(opened: OpenedCheckpoint, target: Path, progress: bool | None = None) -> WriteReport:
-    """Write a DCP folder. Memory beside metadata: the largest tensor, twice.
-
-    Arguments and errors are those of :func:`elastic_ckpt.tools.conversion.convert`.
-    """
+    """Write a DCP folder. Memory beside metadata: the largest tensor, twice. Errors are those of ``convert``."""
     target, started, metadata = target.absolute(), time.monotonic(), opened.metadata
     refuse_unconvertible(metadata, "dcp")
     reader, adamw = LogicalReader(metadata, opened.config), _adamw_of(opened)
