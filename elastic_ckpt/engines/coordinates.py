@@ -43,7 +43,7 @@ def model_of(
 
     ZeRO partitions over ``dp_group``; ``fqns``: :func:`expert_fqns`; ``stacked``: :func:`stacked_experts`.
     """
-    coordinates = coordinates_of(engine, dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group))
+    coordinates = coordinates_of(engine, dp_group)
     layouts = _layouts_of(engine, coordinates.tp)
     if engine.mp_world_size > 1:  # whose ranks may leave experts unsliced
         whole = [name for layer, name, _ in _expert_tensors(engine) if not layer.enable_expert_tensor_parallelism]
@@ -115,8 +115,9 @@ def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLa
     return replace(mine, layouts=layouts, elsewhere=elsewhere, unsynchronized=stages)
 
 
-def coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
-    """A rank's coordinates, given those in the group that ZeRO partitions over."""
+def coordinates_of(engine: Any, dp_group: Any) -> RankCoordinates:
+    """A rank's coordinates, where ZeRO partitions over ``dp_group``."""
+    dp, dp_rank = dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group)
     if isinstance(engine, PipelineEngine):
         grid = engine.grid
         tp, tp_rank = grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from elastic_ckpt.core.values import TrainingState
@@ -40,8 +39,7 @@ def saved_position(engine: Any) -> Mapping[str, Any] | None:
 
 def bind_sampler(engine: Any, sampler: DataPosition) -> None:
     """Let a sampler or stream count by an engine, from the position that this was loaded with, if any."""
-    dp_group = dp_group_of(engine)
-    at = coordinates_of(engine, dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group))
+    at = coordinates_of(engine, dp_group_of(engine))
     degree, data_rank = at.data_degree, at.partition_rank // at.sequence.ranks_per_sample
     sampler.bind(lambda: trained(engine, degree), None if at.sequence.strided else (degree, data_rank))
     setattr(engine, _SAMPLER, sampler)

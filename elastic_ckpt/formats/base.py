@@ -129,9 +129,7 @@ def refuse_unsupported_folder(found: CheckpointInfo) -> None:
         raise UnsupportedError(problem, found.path(files.of_experts[0]))
 
 
-def refuse_other_saves(
-    files: Sequence[FileT], facts_of: Callable[[FileT], Mapping[str, Any]], remedy: str = REMOVE_FOREIGN
-) -> None:
+def refuse_other_saves(files: Sequence[FileT], facts_of: Callable[[FileT], Mapping[str, Any]]) -> None:
     """Raise :class:`DamagedError` for the first file whose facts, by words for a difference, are not ``files[0]``'s."""
     own = getattr(files[0], OWN_FIELDS, ())
     names = [name for name in vars(files[0]) if name not in own]
@@ -146,7 +144,7 @@ def refuse_other_saves(
             if facts[what] != expected and repr(facts[what]) != repr(expected):  # NaN is no number's equal
                 shown = (None if each is None else str(each)[:300] for each in (expected, facts[what]))
                 problem = f"this file belongs to another save than {first.path}: {what}"
-                raise DamagedError(problem, file.path, *shown, remedy=remedy)
+                raise DamagedError(problem, file.path, *shown, remedy=REMOVE_FOREIGN)
 
 
 def refuse_swapped(file: PickledFile) -> None:

@@ -80,7 +80,7 @@ def compare_run(engine: Any, folder: str) -> tuple[str, tuple[str, ...]]:
 def sheet_of(engine: Any, losses: Any = ()) -> ResumeSheet:
     """The sheet of a live engine; ``losses``: what a script hands over as such."""
     group = compat.partition_group(engine) if engine.zero_optimization_stage() == 3 else compat.dp_group_of(engine)
-    at = coordinates_of(engine, dist.get_world_size(group=group), dist.get_rank(group=group))
+    at = coordinates_of(engine, group)
     micro_batches = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     groups = compat.base_optimizer(engine).param_groups if compat.has_optimizer(engine) else []
     recent = list(losses)[-MOST_LOSSES:] if isinstance(losses, (list, tuple, deque)) else []
