@@ -188,7 +188,7 @@ class _Pull(threading.Thread):
         self._refuse_links(path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         buffer, crc32 = memoryview(bytearray(min(_CHUNK_NBYTES, entry.nbytes))), 0
-        with made_whole(path) as stream:
+        with made_whole(path, entry.mtime_ns) as stream:
             while left := entry.nbytes - stream.tell():
                 count = self._peers.read_into(source, number, [buffer[:left]], stream.tell())
                 if not count:
@@ -198,8 +198,6 @@ class _Pull(threading.Thread):
             expected = self._peers.crc32(source, number, 0, entry.nbytes)
             if crc32 != expected:
                 raise DamagedError("a copy differs from its original", path, f"CRC32 {expected:08x}", f"{crc32:08x}")
-            stream.flush()
-            os.utime(stream.fileno(), ns=(entry.mtime_ns, entry.mtime_ns))
 
     def _refuse_links(self, path: str) -> None:
         """Raise :class:`ConfigError` unless a path leads to where it says, below the folder that has the replicas."""

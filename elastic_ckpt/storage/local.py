@@ -107,12 +107,14 @@ def first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 @contextmanager
-def made_whole(path: str) -> Iterator[BinaryIO]:
-    """A file to write, which gets its name once the body has ended, and is removed if that fails."""
+def made_whole(path: str, mtime_ns: int | None = None) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name (and time) once the body has ended, and is removed if that fails."""
     partial_path = f"{path}.{secrets.token_hex(4)}.partial"
     try:
         with open(partial_path, "xb") as stream:  # never through a link that was there
             yield stream
+        if mtime_ns is not None:
+            os.utime(partial_path, ns=(mtime_ns, mtime_ns))
         os.replace(partial_path, path)
     finally:
         with suppress(OSError):  # it has its name

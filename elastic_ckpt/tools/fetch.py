@@ -71,8 +71,6 @@ def _is_current(path: Path, entry: Entry) -> bool:
 def _download(remote: RemoteFolder, entry: Entry, path: Path) -> None:
     ranges = remote.open_ranges(entry)
     buffer = memoryview(bytearray(min(ranges.most_nbytes, entry.nbytes)))
-    with made_whole(str(path)) as stream:
+    with made_whole(str(path), entry.mtime_ns) as stream:
         while count := ranges.read([buffer], stream.tell()):
             stream.write(buffer[:count])
-        stream.flush()
-        os.utime(stream.fileno(), ns=(entry.mtime_ns, entry.mtime_ns))
