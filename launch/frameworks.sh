@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Nightly: LLaMA-Factory, ms-swift, TRL and axolotl train by the commands of docs/frameworks.md, save, and resume on other
 # numbers of ranks, on CPU processes:   bash launch/frameworks.sh FOLDER [NAME ...]
+# Ray Train's worker groups (the name "ray") run by tests/integration/test_controllers.py.
 # Each gets an environment of its own below FOLDER, kept between calls, that sees the installed torch and DeepSpeed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,6 +11,7 @@ source launch/environment.sh
 folder=$(realpath -m "$1")
 shift
 declare -A packages=([llamafactory]=llamafactory==0.9.5 [swift]=ms-swift==4.6.0 [trl]=trl==1.16.0 [axolotl]=axolotl==0.19.0)
+packages[ray]="ray[train]==2.60.0"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
@@ -34,5 +36,7 @@ mkdir -p "$folder"
 [[ $# -gt 0 ]] || set -- "${!packages[@]}"
 for name; do
     [[ -e $folder/$name/made ]] || make_environment "$name"
-    PATH=$folder/$name/bin:$PATH "$folder/$name/bin/python" launch/frameworks.py "$name" "$folder"
+    command=(launch/frameworks.py "$name" "$folder")
+    [[ $name != ray ]] || command=(-m pytest tests/integration/test_controllers.py -k ray)
+    PATH=$folder/$name/bin:$PATH "$folder/$name/bin/python" "${command[@]}"
 done

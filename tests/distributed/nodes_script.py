@@ -27,6 +27,8 @@ LENGTH, BATCH, MICRO = 1_000_003, 12, 2
 SEED = 11
 #: Ranks that wait, before a step, for others to join or leave: ``"2:5"`` two ranks before step 5.
 WAIT = "ELASTIC_CKPT_TEST_WAIT"
+#: A step before which the last rank fails, once: ``"5"``.
+FAIL = "ELASTIC_CKPT_TEST_FAIL"
 #: Seconds that a step takes at least.
 PACE = "ELASTIC_CKPT_TEST_PACE"
 
@@ -66,6 +68,9 @@ def train(folder: Path, steps: int, stage: int = 1) -> None:
             if step == int(waits.get(str(world), 0)):
                 (folder / f"waiting-{world}-{rank}").touch()
                 time.sleep(300)
+            if step == int(os.environ.get(FAIL, "0")) and rank == world - 1 and not (folder / "failed").exists():
+                (folder / "failed").touch()
+                os._exit(1)
             began, numbers, total = time.monotonic(), [], torch.zeros(())
             for _ in range(engine.gradient_accumulation_steps()):
                 found, rows = next(loader)
