@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, ElasticCkptError, listed, shortened
-from elastic_ckpt.report import Requests
+from elastic_ckpt.report import Requests, counted
 from elastic_ckpt.storage import VIEW, Entry, PartStream, Ranges, Store, absolute, is_url, local
 from elastic_ckpt.storage.digest import content_digest
 from elastic_ckpt.storage.peers import Peers
@@ -183,7 +183,7 @@ class FolderView(Store):
             at for name in names for at in {copy.level if alone else copy.node for copy in self.copies[name]}
         )
         parts = (f"{place} has {counts[number]}" for number, place in enumerate(places))
-        where = f"in {len(places)} folders" if alone else f"on {len(places)} nodes"
+        where = f"in {counted(len(places), 'folder')}" if alone else f"on {len(places)} nodes"
         return "; ".join((f"{len(names)} {where}, of which {shortened(parts)}", *self._unreadable()))
 
     def _unreadable(self) -> Iterator[str]:
