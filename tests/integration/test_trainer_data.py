@@ -69,6 +69,9 @@ def test_no_loader_of_a_trainer_is_fed_otherwise(run: Run) -> None:
     rest = {kind: [each for each in found[0][kind] if each[0] >= at] for kind, at in SAVED_AT.items()}
     assert found[2] == rest and all(rest.values())
     assert "samples off" not in resumed.log
+    on_one = run(1, "trainer_loaders.py", "--resume_from", str(whole.output), elastic=True)
+    # of "smaller": 6 of 15 batches were done, and 6 of 30 are left out
+    assert "leaves the data to the Trainer, which goes on by its own count of steps, about 6 samples off" in on_one.log
 
 
 def test_a_sampler_goes_on_where_accelerate_divides_its_batches(run: Run) -> None:
