@@ -128,7 +128,7 @@ def read_header(path: str) -> WeightsFile:
         header = parse_json(stream.read(nbytes))
         metadata, position, tensors = header.pop(METADATA, {}), 8 + nbytes, {}
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("metadata whose values are no text")
+            raise ValueError("metadata whose values are not text")
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["dtype"] not in _TORCH_DTYPES:
                 problem, found = "a tensor has a dtype that is not supported", str(entry["dtype"])
@@ -177,9 +177,9 @@ def _groups_and_scalars(files: Sequence[WeightsFile]) -> tuple[list[dict[str, An
         )
         members = [name for group in groups for name in group["params"]]
         if not all(isinstance(name, str) for name in members) or len(set(members)) < len(members):
-            raise ValueError("param groups whose params are no names, or have one twice")
+            raise ValueError("param groups whose params are not names, or have one twice")
         if not all(isinstance(value, int | float) for values in scalars.values() for value in values.values()):
-            raise ValueError("scalar states that are no numbers")
+            raise ValueError("scalar states that are not numbers")
     return groups, scalars
 
 
@@ -239,7 +239,7 @@ def parse_json(text: bytes) -> Any:
     needed = len(text) * (_COST_OF_ASCII if text.isascii() else _COST_OF_OTHERS)
     needed += sum(cost * text.count(sign) for sign, cost in _COSTS.items())
     if needed > _MOST_MEMORY_NBYTES:
-        problem, remedy = "this file has more JSON than is read", "save fewer tensors in one file"
+        problem, remedy = "this file has too much JSON", "save fewer tensors in one file"
         expected = f"JSON that takes at most {_MOST_MEMORY_NBYTES} bytes of memory"
         found = f"{len(text)} bytes of text, which may take {needed}"
         raise UnsupportedError(problem, expected=expected, found=found, remedy=remedy)
