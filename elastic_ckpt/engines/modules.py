@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +29,14 @@ _ELSEWHERE = (
 class ModuleAdapter(EngineAdapter):
     """Adapter of a module, whose parameters no optimizer owns yet; ``ds_config``: of those on the meta device.
 
+    What gives these memory is undone by ``undo``.
     Raises :class:`UnsupportedError` for parameters without memory, or in memory that cannot be written, for a process
     without process group, and for DeepSpeed's experts, which an engine distributes.
     """
 
-    def __init__(self, module: torch.nn.Module, ds_config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, module: torch.nn.Module, ds_config: Mapping[str, Any] | None, undo: ExitStack) -> None:
         if ds_config is not None and dist.is_initialized():
-            _allocate_partitions(module, ds_config)
+            _allocate_partitions(module, ds_config, undo)
         params = {param: name for name, param in module.named_parameters()}
         without = [name for name, each in (*module.named_parameters(), *module.named_buffers()) if each.is_meta]
         for present, what, expected in (
@@ -68,13 +70,15 @@ class ModuleAdapter(EngineAdapter):
             param.ds_secondary_tensor = None
 
 
-def _allocate_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
+def _allocate_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any], undo: ExitStack) -> None:
     """Give parameters on the meta device memory for this rank's partition, as :class:`Init` would divide whole ones."""
     init = Init(config_dict_or_path=dict(ds_config))
     for param in [param for param in module.parameters() if param.is_meta]:
         dtype = init.dtype if param.is_floating_point() else param.dtype
         value, attributes = torch.empty(1, dtype=dtype, device=init.local_device), dict(vars(param))
-        torch.utils.swap_tensors(param, torch.nn.Parameter(value.expand(param.shape), param.requires_grad))
+        other = torch.nn.Parameter(value.expand(param.shape), param.requires_grad)
+        torch.utils.swap_tensors(param, other)
+        undo.callback(torch.utils.swap_tensors, param, other)
         vars(param).update(attributes)
         init._convert_to_deepspeed_param(param)
         # DeepSpeed divides a copy of the whole parameter: of one value, which is everywhere in it

@@ -7,8 +7,9 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -108,8 +109,10 @@ class PretrainedLoad:
             try:
                 if is_url(self.folder):
                     nodes.look("list the folder", lambda: None)
-                adapter, local_state = describe(self._adapter)
-                plan, weights, files, medium = self._prepare(local_state)
+                with ExitStack() as undo:
+                    adapter, local_state = describe(partial(self._adapter, undo))
+                    plan, weights, files, medium = self._prepare(local_state)
+                    undo.pop_all()
             except ElasticCkptError as first:
                 error = told_apart(first)
                 raise error from error.__cause__
@@ -127,9 +130,9 @@ class PretrainedLoad:
             print(f"elastic_ckpt loaded pretrained weights: {whole} of {place} {took}", file=sys.stderr)
         return report, weights
 
-    def _adapter(self) -> EngineAdapter:
+    def _adapter(self, undo: ExitStack) -> EngineAdapter:
         if self.engine is None:
-            return ModuleAdapter(self.module, self.ds_config)
+            return ModuleAdapter(self.module, self.ds_config, undo)
         if stacked_experts(self.engine):
             problem = "pretrained weights cannot be loaded into the layers of experts that AutoEP has made"
             remedy = "load them into the module before deepspeed.initialize, which makes these layers of its own"

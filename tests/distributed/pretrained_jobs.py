@@ -262,3 +262,17 @@ def refused(cases: list[Case]) -> list[Refused]:
         )
         close(engine)
     return found
+
+
+def lacking(case: Case) -> list[tuple[str, bool]]:
+    """The error of a module on the meta device that has more parameters than the folder; is it all there still?"""
+    elastic_ckpt.install()
+    config = {"train_batch_size": dist.get_world_size(), "zero_optimization": {"stage": 3}}
+    with accelerate.init_empty_weights():
+        live = build(case)
+    said = "loaded without an error"
+    try:
+        elastic_ckpt.load_pretrained(live, case.folder, ds_config=config)
+    except elastic_ckpt.ElasticCkptError as error:
+        said = f"{type(error).__name__}: {error}"
+    return [(said, all(param.is_meta and not hasattr(param, "ds_id") for param in live.parameters()))]

@@ -190,3 +190,16 @@ def test_wrong_folders_are_errors_that_change_nothing(launch: Launch, folders: d
     for each, (what, (_, kind, text)) in zip(found, [*wrong.items()] * 2, strict=True):
         assert (each.kinds[:1] or ("",)) == (kind,) and len(each.texts) == 1, (what, each)
         assert text in next(iter(each.texts)) and not (each.changed and kind), (what, each)
+
+
+def test_a_folder_without_all_weights_of_a_meta_module_is_refused(
+    launch: Launch, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Whose other parameters would have no values; nothing is allocated."""
+    transformers.LlamaConfig.from_pretrained(folders["llama"], num_hidden_layers=3).save_pretrained(tmp_path)
+    case = Case(str(folders["llama"]), "LlamaForCausalLM", Setup(3), config=str(tmp_path))
+    found = launch(2, "pretrained_jobs.lacking", case)
+    assert found[0] == found[1]
+    said, is_untouched = found[0]
+    assert said.startswith("MismatchError: this folder lacks weights of a module that was on the meta device")
+    assert "model.layers.2." in said and is_untouched

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,17 +24,17 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 def test_a_module_without_process_group_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="without process group"):
-        ModuleAdapter(torch.nn.Linear(2, 3))
+        ModuleAdapter(torch.nn.Linear(2, 3), None, ExitStack())
 
 
 @pytest.mark.usefixtures("process_group")
 def test_parameters_on_the_meta_device_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="meta device") as raised:
-        ModuleAdapter(torch.nn.Linear(2, 3, device="meta"))
+        ModuleAdapter(torch.nn.Linear(2, 3, device="meta"), None, ExitStack())
     assert raised.value.parameter == "weight, bias"
 
 
 @pytest.mark.usefixtures("process_group")
 def test_a_module_that_is_whole_is_described_as_such() -> None:
-    (weight, bias) = ModuleAdapter(torch.nn.Linear(2, 3)).local_state().wholes
+    (weight, bias) = ModuleAdapter(torch.nn.Linear(2, 3), None, ExitStack()).local_state().wholes
     assert (weight.name, weight.shape, weight.range, bias.name) == ("weight", (3, 2), FlatRange(0, 6), "bias")

@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from elastic_ckpt.data import ElasticSampler
-from tests.distributed.conftest import Launch
 from tests.distributed.elastic_nodes import outcome_of
-from tests.distributed.launch import end, environment, start
+from tests.distributed.launch import end, environment, run_ranks, start
 from tests.distributed.nodes_script import BATCH, FAIL
 from tests.integration.conftest import SCRIPTS, Job, Run
 from tests.integration.scripts.trainer_data import LENGTH
 
-STEPS, LIMIT = 6, 240
+STEPS, LIMIT = 6, 400
 AGENTS = {
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=1"],
     "Accelerate": [
@@ -54,13 +53,13 @@ def test_ranks_that_an_agent_restarts_in_place_go_on(agent: str, extensions_dir:
 @pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: bash launch/frameworks.sh FOLDER ray runs this"
 )
-def test_a_worker_group_of_ray_goes_on_with_other_workers(launch: Launch, extensions_dir: str, tmp_path: Path) -> None:
+def test_a_worker_group_of_ray_goes_on_with_other_workers(extensions_dir: str, tmp_path: Path) -> None:
     """Two workers, of which one fails before step 3 and Ray starts both again; then three, then one."""
     folder, alone = tmp_path / "ray", tmp_path / "alone"
     folder.mkdir()
     alone.mkdir()
     run_to_the_end([str(SCRIPTS / "ray_train.py"), str(folder)], environment(extensions_dir), tmp_path / "ray.log")
-    launch(1, "nodes_script.uninterrupted", (str(alone), 8))
+    run_ranks(1, "nodes_script.uninterrupted", (str(alone), 8), extensions_dir, LIMIT)
     found, expected = outcome_of(folder), outcome_of(alone)
     assert list(found.worlds.values()) == [2, 2, 2, 2, 3, 3, 1, 1]
     assert (found.starts, found.lost_or_twice) == (4, 0)
