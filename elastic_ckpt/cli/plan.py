@@ -59,7 +59,7 @@ def nbytes_of(text: str) -> int:
     """Bytes, from ``80GB`` or ``40GiB``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG]i?B)", text)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size: write 80GB or 40GiB")
+        raise typer.BadParameter(f"{text!r} is no size: write 80GB or 40GiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -78,14 +78,13 @@ def plan(
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage.")] = None,
     gpu_memory: Annotated[
         int | None,
-        typer.Option("--gpu-memory", parser=nbytes_of, metavar="SIZE", help="GPU memory, such as 80GB: does it fit?"),
+        typer.Option("--gpu-memory", parser=nbytes_of, metavar="SIZE", help="Memory of a GPU (80GB): does it fit?"),
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="Also show batch sizes that keep this global batch.")
+        int | None, typer.Option("--global-batch", min=1, help="Also tell the batch sizes that keep so many samples.")
     ] = None,
     max_micro_batch: Annotated[
-        int | None,
-        typer.Option("--max-micro-batch", min=1, help="Largest micro-batch of a rank; default: that of the save."),
+        int | None, typer.Option("--max-micro-batch", min=1, help="Of a rank; default: that of the save.")
     ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="As with load_module_only=True: no optimizer states.")
@@ -146,9 +145,9 @@ def plan(
             raise ConfigError("--plot needs matplotlib", found=str(error), remedy=remedy) from error
         draw(job, ranks, plot)
     shown = {"storage": str(medium), **document(job, found)}
-    shown = {**answer(job, shown, (before, run), batch, gpu_memory, model), **shown}
     if global_batch is not None:
         shown["batch"] = _kept_batch(saved, dp, global_batch, max_micro_batch or batch.micro_batch)
+    shown = {**answer(job, shown, (before, run), batch, gpu_memory, model), **shown}
     parts = [shown["answer"], *report(job, shown, in_detail=every or rank is not None)]
     if not every and rank is None:
         del shown["ranks"]
@@ -158,7 +157,7 @@ def plan(
 def _kept_batch(saved: SourceFacts, dp: int, global_batch: int, max_micro_batch: int | None) -> dict[str, Any]:
     """The batch sizes that data-parallel ranks can have, as a DeepSpeed config wants them."""
     if max_micro_batch is None:
-        raise typer.BadParameter("the checkpoint does not record a micro-batch", param_hint="--max-micro-batch")
+        raise typer.BadParameter("the checkpoint tells no micro-batch", param_hint="--max-micro-batch")
     kept = batch_for(saved.sequence.data_degree(dp), global_batch, max_micro_batch)
     return kept.config | {"learning_rate_factor": kept.learning_rate_factor}
 
@@ -202,6 +201,8 @@ def answer(
     most = max(shown["ranks"], key=lambda each: _at(each, GPU))
     needed, others = _at(most, GPU), sorted({each["place"] for each in most["after_load"]} - {GPU})
     batch, refused = run.batch(job.topology.dp, saved)
+    if kept := shown.get("batch"):  # --global-batch asks for another than the config's
+        batch, refused = kept["train_batch_size"], None
     fits = None if gpu_memory is None else needed <= gpu_memory
     if refused:
         shown["notes"] = [refused, *shown["notes"]]

@@ -183,7 +183,7 @@ class FolderView(Store):
             at for name in names for at in {copy.level if alone else copy.node for copy in self.copies[name]}
         )
         parts = (f"{place} has {counts[number]}" for number, place in enumerate(places))
-        where = f"in {counted(len(places), 'folder')}" if alone else f"on {len(places)} nodes"
+        where = f"in {counted(len(places), 'folder')}" if alone else f"on {counted(len(places), 'node')}"
         return "; ".join((f"{len(names)} {where}, of which {shortened(parts)}", *self._unreadable()))
 
     def _unreadable(self) -> Iterator[str]:
@@ -211,7 +211,7 @@ class FolderView(Store):
         first = copies[0]
         other = next((copy for copy in copies[1:] if not self._is_same(first, copy)), None)
         if other is not None and not ON_EVERY_NODE.fullmatch(name):
-            problem = "there are different files under one name, so they are not of one save"
+            problem = "there are different files under one name, so that this is no one save"
             remedy = "remove the copy that is of another run or an older save, or cut short, take another tag, or wait "
             remedy += "until the file is written"
             raise ConflictingCopiesError(problem, path, self.described(first), self.described(other), remedy=remedy)

@@ -84,7 +84,9 @@ def test_a_real_checkpoint(native: Path) -> None:
 def test_the_batch_that_ranks_can_keep(native: Path) -> None:
     """The save's micro-batch is 6, of 12 samples on 2 ranks."""
     folder = folder_of(native, Setup(1), 2)
-    batch = told(folder, "--dp", "4", "--global-batch", "12")["batch"]
+    kept = told(folder, "--dp", "4", "--global-batch", "12")
+    assert kept["global_batch"] == {"saved": 12, "now": 12} and kept["answer"].endswith("global batch 12.")
+    batch = kept["batch"]
     sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
     assert batch == {**sizes, "learning_rate_factor": 1.0}
     batch = told(folder, "--dp", "5", "--global-batch", "96", "--max-micro-batch", "4")["batch"]
