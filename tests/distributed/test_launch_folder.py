@@ -217,11 +217,22 @@ def slurm(env: dict[str, str], tmp_path: Path) -> dict[str, str]:
     return {**env, **{key: str(value) for key, value in values.items()}, "RANKS": "1"}
 
 
+def test_slurm_sbatch_adds_no_argument_to_those_of_the_script(slurm: dict[str, str], tmp_path: Path) -> None:
+    stub = tmp_path / "stubs" / "srun"
+    stub.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"; echo "$STOP_FILE"\n')
+    job = {"SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost"}
+    command = ["bash", str(REPO / "launch" / "slurm.sbatch"), "my train.py", "--note", "two words"]
+    env = {**slurm, **job, "PATH": os.pathsep.join([str(tmp_path / "stubs"), os.environ["PATH"]])}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=False)
+    script = ["-m", "elastic_ckpt.run", "my train.py", "--note", "two words", str(tmp_path / "saved" / "stop"), "done"]
+    assert ended.stdout.splitlines()[-len(script) :] == script and ended.returncode == 0, ended.stderr
+
+
 def test_slurm_sbatch_saves_before_its_time_is_over_and_goes_on_with_the_nodes_it_gets(
     uninterrupted: Uninterrupted, slurm: dict[str, str], tmp_path: Path
 ) -> None:
     calls, saved = tmp_path / "calls", tmp_path / "saved"
-    arguments = training(tmp_path / "losses.csv", saved)
+    arguments = [*training(tmp_path / "losses.csv", saved), "--stop-file", str(saved / "stop")]
     one = {"SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost"}
     hold = {WAIT_AT: "5", WAIT_IN: str(saved)}
     with running("slurm.sbatch", arguments, tmp_path / "first.log", {**slurm, **one, **hold}) as run:
