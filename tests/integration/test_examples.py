@@ -1,0 +1,83 @@
+"""Scripts of ``examples/`` and the recipes that use them: each is run as its page says, and prints what the page shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.blocks import REPO, blocks
+from tests.integration.pages import EQUAL, Walk, walk
+from tests.storage.buckets import serve_bucket
+
+#: Pages whose commands are executed, or one of their sections: loads of elastic_ckpt, and those of them whose tensors are
+#: compared: not those of ranks with shards or experts of their own, nor what DeepSpeed did not save.
+PAGES = [
+    ("examples.md", "Accelerate", 1, 1),
+    ("examples.md", "PyTorch Lightning", 1, 1),
+    ("examples.md", "A bucket", 1, 1),
+    ("examples.md", "Disks of nodes", 1, 1),
+    ("recipe-fewer-nodes.md", "", 1, 1),
+    ("recipe-slurm.md", "", 1, 0),
+    ("recipe-8bit.md", "", 2, 2),
+    ("recipe-experts.md", "", 1, 0),
+    ("recipe-fsdp.md", "", 1, 0),
+    ("recipe-loss-jumped.md", "", 1, 1),
+]
+#: Rounding of sums in another order over a few steps, and of what the Trainer prints.
+ROUNDING = 2e-3
+SCRIPTS = sorted(path.name for path in (REPO / "examples").glob("*.py"))
+
+
+@pytest.fixture
+def bucket_variables() -> Iterator[dict[str, str]]:
+    """What the environment says of a bucket."""
+    with serve_bucket() as bucket:
+        names = {"endpoint": "AWS_ENDPOINT_URL", "access_key_id": "AWS_ACCESS_KEY_ID", "region": "AWS_REGION"}
+        found = {variable: bucket.options[name] for name, variable in names.items()}
+        yield {**found, "AWS_SECRET_ACCESS_KEY": bucket.options["secret_access_key"], "AWS_ALLOW_HTTP": "true"}
+
+
+@pytest.mark.parametrize(
+    ("page", "section", "loads", "compared"), PAGES, ids=lambda value: str(value).replace(".md", "")
+)
+def test_a_page_does_what_it_says(
+    page: str,
+    section: str,
+    loads: int,
+    compared: int,
+    tmp_path: Path,
+    extensions_dir: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    more = request.getfixturevalue("bucket_variables") if section == "A bucket" else {}
+    done = Walk(tmp_path, extensions_dir, more)
+    walk(page, section, done)
+    printed = "".join(done.jobs)
+    assert printed.count("elastic_ckpt: checkpoint restored") == loads
+    counts = [int(count) for count in re.findall(EQUAL.format(r"(\d+)"), printed)]
+    assert len(counts) == compared and all(count >= 12 for count in counts)
+    if page != "recipe-loss-jumped.md":  # which is about losses that are not the same
+        of_several = [losses for losses in done.losses() if len(losses) > 1]
+        assert len(of_several) >= 4
+        assert all(max(losses) - min(losses) < ROUNDING for losses in of_several), of_several
+
+
+def test_every_example_is_run_and_short() -> None:
+    pages = {page for page, *_ in PAGES}
+    commands = "\n".join("\n".join(block.commands()) for block in blocks("bash") if block.page.name in pages)
+    for name in SCRIPTS:
+        assert f"examples/{name}" in commands, name
+        assert len((REPO / "examples" / name).read_text(encoding="utf-8").splitlines()) <= 80, name
+
+
+def test_code_that_a_recipe_shows_is_that_of_its_example() -> None:
+    shown = [
+        block for block in blocks("python") if block.not_run and block.not_run.startswith("it is a part of examples")
+    ]
+    assert len(shown) >= 3
+    for block in shown:
+        script = re.findall(r"examples/\w+\.py", block.not_run or "")[0]
+        assert block.text in (REPO / script).read_text(encoding="utf-8"), block.where
