@@ -202,7 +202,7 @@ def answer(
     needed, others = _at(most, GPU), sorted({each["place"] for each in most["after_load"]} - {GPU})
     batch, refused = run.batch(job.topology.dp, saved)
     if kept := shown.get("batch"):  # --global-batch asks for another than the config's
-        batch, refused = kept["train_batch_size"], None
+        batch, refused = kept["train_batch_size"], ""
     fits = None if gpu_memory is None else needed <= gpu_memory
     if refused:
         shown["notes"] = [refused, *shown["notes"]]
