@@ -110,5 +110,5 @@ def test_other_data_are_refused_before_deepspeeds_own_loader_begins(own: list[An
 def test_other_data_are_told_after_a_load_that_elastic_ckpt_was_not_to_look_at(own: list[Any]) -> None:
     for rank in own:
         found = rank.off_6
-        assert found.error.startswith("PartialLoadError: the data position is one in other data")
+        assert found.error.startswith("PartialLoadError: the data position is of other data")
         assert found.is_saved and found.consumed == 0
