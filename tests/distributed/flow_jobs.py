@@ -23,6 +23,7 @@ from deepspeed.accelerator import get_accelerator
 
 import elastic_ckpt
 from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.load.resume_sheet import write_sheet
 from tests.distributed.facts import log_lines
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, close, param_groups
 from tests.distributed.unchanged_jobs import NOT_HANDED_OUT, SAVE_AT, state_of, text_of, train
@@ -98,6 +99,7 @@ def _save(flow: EngineFlow, folder: str) -> dict[str, dict[Any, Any]]:
         truth = state_without_padding(_CELL, engine)
         truth["client"] = parts.CLIENTS[flow.client]()
         engine.save_checkpoint(folder, tag="4", client_state=truth["client"])
+        write_sheet(engine, {"save_dir": folder, "tag": "4"})
         if not flow.pending:
             return truth | _three_steps_later(engine)
     with live(flow, 7) as engine:  # whose gradients are not those of a run that goes on
@@ -122,6 +124,8 @@ def _load(flow: EngineFlow, folder: str) -> dict[str, dict[Any, Any]]:
         held = state_without_padding(_CELL, engine)
         held["client"] = {key: value for key, value in (client or {}).items() if key not in NOT_HANDED_OUT}
         held["path"] = {"": path}
+        # the load of a run that is the same is not said to be of another
+        held["resume sheet"] = {"differs": getattr(getattr(engine, "elastic_report", None), "differs", ())}
         return held | _three_steps_later(engine)
 
 
