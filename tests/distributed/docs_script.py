@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -42,7 +43,10 @@ def main() -> None:
     model = script.GPT(vocabulary)
     config = json.loads((REPO / "configs" / "elasticity.json").read_text())
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    shutil.copytree("checkpoints", "as_saved")
     for where, code in blocks:
+        shutil.rmtree("checkpoints")  # a block may save over it, at another stage
+        shutil.copytree("as_saved", "checkpoints")
         names: dict[str, Any] = {
             **{"elastic_ckpt": elastic_ckpt, "torch": torch, "engine": engine, "parser": argparse.ArgumentParser()},
             **{"load_dir": "checkpoints", "save_dir": "checkpoints", "steps": 4, "step": 4, "rank": 0, "world_size": 1},
