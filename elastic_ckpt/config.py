@@ -59,7 +59,7 @@ class Reading(BaseModel):
 class ElasticConfig(BaseModel):
     """Options of elastic loading. Unknown keys are an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
     mode: Mode = Field(
         "auto",
@@ -98,7 +98,8 @@ class ElasticConfig(BaseModel):
         repr=False,
         description="options of obstore for folders in object stores (s3://, gs://, az://, https://), in addition to "
         'the environment\'s, such as {"endpoint": "http://minio:9000", "client_options": {"allow_http": '
-        "true}}. They are never printed",
+        "true}}. elastic_ckpt does not print them, but DeepSpeed saves its config in every checkpoint and may log it: "
+        "keep keys in the environment",
     )
     wait_for_files: int = Field(
         0,
@@ -278,4 +279,5 @@ def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
         else:
             right = f'"{CONFIG_KEY}": {{...}}'
         problem = f'"{key}"{where} in the DeepSpeed config is ignored by DeepSpeed'
-        raise ConfigError(problem, None, right, f'"{key}": {value!r}', remedy=f"write {right}")
+        found = f'"{key}"' if isinstance(value, Mapping) else f'"{key}": {value!r}'  # a section may have secrets
+        raise ConfigError(problem, None, right, found, remedy=f"write {right}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -325,4 +326,9 @@ def test_options_of_object_stores_are_in_no_error() -> None:
     with pytest.raises(ConfigError) as caught:
         read(storage_options="secret_access_key=SECRET")
     assert "SECRET" not in str(caught.value) and caught.value.__cause__ is None
-    assert "SECRET" not in repr(read(storage_options={"secret_access_key": "SECRET"}))
+    secret = {"storage_options": {"secret_access_key": "SECRET"}}
+    assert "SECRET" not in repr(read(**secret))
+    for config in ({"elastic_checkpoints": secret}, {CONFIG_KEY: {"storage_option": secret["storage_options"]}}):
+        with pytest.raises(ConfigError) as caught:
+            read_config(config)
+        assert "SECRET" not in "".join(traceback.format_exception(caught.value))

@@ -31,7 +31,7 @@ from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
 from elastic_ckpt.load.trainer_hook import unwatch_trainer, watch_trainer
 from elastic_ckpt.patches import aligned_partitions, argument, pipeline_stages, unwrap, wrap
-from elastic_ckpt.storage import VIEW, exists, is_url, seen_through
+from elastic_ckpt.storage import VIEW, absolute, exists, is_url, seen_through
 from elastic_ckpt.storage.local import look_again, pinned
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,8 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
     """Load what was found; leave to DeepSpeed's own loader what only that restores. Collective."""
     engine = call.engine
     if found is None:
-        if call.config.mode == "require":
-            problem, expected = "there is no DeepSpeed checkpoint to load", "a checkpoint, since the mode is 'require'"
+        if call.config.mode == "require" or (call.arguments.tag and is_url(os.fspath(call.arguments.load_dir))):
+            problem, expected = "there is no DeepSpeed checkpoint to load", "one, since tag or mode asks for it"
             raise errors.NotFoundError(problem, call.arguments.load_dir, expected, "none")
         with seen_through(None), screened_loads(call):
             return own()
@@ -390,7 +390,7 @@ class RetryPolicy:
         notes = [f"{each.tag} is left out, since no file tells its step" for step, each in others if step is None]
         older = [(step, each) for step, each in others if step is not None and (not steps or step < steps[-1])]
         if not older:
-            around = os.path.dirname(os.path.abspath(load_dir))
+            around = os.path.dirname(absolute(load_dir))
             why = f"no older checkpoint is in {load_dir} (elastic-ckpt latest {around} looks beside it)"
             return None, (), "; ".join((why, *notes))
         step, newest = max(older, key=lambda each: (each[0], each[1].by_rank, each[1].tag))

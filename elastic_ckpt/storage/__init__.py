@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Protocol, TypeVar
 
 from elastic_ckpt.storage import local
@@ -131,6 +132,11 @@ def _view_of(path: str) -> FolderView | None:
 def is_url(path: str) -> bool:
     """Whether a path is that of an object store (``s3://bucket/run``)."""
     return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path) is not None
+
+
+def was_url(path: PurePath) -> bool:
+    """Whether it is a URL that was taken for the path of a folder, which would get a folder ``s3:``."""
+    return any(re.fullmatch(r"(s3a?|gs|az|abfss?|https?):", part) for part in path.parts)
 
 
 def absolute(path: str) -> str:

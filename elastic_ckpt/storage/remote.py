@@ -13,11 +13,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from pathlib import PurePosixPath
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from elastic_ckpt.errors import CommunicationError, ConfigError, ElasticCkptError, NotFoundError, SavedOverError, listed
 from elastic_ckpt.report import Requests
@@ -32,25 +33,25 @@ REQUEST_NBYTES = 8 << 20
 #: double, 50 s together. They are ours, not obstore's, which would tell nobody.
 _RETRIES, _FIRST_PAUSE = 8, 0.2
 _PAGE = 1000  # most objects that a store lists in one answer
-_SHOWN = 300
-_QUERY = re.compile(r"\?\S*")  # which may hold a signature
-_METADATA_SERVICE = "169.254.169.254"  # of clouds, asked for credentials where there are none
+_SHOWN = 400
+_SECRETS = re.compile(r"(?<=\?)\S+|(?<=//)[^/\s]*(?=@)")  # of a URL: a signature in its query, a password
+#: What is said where there are no credentials, also by clouds' services that are asked for some. Not a key's letters.
+_NO_CREDENTIALS = re.compile(r"169\.254\.169\.254|//metadata[./]|(?<![/\w.%-])credential", re.IGNORECASE)
+_EXPIRED = re.compile(r"ExpiredToken|InvalidToken|TokenRefreshRequired|status code: 40[13]")
+_OTHER_REGION = re.compile(r"redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed")
+_FINAL = re.compile(rf"builder error|non-partial response|{_NO_CREDENTIALS.pattern}|{_OTHER_REGION.pattern}", re.I)
 
 
 class RemoteFolder:
     """A folder in an object store; ``options`` are obstore's: an endpoint, credentials, those of its HTTP client."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        parts = _parts_of(url)
         try:
             from obstore.store import from_url  # noqa: PLC0415
         except ImportError as error:
             problem, remedy = "reading from an object store needs obstore", "pip install 'elastic_ckpt[remote]'"
             raise ConfigError(problem, url, remedy=remedy) from error
-        parts = urlsplit(url)
-        if parts.username or parts.password or parts.query or not parts.netloc:
-            problem, expected = "this URL is not that of a folder in an object store", "s3://bucket/run, say"
-            remedy = 'give keys and signatures by the environment, or under "storage_options"'
-            raise ConfigError(problem, f"{parts.scheme}://...", expected, "one with keys or a query", remedy=remedy)
         self.url, self._prefix = url, unquote(parts.path).strip("/")
         self.requests, self._lock = Requests(), threading.Lock()
         retry = {"max_retries": 0, "retry_timeout": timedelta(0)}
@@ -61,9 +62,8 @@ class RemoteFolder:
         try:
             self._store = open_with(options)
         except BaseException as error:
-            if not options or not _is_of_obstore(error):
-                with named_errors(url):
-                    raise
+            if not _is_of_obstore(error):
+                raise
             raise _wrong_option(url, options, open_with, error) from None  # its text may have a secret
 
     def _key(self, name: str) -> str:
@@ -83,14 +83,13 @@ class RemoteFolder:
                 found += page
         begin = len(self._prefix) + bool(self._prefix)
         # consoles make empty objects in the place of folders, whose names have lost their last slash
-        folders = {each["path"].rpartition("/")[0] for each in found}
+        folders = {self._prefix, *(str(above) for each in found for above in PurePosixPath(each["path"]).parents)}
         return [
             self._entry(each["path"][begin:], each) for each in found if each["size"] or each["path"] not in folders
         ]
 
     def _entry(self, name: str, meta: Mapping[str, Any]) -> Entry:
-        version = meta["e_tag"] or meta["version"]
-        if version is None:
+        if (version := meta["e_tag"]) is None:
             problem, remedy = "this server gives its files no version", "take one that sends an ETag with each file"
             expected = "an ETag, without which a file that is overwritten during the load goes unnoticed"
             raise ConfigError(problem, f"{self.url}/{name}", expected, remedy=remedy)
@@ -103,12 +102,15 @@ class RemoteFolder:
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
         """Bytes of an object in the version of the listing. Thread-safe."""
         import obstore  # noqa: PLC0415
-        from obstore.exceptions import GenericError  # noqa: PLC0415
+        from obstore.exceptions import GenericError, PreconditionError  # noqa: PLC0415
 
         options: Any = {"range": (start, stop), "if_match": entry.version}
 
         def read() -> memoryview:
-            raw = memoryview(obstore.get(self._store, self._key(entry.name), options=options).bytes())
+            answer = obstore.get(self._store, self._key(entry.name), options=options)
+            if (version := answer.meta["e_tag"]) and _bare(version) != _bare(entry.version):
+                raise PreconditionError(f"the version {version}, where {entry.version} was asked for")
+            raw = memoryview(answer.bytes())
             if len(raw) != stop - start:
                 raise GenericError(f"{len(raw)} bytes came, where {stop - start} were asked for")
             return raw
@@ -166,12 +168,29 @@ def _is_passing(error: Exception) -> bool:
     """Whether an error may be gone in a moment."""
     if status := re.search(r"status code: (\d{3})", str(error)):
         return status[1].startswith("5") or status[1] in ("408", "429")
-    return "builder error" not in str(error) and _METADATA_SERVICE not in str(error)
+    return _FINAL.search(str(error)) is None
+
+
+def _bare(version: str) -> str:
+    """An ETag without its quotes, which Azure's listings lack, and without the mark of a server that compresses."""
+    return version.removeprefix("W/").strip('"')
+
+
+def _parts_of(url: str) -> SplitResult:
+    """The parts of a folder's URL; :class:`ConfigError`, without what may be secret, if it has others or none."""
+    with suppress(ValueError):  # of brackets that are no address
+        parts = urlsplit(url)
+        if parts.netloc and not (parts.username or parts.password or parts.query or parts.fragment):
+            return parts
+    problem, expected = "this URL is not that of a folder in an object store", "s3://bucket/run, say"
+    remedy = 'give keys and signatures by the environment, or under "storage_options"; of a name, write # and ? as '
+    found = "one without a bucket, or with keys, a query or a fragment"
+    raise ConfigError(problem, f"{url.partition('://')[0]}://...", expected, found, remedy=f"{remedy}%23 and %3F")
 
 
 def _words_of(error: BaseException) -> str:
     text = str(error).partition("Debug source")[0]
-    return _QUERY.sub("?...", " ".join(text.split()))[:_SHOWN]
+    return _SECRETS.sub("...", " ".join(text.split()))[:_SHOWN]
 
 
 def _is_of_obstore(error: BaseException) -> bool:
@@ -182,17 +201,20 @@ def _is_of_obstore(error: BaseException) -> bool:
 def _wrong_option(
     url: str, options: Mapping[str, Any], open_with: Callable[[Mapping[str, Any]], Any], error: BaseException
 ) -> ConfigError:
-    """An error that names the options with which alone the same error comes, and no value."""
+    """An error that names the options with which alone the same error comes, and no value; or the URL, if none does."""
 
-    def is_wrong(key: str) -> bool:
+    def is_wrong(*keys: str) -> bool:
         try:
-            open_with({key: options[key]})
+            open_with({key: options[key] for key in keys})
         except BaseException as other:
             if not _is_of_obstore(other):
                 raise
             return str(other) == str(error)
         return False
 
+    if is_wrong():
+        remedy = "look at its spelling, and at variables such as AWS_ENDPOINT_URL"
+        return ConfigError("this cannot be read as an object store", url, found=_words_of(error), remedy=remedy)
     wrong = list(filter(is_wrong, options)) or list(options)
     problem = f'under "storage_options", this is not understood: {listed(wrong)}'
     expected = "options of obstore's store for this URL, with values of the right types"
@@ -202,39 +224,51 @@ def _wrong_option(
 
 @contextmanager
 def named_errors(url: str) -> Iterator[None]:
-    """Raises what obstore says about an object or a folder as an error that names it."""
-    from obstore import exceptions as known  # noqa: PLC0415
+    """Raises what obstore says about an object or a folder as an error that names it.
 
+    What obstore itself has raised is no cause of it, since a traceback would show its text, with passwords of URLs.
+    """
     try:
         yield
-    except FileNotFoundError as error:
-        problem, remedy = "an object of the checkpoint is gone", "load again, or take another tag"
-        raise SavedOverError(problem, url, "the object that was listed", "none", remedy=remedy) from error
-    except known.PreconditionError as error:
-        problem = "the checkpoint was saved over while it was being loaded"
-        remedy = "load again once that save has ended; a tag of its own for each save avoids it"
-        raise SavedOverError(problem, url, "the version that was listed", "another one", remedy=remedy) from error
-    except (known.PermissionDeniedError, known.UnauthenticatedError) as error:
-        problem, expected = "the object store does not let this job read", "credentials that may list and read there"
-        remedy = "set those of the environment (AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_... )"
-        raise ConfigError(problem, url, expected, _words_of(error), remedy=remedy) from error
     except BaseException as error:
-        found = _words_of(error)
         if not _is_of_obstore(error) or isinstance(error, ElasticCkptError):
             raise
-        if not isinstance(error, known.BaseError) or "builder error" in found:  # a panic, say
-            problem = "no request can be made of this URL and the options"
-            expected = "an endpoint such as http://minio:9000"
-            remedy = 'look for spaces and line breaks in endpoint and keys; http:// needs {"allow_http": true} under '
-            remedy += '"client_options" of "storage_options"'
-            raise ConfigError(problem, url, expected, found, remedy=remedy) from error
-        if "NoSuchBucket" in found or "ContainerNotFound" in found or "bucket does not exist" in found:
-            raise NotFoundError("there is no such bucket", url, "the name of a bucket", found) from error
-        if re.search(r"credential|metadata|" + re.escape(_METADATA_SERVICE), found, re.IGNORECASE):
-            problem, expected = "there are no credentials for this object store", "some in the environment"
-            remedy = "set AWS_ACCESS_KEY_ID and the like, or AWS_SKIP_SIGNATURE=true for a public bucket"
-            raise ConfigError(problem, url, expected, found, remedy=remedy) from error
-        if isinstance(error, (known.NotSupportedError, known.UnknownConfigurationKeyError, known.InvalidPathError)):
-            raise ConfigError("this cannot be read as an object store", url, found=found) from error
-        problem, remedy = "the object store does not answer as it should", "load again once it does"
-        raise CommunicationError(problem, url, found=found, remedy=remedy) from error
+        _raise_named(error, url, _words_of(error))
+
+
+def _raise_named(error: BaseException, url: str, found: str) -> NoReturn:
+    from obstore import exceptions as known  # noqa: PLC0415
+
+    if isinstance(error, FileNotFoundError):
+        problem, remedy = "an object of the checkpoint is gone", "load again, or take another tag"
+        raise SavedOverError(problem, url, "the object that was listed", "none", remedy=remedy) from None
+    if isinstance(error, known.PreconditionError):
+        problem = "the checkpoint was saved over while it was being loaded"
+        remedy = "load again once that save has ended; a tag of its own for each save avoids it"
+        raise SavedOverError(problem, url, "the version that was listed", "another one", remedy=remedy) from None
+    if isinstance(error, known.InvalidPathError) or "Could not parse path" in found:  # a//b, a/../b, control characters
+        problem, remedy = "an object has a name that cannot be read", "rename or remove it, or take another tag"
+        raise ConfigError(problem, url, found=found, remedy=remedy) from None
+    if not isinstance(error, known.BaseError) or "builder error" in found:  # a panic, say
+        problem, expected = "no request can be made of this URL and the options", "an endpoint: http://minio:9000"
+        remedy = 'look for spaces and line breaks in endpoint and keys; http:// needs {"allow_http": true} under '
+        raise ConfigError(
+            problem, url, expected, found, remedy=f'{remedy}"client_options" of "storage_options"'
+        ) from None
+    if "NoSuchBucket" in found or "ContainerNotFound" in found or "bucket does not exist" in found:
+        raise NotFoundError("there is no such bucket", url, "the name of a bucket", found) from None
+    if _OTHER_REGION.search(found):
+        problem, expected = "the bucket is in another region", 'its own in AWS_REGION, or as "region"'
+        raise ConfigError(problem, url, f'{expected} under "storage_options"', found) from None
+    if _NO_CREDENTIALS.search(found):
+        problem, expected = "there are no credentials for this object store", "some in the environment"
+        remedy = "set AWS_ACCESS_KEY_ID and the like (profiles of ~/.aws are not read), or AWS_SKIP_SIGNATURE=true for "
+        raise ConfigError(problem, url, expected, found, remedy=f"{remedy}a public bucket") from None
+    if isinstance(error, (known.PermissionDeniedError, known.UnauthenticatedError)) or _EXPIRED.search(found):
+        problem, expected = "the object store does not let this job read", "credentials that may list and read there"
+        remedy = "set those of the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_... )"
+        raise ConfigError(problem, url, expected, found, remedy=remedy) from None
+    problem, remedy = "the object store does not answer as it should", "load again once it does; look at its endpoint"
+    if isinstance(error, Exception) and not _is_passing(error):
+        remedy = "look at the URL and its endpoint: https:// is for servers of WebDAV, s3:// and the like for stores"
+    raise CommunicationError(problem, url, found=found, remedy=remedy) from None

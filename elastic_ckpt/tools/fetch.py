@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, refuse_used_up
 from elastic_ckpt.report import progress_bar
-from elastic_ckpt.storage import Entry, absolute, is_url
+from elastic_ckpt.storage import Entry, absolute, is_url, was_url
 from elastic_ckpt.storage.local import made_whole, version_of
 from elastic_ckpt.storage.remote import RemoteFolder
 
@@ -38,6 +38,8 @@ def fetch(url: str, folder: Path, options: Mapping[str, Any], everything: bool =
     if not is_url(url):
         raise ConfigError("there is nothing to fetch from a folder", url, "a URL such as s3://bucket/run")
     remote, folder = RemoteFolder(absolute(url), options), Path(os.path.abspath(folder))
+    if was_url(folder):
+        raise ConfigError("nothing is written to an object store", str(folder), "a folder on this machine")
     entries = remote.entries()
     if not entries:
         raise DamagedError("there is nothing to fetch", url, "objects below it", "none", remedy="look at its spelling")

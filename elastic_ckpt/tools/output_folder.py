@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ckpt.core.metadata import SourceFile
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import ConfigError, ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL
-from elastic_ckpt.storage import copies_of, open_stream
+from elastic_ckpt.storage import copies_of, open_stream, was_url
 from elastic_ckpt.storage.local import steady
 
 
@@ -39,6 +39,8 @@ def output_folder(target: Path, source: str, files: Sequence[SourceFile], latest
     """
     parents = target.resolve().parents
     around = next((each for each in copies_of(source) if Path(each).resolve() in parents), None)
+    if was_url(target):
+        raise ConfigError("nothing is written to an object store", str(target), "a folder, to be uploaded")
     if around or os.path.lexists(target) or target.name in ("", "..", LATEST, LATEST_UNIVERSAL):
         problem, remedy = "a checkpoint cannot be written there", "choose another name, or remove it"
         expected = "a folder with a name of its own that does not exist, outside of the checkpoint's"

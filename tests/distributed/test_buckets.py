@@ -91,6 +91,12 @@ def test_what_is_not_there_is_said(bucket: Bucket, saved: Path, launch: Launch) 
         "no such bucket": {**case, "url": "s3://nobody/run"},
         "there is no DeepSpeed checkpoint": {**case, "url": "s3://bucket/nothing"},
         "the checkpoint to load is not there": {**case, "arguments": {"tag": "step5"}},
+        "one, since tag or mode asks for it": {
+            **case,
+            "url": "s3://bucket/nothing",
+            "arguments": {"tag": "step5"},
+            "section": {**case["section"], "mode": "auto"},
+        },
         '"mode" is "off"': {**case, "section": {**case["section"], "mode": "off"}},
     }
     found = launch(2, "bucket_jobs.refuse", list(cases.values()))

@@ -27,13 +27,16 @@ class Bucket:
     Attributes:
         options: for ``"storage_options"``.
         asked: method, path and number of bytes of each answer so far.
-        faults: what happens to coming reads of ranges, one each: a status, or ``cut``.
+        faults: what happens to coming reads of ranges, one each: a status, ``cut``, or ``any version``, whatever
+            one is asked for.
+        refusal: status and code with which everything is answered.
     """
 
     options: dict[str, Any]
     store: Any
     asked: list[tuple[str, str, int]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    refusal: tuple[int, str] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put(self, folder: Path, prefix: str) -> None:
@@ -57,13 +60,17 @@ def _handler(bucket: Bucket, upstream: str) -> type[BaseHTTPRequestHandler]:
             with bucket.lock:
                 is_read = self.command == "GET" and "Range" in self.headers
                 fault = bucket.faults.pop(0) if is_read and bucket.faults else ""
-            if fault.isdecimal():
-                self.send_response(int(fault))
-                self.send_header("Content-Length", "0")
+            refusal = (int(fault), "") if fault.isdecimal() else bucket.refusal
+            if refusal is not None:
+                text = f"<Error><Code>{refusal[1]}</Code></Error>".encode()
+                self.send_response(refusal[0])
+                self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
+                self.wfile.write(text)
                 return
             connection = http.client.HTTPConnection(upstream)
-            headers = {key: value for key, value in self.headers.items() if key.lower() != "connection"}
+            left_out = ["connection", *["if-match"] * (fault == "any version")]
+            headers = {key: value for key, value in self.headers.items() if key.lower() not in left_out}
             connection.request(self.command, self.path, body, headers)
             answer = connection.getresponse()
             raw = answer.read()

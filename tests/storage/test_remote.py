@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import traceback
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 def bucket(server: Bucket) -> Bucket:
     server.asked.clear()
     server.faults.clear()
+    server.refusal = None
     return server
 
 
@@ -131,13 +133,14 @@ def test_a_server_that_never_answers_in_full_is_an_error(bucket: Bucket, monkeyp
     assert caught.value.file == f"{URL}/step4/a.pt"
 
 
-@pytest.mark.parametrize("change", ["overwrite", "remove"])
+@pytest.mark.parametrize("change", ["overwrite", "remove", "overwrite unseen"])
 def test_an_object_that_changed_since_it_was_listed_is_an_error(bucket: Bucket, change: str) -> None:
     obstore.put(bucket.store, "run2/a.pt", b"one save")
     folder = folder_in(bucket, "s3://bucket/run2")
     ranges = folder.open_ranges(entry_of(folder, "a.pt"))
     assert read(ranges, 0, 3) == b"one"
-    if change == "overwrite":
+    bucket.faults += ["any version"] * ("unseen" in change)  # as of stores that do not know If-Match
+    if change.startswith("overwrite"):
         obstore.put(bucket.store, "run2/a.pt", b"another!")
     else:
         obstore.delete(bucket.store, "run2/a.pt")
@@ -152,6 +155,41 @@ def test_a_bucket_that_is_not_there_is_named(bucket: Bucket) -> None:
     assert caught.value.file == "s3://nobody/run"
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "words"),
+    [
+        (403, "AccessDenied", ConfigError, "does not let this job read"),
+        (403, "InvalidAccessKeyId", ConfigError, "does not let this job read"),
+        (400, "ExpiredToken", ConfigError, "does not let this job read"),
+        (400, "AuthorizationHeaderMalformed", ConfigError, "in another region"),
+        (301, "PermanentRedirect", ConfigError, "in another region"),
+        (501, "NotImplemented", CommunicationError, "does not answer as it should"),
+    ],
+)
+def test_what_a_store_says_of_a_listing_is_told_at_once(
+    bucket: Bucket, status: int, code: str, kind: type[ElasticCkptError], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_RETRIES", 0)
+    bucket.refusal = status, code
+    folder = folder_in(bucket)
+    with pytest.raises(kind, match=words):
+        folder.entries()
+    assert status >= 500 or folder.requests.repeated == 0
+
+
+@pytest.mark.parametrize("name", [".metadata", "credentials/a.pt"])
+def test_an_object_with_a_telling_name_is_no_lack_of_credentials(
+    bucket: Bucket, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_RETRIES", 0)
+    obstore.put(bucket.store, f"run3/{name}", b"content")
+    folder = folder_in(bucket, "s3://bucket/run3")
+    entry = entry_of(folder, name)
+    bucket.refusal = 500, "InternalError"
+    with pytest.raises(CommunicationError):
+        folder.read(entry, 0, 7)
+
+
 def test_a_folder_that_is_not_there_is_empty(bucket: Bucket) -> None:
     folder = folder_in(bucket, "s3://bucket/nothing")
     assert folder.entries() == [] == folder.entries(())
@@ -163,12 +201,13 @@ def test_secrets_are_in_no_error(bucket: Bucket, monkeypatch: pytest.MonkeyPatch
     for url, options in (
         ("s3://nobody/run", {}),
         (URL, {"endpoint": "http://127.0.0.1:1/?sig=SECRET-OF-TESTS"}),
+        (URL, {"endpoint": "http://user:SECRET-OF-TESTS@127.0.0.1:1"}),
         (URL, {"no_such_option": "SECRET-OF-TESTS"}),
         ("ftp://bucket/run", {}),
     ):
         with pytest.raises(ElasticCkptError) as caught:
             folder_in(bucket, url, **options).entries()
-        texts.append(str(caught.value))
+        texts += traceback.format_exception(caught.value)
     assert not any("SECRET-OF-TESTS" in text for text in texts), texts
 
 
@@ -263,7 +302,14 @@ def test_paths_of_stores_are_normal(path: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["https://user:SECRET-OF-TESTS@host/run", "az://run/x?sig=SECRET-OF-TESTS", "s3:///run"]
+    "url",
+    [
+        "https://user:SECRET-OF-TESTS@host/run",
+        "az://run/x?sig=SECRET-OF-TESTS",
+        "s3:///run",
+        "s3://bucket/run#3",  # which is no folder "run"
+        "s3://[bucket/run",
+    ],
 )
 def test_a_url_with_secrets_is_refused_without_them(bucket: Bucket, url: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -272,6 +318,21 @@ def test_a_url_with_secrets_is_refused_without_them(bucket: Bucket, url: str) ->
 
 
 def test_objects_that_stand_for_folders_are_no_files(bucket: Bucket) -> None:
-    for name in ("marked/step3/", "marked/step3", "marked/step3/a.pt"):
+    for name in ("marked/", "marked/step3/", "marked/step3", "marked/step3/zero/a.pt"):
         obstore.put(bucket.store, name, b"content" if name.endswith(".pt") else b"")
-    assert [entry.name for entry in folder_in(bucket, "s3://bucket/marked").entries()] == ["step3/a.pt"]
+    assert [entry.name for entry in folder_in(bucket, "s3://bucket/marked").entries()] == ["step3/zero/a.pt"]
+
+
+def test_names_that_are_no_paths_are_told_as_such(bucket: Bucket) -> None:
+    connection = http.client.HTTPConnection(bucket.options["endpoint"].removeprefix("http://"))
+    connection.request("PUT", "/bucket/odd/a//b", b"content")  # obstore itself writes no such name
+    assert connection.getresponse().status == 200
+    for tags in (None, ["../run/step4"], ["step4\nstep5"]):
+        with pytest.raises(ConfigError, match="a name that cannot be read"):
+            folder_in(bucket, "s3://bucket/odd").entries(tags)
+
+
+@pytest.mark.parametrize("url", ["hdfs://name/run", "s3://buck et/run"])
+def test_a_url_that_obstore_does_not_take_is_not_the_fault_of_options(bucket: Bucket, url: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as an object store"):
+        folder_in(bucket, url)

@@ -105,3 +105,5 @@ def test_a_path_is_taken_as_it_is_meant(bucket: Bucket, tmp_path: Path) -> None:
     assert files_in(tmp_path / "here") == set(SMALL)
     with pytest.raises(ConfigError, match="nothing to fetch from a folder"):
         fetch(str(tmp_path), tmp_path / "there", {})
+    with pytest.raises(ConfigError, match="nothing is written to an object store"):
+        fetch(URL, Path("s3://bucket/copy"), bucket.options)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ckpt.core.metadata import SourceFile
-from elastic_ckpt.errors import ElasticCkptError, SavedOverError
+from elastic_ckpt.errors import ConfigError, ElasticCkptError, SavedOverError
 from elastic_ckpt.tools.output_folder import output_folder
 
 
@@ -23,6 +23,14 @@ def test_a_folder_gets_its_name_when_all_is_there(tmp_path: Path) -> None:
     with pytest.raises(ElasticCkptError, match="cannot be written there"), output_folder(target, tmp_path / "s", ()):
         pytest.fail("it exists")
     assert sorted(path.name for path in target.parent.iterdir()) == ["latest_universal", "out"]
+
+
+def test_a_url_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = Path("s3://bucket/out").absolute()
+    with pytest.raises(ConfigError, match="object store"), output_folder(target, tmp_path / "source", ()):
+        pytest.fail("a folder s3: was made")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("a bug")])
