@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from elastic_ckpt.errors import CommunicationError, ConfigError, ElasticCkptError, NotFoundError, SavedOverError, listed
+from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, SavedOverError, listed
 from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import Entry
 from elastic_ckpt.storage.local import first_bytes
@@ -271,4 +271,5 @@ def _raise_named(error: BaseException, url: str, found: str) -> NoReturn:
     problem, remedy = "the object store does not answer as it should", "load again once it does; look at its endpoint"
     if isinstance(error, Exception) and not _is_passing(error):
         remedy = "look at the URL and its endpoint: https:// is for servers of WebDAV, s3:// and the like for stores"
-    raise CommunicationError(problem, url, found=found, remedy=remedy) from None
+    # no CommunicationError, after which ranks take part in no collective any more
+    raise ElasticCkptError(problem, url, found=found, remedy=remedy) from None

@@ -105,6 +105,18 @@ def test_what_is_not_there_is_said(bucket: Bucket, saved: Path, launch: Launch) 
         assert words in text and each.changed == frozenset() and "SECRET" not in text, text
 
 
+def test_ranks_go_on_after_a_store_that_does_not_answer(bucket: Bucket, saved: Path, launch: Launch) -> None:
+    case = case_of(bucket, saved, f"{Setup(1).name}-dp{SAVED_AT}", Setup(1))
+    bucket.refusal = 404, "Unknown"
+    try:
+        found = launch(2, "bucket_jobs.refuse", [case], 150)  # whose last collective would hang
+    finally:
+        bucket.refusal = None
+    for each in found:
+        (text,) = each.texts
+        assert "does not answer as it should" in text and each.changed == frozenset(), text
+
+
 def test_commands_read_buckets_as_they_read_folders(bucket: Bucket, saved: Path, tmp_path: Path) -> None:
     name = f"{Setup(3).name}-dp{SAVED_AT}"
     url, folder, config = f"s3://bucket/{name}", str(saved / name), tmp_path / "ds.json"

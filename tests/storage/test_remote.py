@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt import storage
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.errors import CommunicationError, ConfigError, ElasticCkptError, NotFoundError, SavedOverError
+from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, SavedOverError
 from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import remote
 from elastic_ckpt.storage.digest import content_digest
@@ -128,7 +128,7 @@ def test_a_server_that_never_answers_in_full_is_an_error(bucket: Bucket, monkeyp
     folder = folder_in(bucket)
     ranges = folder.open_ranges(entry_of(folder, "step4/a.pt"))
     bucket.faults += ["cut"] * 100
-    with pytest.raises(CommunicationError) as caught:
+    with pytest.raises(ElasticCkptError, match="does not answer") as caught:
         read(ranges, 0, 100_000)
     assert caught.value.file == f"{URL}/step4/a.pt"
 
@@ -163,7 +163,7 @@ def test_a_bucket_that_is_not_there_is_named(bucket: Bucket) -> None:
         (400, "ExpiredToken", ConfigError, "does not let this job read"),
         (400, "AuthorizationHeaderMalformed", ConfigError, "in another region"),
         (301, "PermanentRedirect", ConfigError, "in another region"),
-        (501, "NotImplemented", CommunicationError, "does not answer as it should"),
+        (501, "NotImplemented", ElasticCkptError, "does not answer as it should"),
     ],
 )
 def test_what_a_store_says_of_a_listing_is_told_at_once(
@@ -186,7 +186,7 @@ def test_an_object_with_a_telling_name_is_no_lack_of_credentials(
     folder = folder_in(bucket, "s3://bucket/run3")
     entry = entry_of(folder, name)
     bucket.refusal = 500, "InternalError"
-    with pytest.raises(CommunicationError):
+    with pytest.raises(ElasticCkptError, match="does not answer"):
         folder.read(entry, 0, 7)
 
 
