@@ -26,7 +26,7 @@ Mode = Literal["auto", "require", "off"]
 _FOR_ANY_LOADER = {"mode", "pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
 _FOR_ANY_LOADER |= {"sheet", _SECRET := "storage_options"}  # whose values are never printed
 #: Options that others have, and why these are none here.
-_LEFT_OUT = {"readers_per_node": "leave it out: it does not pay where reads are merged (docs/limitations.md)"}
+_LEFT_OUT = {"readers_per_node": "leave it out: it hardly pays once reads are merged (docs/limitations.md)"}
 #: A key of ``"states"`` about unknown states of at most so many elements.
 _THRESHOLD = re.compile(r"numel<=(\d{1,9})", re.ASCII)
 
@@ -263,7 +263,7 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
         where = f"on the command line, or of {VARIABLE}," if key in given else f'under "{CONFIG_KEY}"'
         problem = f'the value of "{".".join(path[: is_inside + 1])}" {where} is not understood'
         expected = f"{first['msg']} ({fields[key].description})"
-        found = "what is not shown, since it may have secrets" if key == _SECRET else repr(first["input"])
+        found = "a value that is not shown, since it may hold secrets" if key == _SECRET else repr(first["input"])
         raise ConfigError(problem, None, expected, found) from (None if key == _SECRET else error)
 
 

@@ -147,10 +147,10 @@ class LoadReport:
             skip = f"to skip: {self.batches_to_skip:,} batches of each rank's loader"
             skip += f", and {self.samples_to_skip} samples of the next one of all ranks" if self.samples_to_skip else ""
             if any((each.role, each.what) == (DATA_POSITION, "restored") for each in self.outcomes):
-                skip = "the registered sampler goes on there"
+                skip = "the registered sampler continues there"
             rows += [("data", f"{self.samples_consumed:,} samples consumed; {skip}")]
         rows += _work_rows(self.ranks) + ([] if self.verified is None else [("verified", str(self.verified))])
-        rows += [("note", note) for note in self.notes] + [("goes on", self.goes_on)] * bool(self.goes_on)
+        rows += [("note", note) for note in self.notes] + [("unchanged", self.goes_on)] * bool(self.goes_on)
         rows += [("differs", each) for each in self.differs]
         table = Table(title="elastic_ckpt: checkpoint restored", title_justify="left", show_header=False)
         table.add_column(style="bold")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.checkpoint.affine import ParamAffineMap
 
-from elastic_ckpt.core.chunks import StorageChunk, listed
+from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParameter, SourceFacts, TensorMetadata
@@ -27,7 +27,7 @@ Tensors = Sequence[torch.Tensor]
 def logical(name: str, key: str, shards: Tensors) -> TensorMetadata:
     shapes = tuple(tuple(shard.shape) for shard in shards)
     whole = (
-        listed(StorageChunk(FlatRange(0, math.prod(s)), r, 0)) if math.prod(s) else listed()
+        chunks_of(StorageChunk(FlatRange(0, math.prod(s)), r, 0)) if math.prod(s) else chunks_of()
         for r, s in enumerate(shapes)
     )
     dtype = str(shards[0].dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.chunks import StorageChunk, listed
+from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import (
     FlatPartition,
@@ -88,7 +88,7 @@ class Disk:
                 chunks[-1] = StorageChunk(FlatRange(last.range.start, index + 1), file, last.byte_offset)
             else:
                 chunks.append(StorageChunk(FlatRange(index, index + 1), file, offset))
-        return TensorMetadata(name, key, shape, dtype, listed(*chunks))
+        return TensorMetadata(name, key, shape, dtype, chunks_of(*chunks))
 
 
 def elements_of(name: str, key: str, shape: Shape) -> list[Element]:
@@ -374,7 +374,7 @@ def saved(
             disk.write(file, elements_of(name, key, shape), BYTES[dtype])
             tensors[name, key] = disk.tensor(name, key, shape, dtype)
     for (name, key), (shape, whole_dtype) in (wholes or {}).items():
-        sources = listed(StorageChunk(FlatRange(0, math.prod(shape)), file, len(disk.files[file])))
+        sources = chunks_of(StorageChunk(FlatRange(0, math.prod(shape)), file, len(disk.files[file])))
         disk.files[file] += bytes(8 * math.prod(shape))
         tensors[name, key] = TensorMetadata(name, key, shape, whole_dtype, sources)
     default_scalars = (("step", 4.0),) if states else ()
@@ -428,7 +428,7 @@ def with_extents(metadata: CheckpointMetadata, name: str, key: str, *pieces: tup
     tensor = metadata.tensors[name, key]
     base = tensor.chunks[0].byte_offset
     chunks = (StorageChunk(FlatRange(a, b), 0, base + a * BYTES[tensor.dtype]) for a, b in pieces)
-    changed = dataclasses.replace(tensor, sources=listed(*chunks))
+    changed = dataclasses.replace(tensor, sources=chunks_of(*chunks))
     return dataclasses.replace(metadata, tensors={**metadata.tensors, (name, key): changed})
 
 

@@ -38,8 +38,8 @@ def doctor(as_json: AsJson = False) -> None:
     rows = [(name, installed or "-", *more) for name, (installed, *more) in found.items()]
     facts = [("known bug", escape(bug)) for bug in bugs]
     if missing := [name for name, (installed, *_) in found.items() if installed is None]:
-        works = "all commands" if "torch" not in missing else "all commands but convert, diff and export"
-        facts += [("works", f"{works}, but no engine, which needs {' and '.join(missing)}: {escape(versions.INSTALL)}")]
+        works = "all commands" if "torch" not in missing else "all commands except convert, diff and export"
+        facts += [("works", f"{works}; an engine needs {' and '.join(missing)}: {escape(versions.INSTALL)}")]
     facts += [("enabled", escape("\n".join(map(str, enabled)) or "no (elastic-ckpt enable)"))]
     if variable is not None:
         facts += [(VARIABLE, escape(f"{variable}{', which turns it off' * (variable == '0')}"))]

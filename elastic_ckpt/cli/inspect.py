@@ -182,7 +182,7 @@ def latest(
     Exit code 1: none is complete.
     """
     newest, skipped = newest_whole(folders[0], config, full)
-    notes, path = [f"not whole: {each.path}: {each.problem}" for each in skipped], newest.path if newest else ""
+    notes, path = [f"not complete: {each.path}: {each.problem}" for each in skipped], newest.path if newest else ""
     if not path.isprintable():
         notes, path = [*notes, f"{path}: its name has control characters: rename it"], ""
     return Answer({"newest": newest, "skipped": skipped}, [path] if path else [], notes, EXIT_FOUND if not path else 0)

@@ -38,7 +38,7 @@ Tag = Annotated[str | None, typer.Option("--tag", help="Tag of the checkpoint; d
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON to standard output.")]
 Replicated = Annotated[
     Literal["strict", "first", "mean"] | None,
-    typer.Option("--replicated", help='Which of several copies that differ to take ("replicated_params").'),
+    typer.Option("--replicated", help='Which of several differing copies to use ("replicated_params").'),
 ]
 
 

@@ -59,7 +59,7 @@ def nbytes_of(text: str) -> int:
     """Bytes, from ``80GB`` or ``40GiB``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG]i?B)", text)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size: write 80GB or 40GiB")
+        raise typer.BadParameter(f"{text!r} is not a size: write 80GB or 40GiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -78,13 +78,14 @@ def plan(
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage.")] = None,
     gpu_memory: Annotated[
         int | None,
-        typer.Option("--gpu-memory", parser=nbytes_of, metavar="SIZE", help="Memory of a GPU (80GB): does it fit?"),
+        typer.Option("--gpu-memory", parser=nbytes_of, metavar="SIZE", help="GPU memory, such as 80GB: does it fit?"),
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="Also tell the batch sizes that keep so many samples.")
+        int | None, typer.Option("--global-batch", min=1, help="Also show batch sizes that keep this global batch.")
     ] = None,
     max_micro_batch: Annotated[
-        int | None, typer.Option("--max-micro-batch", min=1, help="Of a rank; default: that of the save.")
+        int | None,
+        typer.Option("--max-micro-batch", min=1, help="Largest micro-batch of a rank; default: that of the save."),
     ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="As with load_module_only=True: no optimizer states.")
@@ -157,7 +158,7 @@ def plan(
 def _kept_batch(saved: SourceFacts, dp: int, global_batch: int, max_micro_batch: int | None) -> dict[str, Any]:
     """The batch sizes that data-parallel ranks can have, as a DeepSpeed config wants them."""
     if max_micro_batch is None:
-        raise typer.BadParameter("the checkpoint tells no micro-batch", param_hint="--max-micro-batch")
+        raise typer.BadParameter("the checkpoint does not record a micro-batch", param_hint="--max-micro-batch")
     kept = batch_for(saved.sequence.data_degree(dp), global_batch, max_micro_batch)
     return kept.config | {"learning_rate_factor": kept.learning_rate_factor}
 

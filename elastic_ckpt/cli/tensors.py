@@ -45,15 +45,15 @@ def convert(
         str,  # which tells universal from ./universal
         typer.Argument(
             metavar="OUT",
-            help="Folder to create. Just [bold]universal[/] or [bold]dcp[/]: TAG_universal or TAG_dcp beside the "
-            "checkpoint's TAG. The file latest_universal beside a universal checkpoint names it.",
+            help="Folder to create. [bold]universal[/] or [bold]dcp[/] alone stands for TAG_universal or TAG_dcp "
+            "beside the checkpoint. The file latest_universal beside a universal checkpoint names it.",
         ),
     ],
     to: Annotated[_Format, typer.Option("--to", help="Format; dcp: torch.distributed.checkpoint.")] = "universal",
     tag: Tag = None,
     replicated: Replicated = None,
     threads: Annotated[
-        int, typer.Option("--threads", min=1, max=64, help="Tensors in memory and files written at a time.")
+        int, typer.Option("--threads", min=1, max=64, help="Tensors in memory, and files written, at a time.")
     ] = 4,
 ) -> Answer:
     """Convert a checkpoint to DeepSpeed's universal format, or to torch.distributed.checkpoint.
@@ -82,7 +82,7 @@ def export(
     tag: Tag = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option("--dtype", help="Of all parameters, not of buffers. Default: as saved (masters: fp32)."),
+        typer.Option("--dtype", help="Dtype of parameters, not of buffers. Default: as saved (masters: fp32)."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file: 5GB or 500MB.")] = "5GB",
     include: Annotated[
@@ -163,13 +163,15 @@ def explain(
     config: ElasticConfig,
     a: Annotated[str, _checkpoint("A")],
     b: Annotated[
-        str | None, typer.Argument(metavar="B", help="Of another run. Without it: what A changed on its way.")
+        str | None, typer.Argument(metavar="B", help="The other run. Without it: what has changed during A.")
     ] = None,
 ) -> Answer:
-    """Name the component in which a run deviates from another, or that it has changed on its way.
+    """Name the component in which two runs deviate, or what has changed during one run.
 
-    Weights, optimizer, lr, hyperparameters, batch, data order, RNG, precision, code versions: as tensors and resume
-    sheets tell. Of two runs, at the first step in common where anything deviates. Exit code 1 if anything does.
+    Components are weights, optimizer, lr, hyperparameters, batch, data order, RNG, precision and code versions. Tensors
+    and resume sheets are compared; of two runs, at the first common step at which anything deviates.
+
+    Exit code 1: something deviates or has changed.
     """
     with seen_together(a, config), seen_together(b or a, config):
         if b is None:
@@ -182,7 +184,7 @@ def explain(
     verdict = f"nothing deviates at the steps {shortened(map(str, outcome.steps))}"
     parts: list[RenderableType] = [f"note: {note}" for note in outcome.notes]
     if outcome.step is not None:
-        verdict = f"at step {outcome.step}, the first of {len(outcome.steps)} in common where they deviate: "
+        verdict = f"at step {outcome.step}, the first of {len(outcome.steps)} common steps to deviate: "
         verdict += ", ".join(outcome.named)
         parts.insert(0, table("A -> B", "component", "how", rows=map(_words, outcome.deviations)))
     document = {"named": outcome.named, **vars(outcome)}

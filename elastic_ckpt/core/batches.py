@@ -29,10 +29,10 @@ class BatchPlan(BatchSizes):
 
 
 def batch_for(world_size: int, global_batch: int, max_micro_batch: int) -> BatchPlan:
-    """The largest micro-batch, and the accumulation, with which so many data-parallel ranks keep the global batch.
+    """The largest micro-batch, and the accumulation steps, with which a number of data-parallel ranks keeps the batch.
 
-    Where the ranks do not divide it, the nearest batch that they do divide (of two, the smaller), and the factor of a
-    learning rate that is proportional to the batch; Adam and its kin often take the square root of that factor.
+    If the ranks do not divide it, it is the nearest batch that they divide (of two, the smaller), with the factor of a
+    learning rate that is proportional to the batch; for Adam, the square root of that factor is often used.
     """
     if min(world_size, global_batch, max_micro_batch) < 1:
         given = f"world_size={world_size}, global_batch={global_batch}, max_micro_batch={max_micro_batch}"

@@ -80,7 +80,7 @@ class ListedChunks:
         return _tile(((chunk.range.start, chunk.range.numel) for chunk in self.chunks), numel)
 
 
-def listed(*chunks: StorageChunk) -> tuple[ListedChunks]:
+def chunks_of(*chunks: StorageChunk) -> tuple[ListedChunks]:
     """The chunks of a tensor with a single shard, as :class:`~elastic_ckpt.core.metadata.TensorMetadata` has them."""
     return (ListedChunks(chunks),)
 

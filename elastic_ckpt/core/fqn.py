@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from elastic_ckpt.core.chunks import PartitionRule, StorageChunk
-from elastic_ckpt.core.chunks import listed as chunks_of
+from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, DerivedTensors, TensorMetadata
 from elastic_ckpt.core.strided import Shape

@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from elastic_ckpt.core.checksums import Records
-from elastic_ckpt.core.chunks import ChunkSource, FlatTensors, PartitionedChunks, PartitionRule, StorageChunk
-from elastic_ckpt.core.chunks import listed as chunks_of
+from elastic_ckpt.core.chunks import ChunkSource, FlatTensors, PartitionedChunks, PartitionRule, StorageChunk, chunks_of
 from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.shard_specs import DeclaredSpecs
 from elastic_ckpt.core.state_kinds import BlockFormat

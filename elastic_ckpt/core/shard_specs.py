@@ -77,7 +77,7 @@ class ShardSpec(BaseModel):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         return pattern
 
     @model_validator(mode="after")
@@ -282,7 +282,7 @@ def _patterns(values: Any) -> list[str]:
         tries = _TRIES_OF_A_REPEAT * len(_REPEATS.findall(value)) + value.count("|")
         of_all += tries
         if _SLOW.search(value) or tries > _MOST_TRIES or of_all > _MOST_TRIES_OF_ALL:
-            raise ValueError(f"the pattern {value[:40]!r} repeats too much: to match it could take for ever")
+            raise ValueError(f"the pattern {value[:40]!r} repeats too much: to match it could take forever")
     return patterns
 
 

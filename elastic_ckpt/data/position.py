@@ -64,13 +64,13 @@ class DataPosition:
         return self.position_at(self._trained().samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what tells whether it is one in the same data."""
+        """The position, and facts that tell whether it is of the same data."""
         return {"samples_consumed": self.samples_consumed, **self.facts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position; a :class:`MismatchError` if it is one in other data, or in another order.
+        """Continue from a saved position; a :class:`MismatchError` if it is of other data, or of another order.
 
-        Without those facts (``{"samples_consumed": 4096}``) nothing is compared.
+        A position without these facts (``{"samples_consumed": 4096}``) is not compared.
         """
         self.check(state)
         self.move_to(state["samples_consumed"])
@@ -79,13 +79,13 @@ class DataPosition:
         """Raise the error of :meth:`load_state_dict`, if there is one."""
         consumed, facts = state.get("samples_consumed") if isinstance(state, Mapping) else None, self.facts()
         if not isinstance(consumed, int) or consumed < 0:
-            problem, expected = "a saved data position is none", 'a "samples_consumed" of 0 or more'
+            problem, expected = "this is not a data position", 'a "samples_consumed" of 0 or more'
             raise MismatchError(problem, None, expected, repr(state)[:200])
         differ = sorted(key for key in facts if state.get(key, facts[key]) != facts[key])
         if differ and consumed != self.samples_consumed:
-            problem = f"the data position is one in other data, or in another order: {', '.join(differ)}"
+            problem = f"the data position is of other data, or of another order: {', '.join(differ)}"
             saved, found = ({key: each[key] for key in differ} for each in (state, facts))
-            remedy = f'to go on in this data, call load_state_dict({{"samples_consumed": {consumed}}}) of it before'
+            remedy = f'to continue in this data, call its load_state_dict({{"samples_consumed": {consumed}}}) before'
             raise MismatchError(problem, None, f"{saved}, as saved", found, remedy=remedy)
 
     def facts(self) -> dict[str, Any]:

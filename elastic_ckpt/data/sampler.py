@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 class ElasticSampler(DataPosition, Sampler[int]):
     """Samples of an epoch in one global order, which the ranks take in turn.
 
-    A micro-batch of all ranks is a range of that order at any number of ranks and any batch size, so that a job of
-    other ranks goes on with the next sample. An epoch that a load begins in its midst yields the rest; its ``len`` is
-    that of a whole one. ``set_epoch`` is not needed, and does nothing: epochs follow from the position.
+    A micro-batch of all ranks is a range of that order, whatever the number of ranks and the batch size, so that a job
+    of other ranks continues with the next sample. An epoch that is resumed in the middle yields the rest; its ``len``
+    is that of a whole epoch. ``set_epoch`` is not needed, and does nothing: epochs follow from the position.
 
     Args:
         dataset: a dataset, or its length.

@@ -21,13 +21,13 @@ class ElasticStream(DataPosition, IterableDataset[Any]):
     """Samples of one or several documents each, in one global order, which ranks and workers take in turn.
 
     All ranks and workers read all documents and keep their own samples, so that packing does not depend on who packs.
-    A load goes on with the first document of the first sample that was not trained on. The stream is one pass: for
-    several epochs, let ``documents`` go on. A last micro-batch that is not full on every rank is left out.
+    A load continues with the first document of the first sample that was not trained on. The stream is one pass: for
+    several epochs, let ``documents`` continue. A last micro-batch that is not full on every rank is left out.
 
     Args:
-        documents: gives all documents from one on, by its number; or an iterable, whose first ones are passed over.
-        pack: makes samples of documents: pairs of a sample and how many documents end in it. One that keeps a part of
-            a document for the next sample begins that document again after a load.
+        documents: returns all documents from a number on; or an iterable, whose first documents are skipped.
+        pack: turns documents into pairs of a sample and the number of documents that end in it. A document of which a
+            part is kept for the next sample begins again after a load.
         batch_size: samples in a micro-batch of a rank, as given to the loader; by default that of the engine.
         num_replicas, rank: as those of ``ElasticSampler``.
     """

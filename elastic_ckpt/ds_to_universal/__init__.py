@@ -20,7 +20,7 @@ from elastic_ckpt.tools.conversion import convert
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 from elastic_ckpt.tools.verification import verify
 
-_IGNORED = "taken for DeepSpeed's sake, and ignored"
+_IGNORED = "accepted for compatibility, and ignored"
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,16 +50,20 @@ def main(args: Any) -> None:
     found = locate(args.input_folder, None)
     if args.strict and (findings := verify(found.folder, None, config).findings):
         more = f" (and {len(findings) - 1} more findings: elastic-ckpt verify)" if len(findings) > 1 else ""
-        raise DamagedError(f"the checkpoint is not whole: {findings[0].text}{more}", findings[0].file or found.folder)
+        raise DamagedError(
+            f"the checkpoint is not complete: {findings[0].text}{more}", findings[0].file or found.folder
+        )
     with suppress(OSError):  # unless it is an empty folder, as some controllers make it
         target.rmdir()
     if getattr(args, "really", False):
         report = convert(open_checkpoint(found, config), target, args.num_merge_workers)
         print(f"converted to {target}: {report.tensors} tensors", *report.notes, sep="\n")
         return
-    linked = f"it exists already, and is left as it is: {target}"
+    linked = f"it exists already, and stays as it is: {target}"
     if not os.path.lexists(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(os.path.relpath(found.folder, target.parent), target_is_directory=True)
         linked = f"a link to what is loaded, which must stay: {target} -> {found.folder}"
-    print(f"nothing needs converting: with elastic_ckpt, a job of any topology loads {found.folder}", linked, sep="\n")
+    print(
+        f"nothing needs converting: with elastic_ckpt, jobs of other topologies load {found.folder}", linked, sep="\n"
+    )

@@ -111,7 +111,7 @@ class TrainingStateCommit:
                 sampler.check(self._position)
                 self.outcomes.append(Outcome(DATA_POSITION, "restored"))
             else:
-                stays = f"{none}; the sampler goes on after {self._position_before} samples"
+                stays = f"{none}; the sampler continues after {self._position_before} samples"
                 self.outcomes.append(Outcome(DATA_POSITION, "fresh", (), stays))
         if saved.left_out:
             why = "cannot be read: see the notes"
@@ -147,7 +147,7 @@ class TrainingStateCommit:
         outcomes = [Outcome("lr scheduler", "restored", (), why)]
         if without := [number for number, source in enumerate(plan.group_sources) if not source]:
             rates = ", ".join(f"{groups[number]['lr']:g}" for number in without)
-            kept = f"the schedule so far was not applied to these param groups, which go on from lr {rates}"
+            kept = f"the schedule so far was not applied to these param groups, which continue from lr {rates}"
             outcomes.append(Outcome("lr scheduler", "fresh", tuple(map(str, without)), kept))
         return outcomes
 
@@ -193,7 +193,7 @@ def _kept(scheduler: Any, groups: Sequence[dict[str, Any]]) -> tuple[Any, Callab
         try:
             scheduler.load_state_dict(before)
         except Exception:  # a scheduler that cannot load even its own state; the first error is the one to show
-            logger.exception("elastic_ckpt could not give the lr scheduler its state back")
+            logger.exception("elastic_ckpt could not restore the state of the lr scheduler")
         for tensor, saved in zip(tensors, elements, strict=True):
             tensor.detach().copy_(saved)
         for group, kept in zip(groups, values, strict=True):
@@ -325,7 +325,7 @@ def warn_of_data(saved: TrainingState) -> tuple[str, ...]:
     fetched = sampler.get("consumed_samples") if isinstance(sampler, Mapping) else None
     if isinstance(fetched, int) and samples is not None:
         text = (
-            f"DeepSpeed's data sampler goes on after {fetched} samples that its loader had fetched, {samples} of them"
+            f"DeepSpeed's data sampler continues after {fetched} samples that its loader had fetched, {samples} of them"
         )
         warnings.append(f"{text} trained on; its own generator is in no checkpoint, so that it draws other ones")
     return tuple(warnings)

@@ -97,7 +97,7 @@ def warn_of_newer() -> None:
     found = [f"{each.name} {each.found}" for each in REQUIREMENTS if each.found and each.compare(each.found) > 0]
     if found and os.environ.get("RANK", "0") == "0":
         tried = ", ".join(map(str, REQUIREMENTS))
-        text = "elastic_ckpt was not tried on %s, but on %s; loads that lack a private name of DeepSpeed are refused"
+        text = "elastic_ckpt was not tried on %s, only on %s; loads that need private names which it lacks are refused"
         logger.warning(text, ", ".join(found), tried)
 
 

@@ -215,7 +215,7 @@ def _owner(word: str, names: Mapping[str, str]) -> str | None:
 
 
 def _unknown_layout(folder: str, found: str, remedy: str = "") -> UnsupportedError:
-    problem = "the entries of this torch.distributed.checkpoint folder are in no layout that is known"
+    problem = "the entries of this torch.distributed.checkpoint folder are in an unknown layout"
     expected = "state dicts of torch.distributed.checkpoint.state_dict.get_state_dict, under keys of any names"
     remedy = f"save {{'model': ..., 'optim': ...}} of get_state_dict(model, optimizer){remedy}"
     return UnsupportedError(problem, folder, expected, found, remedy=remedy)

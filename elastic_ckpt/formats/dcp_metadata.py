@@ -76,7 +76,7 @@ def read_dcp_metadata(folder: str) -> DcpContents:
         with open_stream(path) as stream:
             nbytes = size_of(stream)
             if nbytes > most_pickle_nbytes(0, trust_pickle=True):
-                problem = "this .metadata is larger than any that is read"
+                problem = "this .metadata is too large to be read"
                 raise UnsupportedError(problem, found=f"{nbytes} bytes")
             raw = stream.read(nbytes)
         tree = unpickled(raw, _MORE_CONTAINERS * len(raw), trust_pickle=False)
@@ -98,7 +98,7 @@ def read_dcp_metadata(folder: str) -> DcpContents:
                 raise unreadable(path, f"a file that is not in this folder: {described(file)}")
             files.setdefault(file, []).append(item)
         if missing:
-            problem = "this .metadata does not tell in which file an entry is: the save is incomplete"
+            problem = "this .metadata does not say in which file an entry is: the save is incomplete"
             both = "a file, an offset and a length for each entry", f"none for {len(missing)}"
             raise DamagedError(problem, path, *both, parameter=next(iter(missing))[0])
         paths = {name: tuple(keys) for name, keys in (getattr(tree, "planner_data", None) or {}).items()}

@@ -136,7 +136,7 @@ def read_latest(load_dir: str, latest: str) -> str | None:
         with named_os_errors(path), open_stream(path) as stream:
             text = stream.read(MOST_TAG_NBYTES + 1)
             if len(text) > MOST_TAG_NBYTES:
-                raise ValueError(f"{size_of(stream):,} bytes, which is no name of a folder")
+                raise ValueError(f"{size_of(stream):,} bytes, which is not a folder name")
             return text.decode().strip()
     except (DamagedError, ValueError) as error:
         problem, expected = "the file that names the newest tag cannot be read", "the name of a tag (global_step100)"

@@ -18,7 +18,7 @@ from itertools import accumulate, chain
 from operator import or_
 from typing import Any, ClassVar
 
-from elastic_ckpt.core.chunks import ChunkSource, listed
+from elastic_ckpt.core.chunks import ChunkSource, chunks_of
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import (
     BUFFER,
@@ -31,8 +31,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.shard_specs import CannotSplit
 from elastic_ckpt.core.values import PerRank, merged, moved
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
-from elastic_ckpt.errors import listed as shown
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.metadata_builder import dense_tensor
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
@@ -127,7 +126,7 @@ def _with_empty_shards(ranks: Ranks) -> Ranks:
                 for key, tensor in holders[name].tensors.items():
                     if key[0] == name:
                         leading = tensor.shape[: len(tensor.shape) - len(shape)]
-                        tensors[key] = replace(tensor, shape=(*leading, *shape), sources=listed())
+                        tensors[key] = replace(tensor, shape=(*leading, *shape), sources=chunks_of())
         completed.append(replace(rank, parameters=parameters, tensors=tensors))
     return completed
 
@@ -286,7 +285,7 @@ def index_expert(file: PickledFile) -> ExpertShard:
     others = [name for name, e in found.items() if (e.number != expert if e else not name.endswith(f".{expert}"))]
     if others or not weights:
         problem = "this file does not have the weights of the expert that its name says"
-        have = shown(others) if others else "no tensors"
+        have = listed(others) if others else "no tensors"
         raise LayoutError(problem, file.path, f"tensors of expert {expert} of one layer", have)
     return ExpertShard(**file.facts, layer=layer, expert=expert, weights=weights)
 

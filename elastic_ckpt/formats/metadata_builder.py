@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, StorageChunk, by_rank, listed
+from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, StorageChunk, by_rank, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange, per_parameter_numel
 from elastic_ckpt.core.fqn import cannot_slice, sliced
 from elastic_ckpt.core.metadata import (
@@ -216,9 +216,9 @@ class MetadataBuilder:
         """Add whole parameters, one after the other; if several ranks saved one, the first rank's copy counts."""
         dtype, offsets = self._one_dtype(partitioned, key, refs, files), [ref.byte_offset for ref in refs]
         for (name, shape), rule in zip(partitioned.shapes, partitioned.rules, strict=True):
-            sources = listed()
+            sources = chunks_of()
             for rank in reversed(rule.ranks):
-                sources = listed(StorageChunk(FlatRange(0, rule.numel), files[rank], offsets[rank]))
+                sources = chunks_of(StorageChunk(FlatRange(0, rule.numel), files[rank], offsets[rank]))
                 offsets[rank] += rule.numel * ITEMSIZE[dtype]
             self.tensors.add({(name, key): TensorMetadata(name, key, shape, dtype, sources)})
 
@@ -268,7 +268,7 @@ def dense_tensor(
     name: str, key: str, ref: TensorRef, file: int, shape: Shape | None = None, has_own_shape: bool = False
 ) -> TensorMetadata:
     """A tensor that is whole in one file, of the shape that it has there unless ``shape`` is given."""
-    sources = listed(StorageChunk(FlatRange(0, ref.numel), file, ref.byte_offset)) if ref.numel else listed()
+    sources = chunks_of(StorageChunk(FlatRange(0, ref.numel), file, ref.byte_offset)) if ref.numel else chunks_of()
     return TensorMetadata(name, key, ref.shape if shape is None else shape, ref.dtype, sources, has_own_shape)
 
 
@@ -341,5 +341,5 @@ def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_fi
             raise DamagedError(problem, models[rank].path, expected, found, parameter=name)
     files, offsets = range(first_file, first_file + len(refs)), by_rank(ref.byte_offset for ref in refs)
     flat = FlatTensors(files, offsets, rule.step, first.dtype, ITEMSIZE[first.dtype])
-    sources = (PartitionedChunks(rule, flat),) if numel else listed()
+    sources = (PartitionedChunks(rule, flat),) if numel else chunks_of()
     return TensorMetadata(name, FROZEN, shape, first.dtype, sources)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from elastic_ckpt.core.chunks import StorageChunk, listed
+from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange, checked_shape
 from elastic_ckpt.core.metadata import (
     FROZEN,
@@ -28,8 +28,7 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
 )
 from elastic_ckpt.core.values import TrainingState
-from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
-from elastic_ckpt.errors import listed as shown
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import named_errors
@@ -91,7 +90,7 @@ def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpo
     if len(models := stems - {_OPTIMIZER}) > 1 and _MODEL not in models:
         problem, expected = "this folder has safetensors files of several models", f"{_MODEL}{SUFFIX}, or files of one"
         remedy = "put the files of the one that you mean into a folder of their own"
-        raise MismatchError(problem, found.folder, expected, shown(models), remedy=remedy)
+        raise MismatchError(problem, found.folder, expected, listed(models), remedy=remedy)
     for stem in sorted(({_MODEL} if len(models) > 1 else models) | (stems & {_OPTIMIZER})):
         is_indexed = stem + INDEX_SUFFIX in names
         of_stem = read_indexed(found, stem + INDEX_SUFFIX) if is_indexed else _read_plain(found, stem, names)
@@ -99,7 +98,7 @@ def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpo
     files = list(headers.values())
     owner = owners(files)
     unread = [name for name in names if name.endswith(SUFFIX) and name not in headers]
-    notes = (f"files that do not belong to this model are not read: {shown(unread)}",) if unread else ()
+    notes = (f"files that do not belong to this model are not read: {listed(unread)}",) if unread else ()
     metadata = metadata_of(found, files, owner, notes)
     steps = max((float(dict(saved.scalars).get("step", 0)) for saved in metadata.parameters.values()), default=0)
     return Checkpoint(metadata, TrainingState.after(steps), files[0].path, len(files))
@@ -115,7 +114,7 @@ def _read_plain(found: CheckpointInfo, stem: str, names: set[str]) -> list[Weigh
     files = sorted(name for name in names if _stem(name) == stem)
     if files not in ([stem + SUFFIX], [f"{stem}-{n + 1:05d}-of-{len(files):05d}{SUFFIX}" for n in range(len(files))]):
         problem = "these files have no index, and are not all files of one save"
-        raise DamagedError(problem, found.path(files[0]), f"{stem}{INDEX_SUFFIX}", shown(files))
+        raise DamagedError(problem, found.path(files[0]), f"{stem}{INDEX_SUFFIX}", listed(files))
     return [read_header(found.path(name)) for name in files]
 
 
@@ -129,11 +128,11 @@ def read_header(path: str) -> WeightsFile:
         header = parse_json(stream.read(nbytes))
         metadata, position, tensors = header.pop(METADATA, {}), 8 + nbytes, {}
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("metadata whose values are no text")
+            raise ValueError("metadata whose values are not text")
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["dtype"] not in _TORCH_DTYPES:
                 problem, found = "a tensor has a dtype that is not supported", str(entry["dtype"])
-                raise UnsupportedError(problem, None, shown(_TORCH_DTYPES), found, parameter=name)
+                raise UnsupportedError(problem, None, listed(_TORCH_DTYPES), found, parameter=name)
             dtype, shape = _TORCH_DTYPES[entry["dtype"]], checked_shape(entry["shape"], name)
             start, stop = (8 + nbytes + offset for offset in checked_shape(entry["data_offsets"], name))
             if start != position or stop - start != math.prod(shape) * ITEMSIZE[dtype]:
@@ -162,7 +161,7 @@ def read_indexed(
     differ -= tied - {name for name, _ in there}
     if differ:
         problem = "the index does not belong to these files: they have other tensors than it names"
-        raise DamagedError(problem, path, "each tensor in the file that the index names", parameter=shown(differ))
+        raise DamagedError(problem, path, "each tensor in the file that the index names", parameter=listed(differ))
     return files
 
 
@@ -178,9 +177,9 @@ def _groups_and_scalars(files: Sequence[WeightsFile]) -> tuple[list[dict[str, An
         )
         members = [name for group in groups for name in group["params"]]
         if not all(isinstance(name, str) for name in members) or len(set(members)) < len(members):
-            raise ValueError("param groups whose params are no names, or have one twice")
+            raise ValueError("param groups whose params are not names, or have one twice")
         if not all(isinstance(value, int | float) for values in scalars.values() for value in values.values()):
-            raise ValueError("scalar states that are no numbers")
+            raise ValueError("scalar states that are not numbers")
     return groups, scalars
 
 
@@ -215,7 +214,7 @@ def metadata_of(
         key, _, name = entry.partition(".") if is_state else (MASTER if entry in members else FROZEN, "", entry)
         dtype, shape, start = files[number].tensors[entry]
         whole = FlatRange(0, math.prod(shape))
-        sources = listed(StorageChunk(whole, number, start)) if whole.numel else listed()
+        sources = chunks_of(StorageChunk(whole, number, start)) if whole.numel else chunks_of()
         tensors[name, key] = TensorMetadata(name, key, shape, dtype, sources)
     parameters = {
         name: SavedParameter(tensors[name, MASTER].shape, group, tuple(sorted(scalars.get(name, {}).items())))
@@ -240,7 +239,7 @@ def parse_json(text: bytes) -> Any:
     needed = len(text) * (_COST_OF_ASCII if text.isascii() else _COST_OF_OTHERS)
     needed += sum(cost * text.count(sign) for sign, cost in _COSTS.items())
     if needed > _MOST_MEMORY_NBYTES:
-        problem, remedy = "this file has more JSON than is read", "save fewer tensors in one file"
+        problem, remedy = "this file has too much JSON", "save fewer tensors in one file"
         expected = f"JSON that takes at most {_MOST_MEMORY_NBYTES} bytes of memory"
         found = f"{len(text)} bytes of text, which may take {needed}"
         raise UnsupportedError(problem, expected=expected, found=found, remedy=remedy)

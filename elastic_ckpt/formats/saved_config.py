@@ -110,7 +110,7 @@ def read_counters(file: PickledFile) -> dict[str, int]:
     counters = {key: file.tree[key] for key in COUNTERS if key in file.tree}
     for key, value in counters.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
-            problem = "a counter of this file is no number of steps, samples or ranks"
+            problem = "a counter of this file is not a number of steps, samples or ranks"
             found = repr(value)[:100] if isinstance(value, (int, float, str)) else type(value).__name__
             remedy = f"leave {key} out of the saved client state, where it replaces DeepSpeed's own; take another tag"
             raise LayoutError(problem, file.path, f"{key}: an integer >= 0", found, remedy=remedy)
@@ -310,10 +310,7 @@ def loss_scale_of(saved: Any) -> LossScale | None:
     found = {key: values[key] for key in keys if key in values}
     wrong = [key for key, value in found.items() if not isinstance(value, (int, float)) or abs(value) > _MOST_SCALE]
     if wrong or "cur_scale" not in found:
-        problem, expected = (
-            "the loss scaler of this checkpoint has values that are none",
-            "numbers, cur_scale among them",
-        )
+        problem, expected = "the loss scaler of this checkpoint has invalid values", "numbers, cur_scale among them"
         have = f"{', '.join(wrong)} of other types" if wrong else sorted(map(str, values))[:12]
         remedy = "take another tag, or load with load_optimizer_states=False"
         raise LayoutError(problem, None, expected, have, remedy=remedy)

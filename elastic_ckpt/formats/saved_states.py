@@ -342,7 +342,7 @@ def _is_one_table(ranks: Sequence[RankStates], key: str) -> bool:
 
 def _contradiction(ranks: Sequence[RankStates], key: str, word: str, what: str) -> MismatchError:
     tensor = ranks[0].tensors[key]
-    problem = f'optimizer state {key!r} is no {word} state, although "elastic_checkpoint" says so'
+    problem = f'optimizer state {key!r} is not a state of the kind "{word}" that "elastic_checkpoint" names'
     expected = f"an {word} state" if word == ELEMENTWISE else f"a {word} state"
     found = f"{tensor.dtype} of shape {tensor.shape}: {what}"
     remedy = f'take "{key}" out of "states", or give it the layout that it has'

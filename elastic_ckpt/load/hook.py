@@ -384,10 +384,10 @@ class RetryPolicy:
             step = detect.step_of_tag(os.path.basename(damaged)) if found is None else detect.global_steps(found, trust)
             steps = () if step is None else (step,)
         if not steps and (limit is not None or self._tag is not None):
-            return None, (), "which checkpoints are older is not known, since no file of this one tells its step"
+            return None, (), "which checkpoints are older is not known, since no file of this one records its step"
         candidates = (each for each in detect.list_checkpoints(load_dir) if each.folder != damaged)
         others = [(detect.global_steps(each, trust), each) for each in candidates]
-        notes = [f"{each.tag} is left out, since no file tells its step" for step, each in others if step is None]
+        notes = [f"{each.tag} is left out, since no file records its step" for step, each in others if step is None]
         older = [(step, each) for step, each in others if step is not None and (not steps or step < steps[-1])]
         if not older:
             around = os.path.dirname(absolute(load_dir))

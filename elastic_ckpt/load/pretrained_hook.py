@@ -91,7 +91,7 @@ def _load_pretrained_model(
         else:
             return LoadStateDictInfo({*weights.missing}, {*weights.unexpected}, set(), [], {}, set()), None
     if distributed.rank() == 0:
-        logger.warning("elastic_ckpt leaves these weights to Transformers' own way: %s", why)
+        logger.warning("elastic_ckpt leaves these weights to Transformers: %s", why)
     return own_way()
 
 

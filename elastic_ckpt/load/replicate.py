@@ -65,9 +65,9 @@ _last: list[Replication] = []
 
 
 def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: int | None = None) -> Replication:
-    """Have the next ``copies`` nodes copy each node's files of a tag, while training goes on.
+    """Copy each node's files of a tag to the next ``copies`` nodes, while training continues.
 
-    To be called by every rank after ``engine.save_checkpoint(folder, tag)`` into node-local storage, ``/dev/shm`` say.
+    Call it on every rank after ``engine.save_checkpoint(folder, tag)`` to node-local storage, such as ``/dev/shm``.
     ``engine.load_checkpoint(folder)`` then finds all files as long as no ``copies + 1`` neighbouring nodes are lost, in
     a job of any size. Copies are in a folder of their own, ``.replicas`` in ``folder``: what this node saved is never
     written to. A copy gets its name once it is whole and its checksum is that of the original, which must not change
@@ -94,7 +94,7 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
         if not all(type(number) is int and number >= 1 for number in numbers):
             raise ConfigError("copies and keep are numbers from 1 on", None, "replicate(folder, tag, copies=1)", meant)
         if not inside({name}):
-            raise ConfigError("the tag is no folder below the one that has it", place, "a tag such as step100", name)
+            raise ConfigError("the tag is not a folder below the given one", place, "a tag such as step100", name)
         for path in (os.path.join(place, name), os.path.join(place, REPLICAS)):
             if is_link(path):
                 problem, remedy = "replicate does not follow links", "give the folder that the link names, or remove it"

@@ -150,7 +150,7 @@ def _counter_at_start(trainer: Any, call: dict[str, Any]) -> _Counter | None:
         off = f"; by its own count of steps, it would be {abs(skipped - saved)} samples off" * (skipped != saved)
         if distributed.rank() == 0:
             where = f"after sample {saved % length} of {length} in epoch {saved // length}"
-            logger.warning("elastic_ckpt: the Trainer goes on %s%s", where, off)
+            logger.warning("elastic_ckpt: the Trainer continues %s%s", where, off)
     if length is None:
         return None
     counter = _Counter(trainer, length)

@@ -288,7 +288,7 @@ class _Matcher:
         if len(found) != len(members) or not same or any(state.differs for state in found):
             problem = f"optimizer state {key!r} should be one for all partitions, but different values were saved"
             differing = f"{len({state.crc32 for state in found})} different values, or differences between ranks"
-            remedy = f'if it is no replicated state: "elastic_checkpoint": {{"states": {{"{key}": "elementwise"}}}} '
+            remedy = f'if it is not a replicated state: "elastic_checkpoint": {{"states": {{"{key}": "elementwise"}}}} '
             remedy += '(or "fresh"); or load at the topology it was saved with'
             raise self.metadata.error(MismatchError, problem, members, "the same bytes everywhere", differing, remedy)
         return found[0]
@@ -307,7 +307,7 @@ class _Matcher:
         unused = {key for key, value in values.items() if value is None}
         for key in (values.keys() & flat.scalars) - unused:
             if not all(map(isfinite, numbers(values[key]) or (nan,))):
-                problem, found = f"{key!r} of these parameters is no finite number", str(values[key])[:100]
+                problem, found = f"{key!r} of these parameters is not a finite number", str(values[key])[:100]
                 raise self.metadata.error(DamagedError, problem, flat.members, "a count or a factor", found, _RESTORE)
         if set(values) - unused == set(flat.scalars):
             return
@@ -355,4 +355,4 @@ class _Matcher:
         then = metadata.source.zero_stage, metadata.source.partition_degree
         if now != then and (UPDATE_NORM in layouts or "variance" in layouts):
             note = f"{local_state.optimizer} scales updates by the norm of each flat partition, and these are others"
-            yield f"{note} now: states are restored, and the run goes on a little differently than it would have"
+            yield f"{note} now: states are restored, so that the run continues slightly differently"

@@ -132,7 +132,7 @@ class RemoteFolder:
                     with self._lock:
                         say = logger.debug if self.requests.repeated else logger.warning
                         self.requests += Requests(1, repeated=1)
-                    say("elastic_ckpt asks for %s again: %s", url, _words_of(error))
+                    say("elastic_ckpt repeats a request for %s: %s", url, _words_of(error))
                     time.sleep(pause * random.uniform(0.5, 1.5))  # ranks that were refused must not meet again
                     pause *= 2
                 else:

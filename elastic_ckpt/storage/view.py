@@ -211,7 +211,7 @@ class FolderView(Store):
         first = copies[0]
         other = next((copy for copy in copies[1:] if not self._is_same(first, copy)), None)
         if other is not None and not ON_EVERY_NODE.fullmatch(name):
-            problem = "there are different files under one name, so that this is no one save"
+            problem = "there are different files under one name, so they are not of one save"
             remedy = "remove the copy that is of another run or an older save, or cut short, take another tag, or wait "
             remedy += "until the file is written"
             raise ConflictingCopiesError(problem, path, self.described(first), self.described(other), remedy=remedy)

@@ -169,7 +169,7 @@ def _write(
         )
     except ValueError as error:
         expected = "5GB, 500MB, or a number of bytes"
-        raise ConfigError("this is no size of a shard", expected=expected, found=repr(limit)) from error
+        raise ConfigError("this is not a shard size", expected=expected, found=repr(limit)) from error
     for file, names in plan.filename_to_tensors.items():
         tied = {alias: name for alias, name in reader.metadata.aliases.items() if name in names}
         shard = {name: tensors[name] for name in names}
@@ -189,7 +189,7 @@ def _save(path: Path, reader: LogicalReader, tensors: _Tensors, metadata: dict[s
         path.chmod(path.parent.stat().st_mode & 0o666)  # the library makes files for their owner alone
     except UnicodeEncodeError as error:
         name = f"{error.object!r:.300}"
-        raise UnsupportedError("this name is no text in UTF-8", parameter=name, remedy=_EXCLUDE) from error
+        raise UnsupportedError("this name is not UTF-8 text", parameter=name, remedy=_EXCLUDE) from error
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from error
 
@@ -291,7 +291,7 @@ def selected(
         try:
             found = {name for name, known in names.items() if any(map(re.compile(pattern).search, known))}
         except re.error as error:
-            raise ConfigError("a pattern is no regular expression", expected=pattern, found=str(error)) from error
+            raise ConfigError("a pattern is not a regular expression", expected=pattern, found=str(error)) from error
         if not found:
             problem, remedy = "a pattern matches no tensor of the checkpoint", "inspect --params lists the names"
             raise ConfigError(problem, metadata.source.folder, pattern, listed(names), remedy=f"elastic-ckpt {remedy}")

@@ -34,7 +34,7 @@ class Candidate:
 
 
 def find_latest(folder: Folders, full: bool = False) -> str:
-    """The path of the newest whole checkpoint in a folder. Local.
+    """The path of the newest complete checkpoint in a folder. Local.
 
     Of a folder of DeepSpeed's tags it is that of a tag; of the folders that Hugging Face's Trainer (``checkpoint-20``),
     Accelerate and Lightning make, that of such a folder, as their own ``resume_from_checkpoint`` takes it.
@@ -45,14 +45,14 @@ def find_latest(folder: Folders, full: bool = False) -> str:
 
     Raises:
         NotFoundError: there is no checkpoint at all.
-        DamagedError: there are some, of which none is whole; a run that started anew would not show it.
+        DamagedError: there are checkpoints, but none is complete.
     """
     with seen_together(folder) as path:
         newest, skipped = newest_whole(path, config_of(None), full)
     if newest is None:
         found = "; ".join(f"{os.path.basename(each.path)}: {each.problem}" for each in skipped)
         remedy = "restore files of one of them, or remove the folder to start anew"
-        raise DamagedError("no checkpoint of this folder is whole", absolute(path), found=found, remedy=remedy)
+        raise DamagedError("no checkpoint in this folder is complete", absolute(path), found=found, remedy=remedy)
     return newest.path
 
 

@@ -190,7 +190,7 @@ def open(  # shadows the built-in function here alone: it is elastic_ckpt.open
 ) -> CheckpointTensors:
     """Open a checkpoint as a mapping of FQNs to tensors. No engine and no GPU is needed.
 
-    Reads the checkpoint's metadata; a tensor's bytes are read when it is asked for::
+    Reads the checkpoint's metadata; a tensor's bytes are read when it is accessed::
 
         checkpoint = elastic_ckpt.open("checkpoints")
         weight = checkpoint["model.layers.0.weight"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ckpt.core.chunks import StorageChunk, listed
+from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     ITEMSIZE,
@@ -76,7 +76,7 @@ def model_metadata(name: ModelName) -> CheckpointMetadata:
     for parameter, shape in shapes.items():
         for key in (MASTER, "exp_avg", "exp_avg_sq"):
             numel, path = math.prod(shape), os.path.join(name, UNIVERSAL_FOLDER, parameter, f"{key}.pt")
-            chunks = listed(StorageChunk(FlatRange(0, numel), len(files), 0))
+            chunks = chunks_of(StorageChunk(FlatRange(0, numel), len(files), 0))
             tensors[parameter, key] = TensorMetadata(parameter, key, shape, "float32", chunks)
             files.append(SourceFile(path, numel * ITEMSIZE["float32"]))
     return CheckpointMetadata(

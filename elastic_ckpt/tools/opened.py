@@ -142,7 +142,7 @@ def deepspeed_config(path: Path | None) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError("this DeepSpeed config cannot be read", file=str(path), found=str(error)) from error
     if not isinstance(loaded, dict):
-        raise ConfigError("this DeepSpeed config is no JSON object", file=str(path), found=type(loaded).__name__)
+        raise ConfigError("this DeepSpeed config is not a JSON object", file=str(path), found=type(loaded).__name__)
     return loaded
 
 

@@ -70,7 +70,7 @@ def output_folder(target: Path, source: str, files: Sequence[SourceFile], latest
             error = error.__cause__ or error.__context__
         if error is None:
             raise
-        problem = "the folder could not be written, or the checkpoint not be read"
+        problem = "the folder could not be written, or the checkpoint could not be read"
         both = "a checkpoint that stays, and a folder to write to", f"{type(error).__name__}: {error.strerror or error}"
         remedy = "check the path, its file system and its permissions, and give the same command again"
         raise ElasticCkptError(problem, str(error.filename or target), *both, remedy=remedy) from raised

@@ -104,7 +104,7 @@ def verify(
     checked = files[OWN] | files[SWAPPED]
     names = [name for path in files[OTHER] if (name := os.path.relpath(path, found.folder)) != SHEET]
     if others := [name for name in names if os.sep not in name and not name.endswith(".py")]:  # DeepSpeed's scripts
-        findings.append(Finding(NOTE, "not-checked", f"files that are none of DeepSpeed's: {listed(others)}"))
+        findings.append(Finding(NOTE, "not-checked", f"files that are not DeepSpeed's: {listed(others)}"))
     if metadata is not None:
         findings += check_metadata(metadata)
     if full:

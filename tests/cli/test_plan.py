@@ -192,7 +192,7 @@ def test_a_refusal_says_why_and_what_would_help() -> None:
         (("104b", "--rank", "3", "--all"), "--rank plans one rank"),
         (("104b", "--rank", "512"), "has the ranks 0 to 511"),
         (("104b", "--dp", "65536"), "and 1048576 are the most"),
-        (("104b", "--gpu-memory", "80"), "no size: write 80GB"),
+        (("104b", "--gpu-memory", "80"), "not a size: write 80GB"),
         (("104b", "--zero", "4"), "Invalid value for '--zero'"),
         (("104b", "--tp-preset", "nobody"), "nobody"),
     ],

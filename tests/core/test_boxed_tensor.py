@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.boxed_tensor import BoxedTensor
-from elastic_ckpt.core.chunks import StorageChunk, listed
+from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import FROZEN, TensorMetadata
 from elastic_ckpt.planning.read_items import check_tiling
@@ -21,7 +21,7 @@ Pair = tuple[torch.Tensor, BoxedTensor]
 def saved(file: int, *shape: int, dtype: str = "float32") -> Pair:
     """A tensor whose values tell file and position, and where it is."""
     numel = torch.Size(shape).numel()
-    chunks = listed(StorageChunk(FlatRange(0, numel), file, 64)) if numel else listed()
+    chunks = chunks_of(StorageChunk(FlatRange(0, numel), file, 64)) if numel else chunks_of()
     values = file * 1000 + torch.arange(numel).view(shape)
     return values, BoxedTensor.of(TensorMetadata("name", FROZEN, shape, dtype, chunks))
 

@@ -22,8 +22,8 @@ from elastic_ckpt.core.chunks import (
     StorageChunk,
     boxed,
     by_rank,
+    chunks_of,
     group_rules,
-    listed,
     parameter_rules,
 )
 from elastic_ckpt.core.flat_ranges import FlatRange, group_offsets, per_parameter_numel
@@ -128,11 +128,11 @@ def test_a_tensor_has_the_chunks_of_all_its_shards() -> None:
     plain = StorageChunk(FlatRange(0, 2), 0, 8)
     coded = StorageChunk(FlatRange(0, 3), 1, 8, BlockCode(blocks, 0, 0))
     tensor = TensorMetadata(
-        "a", "m", (2,), "uint8", (*listed(), *listed(plain), *listed(coded)), shards=((0,), (2,), (3,))
+        "a", "m", (2,), "uint8", (*chunks_of(), *chunks_of(plain), *chunks_of(coded)), shards=((0,), (2,), (3,))
     )
     assert tensor.chunks == (plain, coded)
     assert tensor.blocks == blocks and tensor.is_quantized and not tensor.is_empty
-    empty = TensorMetadata("a", "m", (0,), "uint8", listed())
+    empty = TensorMetadata("a", "m", (0,), "uint8", chunks_of())
     assert empty.is_empty and not empty.is_quantized
 
 

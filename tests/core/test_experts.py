@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, listed, placements
+from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, chunks_of, placements
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import (
     EXPERTS,
@@ -72,7 +72,7 @@ def saved_slices(*states: str, rows: int = 1, steps: tuple[float, ...] = (4.0, 4
     row = (rows,) if rows > 1 else ()
     wholes = [StorageChunk(FlatRange(3 * r, 3 * r + 3), 0, 12 * r) for r in range(rows)]
     halves = [StorageChunk(FlatRange(3 * r + at, 3 * r + 1 + 2 * at), 1 + at, r) for r in range(rows) for at in (0, 1)]
-    sources = (listed(*wholes), listed(*halves))
+    sources = (chunks_of(*wholes), chunks_of(*halves))
     tensors = [
         TensorMetadata(f"w1.{expert}", key, (*row, 3), "float32", sources[expert])
         for expert in (0, 1)
@@ -110,7 +110,7 @@ def test_slices_with_different_states_are_not_stacked() -> None:
 
 def universal(shape: tuple[int, ...] = (4, 3), has_own_shape: bool = False) -> CheckpointMetadata:
     """A stacked parameter whose elements begin at byte 100 of a file."""
-    source = listed(StorageChunk(FlatRange(0, math.prod(shape)), 7, 100))
+    source = chunks_of(StorageChunk(FlatRange(0, math.prod(shape)), 7, 100))
     return CheckpointMetadata(
         SourceFacts("universal", "here", "step4", 1, 2, "0.19.8", by_rank=False),
         (),

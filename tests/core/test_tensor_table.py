@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, listed, parameter_rules
+from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, chunks_of, parameter_rules
 from elastic_ckpt.core.metadata import BUFFER, MASTER, DerivedTensors, Place, TensorMetadata, TensorTable
 
 
@@ -26,11 +26,11 @@ def test_a_table_has_what_a_dict_of_all_tensors_has(groups: list[list[int]], wit
         table.add_flat(shapes, rules, states)
         for (name, shape), rule in zip(shapes, rules, strict=True):
             for key, state in states.items():
-                sources = (PartitionedChunks(rule, state),) if rule.numel else listed()
+                sources = (PartitionedChunks(rule, state),) if rule.numel else chunks_of()
                 whole = (2, *shape) if key == "wide" else shape
                 expected[name, key] = TensorMetadata(name, key, whole, "float32", sources)
     if with_listed:
-        more = {("b", BUFFER): TensorMetadata("b", BUFFER, (1,), "int64", listed())}
+        more = {("b", BUFFER): TensorMetadata("b", BUFFER, (1,), "int64", chunks_of())}
         table.add(more)
         expected |= more
     assert table == expected and list(table) == list(expected) and len(table) == len(expected)
@@ -50,7 +50,7 @@ def test_what_is_not_there_is_no_tensor() -> None:
 
 def test_a_tensor_that_is_listed_too_is_there_once() -> None:
     """Masters of experts without ZeRO are the weights in their own files."""
-    table, own = TensorTable(), TensorMetadata("a", MASTER, (4,), "float32", listed())
+    table, own = TensorTable(), TensorMetadata("a", MASTER, (4,), "float32", chunks_of())
     table.add_flat([("a", (4,)), ("b", (2,))], [PartitionRule(4, 6), PartitionRule(2, 6, 4)], {MASTER: flat(0, 6)})
     assert table["a", MASTER] != own
     table.add({("a", MASTER): own})

@@ -85,7 +85,7 @@ def test_a_save_that_had_just_begun_is_named_too(folder: Path) -> None:
     result = latest(folder)
     assert result.exit_code == 0 and result.stdout.strip() == str(folder / "global_step20")
     assert result.stderr.splitlines() == [
-        f"not whole: {folder / 'global_step30'}: no file of a checkpoint can be seen in it"
+        f"not complete: {folder / 'global_step30'}: no file of a checkpoint can be seen in it"
     ]
 
 
@@ -107,8 +107,8 @@ def test_where_nothing_is_whole_or_nothing_is_there(folder: Path, tmp_path: Path
     for step in (9, 10, 20):
         empty(folder / f"global_step{step}")
     result = latest(folder)
-    assert result.exit_code == 1 and result.stdout == "" and result.stderr.count("not whole:") == 3
-    with pytest.raises(DamagedError, match="no checkpoint of this folder is whole") as caught:
+    assert result.exit_code == 1 and result.stdout == "" and result.stderr.count("not complete:") == 3
+    with pytest.raises(DamagedError, match="no checkpoint in this folder is complete") as caught:
         elastic_ckpt.find_latest(folder)
     assert all(f"global_step{step}: " in str(caught.value.found) for step in (9, 10, 20))
     (tmp_path / "nothing").mkdir()

@@ -419,7 +419,7 @@ def test_what_cannot_be_checked_is_noted(native: Path, copy: Callable[[Path], Pa
     result = verify(folder, "--full")
     assert result.exit_code == 0 and result.stdout.startswith("ok: 4 files, "), result.output
     assert "note: no-checksum: step4/offloaded_tensors/rank00/1_2.tensor.swp: " in result.stderr
-    assert "note: not-checked: files that are none of DeepSpeed's: rng_state_0.pth" in result.stderr
+    assert "note: not-checked: files that are not DeepSpeed's: rng_state_0.pth" in result.stderr
     expert = folder / "step4" / "expp_rank_0_mp_rank_00_optim_states.pt"
     torch.save({"optimizer": None}, expert)
     result = verify(folder, "--full")

@@ -62,7 +62,7 @@ def test_the_report_says_where_the_data_goes_on(name: str, found: dict[str, list
     assert second.report.samples_consumed == 12 and second.report.batches_to_skip == 2
     assert third.report.samples_consumed == 36 and third.report.batches_to_skip == 9
     is_late = KINDS[name]["registers_late"]
-    expected = "to skip: 9 batches of each rank's loader" if is_late else "the registered sampler goes on there"
+    expected = "to skip: 9 batches of each rank's loader" if is_late else "the registered sampler continues there"
     assert f"36 samples consumed; {expected}" in " ".join(str(third.report).split())
 
 
@@ -101,9 +101,7 @@ def test_weights_alone_leave_the_position_as_it_is(own: list[Any]) -> None:
 def test_other_data_are_refused_before_deepspeeds_own_loader_begins(own: list[Any]) -> None:
     for rank in own:
         found = rank.auto_6
-        assert found.error.startswith(
-            "MismatchError: the data position is one in other data, or in another order: seed"
-        )
+        assert found.error.startswith("MismatchError: the data position is of other data, or of another order: seed")
         assert found.is_untouched and found.consumed == 0
 
 

@@ -55,7 +55,7 @@ def test_each_fault_is_named_by_its_own_name(fault: str, runs: tuple[Path, dict[
     assert [each.startswith(expected or "?") for each in report.differs] == [True] * (expected is not None)
     assert (fault in report.goes_on) == (fault in ("lr", "hyperparameters", "data order"))
     assert "data order (samples_consumed 24, length 10000, seed 3, shuffle True)" in report.goes_on
-    assert report.text.rindex("goes on") > report.text.index("seconds, slowest rank")
+    assert report.text.rindex("unchanged") > report.text.index("seconds, slowest rank")
 
 
 def test_later_everything_that_follows_is_named_after_its_cause(runs: tuple[Path, dict[str, Any]]) -> None:
@@ -95,7 +95,7 @@ def test_without_sheets_tensors_and_hyperparameters_are_compared(
     assert lr["named"] == ["lr"] and len(lr["notes"]) == 2 and "cannot be read" in lr["notes"][0]
     assert explain(tmp_path / "run", tmp_path / "hyperparameters-2")["named"] == ["hyperparameters"]
     text = CliRunner().invoke(app, ["explain", str(folder / "run"), str(folder / "lr-2")])
-    assert "the first of 2 in common where they deviate: lr" in text.stdout
+    assert "the first of 2 common steps to deviate: lr" in text.stdout
     apart = CliRunner().invoke(app, ["explain", str(folder / "run" / "first"), str(folder / "run" / "second")])
     assert apart.exit_code == 3 and "no step in common" in apart.output
     verified = CliRunner().invoke(app, ["verify", str(folder / "run" / "first")])

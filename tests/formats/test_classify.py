@@ -63,7 +63,7 @@ def kind_of(state: Saved, options: StateOptions | None = None, numel: int = N, d
 
 
 def refused(held: Sequence[RankStates], options: StateOptions, key: str, word: str) -> MismatchError:
-    with pytest.raises(MismatchError, match=f"'{key}' is no {word} state") as caught:
+    with pytest.raises(MismatchError, match=f"'{key}' is not a state of the kind \"{word}\"") as caught:
         classify(held, options)
     error = caught.value
     assert error.parameter == key

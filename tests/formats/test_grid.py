@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt.core.chunks import BlockCode, StorageChunk, listed
+from elastic_ckpt.core.chunks import BlockCode, StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import RankCoordinates, SequenceParallel
 from elastic_ckpt.core.metadata import (
@@ -174,7 +174,7 @@ def test_what_belongs_to_a_data_parallel_rank_is_found_at_any_sequence_parallel_
 
 
 def tensor(name: str, key: str, numel: int, file: int = 0, dtype: str = "float32", **more: Any) -> TensorMetadata:
-    sources = listed(StorageChunk(FlatRange(0, numel), file, 8)) if numel else listed()
+    sources = chunks_of(StorageChunk(FlatRange(0, numel), file, 8)) if numel else chunks_of()
     return TensorMetadata(name, key, (numel,), dtype, sources, **more)
 
 
@@ -221,7 +221,7 @@ def test_one_rank_and_one_stage_stay_as_they_are() -> None:
 
 def coded(name: str) -> TensorMetadata:
     code = BlockCode(BlockFormat(4, "absmax1", Codebook((0.0, 1.0))), 0, 0)
-    return TensorMetadata(name, "exp_avg", (4,), "float32", listed(StorageChunk(FlatRange(0, 4), 0, 0, code)))
+    return TensorMetadata(name, "exp_avg", (4,), "float32", chunks_of(StorageChunk(FlatRange(0, 4), 0, 0, code)))
 
 
 def with_state(state: TensorMetadata) -> CheckpointMetadata:
@@ -346,8 +346,8 @@ def test_buffers_and_frozen_parameters_come_from_the_layers_of_all_ranks_in_orde
     table, frozen = found["1.table", BUFFER], found["1.frozen", FROZEN]
     assert (table.shards, table.shape, table.dtype) == (((2,), (3,)), (2,), "bfloat16")
     assert table.sources == (
-        *listed(StorageChunk(FlatRange(0, 2), 4, 64)),
-        *listed(StorageChunk(FlatRange(0, 3), 2, 72)),
+        *chunks_of(StorageChunk(FlatRange(0, 2), 4, 64)),
+        *chunks_of(StorageChunk(FlatRange(0, 3), 2, 72)),
     )
     assert frozen.shards == ((1, 3), (2, 3))
 
@@ -356,7 +356,7 @@ def test_without_tensor_parallelism_there_are_no_shards_and_what_is_strided_is_l
     layers = [layer(0, 0, mask=ref(2, 2), turned=ref(2, 2, stride=(1, 2)), none=ref(0))]
     found = with_module_files(metadata({}), named(layers), ["0.mask", "0.none"].__contains__).tensors
     assert found["0.mask", BUFFER] == TensorMetadata(
-        "0.mask", BUFFER, (2, 2), "bfloat16", listed(StorageChunk(FlatRange(0, 4), 1, 64))
+        "0.mask", BUFFER, (2, 2), "bfloat16", chunks_of(StorageChunk(FlatRange(0, 4), 1, 64))
     )
     assert found["0.none", BUFFER].chunks == ()
     assert set(found) == {("0.mask", BUFFER), ("0.none", BUFFER)}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.core.chunks import StorageChunk, listed
+from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     MASTER,
@@ -145,7 +145,7 @@ def checkpoint(
         parameters={name: SavedParameter((20,), 0, ()) for name in names},
         tensors={
             (name, MASTER): TensorMetadata(
-                name, MASTER, (20,), "float32", listed(StorageChunk(FlatRange(0, 20), 1, 80 * number))
+                name, MASTER, (20,), "float32", chunks_of(StorageChunk(FlatRange(0, 20), 1, 80 * number))
             )
             for number, name in enumerate(names)
         },

@@ -35,13 +35,14 @@ def test_a_trainer_goes_on_at_its_sample_over_2_1_and_3_ranks(run: Run) -> None:
     resumed = run(1, SCRIPT, *at_42, "--micro", "5", "--steps", "17", elastic=True)
     assert samples(resumed) == order[42:]
     assert (
-        "goes on after sample 12 of 30 in epoch 1; by its own count of steps, it would be 7 samples off" in resumed.log
+        "continues after sample 12 of 30 in epoch 1; by its own count of steps, it would be 7 samples off"
+        in resumed.log
     )
     at_75 = ("--save", "7", "--resume_from_checkpoint", checkpoint(resumed, 14))
     again = run(3, SCRIPT, *at_75, "--micro", "1", elastic=True)
     assert samples(again) == order[75:]
     assert (
-        "goes on after sample 15 of 30 in epoch 2; by its own count of steps, it would be 33 samples off" in again.log
+        "continues after sample 15 of 30 in epoch 2; by its own count of steps, it would be 33 samples off" in again.log
     )
     large = run(1, SCRIPT, *at_42, "--micro", "15", "--accumulation", "2", "--steps", "9", elastic=True)
     assert samples(large) == order[42:], "an epoch that its count of steps has left behind"
@@ -57,7 +58,7 @@ def test_an_unchanged_trainer_goes_on_in_the_order_of_its_epoch(run: Run) -> Non
     whole = run(2, SCRIPT, *arguments)
     resumed = run(2, SCRIPT, *arguments, "--resume_from_checkpoint", checkpoint(whole, 7), elastic=True)
     assert samples(resumed) == samples(whole)[LENGTH + 12 :]
-    assert "goes on after sample 12 of 30 in epoch 1" in resumed.log and "samples off" not in resumed.log
+    assert "continues after sample 12 of 30 in epoch 1" in resumed.log and "samples off" not in resumed.log
 
 
 def test_no_loader_of_a_trainer_is_fed_otherwise(run: Run) -> None:
@@ -69,6 +70,9 @@ def test_no_loader_of_a_trainer_is_fed_otherwise(run: Run) -> None:
     rest = {kind: [each for each in found[0][kind] if each[0] >= at] for kind, at in SAVED_AT.items()}
     assert found[2] == rest and all(rest.values())
     assert "samples off" not in resumed.log
+    on_one = run(1, "trainer_loaders.py", "--resume_from", str(whole.output), elastic=True)
+    # of "smaller": 6 of 15 batches were done, and 6 of 30 are left out
+    assert "leaves the data to the Trainer, which goes on by its own count of steps, about 6 samples off" in on_one.log
 
 
 def test_a_sampler_goes_on_where_accelerate_divides_its_batches(run: Run) -> None:

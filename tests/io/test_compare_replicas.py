@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.core.chunks import BlockCode, StorageChunk, listed
+from elastic_ckpt.core.chunks import BlockCode, StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
@@ -274,7 +274,7 @@ def checkpoint(
             for shard in shards:
                 values = shard * (1 if key == keys[0] else 10)
                 files.append(write(folder / f"{name}-{key}-{len(sources)}", values))
-                sources += listed(StorageChunk(FlatRange(0, shard.numel()), len(files) - 1, 3))
+                sources += chunks_of(StorageChunk(FlatRange(0, shard.numel()), len(files) - 1, 3))
             shapes = tuple(tuple(shard.shape) for shard in shards)
             dtype = str(shards[0].dtype).removeprefix("torch.")
             sharded = shapes if len(shapes) > 1 else ()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.checksums import Records
-from elastic_ckpt.core.chunks import StorageChunk, listed
+from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFacts, SourceFile, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
@@ -35,7 +35,9 @@ def metadata(folder: Path, data: bytes = DATA) -> CheckpointMetadata:
         str(folder / "file.pt"), BEGIN + len(DATA), records=Records.of([(BEGIN, len(DATA), zlib.crc32(DATA))])
     )
     numel = (len(DATA) - PADDING) // 4
-    tensor = TensorMetadata("weight", "fp32", (numel,), "float32", listed(StorageChunk(FlatRange(0, numel), 0, BEGIN)))
+    tensor = TensorMetadata(
+        "weight", "fp32", (numel,), "float32", chunks_of(StorageChunk(FlatRange(0, numel), 0, BEGIN))
+    )
     facts = SourceFacts("native", str(folder), "step4", 1, 2, "0.19.8")
     return CheckpointMetadata(facts, (file,), {}, {("weight", "fp32"): tensor}, ())
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.chunks import BlockCode, StorageChunk, listed
+from elastic_ckpt.core.chunks import BlockCode, StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
@@ -58,7 +58,7 @@ def chunk(part: Partition, first: int, numel: int, position: int) -> StorageChun
 
 def tensor_in(part: Partition, name: str, key: str, shape: Shape, position: int = 0) -> TensorMetadata:
     """A tensor that lies whole in one partition."""
-    return TensorMetadata(name, key, shape, part.dtype, listed(chunk(part, 0, math.prod(shape), position)))
+    return TensorMetadata(name, key, shape, part.dtype, chunks_of(chunk(part, 0, math.prod(shape), position)))
 
 
 def numbers(numel: int) -> NDArray[np.float32]:
@@ -207,7 +207,7 @@ def rows_in_partitions(disk: Disk, key: str, blocks: BlockFormat | None) -> tupl
             for index in range(numel)
         ]
         dtype = "float32" if blocks is None else "uint8"
-        tensors[name, key] = TensorMetadata(name, key, (2, *TWO[name]), dtype, listed(*chunks))
+        tensors[name, key] = TensorMetadata(name, key, (2, *TWO[name]), dtype, chunks_of(*chunks))
     return tensors, truth
 
 
@@ -591,7 +591,7 @@ def test_the_second_row_is_refused_as_well_as_the_first() -> None:
     raw, part = coded(disk, 4), coded(disk, 5)
     shapes = {"a": (4,)}
     chunks = (chunk(raw, 0, 4, 0), chunk(part, 4, 4, 1))
-    states = {("a", "m"): TensorMetadata("a", "m", (2, 4), "uint8", listed(*chunks))}
+    states = {("a", "m"): TensorMetadata("a", "m", (2, 4), "uint8", chunks_of(*chunks))}
     live = LiveState("m", "uint8", planes=2, blocks=FOUR)
     with pytest.raises(MismatchError, match="requantized") as caught:
         plan_load(
@@ -763,9 +763,9 @@ def test_shares_of_an_empty_flat_partition_are_not_dealt_out() -> None:
     disk = Disk()
     part = coded(disk, 3)
     states = {("b", "state1"): tensor_in(part, "b", "state1", (3,))}
-    states["a", "state1"] = TensorMetadata("a", "state1", (0,), "uint8", listed())
+    states["a", "state1"] = TensorMetadata("a", "state1", (0,), "uint8", chunks_of())
     metadata = catalog_of(disk, {"b": (3,)}, states)
-    empty = TensorMetadata("a", MASTER, (0,), "float32", listed())
+    empty = TensorMetadata("a", MASTER, (0,), "float32", chunks_of())
     metadata = replace(
         metadata,
         parameters={**metadata.parameters, "a": SavedParameter((0,), 0, (("step", 4.0),))},

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.chunks import StorageChunk, listed
+from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import FlatPartition, Fragment, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, StateFacts, TensorMetadata
@@ -101,7 +101,7 @@ def test_a_lost_piece_is_an_error_on_every_rank_that_holds_some_of_the_parameter
     name, key = data.draw(st.sampled_from(candidates))
     tensor = case.metadata.tensors[name, key]
     lost = data.draw(st.integers(0, len(tensor.chunks) - 1))
-    holey = dataclasses.replace(tensor, sources=listed(*tensor.chunks[:lost], *tensor.chunks[lost + 1 :]))
+    holey = dataclasses.replace(tensor, sources=chunks_of(*tensor.chunks[:lost], *tensor.chunks[lost + 1 :]))
     metadata = dataclasses.replace(case.metadata, tensors={**case.metadata.tensors, (name, key): holey})
     for rank in range(case.target.dp):
         engine = engine_of(case, rank)
@@ -402,7 +402,7 @@ def test_a_buffer_of_every_dtype_of_torch_is_planned_with_the_right_item_size(dt
     metadata = saved({"a": (1,)}, wholes=wholes)
     itemsize = getattr(torch, dtype).itemsize
     chunks = (StorageChunk(FlatRange(0, 2), 0, 100), StorageChunk(FlatRange(2, 6), 0, 100 + 2 * itemsize))
-    tensor = TensorMetadata("buffer", BUFFER, (6,), dtype, listed(*chunks))
+    tensor = TensorMetadata("buffer", BUFFER, (6,), dtype, chunks_of(*chunks))
     metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("buffer", BUFFER): tensor})
     plan = plan_load(metadata, live({"a": (1,)}, wholes=wholes), LoadOptions())
     target = target_names(plan).index((BUFFER, -1, "buffer"))

@@ -86,7 +86,7 @@ def test_a_rank_that_held_more_less_or_in_another_order_is_another() -> None:
 @pytest.mark.parametrize("step", [math.nan, math.inf, TensorValue("complex64", (), (1j,))])
 def test_a_known_optimizer_gets_no_step_that_it_cannot_count_on(step: Any) -> None:
     metadata = saved(TWO, scalars=dict.fromkeys(TWO, (("step", step),)))
-    with pytest.raises(DamagedError, match="'step' of these parameters is no finite number"):
+    with pytest.raises(DamagedError, match="'step' of these parameters is not a finite number"):
         match(metadata, live(TWO), LoadOptions())
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.chunks import BlockCode, listed
+from elastic_ckpt.core.chunks import BlockCode, chunks_of
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState, StateFacts
 from elastic_ckpt.core.read_plan import Outcome
@@ -500,7 +500,7 @@ def test_an_unknown_optimizer_adopts_whole_states_only_beside_whole_parameters()
 def test_an_unknown_optimizer_adopts_no_codes() -> None:
     metadata = saved(TWO, states=("state1",))
     chunk = replace(metadata.tensors["b.weight", "state1"].chunks[0], code=BlockCode(BLOCKS[0], 0, 0))
-    coded = with_tensor(metadata, "b.weight", "state1", sources=listed(chunk))
+    coded = with_tensor(metadata, "b.weight", "state1", sources=chunks_of(chunk))
     with pytest.raises(MismatchError, match="keeps other states") as caught:
         matched(coded, unknown(apart=True))
     assert caught.value.parameter == "b.weight"

@@ -13,7 +13,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from elastic_ckpt.core.chunks import StorageChunk, listed
+from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     CheckpointMetadata,
@@ -47,7 +47,7 @@ def test_names_of_parameters_pass() -> None:
 
 def metadata(**changes: Any) -> CheckpointMetadata:
     chunk = StorageChunk(FlatRange(0, 4), 0, 0)
-    tensors = {("w", key): TensorMetadata("w", key, (4,), "float32", listed(chunk)) for key in ("fp32", "exp_avg")}
+    tensors = {("w", key): TensorMetadata("w", key, (4,), "float32", chunks_of(chunk)) for key in ("fp32", "exp_avg")}
     source = SourceFacts("native", "/ckpt", "step", 1, 2, "0.19.8")
     plain = CheckpointMetadata(
         source, (SourceFile("/ckpt/a", 99),), {"w": SavedParameter((4,), 0, (("step", 1.0),))}, tensors, ({},)
@@ -57,7 +57,9 @@ def metadata(**changes: Any) -> CheckpointMetadata:
 
 def test_what_the_format_has_no_place_for_is_named() -> None:
     refuse_unconvertible(metadata(saved_names={"w": "w"}))
-    whole = TensorMetadata("w", "row", (2,), "float32", listed(StorageChunk(FlatRange(0, 2), 0, 0)), has_own_shape=True)
+    whole = TensorMetadata(
+        "w", "row", (2,), "float32", chunks_of(StorageChunk(FlatRange(0, 2), 0, 0)), has_own_shape=True
+    )
     cases: list[tuple[dict[str, Any], str]] = [
         ({"source": replace(metadata().source, zero_stage=0)}, "without ZeRO"),
         ({"source": replace(metadata().source, format="universal", by_rank=False)}, "already"),
@@ -92,7 +94,7 @@ def test_parts_whose_widths_the_run_says_are_noted_in_numbers() -> None:
 
 def test_what_deepspeed_will_not_restore_is_noted() -> None:
     assert list(notes_on(metadata(), {})) == []
-    frozen = TensorMetadata("f", "frozen", (4,), "float32", listed(StorageChunk(FlatRange(0, 4), 0, 0)))
+    frozen = TensorMetadata("f", "frozen", (4,), "float32", chunks_of(StorageChunk(FlatRange(0, 4), 0, 0)))
     described = metadata(tensors={**metadata().tensors, ("f", "frozen"): frozen})
     (note,) = notes_on(described, {})
     assert "elastic_ckpt alone" in note

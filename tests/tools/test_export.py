@@ -144,11 +144,11 @@ def test_a_selection_in_another_dtype(saved: tuple[Path, Tied], tmp_path: Path) 
         ({"adapter": "default"}, "no tensors of this PEFT adapter"),
         ({"include": ["nowhere"]}, "matches no tensor"),
         ({"exclude": ["nowhere"]}, "matches no tensor"),
-        ({"include": ["("]}, "no regular expression"),
+        ({"include": ["("]}, "not a regular expression"),
         ({"exclude": [""]}, "nothing to export"),
         ({"dtype": "fp8"}, "cannot have this dtype"),
-        ({"max_shard_size": "big"}, "no size"),
-        ({"max_shard_size": "2GiB"}, "no size"),
+        ({"max_shard_size": "big"}, "not a shard size"),
+        ({"max_shard_size": "2GiB"}, "not a shard size"),
     ],
 )
 def test_wrong_usage_writes_nothing(options: Any, says: str, saved: tuple[Path, Tied], tmp_path: Path) -> None:

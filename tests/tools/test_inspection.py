@@ -22,7 +22,7 @@ from elastic_ckpt.core.chunks import (
     BlockCode,
     ListedChunks,
     StorageChunk,
-    listed,
+    chunks_of,
 )
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
@@ -60,7 +60,7 @@ def tensor(name: str, key: str, *shards: tuple[int, ...], dtype: str = "float32"
         for size in shape:
             numels[number] *= size
     code = more.pop("code", None)
-    sources = (listed(StorageChunk(FlatRange(0, numel), 1, 0, code)) if numel else listed() for numel in numels)
+    sources = (chunks_of(StorageChunk(FlatRange(0, numel), 1, 0, code)) if numel else chunks_of() for numel in numels)
     chunks = tuple(chain.from_iterable(sources))
     return TensorMetadata(name, key, shards[0], dtype, chunks, shards=shards if len(shards) > 1 else (), **more)
 

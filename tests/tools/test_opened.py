@@ -22,7 +22,7 @@ from tests.formats import test_dcp
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ([1], "is no JSON object"),
+        ([1], "is not a JSON object"),
         ({"elastic_checkpoint": 5}, "must be an object"),
         ({"elastic_checkpoint": ["mode"]}, "must be an object"),
         ({"elastic_checkpoint": {"mod": "auto"}}, 'unknown key "mod"'),

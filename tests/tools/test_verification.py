@@ -21,7 +21,7 @@ from elastic_ckpt.core.chunks import (
     PartitionRule,
     StorageChunk,
     by_rank,
-    listed,
+    chunks_of,
 )
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
@@ -164,7 +164,7 @@ def metadata_of(
 def tensor(key: str, *ranges: tuple[int, int, int], name: str = "w", dtype: str = "float32") -> TensorMetadata:
     """A tensor of 100 elements; ranges of start, stop and file, at the byte of their start."""
     chunks = (StorageChunk(FlatRange(start, stop), file, 4 * start) for start, stop, file in ranges)
-    return TensorMetadata(name, key, (100,), dtype, listed(*chunks))
+    return TensorMetadata(name, key, (100,), dtype, chunks_of(*chunks))
 
 
 def checked_metadata(metadata: CheckpointMetadata) -> tuple[list[Finding], list[Finding]]:
@@ -204,7 +204,7 @@ def test_states_that_only_some_of_a_group_have() -> None:
 
 
 def test_a_parameter_without_a_master_and_a_tensor_that_ends_behind_its_file() -> None:
-    behind = TensorMetadata("w", MASTER, (100,), "float32", listed(StorageChunk(FlatRange(0, 100), 0, 700)))
+    behind = TensorMetadata("w", MASTER, (100,), "float32", chunks_of(StorageChunk(FlatRange(0, 100), 0, 700)))
     found, _ = checked_metadata(metadata_of([behind], {"w": parameter((100,)), "lost": parameter((3,))}))
     assert [(finding.kind, finding.parameter) for finding in found] == [("unreadable", "w"), ("incomplete", "lost")]
     assert "the end of its file; expected: 1100 bytes or more; found: 1000 bytes" in found[0].message
@@ -231,7 +231,7 @@ def test_of_quantized_states_the_scales_are_looked_at() -> None:
     """Blocks of 256: elements 300 to 700 of a partition are in blocks 1 and 2."""
     blocks = BlockFormat(256, "absmax1", Codebook(tuple(-1 + n / 127.5 for n in range(256))))
     chunk = StorageChunk(FlatRange(0, 400), 1, 5000, BlockCode(blocks, 300, 80_000))
-    coded = TensorMetadata("w", "state1", (400,), "uint8", listed(chunk))
+    coded = TensorMetadata("w", "state1", (400,), "uint8", chunks_of(chunk))
     spans = spans_of(metadata_of([coded], {}))
     assert spans == {"/ckpt/step4/1": [Span(80_004, 8, "float32", "w", "absmax1", 1)]}
     integers = tensor("counts", (0, 100, 0), dtype="int64")
@@ -240,7 +240,7 @@ def test_of_quantized_states_the_scales_are_looked_at() -> None:
 
 def test_copies_go_by_the_names_that_rename_gives_them(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(torch.tensor([1.0, 2.0, 1.0, 3.0]).numpy().tobytes())
-    shards = tuple(chain.from_iterable(listed(StorageChunk(FlatRange(0, 2), 0, 8 * rank)) for rank in (0, 1)))
+    shards = tuple(chain.from_iterable(chunks_of(StorageChunk(FlatRange(0, 2), 0, 8 * rank)) for rank in (0, 1)))
     saved = TensorMetadata("old", MASTER, (2,), "float32", shards, shards=((2,), (2,)))
     facts = SourceFacts("native", str(tmp_path), "step4", 1, 1, "0.19.8", tp=2)
     metadata = metadata_of([saved], {"old": parameter((2,))}, source=facts)

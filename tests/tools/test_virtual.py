@@ -15,7 +15,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.chunks import listed
+from elastic_ckpt.core.chunks import chunks_of
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.shard_specs import ShardSpec
@@ -316,7 +316,7 @@ def test_8_bit_states_have_blocks_of_todays_size() -> None:
         dataclasses.replace(chunk, code=_code(BlockFormat(2048, "absmax1", codebook)))
         for chunk in metadata.tensors["a", "state1"].chunks
     )
-    coded = dataclasses.replace(metadata.tensors["a", "state1"], dtype="uint8", sources=listed(*chunks))
+    coded = dataclasses.replace(metadata.tensors["a", "state1"], dtype="uint8", sources=chunks_of(*chunks))
     metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "state1"): coded})
     for members in (["a", "b"], ["b", "a"]):
         (state,) = job_of(metadata).states_of(members) or ()

@@ -36,7 +36,7 @@ _WRONG_FLAG = "--universal_checkpoint"
 
 
 def install() -> None:
-    """Make every DeepSpeed engine of this process load checkpoints of any topology.
+    """Make every DeepSpeed engine of this process load checkpoints of other topologies.
 
     Call it once, before or after ``deepspeed.initialize`` (before it, if ``"align_partitions"`` is set); idempotent.
     ``PipelineEngine`` inherits the patched method. Warns of untried versions of torch, DeepSpeed and Python.
@@ -77,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     ``--universal-checkpoint``, such as Megatron-DeepSpeed's, keeps it.
     """
     # whatever the parser does about conflicts: with "resolve", its own flag would be removed
-    group = parser.add_argument_group("elastic_ckpt", "loading checkpoints of any topology", conflict_handler="error")
+    group = parser.add_argument_group(
+        "elastic_ckpt", "loading checkpoints at another topology", conflict_handler="error"
+    )
     with suppress(argparse.ArgumentError):  # it has its own
         group.add_argument(
             _FLAG,
@@ -85,8 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             nargs="?",
             const="auto",
             choices=("auto", "require", "off"),
-            help="elastic loading: auto (the default when the flag is bare), require, or off; prefers a universal "
-            "checkpoint where a native one is there too",
+            help="elastic loading: auto (also without a value), require, or off; prefers a universal checkpoint",
         )
     with suppress(argparse.ArgumentError):
         group.add_argument(_WRONG_FLAG, action=_SetFlag, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)

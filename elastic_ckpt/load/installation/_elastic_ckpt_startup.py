@@ -69,7 +69,7 @@ def _install() -> None:
             raise RuntimeError(f"{problem}, and ELASTIC_CKPT=require") from error
         if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
             logging.getLogger("elastic_ckpt").warning(
-                "%s. This run goes on with DeepSpeed's own loader; to turn this off: ELASTIC_CKPT=0 for one run, "
+                "%s. This run continues with DeepSpeed's own loader; to turn this off: ELASTIC_CKPT=0 for one run, "
                 "elastic-ckpt disable, or removing %s, for all",
                 problem,
                 os.path.splitext(__file__)[0] + ".pth",
