@@ -241,7 +241,8 @@ def document(job: VirtualJob, found: list[dict[str, Any]]) -> dict[str, Any]:
         values = [len(each[key]) if key == "files" else each[key] for each in found]
         mean = sum(values) / len(values)
         spreads[key] = {"least": min(values), "mean": mean, "most": max(values), "total": sum(values)}
-    notes = list(dict.fromkeys(chain.from_iterable(each.pop("notes") for each in found)))
+    said = chain.from_iterable(each.pop("notes") for each in found)
+    notes = [*{re.sub(r" \(\d+\)$", "", note): note for note in said}.values()]  # of stages, which count parameters
     if topology.pp > 1 and topology.zero_stage > 1:
         notes = [f"DeepSpeed's pipeline engine refuses ZeRO-{topology.zero_stage}: take stage 0 or 1", *notes]
     return {
