@@ -218,6 +218,10 @@ def test_a_position_in_other_data_is_refused(state: dict[str, Any], message: str
     with pytest.raises(MismatchError, match=message):
         sampler.load_state_dict({**ElasticSampler(10).state_dict(), "samples_consumed": 4, **state})
     assert sampler.samples_consumed == 0
+    sampler.load_state_dict({"samples_consumed": 8})  # also one that is behind
+    with pytest.raises(MismatchError, match=message):
+        sampler.load_state_dict({**ElasticSampler(10).state_dict(), "samples_consumed": 4, **state})
+    assert sampler.samples_consumed == 8
 
 
 def test_a_position_in_other_data_counts_where_the_script_has_said_so() -> None:
