@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -21,9 +21,11 @@ from rich.table import Table
 
 from benchmarks.launching import Launcher
 from benchmarks.machine import write_document
+from benchmarks.results import Target
 
 app = typer.Typer(add_completion=False)
 _MIB = 1 << 20
+_AIMED_AT = ("floor", "elastic_ckpt", "from_pretrained")
 #: Parameters -> hidden size and layers of the Llama.
 SIZES = {"240M": (1024, 14), "550M": (1536, 16)}
 
@@ -36,6 +38,23 @@ def medians(points: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float
         peaks = (max(rank["peak_nbytes"] for rank in ranks) / _MIB for ranks in rounds)
         found[contender] = median(max(rank["seconds"] for rank in ranks) for ranks in rounds), max(peaks)
     return found
+
+
+def by_job(document: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, tuple[float, float]]]]:
+    """By size and ranks, the medians of a document."""
+    points = document.get("points", ())
+    for size, ranks in dict.fromkeys((point["params"], point["ranks_of_job"]) for point in points):
+        yield size, ranks, medians([p for p in points if (p["params"], p["ranks_of_job"]) == (size, ranks)])
+
+
+def aims(document: Mapping[str, Any]) -> Iterator[Target]:
+    """What is aimed at, and what was measured; nothing for an empty document."""
+    for size, ranks, found in by_job(document):
+        (floor, _), (ours, peak), (theirs, _) = (found[name] for name in _AIMED_AT)
+        what = f"{size} parameters of a Hugging Face folder, {ranks} ranks"
+        yield Target(f"{what}: times as fast as from_pretrained", theirs / ours, 10, at_least=True)
+        yield Target(f"{what}: seconds beyond 1.3 x the floor", ours - 1.3 * floor, 0.1, at_least=False)
+        yield Target(f"{what}: memory beyond what is owned, MiB", peak, 64, at_least=False)
 
 
 @app.command()

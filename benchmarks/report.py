@@ -74,9 +74,9 @@ def contenders_section(measured: Measured) -> str:
 
 def aims_section(measured: Measured) -> str:
     """What was aimed at, beside what was measured."""
-    aims = [*_of_loads(measured.results), *_of_parameters(measured["flat"]), *_of_metadata(measured["metadata"])]
-    aims += [*_of_ranks(measured["scale"]), *export.aims(measured["export"])]
-    aims += buckets.aims(measured["buckets"])
+    aims = [*_of_loads(measured.results), *_of_parameters(measured["flat"]), *_of_ranks(measured["scale"])]
+    for module in (export, pretrained, buckets):
+        aims += module.aims(measured[module.__name__.rpartition(".")[2]])
     return aims_table(aims) if aims else ""
 
 
@@ -153,9 +153,7 @@ def pretrained_section(measured: Measured) -> str:
     """Pretrained weights into memory that a model has."""
     document = measured["pretrained"]
     rows: list[Sequence[str]] = [("parameters, ranks", "", "seconds", "times the floor", "peak MiB")]
-    points = document.get("points", ())
-    for size, ranks in dict.fromkeys((point["params"], point["ranks_of_job"]) for point in points):
-        found = pretrained.medians([p for p in points if (p["params"], p["ranks_of_job"]) == (size, ranks)])
+    for size, ranks, found in pretrained.by_job(document):
         for contender, (seconds, peak) in found.items():
             ratio = f"{seconds / found['floor'][0]:.1f}"
             rows.append((f"{size}, {ranks}", contender, f"{seconds:.2f}", ratio, f"{peak:,.0f}"))
@@ -264,18 +262,6 @@ def _of_parameters(document: Mapping[str, Any]) -> Iterator[Target]:
         if (case["series"], case["parameters"]) == (PARAMETERS, 10_000):
             what = f"10,000 parameters, ZeRO-{case['stage']}, DP {case['saved_dp']} → {case['dp']}: seconds"
             yield Target(what, point["seconds"], 1.5, at_least=False)
-
-
-def _of_metadata(document: Mapping[str, Any]) -> Iterator[Target]:
-    cpu = {
-        (point["reader"], point["case"]["parameters"]): point["cpu"]["median"]
-        for point in document.get("points", ())
-        if (point["case"]["form"], point["case"]["files"], point["collection"]) == ("model states", 1, "on")
-    }
-    for (reader, parameters), seconds in cpu.items():
-        if reader == "elastic_ckpt" and parameters >= 1000:
-            ratio = cpu["torch.load", parameters] / seconds
-            yield Target(f"metadata of {parameters:,} tensors: times as fast as torch.load", ratio, 10, at_least=True)
 
 
 def growths(points: Sequence[Mapping[str, Any]]) -> dict[int, float]:
