@@ -122,7 +122,7 @@ def _mixed(
     )
     remedy = "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees "
     remedy += '[0] under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is '
-    remedy += f"another training: it keeps {live} for all {len(group.names)} parameters, "
+    remedy += f"a different training: it keeps {live} for all {len(group.names)} parameters, "
     remedy += f"which changes {len(changed)} of them"
     problem = f"param group {number} now mixes parameters whose saved groups had different hyperparameters"
     expected = "one set of hyperparameters for the group"
