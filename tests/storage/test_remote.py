@@ -119,7 +119,7 @@ def test_the_first_repetition_is_told(
     bucket.faults += ["503", "cut"]
     read(ranges, 0, 1000)
     (record,) = caplog.records
-    assert f"{URL}/step4/a.pt again" in record.message and "503" in record.message
+    assert f"repeats a request for {URL}/step4/a.pt" in record.message and "503" in record.message
 
 
 def test_a_server_that_never_answers_in_full_is_an_error(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
