@@ -119,8 +119,9 @@ def _length(trainer: Any, call: dict[str, Any]) -> int | None:
     if accelerator.split_batches or not accelerator.even_batches or trainer.get_sp_size() > 1:
         return None
     found = len(sampler), batches.batch_size, batches.drop_last, call["steps_in_epoch"]
-    expected = found[0], trainer._train_batch_size, trainer.args.dataloader_drop_last
-    is_plain = found == (*expected, _batches(trainer, found[0], _per_batch(trainer)))
+    per_batch, ranks = _per_batch(trainer), trainer.args.world_size // trainer.get_tp_size() // trainer.get_cp_size()
+    expected = found[0], per_batch // ranks, trainer.args.dataloader_drop_last
+    is_plain = found == (*expected, _batches(trainer, found[0], per_batch))
     return found[0] if is_plain and call["steps_in_epoch"] else None
 
 
