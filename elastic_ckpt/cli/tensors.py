@@ -184,7 +184,7 @@ def explain(
     verdict = f"nothing deviates at the steps {shortened(map(str, outcome.steps))}"
     parts: list[RenderableType] = [f"note: {note}" for note in outcome.notes]
     if outcome.step is not None:
-        verdict = f"at step {outcome.step}, the first of {len(outcome.steps)} common steps to deviate: "
+        verdict = f"at step {outcome.step}, the first of {counted(len(outcome.steps), 'common step')} to deviate: "
         verdict += ", ".join(outcome.named)
         parts.insert(0, table("A -> B", "component", "how", rows=map(_words, outcome.deviations)))
     document = {"named": outcome.named, **vars(outcome)}
