@@ -88,7 +88,7 @@ def test_deepspeeds_own_loader_takes_the_position_back(mode: str, own: list[Any]
     for rank in own:
         found = getattr(rank, f"{mode}_5")
         assert (found.error, found.report, found.client) == (None, None, {"epoch": 3})
-        assert found.is_saved and found.consumed == 12
+        assert found.is_saved and found.consumed == 14
 
 
 def test_weights_alone_leave_the_position_as_it_is(own: list[Any]) -> None:
