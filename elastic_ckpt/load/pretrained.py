@@ -142,38 +142,43 @@ class PretrainedLoad:
     def _prepare(self, local_state: LocalState) -> tuple[LoadPlan, LiveWeights, list[WeightsFile], Medium]:
         """Read the folder's metadata on one rank, plan on all. Collective; changes nothing."""
         tied = {name for names in local_state.model.ties.items() for name in (names[0], *names[1])}
-        arguments = self.folder, self.paths, self.config.trust_pickle, tied
-        files = distributed.broadcast("read the folder's metadata", lambda: read_weights(*arguments))
-        files = files if is_url(self.folder) else self._own(files)
+
+        def read() -> tuple[list[WeightsFile], str, list[bytes]]:
+            files = read_weights(self.folder, self.paths, self.config.trust_pickle, tied)
+            return files, self.folder, self._digests([file.path for file in files])
+
+        files, folder, digests = distributed.broadcast("read the folder's metadata", read)
+        own: list[WeightsFile] = []
         planned: list[tuple[LoadPlan, LiveWeights]] = []
 
         def make_plan() -> RankPlan:
-            weights = self._weights(files, local_state)
+            own.extend(self._own(files, folder, digests))
+            weights = self._weights(own, local_state)
             config = self.config.model_copy(update={"rename": []})  # names are those of the module by now
             options = LoadOptions.of(config, optimizer_states=False, strict=False)
             plan = plan_load(weights.metadata, local_state, options)
             planned.append((plan, weights))
-            return RankPlan.of(plan, local_state.model.coordinates.mp_rank, self.config, files[0].path)
+            return RankPlan.of(plan, local_state.model.coordinates.mp_rank, self.config, own[0].path)
 
         _, notes, medium = agree_on_plans(make_plan, self.config)
         plan, weights = planned[0]
-        return replace(plan, notes=notes), weights, files, medium
+        return replace(plan, notes=notes), weights, own, medium
 
-    def _own(self, files: Sequence[WeightsFile]) -> list[WeightsFile]:
-        """Rank 0's files where this rank has them: nodes may have caches of their own. Collective."""
-        own = [os.path.join(self.folder, os.path.basename(file.path)) for file in files]
-        own = [os.path.abspath(path) for path in self.paths or own]
+    def _own(self, files: Sequence[WeightsFile], folder: str, digests: Sequence[bytes]) -> list[WeightsFile]:
+        """Rank 0's files where this rank has them: nodes may have caches of their own. Local."""
+        paths = self.paths or [os.path.join(self.folder, os.path.basename(file.path)) for file in files]
+        paths = [file.path for file in files] if is_url(self.folder) else [os.path.abspath(path) for path in paths]
+        if self._digests(paths) != digests:
+            problem, remedy = "ranks have different files", "give every rank the same folder, or copies of it"
+            both = f"files as in {folder} on rank 0", f"others in {self.folder} on rank {distributed.rank()}"
+            raise MismatchError(problem, folder, *both, remedy=remedy)
+        return [replace(file, path=path) for file, path in zip(files, paths, strict=True)]
 
-        def digests() -> tuple[str, list[bytes]]:
-            return self.folder, [content_digest(open_ranges(path), version_of(path).nbytes) for path in own]
-
-        everybody = distributed.all_gather("compare the files of all ranks", digests)
-        for rank, (folder, found) in enumerate(everybody):
-            if found != everybody[0][1]:
-                problem, remedy = "ranks have different files", "give every rank the same folder, or copies of it"
-                both = f"files as in {everybody[0][0]} on rank 0", f"others in {folder} on rank {rank}"
-                raise MismatchError(problem, folder, *both, remedy=remedy, rank=rank)
-        return [replace(file, path=path) for file, path in zip(files, own, strict=True)]
+    def _digests(self, paths: Sequence[str]) -> list[bytes]:
+        """What tells these files from others: contents, or the URL of their folder. Local."""
+        if is_url(self.folder):
+            return [self.folder.encode()]
+        return [content_digest(open_ranges(path), version_of(path).nbytes) for path in paths]
 
     def _weights(self, files: Sequence[WeightsFile], local_state: LocalState) -> LiveWeights:
         """The folder's weights under live names. Local."""
