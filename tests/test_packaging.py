@@ -83,12 +83,13 @@ def test_the_files_that_people_look_for_exist(name: str) -> None:
 def test_forms_and_the_citation_can_be_parsed() -> None:
     for form in (REPO / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
         assert yaml.safe_load(form.read_text())
-    assert yaml.safe_load((REPO / "CITATION.cff").read_text())["cff-version"] == "1.2.0"
+    citation = yaml.safe_load((REPO / "CITATION.cff").read_text())
+    assert (citation["cff-version"], citation["version"]) == ("1.2.0", elastic_ckpt.__version__)
 
 
-def test_the_changelog_has_a_section_for_what_comes_next() -> None:
+def test_the_changelog_has_a_section_for_what_comes_next_and_for_this_version() -> None:
     text = (REPO / "CHANGELOG.md").read_text()
-    assert re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)[0] == "Unreleased"
+    assert re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)[:2] == ["Unreleased", elastic_ckpt.__version__]
 
 
 _STUB = """#!/usr/bin/env bash
