@@ -35,6 +35,7 @@ MODELS = {
     "270M": ModelSize(20, 1024, 16384),
     "700M": ModelSize(24, 1536, 16384),
     "1B": ModelSize(18, 2048, 49152),
+    "7B": ModelSize(33, 4096, 32000),
 }
 
 

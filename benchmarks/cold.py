@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -22,6 +23,7 @@ from benchmarks import machine
 from benchmarks.cases import MODELS, NATIVE, RESUME, Case
 from benchmarks.generated import Layout, write
 from benchmarks.launching import Launcher
+from benchmarks.results import Target
 
 app = typer.Typer(add_completion=False)
 #: ZeRO stage and ranks of the save, and of the load.
@@ -69,6 +71,41 @@ def measure(params: str, move: tuple[tuple[int, int], tuple[int, int]], out: Pat
     return {"move": f"ZeRO-{saved_stage}, DP {saved_dp} → ZeRO-{stage}, DP {dp}", "params": params, **found}
 
 
+def by_move(document: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The measurements of each move."""
+    found: dict[str, list[Any]] = {}
+    for point in document.get("points", ()):
+        found.setdefault(f"{point['params']} {point['move']}", []).append(point)
+    return found
+
+
+def _speeds(points: Sequence[Any]) -> tuple[float, float]:
+    """Bytes per second of the loads, and of ``dd``."""
+    ours = median(each["nbytes"] / each["seconds"] for each in points)
+    return ours, median(each["disk_nbytes"] / each["disk_seconds"] for each in points)
+
+
+def table_rows(document: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """Heads, then a row for each move."""
+    yield "load", "GB", "seconds", "GB/s", "dd, GB/s", "of it", "extra MiB", "wrong"
+    for move, points in by_move(document).items():
+        ours, disk = _speeds(points)
+        nbytes, seconds = points[0]["nbytes"] / _GB, median(each["seconds"] for each in points)
+        extra = f"{max(each['extra_nbytes'] for each in points) / _MIB:.0f}"
+        wrong = ", ".join(sorted({what for each in points for what in each["wrong"]})) or "nothing"
+        speeds = (f"{ours / _GB:.2f}", f"{disk / _GB:.2f}", f"{ours / disk:.2f}")
+        yield move, f"{nbytes:.2f}", f"{seconds:.2f}", *speeds, extra, wrong
+
+
+def aims(document: Mapping[str, Any]) -> Iterator[Target]:
+    """What is aimed at, and what was measured; nothing for an empty document."""
+    for move, points in by_move(document).items():
+        ours, disk = _speeds(points)
+        yield Target(f"{move}, cold: bytes per second / dd with O_DIRECT", ours / disk, 0.9, at_least=True)
+        most = max(each["extra_nbytes"] for each in points) / _MIB
+        yield Target(f"{move}, cold: extra memory of a rank, MiB", most, 64, at_least=False)
+
+
 @app.command()
 def main(
     folder: Path,
@@ -79,20 +116,14 @@ def main(
     extensions: Annotated[Path, typer.Option(help="TORCH_EXTENSIONS_DIR.")] = Path("benchmark_results/extensions"),
 ) -> None:
     """Measure each move; cold.json in FOLDER has every measurement."""
-    launcher, points = Launcher(folder / "logs", extensions), []
-    shown = Table("load", "GB", "seconds", "GB/s", "dd GB/s", "of it", "extra MiB", "wrong")
-    for move in _MOVES:
-        here = [measure(params, move, folder, launcher) for _ in range(repeats)]
-        points += here
-        speed = median(each["nbytes"] / each["seconds"] / _GB for each in here)
-        disk = median(each["disk_nbytes"] / each["disk_seconds"] / _GB for each in here)
-        size, seconds = here[0]["nbytes"] / _GB, median(each["seconds"] for each in here)
-        extra = f"{max(each['extra_nbytes'] for each in here) / _MIB:.0f}"
-        wrong = ", ".join(sorted({what for each in here for what in each["wrong"]}))
-        cells = (f"{size:.2f}", f"{seconds:.2f}", f"{speed:.2f}", f"{disk:.2f}", f"{speed / disk:.2f}", extra, wrong)
-        shown.add_row(here[0]["move"], *cells)
+    launcher = Launcher(folder / "logs", extensions)
+    points = [measure(params, move, folder, launcher) for move in _MOVES for _ in range(repeats)]
     machine.write_document(folder, "cold", points, repeats=repeats)
-    Console(width=120).print(shown)
+    heads, *rows = table_rows({"points": points})
+    table = Table(*heads)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

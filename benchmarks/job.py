@@ -155,6 +155,8 @@ def _turn(runner: Runner, key: str, kind: str, meter: Meter, history: History) -
 _JOBS = {"save": save, "convert": convert, "measure": measure, "flat_save": flat_save, "flat_load": flat_load}
 _JOBS["pretrained"] = lambda arguments: importlib.import_module("benchmarks.pretrained_jobs").pretrained(arguments)
 _JOBS["bucket"] = lambda arguments: importlib.import_module("benchmarks.bucket_jobs").bucket(arguments)
+_JOBS["sparse_save"] = lambda arguments: importlib.import_module("benchmarks.sparse_jobs").sparse_save(arguments)
+_JOBS["sparse_load"] = lambda arguments: importlib.import_module("benchmarks.sparse_jobs").sparse_load(arguments)
 _JOBS["generate"] = lambda arguments: importlib.import_module("benchmarks.generated").generate(arguments)
 
 
@@ -200,8 +202,9 @@ def _fork(name: str, arguments: dict[str, Any], rank: int, world_size: int, log:
         stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(stream, 1)
         os.dup2(stream, 2)
+        world_size = arguments.get("believed", world_size)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-        if arguments.get("one_by_one"):
+        if arguments.get("one_by_one") or "believed" in arguments:
             privates.believe_in_others(rank, world_size)
         if name != "convert":
             deepspeed.init_distributed("gloo")

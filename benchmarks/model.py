@@ -96,7 +96,8 @@ def build_model(size: ModelSize, saved: bool) -> Gpt:
 def build_optimizer(model: nn.Module, run: Hyperparameters) -> torch.optim.AdamW:
     """AdamW with two param groups: matrices decay, vectors do not."""
     decay, keep = run.weight_decays
-    matrices = [param for param in model.parameters() if param.dim() > 1]
-    vectors = [param for param in model.parameters() if param.dim() == 1]
+    dims = {param: len(getattr(param, "ds_shape", param.shape)) for param in model.parameters()}
+    matrices = [param for param, dim in dims.items() if dim > 1]
+    vectors = [param for param, dim in dims.items() if dim == 1]
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": keep}]
     return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas)

@@ -33,6 +33,7 @@ class PlayedJob:
     """Collectives of ``ranks`` ranks; ``rounds`` has what each rank sent, collective by collective.
 
     Attributes:
+        doings: names of the rounds.
         broadcasts: numbers of the rounds to which one rank contributes.
         share_s: CPU seconds of the work for the first message to which all ranks contribute, their shares of the files,
             when rank 0 is played alone.
@@ -41,6 +42,7 @@ class PlayedJob:
 
     ranks: int
     rounds: list[list[bytes]] = field(default_factory=list)
+    doings: list[str] = field(default_factory=list)
     broadcasts: set[int] = field(default_factory=set)
     share_s: float = 0.0
     traced_nbytes: int = 0
@@ -61,6 +63,7 @@ class PlayedJob:
             with lock:
                 if len(self.rounds) == here.round:
                     self.rounds.append([b""] * self.ranks)
+                    self.doings.append(doing)
                 self.rounds[here.round][here.rank] = message
                 if isinstance(do, _Broadcast):
                     self.broadcasts.add(here.round)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import buckets, export, pretrained
+from benchmarks import buckets, cold, export, pretrained, sparse
 from benchmarks.cases import CONTENDERS, RESUME, TOUCHED, Case
 from benchmarks.flat_cases import PARAMETERS, growth
 from benchmarks.results import CaseResult, Target, find, is_floor, summarize, targets
@@ -26,6 +26,7 @@ _REPO = Path(__file__).parents[1]
 RESULTS = _REPO / "benchmarks" / "results"
 #: Files that benchmarks write, and that are checked in.
 DOCUMENTS = ("results", "flat", "metadata", "scale", "collectives", "gaps", "export", "pretrained", "buckets")
+DOCUMENTS += ("cold", "sparse")
 CHART = _REPO / "docs" / "benchmark_270M.png"
 #: A section of a page is between these lines.
 BEGIN, END = "<!-- written by python -m benchmarks.report: {} -->", "<!-- end of {} -->"
@@ -75,7 +76,7 @@ def contenders_section(measured: Measured) -> str:
 def aims_section(measured: Measured) -> str:
     """What was aimed at, beside what was measured."""
     aims = [*_of_loads(measured.results), *_of_parameters(measured["flat"]), *_of_ranks(measured["scale"])]
-    for module in (export, pretrained, buckets):
+    for module in (export, cold, sparse, pretrained, buckets):
         aims += module.aims(measured[module.__name__.rpartition(".")[2]])
     return aims_table(aims) if aims else ""
 
@@ -167,6 +168,16 @@ def buckets_section(measured: Measured) -> str:
     return table and f"{table} Load average {measured['buckets']['load_average']}."
 
 
+def cold_section(measured: Measured) -> str:
+    """Loads that no page cache helps."""
+    return _with_origin(measured, "cold", list(cold.table_rows(measured["cold"])))
+
+
+def sparse_section(measured: Measured) -> str:
+    """The ranks of one node of a large job."""
+    return _with_origin(measured, "sparse", list(sparse.table_rows(measured["sparse"])))
+
+
 def _with_origin(measured: Measured, name: str, rows: Sequence[Sequence[str]]) -> str:
     return f"{_markdown(rows)}\n\n{measured.origin(name)}" if measured[name] else ""
 
@@ -182,6 +193,8 @@ SECTIONS: Mapping[str, Callable[[Measured], str]] = {
     "export": export_section,
     "pretrained": pretrained_section,
     "buckets": buckets_section,
+    "cold": cold_section,
+    "sparse": sparse_section,
 }
 
 

@@ -9,10 +9,19 @@ source launch/environment.sh
 
 out=${1:-benchmark_results}
 names=("${@:2}")
-[[ ${#names[@]} -gt 0 ]] || names=(run export collectives gaps metadata scale)
+[[ ${#names[@]} -gt 0 ]] || names=(run export collectives gaps metadata scale pretrained sparse cold buckets)
 for name in "${names[@]}"; do
-    arguments=()
-    [[ $name != run ]] || arguments=(--params 270M --stages 3 --dp 2:4 --repeats 5)
-    "$PYTHON" -m "benchmarks.$name" "${arguments[@]}" --out "$out"
+    arguments=(--out "$out")
+    case $name in
+    run) arguments+=(--params 270M --stages 3 --dp 2:4 --repeats 5) ;;
+    sparse | cold) arguments=("$out" --extensions "$out/extensions") ;;
+    buckets)
+        if [[ $(id -u) -ne 0 ]] || ! command -v nginx >/dev/null || ! command -v tc >/dev/null; then
+            echo "left out: buckets, which needs root, nginx and tc"
+            continue
+        fi
+        ;;
+    esac
+    "$PYTHON" -m "benchmarks.$name" "${arguments[@]}"
 done
 "$PYTHON" -m benchmarks.report --out "$out"

@@ -2,7 +2,7 @@
 # Lint, format, types, layers, documentation, then the tests.
 #   bash launch/test.sh            without those marked slow
 #   bash launch/test.sh --all      these, too
-#   bash launch/test.sh --nightly  those of the benchmarks' generator
+#   bash launch/test.sh --nightly  those marked nightly
 #   bash launch/test.sh --fuzz     nightly: 200,000 mutated files
 #   bash launch/test.sh --soak     nightly: an hour of random topologies
 #   bash launch/test.sh --flows    nightly: two hours of random jobs at an unchanged topology
@@ -27,7 +27,7 @@ fi
 if [[ ${1:-} == --fuzz ]]; then
     ELASTIC_CKPT_FUZZ=${ELASTIC_CKPT_FUZZ:-200000} "$PYTHON" -m pytest -n 2 -o timeout=0 tests/attacks/test_mutations.py
 elif [[ ${1:-} == --nightly ]]; then
-    "$PYTHON" -m pytest -m nightly tests/distributed
+    "$PYTHON" -m pytest -m nightly tests/distributed tests/integration
 elif [[ ${1:-} == --soak ]]; then
     "$PYTHON" -m tests.soak --minutes "${ELASTIC_CKPT_SOAK:-60}" --seed "$RANDOM"
 elif [[ ${1:-} == --flows ]]; then

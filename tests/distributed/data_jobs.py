@@ -78,17 +78,15 @@ def _run(case: dict[str, Any]) -> SimpleNamespace:
         elastic_ckpt.register(engine, sampler=sampler)
         client = _load(engine, case)
     report = engine.elastic_report
-    seen = _pipeline(engine, loader, case) if kind == "pipeline" else _micro_batches(engine, loader, case)
+    seen = (
+        _pipeline(engine, loader, case)
+        if kind == "pipeline"
+        else train_micro_batches(engine, loader, case["micro_batches"])
+    )
     mine = {"epoch": 3}
     engine.save_checkpoint(case["folder"], client_state=mine)
     assert mine == {"epoch": 3}, "what the user gave was changed"
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, seen)
-    if kind == "pipeline":
-        everybody = everybody[:1]
-    order = [
-        [part[place] for place in range(len(parts[0])) for part in parts] for parts in zip(*everybody, strict=True)
-    ]
+    order = seen if kind == "pipeline" else in_global_order(seen)
     facts = SimpleNamespace(case=case, order=order, client=client, consumed=sampler.samples_consumed, report=report)
     facts.documents = sampler.documents_consumed if kind == "stream" and dist.get_rank() == 0 else None
     close(engine)
@@ -103,17 +101,25 @@ def _load(engine: Any, case: dict[str, Any]) -> Any:
     return {key: client[key] for key in client if key == "epoch" or "elastic" in key}
 
 
-def _micro_batches(engine: Any, loader: Any, case: dict[str, Any]) -> list[list[int]]:
+def train_micro_batches(engine: Any, loader: Any, count: int) -> list[list[int]]:
+    """Train so many micro-batches; the numbers of the samples in each of this rank's."""
     seen: list[list[int]] = []
-    while len(seen) < case["micro_batches"]:
+    while len(seen) < count:
         for numbers, tokens in loader:
             engine.backward(engine(tokens))
             with STEP():
                 engine.step()
             seen.append(numbers.tolist())
-            if len(seen) == case["micro_batches"]:
+            if len(seen) == count:
                 break
     return seen
+
+
+def in_global_order(seen: list[list[int]]) -> list[list[int]]:
+    """All ranks' samples of each micro-batch, in the order of the sampler. Collective."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, seen)
+    return [[part[place] for place in range(len(parts[0])) for part in parts] for parts in zip(*everybody, strict=True)]
 
 
 def _pipeline(engine: Any, loader: Any, case: dict[str, Any]) -> list[list[int]]:
@@ -133,11 +139,11 @@ def _pipeline(engine: Any, loader: Any, case: dict[str, Any]) -> list[list[int]]
 def by_own_loader(folder: str) -> list[SimpleNamespace]:
     """What DeepSpeed's own loader takes back of a position, in the same data and in others, by elastic_ckpt's mode."""
     elastic_ckpt.install()
-    case = {"kind": "sampler", "stage": 1, "micro": 3, "steps": 1, "micro_batches": 2}
+    case = {"kind": "sampler", "stage": 1, "micro": 3, "steps": 1}
     engine, sampler = engine_of(case), ElasticSampler(Rows(), seed=5)
     elastic_ckpt.register(engine, sampler=sampler)
     sampler.load_state_dict({"samples_consumed": 2})  # so that the engine's own count is another one
-    _micro_batches(engine, DataLoader(Rows(), 3, sampler=sampler), case)
+    train_micro_batches(engine, DataLoader(Rows(), 3, sampler=sampler), 2)
     engine.save_checkpoint(folder, client_state={"epoch": 3})
     saved = _weights(engine)
     close(engine)

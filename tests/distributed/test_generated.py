@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import elastic_ckpt
+from benchmarks import sparse
 from benchmarks.generated import Layout, write
+from benchmarks.launching import Launcher
 from benchmarks.model import KEYS, values
 from elastic_ckpt.config import read_config
 
@@ -55,3 +57,16 @@ def test_every_element_of_a_generated_checkpoint_is_known(both: tuple[Path, Path
         found = checkpoint.optimizer_state(name) | {"fp32": master}
         for key in KEYS:
             assert torch.equal(found[key].view(-1), values(name, key, 0, master.numel())), (name, key)
+
+
+def test_two_ranks_of_a_larger_job_hold_every_element_of_sparse_files(tmp_path: Path, extensions_dir: str) -> None:
+    def wrong() -> list[list[str]]:
+        launcher = Launcher(tmp_path / "logs", Path(extensions_dir))
+        return [point["wrong"] for point in sparse.measure(tmp_path, launcher, "1M", saved=3, ranks=4, node=2)]
+
+    assert wrong() == [[], []]
+    (file,) = tmp_path.glob("1M-sparse3/*/*zero_pp_rank_0_*_optim_states.pt")
+    known, content = values("tokens.weight", "exp_avg", 0, 64).numpy().tobytes(), file.read_bytes()
+    assert content.count(known) == 1
+    file.write_bytes(content.replace(known, known[::-1]))
+    assert wrong() == [["exp_avg of tokens.weight"], []]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 
 from elastic_ckpt.data import ElasticSampler
 from tests.distributed.elastic_nodes import outcome_of
-from tests.distributed.launch import end, environment, run_ranks, start
+from tests.distributed.launch import REPO, end, environment, run_ranks, start
 from tests.distributed.nodes_script import BATCH, FAIL
 from tests.integration.conftest import SCRIPTS, Job, Run
 from tests.integration.scripts.trainer_data import LENGTH
@@ -30,8 +33,8 @@ AGENTS = {
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def run_to_the_end(command: list[str], env: dict[str, str], log: Path) -> None:
-    process = start([sys.executable, *command], env, log)
+def run_to_the_end(command: list[str], env: dict[str, str], log: Path, python: str | Path = sys.executable) -> None:
+    process = start([str(python), *command], env, log)
     try:
         assert process.wait(LIMIT) == 0, log.read_text()[-6000:]
     except subprocess.TimeoutExpired:
@@ -88,3 +91,38 @@ def test_a_sampler_goes_on_in_lightning_over_2_3_and_1_ranks(run: Run) -> None:
     found = [samples(first), samples(second), samples(third)]
     assert list(map(len, found)) == [24, 6, 30]
     assert found[0] + found[1] + found[2] == [*sampler.order(0).tolist(), *sampler.order(1).tolist()]
+
+
+@pytest.fixture
+def enabled(tmp_path: Path) -> Iterator[Path]:
+    """The Python of a fresh environment that sees what is installed for the tests, after ``elastic-ckpt enable``."""
+    python = tmp_path / "fresh" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh"], check=True)
+    show = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([python, "-c", show], check=True, capture_output=True, text=True).stdout.strip()
+    Path(packages, "installed.pth").write_text(f"{REPO}\n{sysconfig.get_path('purelib')}\n")
+    subprocess.run([python, "-m", "elastic_ckpt", "enable"], check=True)
+    yield python
+
+
+@pytest.mark.nightly
+def test_a_trainer_goes_on_with_its_batch_and_samples_by_an_environment_that_is_enabled(
+    enabled: Path, extensions_dir: str, tmp_path: Path
+) -> None:
+    """Nothing else brings the plugin: not the command, the script or a variable. DeepSpeed builds for this Python."""
+    shutil.copytree(extensions_dir, tmp_path / "extensions")
+    env = environment(str(tmp_path / "extensions"))
+
+    def samples_of(ranks: int, name: str, *more: str) -> list[int]:
+        seen, out = tmp_path / f"seen-{name}", tmp_path / name
+        seen.mkdir()
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        script = [str(SCRIPTS / "trainer_data.py"), "--output_dir", str(out), "--seen", str(seen), "--save", "7", *more]
+        run_to_the_end([*launcher, *script], env, tmp_path / f"{name}.log", enabled)
+        every = [json.loads(path.read_text()) for path in sorted(seen.glob("samples-*.json"))]
+        return [number for turn in zip(*every, strict=True) for _, _, batch in turn for number in batch]
+
+    order = samples_of(2, "whole", "--micro", "3")
+    at_42 = ("--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-7"))
+    assert samples_of(3, "resumed", "--micro", "2", *at_42) == order[42:]
+    assert "elastic_ckpt: checkpoint restored" in (tmp_path / "resumed.log").read_text()
