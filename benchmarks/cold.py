@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -117,8 +118,10 @@ def main(
 ) -> None:
     """Measure each move; cold.json in FOLDER has every measurement."""
     launcher = Launcher(folder / "logs", extensions)
-    points = [measure(params, move, folder, launcher) for move in _MOVES for _ in range(repeats)]
-    machine.write_document(folder, "cold", points, repeats=repeats)
+    points: list[Any] = []
+    for number, move in product(range(repeats), _MOVES):
+        points.append(measure(params, move, folder, launcher))
+        machine.write_document(folder, "cold", points, repeats=number + 1)
     heads, *rows = table_rows({"points": points})
     table = Table(*heads)
     for row in rows:
