@@ -62,7 +62,7 @@ def test_a_batch_that_was_ramped_up_is_told_and_its_samples_are_counted(
     first, second = found[stage]
     assert (first.at_end["batch"], second.at_start["batch"]) == (12, 6)
     text = "the saved run's 4 steps used 36 samples, not 6 each as in its config: a batch that set_train_batch_size"
-    assert sum(text in warning for warning in second.report.warnings) == 1
+    assert sum(text in warning for warning in second.report.notes) == 1
     assert second.report.samples_consumed == 36
     assert (second.at_end["global_steps"], second.at_end["global_samples"]) == (5, 48)
     assert [*chain(*first.order, *second.order)] == ElasticSampler(LENGTH, seed=5).order(0).tolist()[:48]
