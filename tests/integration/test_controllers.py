@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,7 @@ def test_a_trainer_goes_on_with_its_batch_and_samples_by_an_environment_that_is_
     """Nothing else brings the plugin: not the command, the script or a variable. DeepSpeed builds for this Python."""
     shutil.copytree(extensions_dir, tmp_path / "extensions")
     env = environment(str(tmp_path / "extensions"))
+    env["PYTHONPATH"] = os.pathsep.join([str(REPO / "tests" / "integration" / "cpu"), env["PYTHONPATH"]])
 
     def samples_of(ranks: int, name: str, *more: str) -> list[int]:
         seen, out = tmp_path / f"seen-{name}", tmp_path / name
