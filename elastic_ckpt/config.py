@@ -105,7 +105,7 @@ class ElasticConfig(BaseModel):
         0,
         ge=0,
         description="seconds to wait for files that are missing, incomplete or changing before they count as damaged, "
-        "since a shared file system may show them late, or another job may still be writing them",
+        "since a file system (NFS, but not Lustre) may show them late, or another job may still be writing them",
     )
     reading: Reading = Field(Reading.model_validate({}), description="how files are read")
     report: bool | str = Field(

@@ -119,7 +119,7 @@ def asked_to_stop(stop_file: Path | None) -> bool:
     """Whether the file is there. Rank 0 looks, and all ranks take its answer: one must not go on without the others."""
     if stop_file is None:
         return False
-    answer = [stop_file.exists()]
+    answer = [dist.get_rank() == 0 and stop_file.exists()]
     dist.broadcast_object_list(answer, src=0)
     return answer[0]
 

@@ -167,11 +167,11 @@ class TrainingStateCommit:
         own = {"module"}
         if not arguments.load_module_only:
             own |= {"skipped_steps", "global_steps", "dp_world_size", "mp_world_size"}
-            schedulers = ("random_ltd", "data_sampler")
-            own |= {key for key in schedulers if key in self._own_schedulers or saved.get(key) is None}
+            own |= {k for k in ("random_ltd", "data_sampler") if k in self._own_schedulers or saved.get(k) is None}
         own |= {"lr_scheduler"} if arguments.load_lr_scheduler_states else set()
         own |= {"optimizer"} if arguments.load_optimizer_states else set()
-        if "args" in saved:
+        reseeds = hasattr(saved.get("args"), "universal_checkpoint") and self._engine.load_universal_checkpoint()
+        if "args" in saved and not reseeds:  # Megatron-DeepSpeed seeds anew if the saved degrees are not the live ones
             saved["args"] = follow_topology(saved["args"], at, distributed.rank())
         random = tuple(sorted(key for key in saved if isinstance(key, str) and _RANDOM.search(key)))
         if random and not (self._saved.same_ranks and self._saved.degrees == (at.tp, at.pp)):

@@ -228,6 +228,26 @@ def test_slurm_sbatch_adds_no_argument_to_those_of_the_script(slurm: dict[str, s
     assert ended.stdout.splitlines()[-len(script) :] == script and ended.returncode == 0, ended.stderr
 
 
+def test_slurm_sbatch_cancels_the_array_after_two_failures_in_a_row_without_a_save(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "stubs" / "srun").write_text('#!/usr/bin/env bash\necho "cores: $SRUN_CPUS_PER_TASK"; exit 3\n')
+    job = {"SLURM_JOB_ID": "43", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost"}
+    job |= {"SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_ON_NODE": "64"}
+    env = {**slurm, **job, "PATH": os.pathsep.join([str(tmp_path / "stubs"), os.environ["PATH"]])}
+    saved, called = tmp_path / "saved" / "latest", list[str]()
+    for _ in range(4):
+        command = ["bash", str(REPO / "launch" / "slurm.sbatch"), "train.py"]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=False)
+        assert ended.returncode == 1 and "cores: 64" in ended.stdout, ended.stderr
+        called.append((tmp_path / "calls").read_text())
+        if len(called) < 3:  # the first two slices save before they fail
+            saved.write_text("global_step5")
+            for path, modified in ((saved.with_name("failed-42"), 100), (saved, 200)):
+                os.utime(path, (modified, modified))
+    assert called == ["", "", "", "scancel --state=PENDING 42\n"]
+
+
 def test_slurm_sbatch_saves_before_its_time_is_over_and_goes_on_with_the_nodes_it_gets(
     uninterrupted: Uninterrupted, slurm: dict[str, str], tmp_path: Path
 ) -> None:

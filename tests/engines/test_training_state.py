@@ -252,6 +252,28 @@ def test_no_client_state_fails_and_all_of_it_is_returned(
 OWN = ("module", "optimizer", "args", "random_ltd", "data_sampler")
 
 
+@pytest.mark.parametrize(
+    ("args", "universal", "tp"),
+    [
+        ({"universal_checkpoint": True}, True, 2),  # Megatron-DeepSpeed compares the degrees itself, and seeds anew
+        ({"universal_checkpoint": False}, True, 2),  # the flag of the run that saved does not matter
+        ({"universal_checkpoint": True}, False, 4),
+        ({}, True, 4),  # of code that has no such flag
+    ],
+)
+def test_the_degrees_in_megatrons_arguments_stay_if_it_seeds_by_them(
+    args: dict[str, bool], universal: bool, tp: int
+) -> None:
+    engine = engine_of(None)
+    engine.lr_scheduler = engine.training_dataloader = None
+    engine.random_ltd_enabled, engine.load_universal_checkpoint = bool, lambda: universal
+    counters = dict.fromkeys(("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "global_samples"), 1)
+    saved = {"args": argparse.Namespace(tensor_model_parallel_size=2, **args)}
+    host = TrainingState(counters, BatchSizes(None, None, None), None, None, False, saved)
+    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"), RankCoordinates(tp=4))
+    assert commit.client_state["args"].tensor_model_parallel_size == tp
+
+
 def test_schedulers_of_deepspeed_that_fail_are_as_they_were() -> None:
     class Sampler:
         batch, consumed_samples = [1], 3

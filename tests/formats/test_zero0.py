@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.read_plan import names_with
 from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError
@@ -17,6 +18,7 @@ from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import Trees, open_pickled
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.tools.verification import verify
 from tests.simulation import live
 from tests.unpartitioned import FILE, STATES, Model, catalog_of, check_states, contents, indexed, trained
 
@@ -427,6 +429,7 @@ def test_bf16_of_deepspeed_0_17_has_weights_alone(
     with pytest.raises(LayoutError, match="saved without optimizer states" if is_bug else "missing") as caught:
         read_checkpoint(found, MetadataOptions())
     assert ("load_module_only=True" in str(caught.value.remedy)) == is_bug
+    assert str(caught.value.problem) in verify(str(tmp_path), None, ElasticConfig()).findings[0].text
     if is_bug:
         metadata = read_checkpoint(found, MetadataOptions(with_states=False)).metadata
         weights = {name: tensor for name, tensor in model.state_dict().items() if name != "mask"}
