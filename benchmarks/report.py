@@ -25,8 +25,8 @@ app = typer.Typer(add_completion=False)
 _REPO = Path(__file__).parents[1]
 RESULTS = _REPO / "benchmarks" / "results"
 #: Files that benchmarks write, and that are checked in.
-DOCUMENTS = ("results", "flat", "metadata", "scale", "collectives", "gaps", "export", "pretrained", "buckets")
-DOCUMENTS += ("cold", "sparse")
+DOCUMENTS: tuple[str, ...] = ("results", "flat", "metadata", "scale", "collectives", "gaps", "export", "pretrained")
+DOCUMENTS += ("buckets", "cold", "sparse")
 CHART = _REPO / "docs" / "benchmark_270M.png"
 #: A section of a page is between these lines.
 BEGIN, END = "<!-- written by python -m benchmarks.report: {} -->", "<!-- end of {} -->"
