@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.local_state import RankCoordinates
@@ -21,6 +22,7 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats import merging, partitioned
 from elastic_ckpt.formats.assembling import Assembled, assemble, missing_file
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
+from elastic_ckpt.formats.leftovers import find_leftovers, note_of
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned, model_indexer
 from elastic_ckpt.formats.naming import number_of_writers, plain_name
@@ -46,7 +48,10 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
         return indexers[position](open_one(paths[position]))
 
     def fit(indexed: Sequence[Indexed], opened: Mapping[str, PickledFile], name_states: NameStates) -> Fitted:
-        files = assemble(found, mp_ranks, indexed, options, name_states, opened)
+        left = find_leftovers(found, dict(zip(names, indexed, strict=True)))
+        kept = [name not in left for name in names]
+        files = assemble(found, [*compress(mp_ranks, kept)], [*compress(indexed, kept)], options, name_states, opened)
+        notes = (note_of(sorted(left)),) if left else ()
         own, for_all = _own_state(files, options.coordinates)
 
         def read_state(at: int) -> TrainingState:
@@ -59,7 +64,8 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
             state = read_training_state(opened[path], scale, overflow, same_ranks, grid.sequence, options)
             return replace(state, degrees=(grid.tp, grid.pp))
 
-        return Fitted(files.metadata, own.path, None, paths.index(own.path), for_all, read_state)
+        metadata = replace(files.metadata, notes=(*files.metadata.notes, *notes))
+        return Fitted(metadata, own.path, None, paths.index(own.path), for_all, read_state)
 
     return FolderReading(len(paths), read, fit)
 

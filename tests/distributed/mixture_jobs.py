@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -66,6 +66,32 @@ def save_pairs(arguments: dict[str, Any]) -> None:
         engine.save_checkpoint(folder, tag="b", client_state={"epoch": pair.at + 1})
         close(engine)
         dist.barrier()
+
+
+def save_each(arguments: dict[str, Any]) -> None:
+    """Save each of ``setups`` after two steps, and one more for each rank, under one ``tag``."""
+    for setup in arguments["setups"]:
+        engine = build_engine(setup)
+        train(engine, 0, 2 + dist.get_world_size())
+        engine.save_checkpoint(os.path.join(arguments["folder"], setup.name), tag=arguments["tag"])
+        close(engine)
+        dist.barrier()
+
+
+def load_beside_leftovers(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each of ``setups``, what DeepSpeed's own loader and elastic_ckpt's restore from the ``tag``, and its notes."""
+    elastic_ckpt.install()
+    found = []
+    for setup in arguments["setups"]:
+        each: dict[str, Any] = {}
+        for mode in ("off", "require"):
+            engine = build_engine(replace(setup, config=(("elastic_checkpoint", {"mode": mode}),)))
+            engine.load_checkpoint(os.path.join(arguments["folder"], setup.name), tag=arguments["tag"])
+            each[mode] = (engine.global_steps, oracle.fingerprint(engine))
+            each["notes"] = [] if mode == "off" else list(engine.elastic_report.notes)
+            close(engine)
+        found.append(each)
+    return found
 
 
 def hop(chain: dict[str, Any]) -> list[list[str]]:

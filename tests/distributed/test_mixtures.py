@@ -48,6 +48,54 @@ def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+#: Saved under one tag by this many ranks, one after the other.
+SIZES, MORE = (3, 2), tuple(Setup(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16"))
+
+
+@pytest.fixture(scope="module")
+def saved_by_others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of each setup the tags ``a``, of three ranks, ``b``, of two, and ``over``, in which the second followed the first."""
+    folder = tmp_path_factory.mktemp("sizes")
+    for ranks, tags in zip(SIZES, (("a", "over"), ("b", "over")), strict=True):
+        for tag in tags:
+            launch(ranks, "mixture_jobs.save_each", {"folder": str(folder), "setups": MORE, "tag": tag})
+    return folder
+
+
+@pytest.mark.parametrize("setup", MORE, ids=lambda setup: setup.name)
+def test_saves_of_two_sizes_in_one_folder_are_one_of_both_or_refused(
+    setup: Setup, saved_by_others: Path, tmp_path: Path
+) -> None:
+    """Files of the ranks that only one of them had are there, or not."""
+    saves = saved_by_others / setup.name
+    files = {tag: {name for name in os.listdir(saves / tag) if name.endswith(".pt")} for tag in "ab"}
+    names = sorted(files["a"] | files["b"])
+    choices = [*product(*(["ab", "a-"][name not in files["b"]] for name in names))]
+    known = {tag: content(saves / tag, with_states=True) for tag in "ab"}
+    found: dict[str, str | None] = {}
+    for number, choice in enumerate(choices):
+        mixed = tmp_path / str(number) / "tag"
+        mixed.mkdir(parents=True)
+        for name, save in zip(names, choice, strict=True):
+            if save != "-":
+                os.link(saves / save / name, mixed / name)
+        found["".join(choice)] = content(mixed, with_states=True)
+        assert (found["".join(choice)] is None) == bool(verify(str(mixed), None, CONFIG).findings), choice
+    assert None not in known.values() and set(found.values()) == {*known.values(), None}
+    whole = "".join("b" if name in files["b"] else "a" for name in names)
+    assert found[whole] == found[whole.replace("a", "-")] == known["b"]
+
+
+def test_what_an_earlier_save_on_more_ranks_has_left_is_told_and_left_out(
+    launch: Launch, saved_by_others: Path
+) -> None:
+    """DeepSpeed's own loader resumes beside it."""
+    arguments = {"folder": str(saved_by_others), "setups": MORE, "tag": "over"}
+    for each in launch(2, "mixture_jobs.load_beside_leftovers", arguments):
+        assert each["off"] == each["require"] and each["require"][0] == 4
+        assert sum("left out: files of another save of this tag" in note for note in each["notes"]) == 1
+
+
 #: Runs whose optimizer, or loss scaler, has not counted the steps of the counters, which each save states.
 HOPS: dict[str, tuple[list[Setup], list[dict[str, bool]]]] = {
     "a phase without ZeRO": ([Setup(0, "bf16"), Setup(3, "bf16"), Setup(3, "bf16"), Setup(1, "bf16")], []),

@@ -1,0 +1,55 @@
+"""Files of ranks that the last save of a tag did not have: DeepSpeed saves into a tag's folder without emptying it.
+
+A save overwrites the files of its own ranks. If it has fewer than an earlier save of the tag, the files of the others
+stay, and DeepSpeed, which opens those of its own ranks alone, resumes beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.errors import listed
+from elastic_ckpt.formats.base import CheckpointInfo
+from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.shards import OptimizerShard
+
+
+def find_leftovers(found: CheckpointInfo, indexed: Mapping[str, Any]) -> frozenset[str]:
+    """Those of ``indexed``, by name, that another save has left there, on ranks that the checkpoint's does not have.
+
+    The first rank's model-states file states the number of data-parallel ranks. What ranks from that number on have is
+    left over if each of their files states another number, and each file of the ranks below states this one: files of
+    which some contradict this stay, for others to refuse.
+    """
+    files, left = found.files, set[str]()
+    for mp in files.mp_ranks:
+        names = [
+            (dp, name) for kind in (files.model_zero3, files.optimizer) for (dp, at), name in kind.items() if at == mp
+        ]
+        first = indexed.get(files.model.get(mp) or files.model_zero3.get((0, mp), ""))
+        ranks = _ranks_stated_by(first)
+        beyond = {name for dp, name in names if dp >= ranks}
+        below = [name for dp, name in names if dp < ranks]
+        stated = {name: _ranks_stated_by(indexed[name]) for _, name in names}
+        if (
+            ranks
+            and all(stated[name] == ranks for name in below)
+            and not {ranks, 0} & {stated[name] for name in beyond}
+        ):
+            left |= beyond
+    return frozenset(left)
+
+
+def _ranks_stated_by(item: Any) -> int:
+    """The number of data-parallel ranks of the save that wrote a file; 0 if it does not say."""
+    if isinstance(item, ModelShard):
+        return item.stated.partition_degree or 0
+    return max(item.partition_count, default=0) if isinstance(item, OptimizerShard) else 0
+
+
+def note_of(left: Sequence[str]) -> str:
+    """What the user should know of them."""
+    return (
+        f"left out: files of another save of this tag, on another number of ranks, which may be removed: {listed(left)}"
+    )
