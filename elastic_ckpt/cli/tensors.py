@@ -177,7 +177,8 @@ def explain(
         if b is None:
             steps, changed = changes(a, config)
             rows = [[f"{each.first} -> {each.second}", *_words(each.deviation)] for each in changed]
-            found = [table("What has changed", "steps", "component", "how", rows=rows)] if rows else ["nothing changed"]
+            nothing = "nothing changed" if len(steps) > 1 else "nothing to compare: that takes two such steps"
+            found = [table("What has changed", "steps", "component", "how", rows=rows)] if rows else [nothing]
             sheets = f"steps with a resume sheet: {shortened(map(str, steps)) or 'none'}"
             return Answer({"steps": steps, "changes": changed}, [sheets, *found], exit_code=EXIT_FOUND if rows else 0)
         outcome = explain_runs(a, b, config)

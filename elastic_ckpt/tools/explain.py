@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.detect import global_steps, list_checkpoints
 from elastic_ckpt.formats.sheet import read_sheet
 from elastic_ckpt.report import saved_topology
-from elastic_ckpt.storage import absolute
+from elastic_ckpt.storage import absolute, folder_names, is_folder
 from elastic_ckpt.tools.comparison import Comparison, Difference, compare, open_both
 from elastic_ckpt.tools.opened import locate
 
@@ -104,7 +105,9 @@ def _sheet(found: CheckpointInfo, notes: list[str]) -> ResumeSheet | None:
 def _by_step(folder: str, config: ElasticConfig) -> dict[int, CheckpointInfo]:
     """The checkpoints of a folder by step; of several of one step, the newest."""
     path, by_step = absolute(folder), dict[int, CheckpointInfo]()
-    for found in list_checkpoints(path) or [locate(path, None, config.trust_pickle)]:
+    below = (os.path.join(path, name) for name in folder_names(path)) if is_folder(path) else ()  # checkpoint-20
+    every = list_checkpoints(path) or [each for folder in below for each in list_checkpoints(folder)]
+    for found in every or [locate(path, None, config.trust_pickle)]:
         step = global_steps(found, config.trust_pickle)
         if step is not None:
             by_step.setdefault(step, found)

@@ -14,7 +14,7 @@ from typing import Any
 from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
-from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError
+from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, listed
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, global_steps, look_at
 from elastic_ckpt.formats.safetensors import find_safetensors
@@ -96,6 +96,7 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Checkpoi
     path = absolute(folder)
     itself = None if tag is not None else look_at(os.path.dirname(path), os.path.basename(path))
     found = itself or find_checkpoint(path, tag, prefer_universal=False, trust_pickle=trust_pickle)
+    others = list[str]()
     if found is None and is_folder(path):
         every = []
         for name in folder_names(path):
@@ -103,6 +104,7 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Checkpoi
                 each = find_checkpoint(
                     os.path.join(path, name), None, prefer_universal=False, trust_pickle=trust_pickle
                 )
+                others += [name] if each is not None else []
                 every += [each] if each is not None and tag in (None, name, each.tag) else []
         found = max(every, key=lambda each: global_steps(each, trust_pickle) or -1, default=None)
     if found is None and tag is None:
@@ -111,6 +113,7 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Checkpoi
         expected = "a folder with a latest file, the folder of a tag (global_step100), one with folders such as "
         expected += "checkpoint-100, or one of torch.distributed.checkpoint or of safetensors"
         have = "no such folder" if not is_folder(path) else "a folder without any of these"
+        have = f"no {tag}, but {listed(sorted(others))}" if others else have
         remedy = "give the folder that you pass to load_checkpoint, or one of the folders in it"
         raise NotFoundError("there is no DeepSpeed checkpoint here", path, expected, have, remedy=remedy)
     return found

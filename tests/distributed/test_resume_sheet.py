@@ -77,6 +77,11 @@ def test_other_ranks_round_otherwise_and_are_not_accused(runs: tuple[Path, dict[
 def test_of_one_run_it_tells_what_changed_on_the_way(runs: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = runs
     assert explain(folder / "run") == {"steps": [SAVED_AT, LAST], "changes": []}
+    for name in ("first", "second"):  # as the Trainer's folders, one for each tag
+        shutil.copytree(folder / "run" / name, tmp_path / "output" / f"checkpoint-{name}" / name)
+    assert explain(tmp_path / "output") == {"steps": [SAVED_AT, LAST], "changes": []}
+    alone = CliRunner().invoke(app, ["explain", str(tmp_path / "output" / "checkpoint-second")])
+    assert "nothing to compare" in alone.output
     shutil.copytree(folder / "run" / "first", tmp_path / "first")
     shutil.copytree(folder / "batch-2" / "second", tmp_path / "second")
     (change,) = explain(tmp_path)["changes"]

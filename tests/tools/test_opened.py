@@ -62,8 +62,9 @@ def test_the_output_folder_of_a_trainer_is_that_of_its_newest_checkpoint(tmp_pat
     assert locate(str(tmp_path), None).folder == str(tmp_path / "checkpoint-60" / "global_step60")
     for tag in ("checkpoint-9", "global_step9"):
         assert locate(str(tmp_path), tag).folder == str(tmp_path / "checkpoint-9" / "global_step9")
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError) as caught:
         locate(str(tmp_path), "checkpoint-70")
+    assert caught.value.found == "no checkpoint-70, but checkpoint-60, checkpoint-9"
 
 
 def safetensors(folder: Path) -> None:
