@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError, UnsupportedError, refuse_used_up
 from elastic_ckpt.formats.pickled import PickledFile, read_into, unreadable
@@ -227,8 +229,6 @@ def _called(call: Call) -> Any:
 
 def _of_numpy(name: str, args: tuple[Any, ...]) -> Any:
     """An array or a dtype, before its state."""
-    import numpy as np  # noqa: PLC0415  few files need it
-
     if name == DTYPE:
         return np.dtype(args[0], False, True)
     return np.ndarray((0,), "b") if name == ARRAY else np.frombuffer(*args[:2]).reshape(args[2], order=args[3])

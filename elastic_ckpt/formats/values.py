@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from elastic_ckpt.core.metadata import ITEMSIZE, is_floating
 from elastic_ckpt.core.values import LeftInFile, TensorValue
@@ -16,9 +18,6 @@ from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, PLA
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.storage import open_stream
-
-if TYPE_CHECKING:
-    import numpy as np
 
 #: Tensors may be larger than their file by this factor and this many bytes: views share their storage, copies do not.
 _MOST_COPIES, _MOST_MORE_NBYTES = 4, 1 << 20
@@ -45,8 +44,6 @@ def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
                 raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
             read_into(file, stream, ref.byte_offset, memoryview(raw))
             if not ref.is_contiguous:
-                import numpy as np  # noqa: PLC0415  few files need it
-
                 strides = tuple(stride * itemsize for stride in ref.stride)
                 raw = np.ndarray(ref.shape, f"V{itemsize}", raw, strides=strides).tobytes()
             read.append(bytes(raw))
@@ -70,8 +67,6 @@ def tensor_values(file: PickledFile, refs: Iterable[TensorRef]) -> list[TensorVa
 
 def to_numbers(dtype: str, raw: bytes | memoryview) -> np.ndarray[Any, Any]:
     """See :func:`read_numbers`."""
-    import numpy as np  # noqa: PLC0415  few files need it
-
     if dtype == "bfloat16":
         return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
     known = dtype not in ("complex32",) and not dtype.startswith("float8")
@@ -83,8 +78,6 @@ def agrees_when_rounded(values: np.ndarray[Any, Any], rounded: np.ndarray[Any, A
 
     True for dtypes that are not floating-point ones of torch, whose rounding is not known here.
     """
-    import numpy as np  # noqa: PLC0415  few files need it
-
     if not is_floating(dtype) or values.dtype.kind != "f":
         return True
     if dtype == "bfloat16":

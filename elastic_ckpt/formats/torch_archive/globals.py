@@ -19,7 +19,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from enum import Enum
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.errors import UnsupportedError
@@ -34,9 +36,6 @@ from elastic_ckpt.formats.torch_archive.calls import (
     unsafe_error,
 )
 from elastic_ckpt.formats.torch_archive.tensors import REBUILD, UNREADABLE, kind_error, subclass_error
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ARRAY, BUFFER, DTYPE, NAMESPACE = "numpy.ndarray", "numpy.frombuffer", "numpy.dtype", "types.SimpleNamespace"
 #: Classes of Python that are made of plain parts, where their result is wanted (:mod:`elastic_ckpt.formats.objects`).
@@ -229,8 +228,6 @@ def _check_elements(dtype: Any, data: Any, shape: Any) -> None:
 
 def _real_dtype(call: Call) -> np.dtype[Any]:
     """The dtype of a call that was checked."""
-    import numpy as np  # noqa: PLC0415  few files need it
-
     dtype: np.dtype[Any] = np.dtype(call.args[0], False, True)
     for _, (state,) in call.steps[-1:]:
         dtype.__setstate__(state)  # type: ignore[attr-defined]
@@ -243,8 +240,6 @@ def _numpy_dtype(spec: Any = None, align: Any = False, copy: Any = True, *, is_a
     if isinstance(text, str) and _PLAIN_DTYPE.fullmatch(text):
         return Call(Global(DTYPE), (text,))
     if is_any:
-        import numpy as np  # noqa: PLC0415  few files need it
-
         return Call(Global(DTYPE, users=np.dtype), (spec, align, copy))
     shown = text[:100] if isinstance(text, str) else type(text).__name__
     raise unsafe_error(f"numpy.dtype of {shown}: numbers, strings and dates only; add_safe_globals([numpy.dtype])")
@@ -265,8 +260,6 @@ def _numpy_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Call:
 
 
 def _numpy_scalar(dtype: Any, data: Any) -> Any:
-    import numpy as np  # noqa: PLC0415  few files need it
-
     _check_elements(dtype, data, ())
     if dtype.is_users:
         return Call(Global("numpy.scalar", users=np.float64(0).__reduce__()[0]), (dtype, data))
