@@ -58,10 +58,6 @@ class ListedChunks:
         """How the elements are quantized; ``None`` for plain values, and without chunks."""
         return next((chunk.code.format for chunk in self.chunks if chunk.code is not None), None)
 
-    @property
-    def files(self) -> Collection[int]:
-        return {chunk.file for chunk in self.chunks}
-
     def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
         return (chunk for chunk in self.chunks if chunk.file in files)
 
@@ -174,13 +170,10 @@ class PartitionedChunks:
             found += [self._chunk(plane, rank) for rank in range(first, last + 1)]
         return found
 
-    @property
-    def files(self) -> range:
-        files = self.flat.files[self.rule.ranks.start : self.rule.ranks.stop]
-        return range(files.start + self.files_before, files.stop + self.files_before, files.step)
-
     def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
-        mine = sorted(self.rule.ranks.start + self.files.index(file) for file in files if file in self.files)
+        ranks, before = self.rule.ranks, self.files_before
+        own = self.flat.files[ranks.start : ranks.stop]
+        mine = sorted(ranks.start + own.index(file - before) for file in files if file - before in own)
         return (self._chunk(plane, rank) for plane in range(self.flat.planes) for rank in mine)
 
     def moved(self, files: int) -> PartitionedChunks:
@@ -234,10 +227,6 @@ class BoxChunks:
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
         found = chain.from_iterable(self._runs(box, start, stop) for box in self.boxes)
         return sorted(found, key=lambda chunk: chunk.range.start)
-
-    @property
-    def files(self) -> Collection[int]:
-        return {box.file for box in self.boxes}
 
     def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
         return (chunk for chunk in self if chunk.file in files)

@@ -101,7 +101,6 @@ def test_chunks_of_a_range_and_of_files(
         files = data.draw(st.sets(st.integers(0, 12)))
         for source in (chunks, ListedChunks(tuple(right))):
             assert list(source.within(start, stop)) == overlapping(right, start, stop)
-            assert set(source.files) == {chunk.file for chunk in right}
             assert list(source.in_files(files)) == [chunk for chunk in right if chunk.file in files]
             assert list(source.moved(3).in_files({file + 3 for file in files})) == list(
                 ListedChunks(tuple(right)).moved(3).in_files({file + 3 for file in files})
@@ -174,7 +173,7 @@ def test_boxes_are_read_where_their_elements_are(
             }
             assert wanted.start in found and found.keys() >= set(wanted) and found.items() <= right.items()
             assert [chunk.range for chunk in chunks] == sorted(chunk.range for chunk in chunks)
-        assert source.moved(3).files == {box.file + 3 for box in boxes}
+        assert {chunk.file for chunk in source.moved(3)} == {box.file + 3 for box in boxes}
         assert [chunk.file for chunk in source.in_files({0})] == [0] * sum(chunk.file == 0 for chunk in source)
 
 
