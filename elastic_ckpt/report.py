@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -152,12 +152,7 @@ class LoadReport:
         rows += _work_rows(self.ranks) + ([] if self.verified is None else [("verified", str(self.verified))])
         rows += [("note", note) for note in self.notes] + [("unchanged", self.goes_on)] * bool(self.goes_on)
         rows += [("differs", each) for each in self.differs]
-        table = Table(title="elastic_ckpt: checkpoint restored", title_justify="left", show_header=False)
-        table.add_column(style="bold")
-        table.add_column(overflow="fold")
-        for name, text in rows:
-            table.add_row(name, escape(text))
-        return table
+        return table("elastic_ckpt: checkpoint restored", rows=[(name, escape(text)) for name, text in rows])
 
     def print_to(self, console: Console) -> None:
         """Print the table; words that are wider than it, such as paths, are broken on terminals only."""
@@ -170,6 +165,24 @@ class LoadReport:
         with console.capture() as capture:
             self.print_to(console)
         return capture.get()
+
+
+def table(heading: str, *columns: str, rows: Iterable[Sequence[Any]] = (), **options: Any) -> Table:
+    """A titled table of rows, whose cells may have markup; headings that begin with ``>`` are of numeric columns.
+
+    Without headings, it lists facts: pairs of a name and a value, those without a value left out.
+    """
+    made = Table(title=heading, title_justify="left", caption_justify="left", show_header=bool(columns), **options)
+    for column in columns:
+        is_number = column.startswith(">")
+        made.add_column(column.removeprefix(">"), justify="right" if is_number else "left", overflow="fold")
+    if not columns:
+        made.add_column(style="bold", no_wrap=True)
+        made.add_column(overflow="fold")
+    for row in rows:
+        if columns or row[1]:
+            made.add_row(*map(str, row))
+    return made
 
 
 def source_dict(source: SourceFacts) -> dict[str, Any]:

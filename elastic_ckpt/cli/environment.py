@@ -11,10 +11,11 @@ import typer
 from rich.markup import escape
 
 from elastic_ckpt.cli import app
-from elastic_ckpt.cli.output import EXIT_FOUND, Answer, AsJson, os_errors_end_the_command, table, tell
+from elastic_ckpt.cli.output import EXIT_FOUND, Answer, AsJson, os_errors_end_the_command, tell
 from elastic_ckpt.config import VARIABLE, Mode
 from elastic_ckpt.engines import versions
 from elastic_ckpt.load import installation
+from elastic_ckpt.report import table
 
 _VERDICTS = {-1: "too old", 0: "tried", 1: "not tried"}
 #: As shells end where a file is no command, and where there is none.

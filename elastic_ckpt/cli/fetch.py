@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from elastic_ckpt.cli.output import Answer, reads_checkpoint, table
+from elastic_ckpt.cli.output import Answer, reads_checkpoint
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.report import counted, size
+from elastic_ckpt.report import counted, size, table
 from elastic_ckpt.tools.fetch import fetch as fetch_files
 
 

@@ -13,10 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Tag, plain, reads_checkpoint, table
+from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Tag, plain, reads_checkpoint
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import shortened
-from elastic_ckpt.report import counted, size, title
+from elastic_ckpt.report import counted, size, table, title
 from elastic_ckpt.tools.inspection import ERROR, TRAINED, inspect_folder
 from elastic_ckpt.tools.latest import newest_whole
 from elastic_ckpt.tools.verification import verify as verify_checkpoint

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from elastic_ckpt.cli import app
@@ -172,24 +171,6 @@ def plain(item: Any) -> Any:
 def printable(text: str) -> str:
     """Text from a checkpoint, with control characters and invalid ones escaped for a terminal."""
     return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
-
-
-def table(title: str, *columns: str, rows: Iterable[Sequence[Any]] = (), **options: Any) -> Table:
-    """A titled table of rows, whose cells may have markup; headings that begin with ``>`` are of numeric columns.
-
-    Without headings, it lists facts: pairs of a name and a value, those without a value left out.
-    """
-    made = Table(title=title, title_justify="left", caption_justify="left", show_header=bool(columns), **options)
-    for heading in columns:
-        is_number = heading.startswith(">")
-        made.add_column(heading.removeprefix(">"), justify="right" if is_number else "left", overflow="fold")
-    if not columns:
-        made.add_column(style="bold", no_wrap=True)
-        made.add_column(overflow="fold")
-    for row in rows:
-        if columns or row[1]:
-            made.add_row(*map(str, row))
-    return made
 
 
 @contextmanager

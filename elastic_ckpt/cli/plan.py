@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from tqdm import tqdm
 
-from elastic_ckpt.cli.output import EXIT_FOUND, FOLDERS, Answer, Tag, reads_checkpoint, refusal, table
+from elastic_ckpt.cli.output import EXIT_FOUND, FOLDERS, Answer, Tag, reads_checkpoint, refusal
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.batches import batch_for
 from elastic_ckpt.core.fqn import expert_name
@@ -26,7 +26,7 @@ from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.saved_config import saved_config
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.report import counted, saved_topology, size, source_dict, title
+from elastic_ckpt.report import counted, saved_topology, size, source_dict, table, title
 from elastic_ckpt.storage import medium_of
 from elastic_ckpt.storage.local import OBJECT_STORE
 from elastic_ckpt.tools.footprint import GPU, RunSettings

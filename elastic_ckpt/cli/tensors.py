@@ -10,11 +10,11 @@ import typer
 from rich.console import RenderableType
 from rich.markup import escape
 
-from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Replicated, Tag, reads_checkpoint, table
+from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Replicated, Tag, reads_checkpoint
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.resume_sheet import Deviation
 from elastic_ckpt.errors import shortened
-from elastic_ckpt.report import counted, size, title
+from elastic_ckpt.report import counted, size, table, title
 from elastic_ckpt.storage import is_url
 from elastic_ckpt.tools.comparison import DIFFERS, MISSING, compare, open_both
 from elastic_ckpt.tools.conversion import convert as convert_to_universal
