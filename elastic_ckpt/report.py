@@ -244,9 +244,8 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
     rows += [("read per rank", _span([work.read.nbytes for work in ranks], size))]
     if asked := [work.requests for work in ranks if work.requests is not None]:
         counts, sizes = ([getattr(each, name) for each in asked] for name in ("count", "nbytes"))
-        again = (
-            f"; {repeated:,} of all failed and were repeated" if (repeated := sum(e.repeated for e in asked)) else ""
-        )
+        repeated = sum(each.repeated for each in asked)
+        again = f"; {repeated:,} of all failed and were repeated" if repeated else ""
         rows += [("requests per rank", f"{_span(counts, '{:,}'.format)}, for {_span(sizes, size)}{again}")]
     received = [work.nbytes_received for work in ranks]
     rows += [("received per rank", _span(received, size))] if any(received) else []

@@ -121,9 +121,8 @@ def reads_checkpoint(
                 answer = refusal(error)
             tell(answer, as_json)
 
-        (_, *mine), (*shared, _) = (
-            inspect.signature(each, eval_str=True).parameters.values() for each in (function, command)
-        )
+        _, *mine = inspect.signature(function, eval_str=True).parameters.values()
+        *shared, _ = inspect.signature(command, eval_str=True).parameters.values()
         every = (each for each in (*mine, *shared) if each.name != "deepspeed")
         parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in every]
         functools.update_wrapper(command, function)

@@ -86,10 +86,8 @@ def ribbons(
     items = chain(plan.items, *(each.sources for each in plan.requantize_items))
     spans: list[list[float]] = [[-1.0] * 5]
     for item in sorted((item for item in items if item.file == file), key=attrgetter("target", "byte_offset")):
-        numel, width = (
-            (item.rows - 1) * item.file_stride + item.numel,
-            ITEMSIZE[plan.targets[item.target].dtype] * scale,
-        )
+        numel = (item.rows - 1) * item.file_stride + item.numel
+        width = ITEMSIZE[plan.targets[item.target].dtype] * scale
         begin = start + item.byte_offset * file_scale
         end = begin + numel * ITEMSIZE[item.dtype] * file_scale
         first, behind = (begins[item.target] + at * width for at in (item.target_offset, item.target_stop))

@@ -50,9 +50,8 @@ def main(args: Any) -> None:
     found = locate(args.input_folder, None)
     if args.strict and (findings := verify(found.folder, None, config).findings):
         more = f" (and {len(findings) - 1} more findings: elastic-ckpt verify)" if len(findings) > 1 else ""
-        raise DamagedError(
-            f"the checkpoint is not complete: {findings[0].text}{more}", findings[0].file or found.folder
-        )
+        problem = f"the checkpoint is not complete: {findings[0].text}{more}"
+        raise DamagedError(problem, findings[0].file or found.folder)
     with suppress(OSError):  # unless it is an empty folder, as some controllers make it
         target.rmdir()
     if getattr(args, "really", False):
@@ -64,6 +63,5 @@ def main(args: Any) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(os.path.relpath(found.folder, target.parent), target_is_directory=True)
         linked = f"a link to what is loaded, which must stay: {target} -> {found.folder}"
-    print(
-        f"nothing needs converting: with elastic_ckpt, jobs of other topologies load {found.folder}", linked, sep="\n"
-    )
+    print(f"nothing needs converting: with elastic_ckpt, jobs of other topologies load {found.folder}")
+    print(linked)

@@ -324,10 +324,8 @@ def warn_of_data(saved: TrainingState) -> tuple[str, ...]:
     sampler = saved.checkpoint.get("data_sampler")
     fetched = sampler.get("consumed_samples") if isinstance(sampler, Mapping) else None
     if isinstance(fetched, int) and samples is not None:
-        text = (
-            f"DeepSpeed's data sampler continues after {fetched} samples that its loader had fetched, {samples} of them"
-        )
-        warnings.append(f"{text} trained on; its own generator is in no checkpoint, so that it draws other ones")
+        text = f"DeepSpeed's data sampler continues after {fetched} samples that its loader had fetched, {samples} of"
+        warnings.append(f"{text} them trained on; its own generator is in no checkpoint, so that it draws other ones")
     return tuple(warnings)
 
 

@@ -225,10 +225,8 @@ def _fit_together(
         raise missing_file(found, "expp_rank_0_mp_rank_00_optim_states.pt", "none")
     elif models[0].without_states and not rank.expert_optimizers:
         if options.with_states:
-            problem = (
-                "the checkpoint was saved without optimizer states, as DeepSpeed 0.17 saves bf16 without ZeRO, and "
-            )
-            problem += "in ZeRO-1 with gradients in fp32"
+            problem = "the checkpoint was saved without optimizer states, as DeepSpeed 0.17 saves bf16 without ZeRO, "
+            problem += "and in ZeRO-1 with gradients in fp32"
             expected = "optimizer states, in this file or in optimizer-states files beside it"
             found_here = f"none, saved by DeepSpeed {models[0].ds_version}"
             remedy = "load its weights alone: load_optimizer_states=False, or load_module_only=True"
@@ -286,13 +284,11 @@ def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerS
         for ranks in (divided.ranks for divided in partitioned.partition_groups(model, optimizers, flat)):
             sliced = [optimizers[rank].slice_names[flat : flat + 1] for rank in ranks]
             found = set(chain.from_iterable(chain.from_iterable(sliced)))
-            if all(sliced) and found != names:
-                problem = (
-                    "expert-parallel ranks train different parameters of their experts, which is not supported yet"
-                )
-                expected = f"the parameters that rank 0 trains, according to {model.path}"
-                both = expected, "others, numbered as on that rank"
-                raise UnsupportedError(problem, optimizers[ranks[0]].path, *both, parameter=listed(found ^ names))
+            if found == names or not all(sliced):
+                continue
+            problem = "expert-parallel ranks train different parameters of their experts, which is not supported yet"
+            both = f"the parameters that rank 0 trains, according to {model.path}", "others, numbered as on that rank"
+            raise UnsupportedError(problem, optimizers[ranks[0]].path, *both, parameter=listed(found ^ names))
 
 
 def _check_belong_together(
@@ -317,13 +313,11 @@ def _check_belong_together(
 
 def _check_count(files: Sequence[SourceFile], expected: int, according_to: str) -> None:
     """Require ``expected`` files, and name the first that is missing or one too many."""
-    found, first = len(files), files[0].path
+    found = len(files)
     if found != expected:
-        folder, name = os.path.split(first)
+        folder, name = os.path.split(files[0].path)
         missing = os.path.join(folder, name.replace("zero_pp_rank_0_", f"zero_pp_rank_{found}_"))
         problem = f"a file of the checkpoint is {'missing' if found < expected else 'one too many'}"
-        file, wanted = (
-            files[expected].path if found > expected else missing,
-            f"{expected} files, according to {according_to}",
-        )
-        raise LayoutError(problem, file, wanted, f"{found} files, {name} to {os.path.basename(files[-1].path)}")
+        file = files[expected].path if found > expected else missing
+        have = f"{found} files, {name} to {os.path.basename(files[-1].path)}"
+        raise LayoutError(problem, file, f"{expected} files, according to {according_to}", have)

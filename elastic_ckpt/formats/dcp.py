@@ -170,9 +170,7 @@ class _Builder(MetadataBuilder):
             values = {name: value for name, entry in entries.items() for value in self._values[entry].values()}
             names = values.pop("params", None if isinstance(key, int) else [key])
             if not isinstance(names, list) or not all(type(name) is str and name in weights for name in names):
-                problem = (
-                    "a param group of this torch.distributed.checkpoint folder does not list its parameters by name"
-                )
+                problem = "a param group of a torch.distributed.checkpoint folder does not list its parameters by name"
                 both = "names of the model's parameters, as get_state_dict saves them", f"{names!r}"[:200]
                 remedy = f"save the state dict of get_state_dict{WITHOUT_STATES}"
                 raise UnsupportedError(problem, self._found.folder, *both, remedy=remedy)

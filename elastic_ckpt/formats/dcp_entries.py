@@ -276,9 +276,7 @@ def unstacked(contents: DcpContents, folder: str) -> DcpContents:
             return item
         dtype, shape = contents.tensors[item.name]
         if item.sizes[:1] != (1,):
-            problem = (
-                "a chunk of this torch.distributed.checkpoint folder has not one layer, as Megatron Core saves them"
-            )
+            problem = "a chunk of a torch.distributed.checkpoint folder has not one layer, as Megatron Core saves them"
             both = "one layer of a stack of them, by the name: layers without a number", f"{item.sizes} of {shape}"
             remedy = "save with --ckpt-format torch_dist; a module that is no stack of layers needs another name"
             raise UnsupportedError(problem, folder, *both, parameter=item.name, remedy=remedy)

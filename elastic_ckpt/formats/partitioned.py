@@ -110,13 +110,11 @@ def _rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int)
         for count in (sequence * degree for sequence in degrees if sequence > 1):
             if sum(per_parameter_numel(numel, count, model.alignment) for numel in numels) == part.partition_numel:
                 problem = f"DeepSpeed saved {degree} of {count} ZeRO-3 partitions: with a device mesh, ranks of one "
-                problem += (
-                    "sequence-parallel group overwrite each other's files. The rest is lost, and DeepSpeed loads "
-                )
+                problem += "sequence-parallel group overwrite each other's files. The rest is lost, and DeepSpeed "
                 expected = f"{count} optimizer-states files, one for each partition, by the sizes in {model.path}"
                 remedy = "take a checkpoint of another run; with mpu=deepspeed.runtime.sequence_parallel."
                 remedy += "parallel_state_sp instead of a mesh, saves are complete"
-                raise DamagedError(f"{problem}it silently", first.path, expected, degree, remedy=remedy)
+                raise DamagedError(f"{problem}loads it silently", first.path, expected, degree, remedy=remedy)
         problem = f"sub-group {flat} does not have the size that its parameters need"
         expected = f"{sum(candidates[0])} elements for {len(numels)} parameters over {degree} ranks, from {model.path}"
         raise other_save_than_model(first, problem, expected, part.partition_numel)

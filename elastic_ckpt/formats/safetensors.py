@@ -172,9 +172,8 @@ def _groups_and_scalars(files: Sequence[WeightsFile]) -> tuple[list[dict[str, An
     if not facts:
         return [], {}
     with named_errors(of_optimizer[0].path, _EXPECTED):
-        groups, scalars = (
-            parse_json(facts.get(*each).encode()) for each in (("param_groups", "[]"), ("scalars", "{}"))
-        )
+        groups = parse_json(facts.get("param_groups", "[]").encode())
+        scalars = parse_json(facts.get("scalars", "{}").encode())
         members = [name for group in groups for name in group["params"]]
         if not all(isinstance(name, str) for name in members) or len(set(members)) < len(members):
             raise ValueError("param groups whose params are not names, or have one twice")

@@ -60,10 +60,8 @@ def with_progress_compared(
     counts_all = not any({"d", "d0"} & group.keys() for group in metadata.groups)
     if why is not None and scalers and check_shards and counts_all:
         problem = "optimizer states and counters are of different steps: files of two saves may be mixed in this folder"
-        remedy = (
-            "take another tag; if the optimizer was reset during the run, or the run began without ZeRO in fp16 or "
-        )
-        remedy += 'bf16, or with DeepSpeed before 0.13, which explains it: "elastic_checkpoint": {"verify": "bytes"}'
+        remedy = "take another tag; if the optimizer was reset during the run, or the run began without ZeRO in fp16 "
+        remedy += 'or bf16, or with DeepSpeed before 0.13, which explains it: "elastic_checkpoint": {"verify": "bytes"}'
         raise DamagedError(problem, model.path, *why, remedy=remedy)
     if not odd_steps:
         return metadata

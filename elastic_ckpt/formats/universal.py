@@ -208,9 +208,7 @@ class _Builder(MetadataBuilder):
                     saved = local if master is None or master.tensor is None else master.tensor.shape
                     shape = saved if len(saved) > 1 or len(local) == 1 else local
                     if self.grid.tp > 1 and len(shape) > 1 and len(saved) == 1:
-                        problem = (
-                            "DeepSpeed's converter does not put together the shards of a tensor-parallel ZeRO-3 run"
-                        )
+                        problem = "DeepSpeed's converter does not join the shards of a tensor-parallel ZeRO-3 run"
                         both = "tensors of the whole parameters", f"a flat tensor of {saved[0]} elements"
                         raise UnsupportedError(problem, model.path, *both, parameter=name, remedy=_LOAD_NATIVE)
                     parameter = SavedParameter(shape, group_of.get(flat, flat), tuple(sorted(scalars.items())))

@@ -252,9 +252,8 @@ def _raise_named(error: BaseException, url: str, found: str) -> NoReturn:
     if not isinstance(error, known.BaseError) or "builder error" in found:  # a panic, say
         problem, expected = "no request can be made of this URL and the options", "an endpoint: http://minio:9000"
         remedy = 'look for spaces and line breaks in endpoint and keys; http:// needs {"allow_http": true} under '
-        raise ConfigError(
-            problem, url, expected, found, remedy=f'{remedy}"client_options" of "storage_options"'
-        ) from None
+        remedy += '"client_options" of "storage_options"'
+        raise ConfigError(problem, url, expected, found, remedy=remedy) from None
     if "NoSuchBucket" in found or "ContainerNotFound" in found or "bucket does not exist" in found:
         raise NotFoundError("there is no such bucket", url, "the name of a bucket", found) from None
     if _OTHER_REGION.search(found):

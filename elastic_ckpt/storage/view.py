@@ -233,9 +233,11 @@ class FolderView(Store):
     def _digest(self, copy: Copy) -> bytes:
         if copy not in self._digests:
             is_near = copy.node == self._mine or copy.level in self._remotes
-            ask = self._ask(copy).directory_digest if not is_near else None
             with local.named_os_errors(copy.path):
-                self._digests[copy] = ask(*_at(copy)) if ask else content_digest(self._ranges(copy), copy.nbytes)
+                if is_near:
+                    self._digests[copy] = content_digest(self._ranges(copy), copy.nbytes)
+                else:
+                    self._digests[copy] = self._ask(copy).directory_digest(copy.node, copy.number)
         return self._digests[copy]
 
     def _ask(self, copy: Copy) -> Peers:
@@ -245,7 +247,7 @@ class FolderView(Store):
     def read_from(self, copy: Copy, buffers: Sequence[memoryview], byte_offset: int) -> int:
         """Fill buffers, in order, from another node's copy, as :meth:`Peers.read_into` does; errors name the copy."""
         try:
-            return self._ask(copy).read_into(*_at(copy), buffers, byte_offset)
+            return self._ask(copy).read_into(copy.node, copy.number, buffers, byte_offset)
         except ElasticCkptError as error:
             sender = f"{self._listings[copy.node].node} to send it"
             error.file, error.expected = copy.path, ", ".join(filter(None, (sender, error.expected)))
@@ -310,10 +312,6 @@ class FolderView(Store):
             if name.startswith(top):
                 copy = self._chosen.get(name, copies[0])
                 yield os.path.join(self.root, name), local.Version(0, copy.nbytes, copy.entry.mtime_ns)
-
-
-def _at(copy: Copy) -> tuple[int, int]:
-    return copy.node, copy.number
 
 
 class _PeerRanges:

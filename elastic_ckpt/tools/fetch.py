@@ -45,8 +45,9 @@ def fetch(url: str, folder: Path, options: Mapping[str, Any], everything: bool =
         raise DamagedError("there is nothing to fetch", url, "objects below it", "none", remedy="look at its spelling")
     wanted = [entry for entry in entries if everything or not _TENSORS.fullmatch(entry.name)]
     left = [entry for entry in entries if entry not in wanted]
+    nbytes = sum(entry.nbytes for entry in wanted)
     try:
-        with progress_bar("fetching", sum(entry.nbytes for entry in wanted), None) as bar:
+        with progress_bar("fetching", nbytes, None) as bar:
             for entry in entries:
                 path = Path(os.path.normpath(folder / entry.name))
                 if folder not in path.parents:
@@ -59,10 +60,8 @@ def fetch(url: str, folder: Path, options: Mapping[str, Any], everything: bool =
         refuse_used_up(error, str(folder))
         found = f"{type(error).__name__}: {error.strerror}"
         raise ElasticCkptError("a file cannot be written", str(error.filename or folder), found=found) from error
-    brought, stays = (
-        (tuple(entry.name for entry in each), sum(entry.nbytes for entry in each)) for each in (wanted, left)
-    )
-    return Fetched(*brought, *stays)
+    names, others = (tuple(entry.name for entry in each) for each in (wanted, left))
+    return Fetched(names, nbytes, others, sum(entry.nbytes for entry in left))
 
 
 def _is_current(path: Path, entry: Entry) -> bool:

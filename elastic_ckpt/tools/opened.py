@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +95,14 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Checkpoi
     """
     path = absolute(folder)
     itself = None if tag is not None else look_at(os.path.dirname(path), os.path.basename(path))
-    found = itself or find_checkpoint(path, tag, prefer_universal=False, trust_pickle=trust_pickle)
+    find = partial(find_checkpoint, prefer_universal=False, trust_pickle=trust_pickle)
+    found = itself or find(path, tag)
     others = list[str]()
     if found is None and is_folder(path):
         every = []
         for name in folder_names(path):
             with suppress(ElasticCkptError):  # of a folder that nobody asked for
-                each = find_checkpoint(
-                    os.path.join(path, name), None, prefer_universal=False, trust_pickle=trust_pickle
-                )
+                each = find(os.path.join(path, name), None)
                 others += [name] if each is not None else []
                 every += [each] if each is not None and tag in (None, name, each.tag) else []
         found = max(every, key=lambda each: global_steps(each, trust_pickle) or -1, default=None)

@@ -319,9 +319,7 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
     tied = [name for name in numels if name.startswith(_TIED)]
     others = set(numels) - set(layer_of) - set(tied)
     if others or not layer_of:
-        problem = (
-            "a pipeline of several stages needs a model that is built of numbered layers (DeepSpeed's PipelineModule)"
-        )
+        problem = "a pipeline of several stages needs a model built of numbered layers (DeepSpeed's PipelineModule)"
         both = "names such as 3.self_attention.dense.weight", "a model that is no PipelineModule"
         raise metadata.error(UnsupportedError, problem, others, *both, "a pipeline-parallel degree of 1")
     saved = metadata.stages
