@@ -113,8 +113,7 @@ def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
 
 def is_another_file(root: str, stem: str) -> bool:
     """Whether names (without suffix) are of two files of one kind: two ranks', layers' or optimizer states'."""
-    (pattern, numbers), (other_pattern, other_numbers) = (
-        (re.sub(r"\d+", "#", name), tuple(map(int, re.findall(r"\d+", name))))
-        for name in (re.sub("^(?:bf16_)?(?:fp16_)?", "", each) for each in (root, stem))
-    )
-    return pattern == other_pattern and numbers != other_numbers
+    names = [re.sub("^(?:bf16_)?(?:fp16_)?", "", name) for name in (root, stem)]
+    pattern, other_pattern = (re.sub(r"\d+", "#", name) for name in names)
+    numbers, others = (list(map(int, re.findall(r"\d+", name))) for name in names)
+    return pattern == other_pattern and numbers != others

@@ -66,9 +66,7 @@ class WeightsFile(SourceFile):
 def find_safetensors(folder: str) -> CheckpointInfo | None:
     """The folder, if it has safetensors files or an index of some."""
     names = file_names(folder) if is_folder(folder) else []
-    if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
-        return None
-    return info_of(folder)
+    return info_of(folder) if any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names) else None
 
 
 def info_of(folder: str) -> CheckpointInfo:

@@ -118,10 +118,8 @@ def _in_saved_order(numbered: NumberedStates, names: Names, live: Sequence[LiveG
 
 def _are_in_another_order(numbered: NumberedStates, live: Sequence[LiveGroup]) -> bool:
     constant = ("initial_lr", "weight_decay", "eps", "betas")  # while a group trains
-    saved, now = (
-        [repr([group.get(key) for key in constant]) for group in groups]
-        for groups in (numbered.groups, [group.hyperparameters for group in live])
-    )
+    saved = [repr(list(map(group.get, constant))) for group in numbered.groups]
+    now = [repr(list(map(group.hyperparameters.get, constant))) for group in live]
     return saved != now and sorted(saved) == sorted(now)
 
 

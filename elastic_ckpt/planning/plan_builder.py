@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -86,16 +86,13 @@ class PlanBuilder:
         requantize, shares = tuple(self._requantize_items), tuple(self._sharing.shares)
         return ReadPlan(self.metadata.files, targets, items, requantize, shares)
 
-    def notes(self) -> list[str]:
+    def notes(self) -> Iterator[str]:
         """Dtype changes, for the report."""
-        kinds = {BUFFER: "buffers", FROZEN: "frozen parameters"}
-        return [
-            f"{kinds[key]} converted from {saved} to {live}: {listed(names)}"
-            for (key, saved, live), names in self._converted.items()
-        ] + [
-            f"{'masters' if key == MASTER else key} rounded from {saved} to {live}, in which the live engine keeps them"
-            for key, saved, live in self._rounded
-        ]
+        kinds = {BUFFER: "buffers", FROZEN: "frozen parameters", MASTER: "masters"}
+        for (key, saved, live), names in self._converted.items():
+            yield f"{kinds[key]} converted from {saved} to {live}: {listed(names)}"
+        for key, saved, live in self._rounded:
+            yield f"{kinds.get(key, key)} rounded from {saved} to {live}, in which the live engine keeps them"
 
     def _add_state(
         self, flat: FlatPartition, link: StateLink, fragments: Sequence[Fragment], restored: Sequence[Fragment]
