@@ -32,14 +32,7 @@ from elastic_ckpt.core.local_state import (
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan
-from elastic_ckpt.core.state_kinds import (
-    BLOCK_NUMELS,
-    NON_SHARD_KEYS,
-    PER_PARAMETER,
-    REPLICATED,
-    BlockFormat,
-    LiveState,
-)
+from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, PER_PARAMETER, REPLICATED, LiveState
 from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.io.coalesce import ReadOptions, staged_reads
 from elastic_ckpt.planning.planner import LoadOptions, Matched, match, plan_load
@@ -239,7 +232,7 @@ class VirtualJob:
                     planes = 1 if len(tensor.shape) == len(saved.shape) else tensor.shape[0]
                     code = tensor.blocks
                     # today's version uses the smaller block size, whichever version saved it
-                    blocks = None if code is None else BlockFormat(min(BLOCK_NUMELS), code.scales, code.codebook)
+                    blocks = None if code is None else replace(code, numel=min(BLOCK_NUMELS))
                     live = LiveState(key, tensor.dtype, planes=planes, blocks=blocks)
                 # bitsandbytes keeps states of small partitions unquantized
                 if key not in found or (live.blocks is not None and found[key].blocks is None):
