@@ -22,8 +22,6 @@ AT_ITS_TOPOLOGY = (
 )
 #: A remedy for states of another optimizer.
 ITS_OPTIMIZER = "resume with the optimizer that saved it, or with load_optimizer_states=False"
-#: A remedy for files that do not fit together.
-RESTORE = "restore the folder from its original, or take another tag"
 
 
 def shortened(names: Iterable[str], most: int = 8) -> str:
@@ -79,7 +77,7 @@ class NotFoundError(ElasticCkptError):
 class DamagedError(ElasticCkptError):
     """A file is missing, truncated, unreadable, or belongs to another save."""
 
-    default_remedy = RESTORE
+    default_remedy = "restore the folder from its original, or take another tag"
 
 
 class SavedOverError(DamagedError):

@@ -21,15 +21,7 @@ from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, DerivedTensors, TensorMetadata
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.errors import (
-    AT_ITS_TOPOLOGY,
-    RESTORE,
-    DamagedError,
-    LayoutError,
-    MismatchError,
-    UnsupportedError,
-    listed,
-)
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, MismatchError, UnsupportedError, listed
 
 RenameRules = Sequence[tuple[str, str]]
 #: Rules that ``"rename"`` knows by a name. Megatron Core saves every layer under Transformer Engine's names.
@@ -227,7 +219,7 @@ def with_stacks(metadata: CheckpointMetadata) -> CheckpointMetadata:
         saved, *others = ((parameters.pop(part, None), keys.get(part)) for part in parts)
         if others != [saved] * len(others):
             problem = "stacked experts do not all have the same states"
-            raise metadata.error(DamagedError, problem, name, None, None, RESTORE)
+            raise metadata.error(DamagedError, problem, name, None, None)
         if saved[0] is None:  # frozen
             continue
         parameters[name] = replace(saved[0], shape=(number, *saved[0].shape))
