@@ -17,16 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import (
-    Call,
-    Global,
-    How,
-    Step,
-    check_key,
-    checked_keys,
-    described,
-    unsafe_error,
-)
+from elastic_ckpt.formats.torch_archive.calls import Call, Global, How, Step, checked_keys, described, unsafe_error
 from elastic_ckpt.formats.torch_archive.globals import set_state
 
 #: Longest line of a name; largest number in bytes.
@@ -272,8 +263,7 @@ def _fill(kind: Step, items: list[Any], machine: Unpickler) -> None:
     elif kind == "pairs" and type(target) is dict and {str}.issuperset(map(type, keys)):
         target.update(zip(keys, items[1::2], strict=True))
     elif kind == "pairs" and isinstance(target, dict):
-        for key, value in zip(keys, items[1::2], strict=True):
-            check_key(key, len(target))
+        for key, value in zip(checked_keys(keys, len(target)), items[1::2], strict=True):
             target[key] = value
     elif type(target) is not Global or target.error is None:
         raise pickle.UnpicklingError(f"an object of type {type(target).__name__} is given {kind}")
