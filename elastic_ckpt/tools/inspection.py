@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, Literal
@@ -14,16 +14,7 @@ from typing import Any, Literal
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.chunks import ChunkSource, PartitionedChunks
 from elastic_ckpt.core.fqn import expert_name
-from elastic_ckpt.core.metadata import (
-    BUFFER,
-    FROZEN,
-    ITEMSIZE,
-    MASTER,
-    WEIGHTS,
-    CheckpointMetadata,
-    SourceFile,
-    TensorMetadata,
-)
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.values import PerRank, TensorValue, TrainingState, numbers
 from elastic_ckpt.errors import (
     DamagedError,
@@ -156,15 +147,15 @@ def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
 
 def _of_tensors(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Tensors with elements in no file or in two, or beyond the end of a file."""
-    files = metadata.files
     known: dict[tuple[int, int], bool] = {}
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         try:
             check_tiling(metadata, tensor)
         except DamagedError as error:
             yield of_error(error, "incomplete")
-        for chunk in chain.from_iterable(source for source in tensor.sources if not _ends_inside(source, files, known)):
-            file = files[chunk.file]
+        sources = (source for source in tensor.sources if not _ends_inside(source, metadata, known))
+        for chunk in chain.from_iterable(sources):
+            file = metadata.files[chunk.file]
             end = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
             if end > file.nbytes:
                 text = f"{tensor.key} of this parameter reaches beyond the end of its file"
@@ -172,7 +163,7 @@ def _of_tensors(metadata: CheckpointMetadata) -> Iterator[Finding]:
                 yield Finding(ERROR, "unreadable", text, tensor.name, file.path, **sizes)
 
 
-def _ends_inside(source: ChunkSource, files: Sequence[SourceFile], known: dict[tuple[int, int], bool]) -> bool:
+def _ends_inside(source: ChunkSource, metadata: CheckpointMetadata, known: dict[tuple[int, int], bool]) -> bool:
     """Whether all flat tensors with a parameter end inside their files, which is computed once for each."""
     if not isinstance(source, PartitionedChunks):
         return False
@@ -181,7 +172,7 @@ def _ends_inside(source: ChunkSource, files: Sequence[SourceFile], known: dict[t
         # offsets: one number for all, or each its own
         nbytes, begins = flat.planes * flat.numel * flat.itemsize, flat.byte_offsets
         ends = [begin + nbytes for begin in begins * (len(flat.files) // len(begins))]
-        sizes = (files[source.files_before + file].nbytes for file in flat.files)
+        sizes = (metadata.files[source.files_before + file].nbytes for file in flat.files)
         known[key] = all(end <= size for end, size in zip(ends, sizes, strict=True))
     return known[key]
 
