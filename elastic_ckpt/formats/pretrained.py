@@ -16,7 +16,6 @@ from elastic_ckpt.formats.safetensors import (
     WeightsFile,
     info_of,
     metadata_of,
-    owners,
     read_header,
     read_indexed,
 )
@@ -54,7 +53,7 @@ def read_weights(
 
 def weights_metadata(folder: str, files: Sequence[WeightsFile]) -> CheckpointMetadata:
     """The weights in these files, under the names that they have there."""
-    return replace(metadata_of(info_of(folder), files, owners(files)), aliases={})
+    return replace(metadata_of(info_of(folder), files), aliases={})
 
 
 def no_folder(folder: str) -> NotFoundError:
@@ -76,7 +75,7 @@ def _read_file(path: str, trust_pickle: bool) -> WeightsFile:
         if not isinstance(name, str) or not isinstance(ref, TensorRef):
             raise _other_than_weights(path, f"{type(ref).__name__} under {str(name)[:100]!r}")
         refuse_view(name, "this weight", ref, path)
-        tensors[name] = ref.dtype, ref.shape, ref.byte_offset
+        tensors[name] = ref
     return WeightsFile(**file.facts, tensors=tensors)
 
 

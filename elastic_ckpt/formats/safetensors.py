@@ -16,22 +16,15 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from elastic_ckpt.core.chunks import StorageChunk, chunks_of
-from elastic_ckpt.core.flat_ranges import FlatRange, checked_shape
-from elastic_ckpt.core.metadata import (
-    FROZEN,
-    ITEMSIZE,
-    MASTER,
-    CheckpointMetadata,
-    SavedParameter,
-    SourceFile,
-    TensorMetadata,
-)
+from elastic_ckpt.core.flat_ranges import checked_shape
+from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, SourceFile
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
+from elastic_ckpt.formats.metadata_builder import Tensors, dense_tensor
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import named_errors
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.storage import absolute, file_names, is_folder, open_stream, size_of
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
@@ -57,9 +50,9 @@ _MOST_MEMORY_NBYTES = 1 << 30
 
 @dataclass(frozen=True)
 class WeightsFile(SourceFile):
-    """One file: dtype, shape and byte offset of each tensor, and its metadata."""
+    """One file: its tensors by name, and its metadata."""
 
-    tensors: Mapping[str, tuple[str, tuple[int, ...], int]]
+    tensors: Mapping[str, TensorRef]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -94,10 +87,9 @@ def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpo
         of_stem = read_indexed(found, stem + INDEX_SUFFIX) if is_indexed else _read_plain(found, stem, names)
         headers |= {os.path.basename(file.path): file for file in of_stem}
     files = list(headers.values())
-    owner = owners(files)
     unread = [name for name in names if name.endswith(SUFFIX) and name not in headers]
     notes = (f"files that do not belong to this model are not read: {listed(unread)}",) if unread else ()
-    metadata = metadata_of(found, files, owner, notes)
+    metadata = metadata_of(found, files, notes)
     steps = max((float(dict(saved.scalars).get("step", 0)) for saved in metadata.parameters.values()), default=0)
     return Checkpoint(metadata, TrainingState.after(steps), files[0].path, len(files))
 
@@ -135,7 +127,8 @@ def read_header(path: str) -> WeightsFile:
             start, stop = (8 + nbytes + offset for offset in checked_shape(entry["data_offsets"], name))
             if start != position or stop - start != math.prod(shape) * ITEMSIZE[dtype]:
                 raise ValueError(f"{name} of {dtype} and shape {shape} from byte {start} to {stop}, after {position}")
-            tensors[name], position = (dtype, shape, start), stop
+            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            tensors[name], position = TensorRef(dtype, shape, strides, start), stop
         if position != size:
             raise ValueError(f"{size} bytes, where the header's tensors end at byte {position}")
     return WeightsFile(path, size, tensors, metadata)
@@ -180,7 +173,7 @@ def _groups_and_scalars(files: Sequence[WeightsFile]) -> tuple[list[dict[str, An
     return groups, scalars
 
 
-def owners(files: Sequence[WeightsFile]) -> dict[tuple[bool, str], int]:
+def _owners(files: Sequence[WeightsFile]) -> dict[tuple[bool, str], int]:
     """Whether it is an optimizer's, and the name of each tensor -> the one of the files that has it."""
     owner: dict[tuple[bool, str], int] = {}
     for number, file in enumerate(files):
@@ -193,26 +186,18 @@ def owners(files: Sequence[WeightsFile]) -> dict[tuple[bool, str], int]:
     return owner
 
 
-def metadata_of(
-    found: CheckpointInfo,
-    files: Sequence[WeightsFile],
-    owner: Mapping[tuple[bool, str], int],
-    notes: tuple[str, ...] = (),
-) -> CheckpointMetadata:
-    """What the files hold."""
-    saved_groups, scalars = _groups_and_scalars(files)
+def metadata_of(found: CheckpointInfo, files: Sequence[WeightsFile], notes: tuple[str, ...] = ()) -> CheckpointMetadata:
+    """What the files hold; :class:`MismatchError` if two of them have a tensor of a name."""
+    owner, (saved_groups, scalars) = _owners(files), _groups_and_scalars(files)
     groups = [
         {key: tuple(value) if isinstance(value, list) and key != "params" else value for key, value in group.items()}
         for group in saved_groups
     ]
     members = {name: number for number, group in enumerate(groups) for name in group.pop("params")}
-    tensors: dict[tuple[str, str], TensorMetadata] = {}
+    tensors: Tensors = {}
     for (is_state, entry), number in owner.items():
         key, _, name = entry.partition(".") if is_state else (MASTER if entry in members else FROZEN, "", entry)
-        dtype, shape, start = files[number].tensors[entry]
-        whole = FlatRange(0, math.prod(shape))
-        sources = chunks_of(StorageChunk(whole, number, start)) if whole.numel else chunks_of()
-        tensors[name, key] = TensorMetadata(name, key, shape, dtype, sources)
+        tensors[name, key] = dense_tensor(name, key, files[number].tensors[entry], number)
     parameters = {
         name: SavedParameter(tensors[name, MASTER].shape, group, tuple(sorted(scalars.get(name, {}).items())))
         for name, group in members.items()
