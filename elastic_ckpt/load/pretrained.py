@@ -29,15 +29,7 @@ from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.formats.pretrained import no_folder, read_weights, weights_metadata
 from elastic_ckpt.formats.safetensors import WeightsFile
 from elastic_ckpt.io.coalesce import read_options
-from elastic_ckpt.load.flow import (
-    RankPlan,
-    adapter_of,
-    agree_on_plans,
-    as_partial_load_error,
-    describe,
-    overwrite,
-    told_apart,
-)
+from elastic_ckpt.load import flow
 from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.verify_reads import verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
@@ -110,17 +102,17 @@ class PretrainedLoad:
                 if is_url(self.folder):
                     nodes.look("list the folder", lambda: None)
                 with ExitStack() as undo:
-                    adapter, local_state = describe(partial(self._adapter, undo))
+                    adapter, local_state = flow.describe(partial(self._adapter, undo))
                     plan, weights, files, medium = self._prepare(local_state)
                     undo.pop_all()
             except ElasticCkptError as first:
-                error = told_apart(first)
+                error = flow.told_apart(first)
                 raise error from error.__cause__
             try:
                 nbytes = self._overwrite(adapter, plan, weights, medium)
             except Exception as error:
-                cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
-                raise as_partial_load_error(cause) from cause
+                cause = flow.told_apart(error) if isinstance(error, ElasticCkptError) else error
+                raise flow.as_partial_load_error(cause) from cause
         mark_as_initialized(self.module, weights)
         missing, unexpected = (tuple(sorted(names)) for names in self._reported(weights))
         report = PretrainedReport(self.folder, missing, unexpected, nbytes, time.perf_counter() - started)
@@ -137,7 +129,7 @@ class PretrainedLoad:
             problem = "pretrained weights cannot be loaded into the layers of experts that AutoEP has made"
             remedy = "load them into the module before deepspeed.initialize, which makes these layers of its own"
             raise UnsupportedError(problem, remedy=remedy)
-        return adapter_of(self.engine, with_states=False)
+        return flow.adapter_of(self.engine, with_states=False)
 
     def _prepare(self, local_state: LocalState) -> tuple[LoadPlan, LiveWeights, list[WeightsFile], Medium]:
         """Read the folder's metadata on one rank, plan on all. Collective; changes nothing."""
@@ -151,16 +143,16 @@ class PretrainedLoad:
         own: list[WeightsFile] = []
         planned: list[tuple[LoadPlan, LiveWeights]] = []
 
-        def make_plan() -> RankPlan:
+        def make_plan() -> flow.RankPlan:
             own.extend(self._own(files, folder, digests))
             weights = self._weights(own, local_state)
             config = self.config.model_copy(update={"rename": []})  # names are those of the module by now
             options = LoadOptions.of(config, optimizer_states=False, strict=False)
             plan = plan_load(weights.metadata, local_state, options)
             planned.append((plan, weights))
-            return RankPlan.of(plan, local_state.model.coordinates.mp_rank, self.config, own[0].path)
+            return flow.RankPlan.of(plan, local_state.model.coordinates.mp_rank, self.config, own[0].path)
 
-        _, notes, medium = agree_on_plans(make_plan, self.config)
+        _, notes, medium = flow.agree_on_plans(make_plan, self.config)
         plan, weights = planned[0]
         return replace(plan, notes=notes), weights, own, medium
 
@@ -218,7 +210,7 @@ class PretrainedLoad:
             config = config.model_copy(update={"verify": "off"})
         options = read_options(config, medium)
         # as deepspeed.initialize, which makes masters of low-precision weights
-        read, _, sums = overwrite(adapter, plan, config, options, {}, exact_masters=False)
+        read, _, sums = flow.overwrite(adapter, plan, config, options, {}, exact_masters=False)
         if sums is not None:
             mine = sums.sums, sums.nbytes
             everybody = distributed.all_gather("verify what was read", lambda: mine)
