@@ -13,17 +13,7 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.storage import (
-    absolute,
-    copies_of,
-    exists,
-    file_names,
-    folder_names,
-    is_folder,
-    modified,
-    open_stream,
-    size_of,
-)
+from elastic_ckpt.storage import absolute, copies_of, exists, file_names, folder_names, is_folder, modified, open_stream
 from elastic_ckpt.storage.local import named_os_errors
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -136,7 +126,7 @@ def read_latest(load_dir: str, latest: str) -> str | None:
         with named_os_errors(path), open_stream(path) as stream:
             text = stream.read(MOST_TAG_NBYTES + 1)
             if len(text) > MOST_TAG_NBYTES:
-                raise ValueError(f"{size_of(stream):,} bytes, which is not a folder name")
+                raise ValueError(f"more than {MOST_TAG_NBYTES:,} bytes, which is not a folder name")
             return text.decode().strip()
     except (DamagedError, ValueError) as error:
         problem, expected = "the file that names the newest tag cannot be read", "the name of a tag (global_step100)"
