@@ -13,16 +13,9 @@ from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed, shortened
-from elastic_ckpt.formats import model_states, partitioned, shards
+from elastic_ckpt.formats import merging, model_states, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
-from elastic_ckpt.formats.merging import (
-    ExpertShard,
-    LayerShard,
-    merge_shards,
-    merge_stages,
-    with_module_files,
-    with_more,
-)
+from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import Grid, ModelShard, UnpartitionedState, grid_of
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
@@ -78,15 +71,15 @@ def assemble(
         for tp_rank, members in enumerate(zip(*grid.stages, strict=True)):
             _list_missing_shapes(ranks, members, [layer for layer in layers if layer.tp_rank == tp_rank])
     all_metadata = {mp: _fit_together(found, mp, rank, grid, options, name_states) for mp, rank in ranks.items()}
-    metadata = merge_stages([merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
+    metadata = merging.merge_stages([merging.merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
     if layers:
         buffers = frozenset(name for rank in ranks.values() for model in rank.models for name in model.buffer_names)
         known = buffers.union(metadata.parameters)
         weights = ((layer, layer.tp_rank, layer.named(known)) for layer in layers)
-        metadata = with_module_files(metadata, weights, buffers.__contains__, grid.tp)
+        metadata = merging.with_module_files(metadata, weights, buffers.__contains__, grid.tp)
     across = _experts_across(found, list(ranks.values()), grid.tp, options)
     if across is not None:
-        metadata = with_more(metadata, across)
+        metadata = merging.with_more(metadata, across)
     files = Assembled(ranks, grid, metadata)
     if options.check_shards and opened:
         _spot_check(files, all_metadata, layers, across, opened)
