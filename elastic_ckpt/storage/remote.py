@@ -144,8 +144,6 @@ class RemoteFolder:
 class RemoteRanges:
     """One version of an object, of which ranges are read."""
 
-    most_nbytes = REQUEST_NBYTES
-
     def __init__(self, folder: RemoteFolder, entry: Entry) -> None:
         self._folder, self._entry = folder, entry
 

@@ -13,7 +13,7 @@ from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, ref
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.storage import Entry, absolute, is_url, was_url
 from elastic_ckpt.storage.local import made_whole, version_of
-from elastic_ckpt.storage.remote import RemoteFolder
+from elastic_ckpt.storage.remote import REQUEST_NBYTES, RemoteFolder
 
 #: Tensors of DeepSpeed, torch.distributed.checkpoint and Hugging Face.
 _TENSORS = re.compile(r"(.*/)?(.*(model|optim)_states\.pt|zero/.*\.pt|.*\.distcp|.*\.safetensors|pytorch_model.*\.bin)")
@@ -71,7 +71,7 @@ def _is_current(path: Path, entry: Entry) -> bool:
 
 def _download(remote: RemoteFolder, entry: Entry, path: Path) -> None:
     ranges = remote.open_ranges(entry)
-    buffer = memoryview(bytearray(min(ranges.most_nbytes, entry.nbytes)))
+    buffer = memoryview(bytearray(min(REQUEST_NBYTES, entry.nbytes)))
     with made_whole(str(path), entry.mtime_ns) as stream:
         while count := ranges.read([buffer], stream.tell()):
             stream.write(buffer[:count])
