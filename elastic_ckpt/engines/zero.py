@@ -209,8 +209,7 @@ class Zero3Adapter(EngineAdapter):
         if self.masters and not (exact_masters or self._swaps):
             optimizer.refresh_fp32_params()
         for param in self.param_names:
-            if param.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
-                param.ds_secondary_tensor = None  # type: ignore[attr-defined]
+            param.ds_secondary_tensor = None  # type: ignore[attr-defined]
         if persistent := self._offload.persistent_parameters:  # in the same order on every rank
             with distributed.agree("gather persistent parameters"):  # in collectives that cannot be polled
                 buckets = list(_gathering_buckets(persistent))
