@@ -53,7 +53,6 @@ console = SafeConsole()
 error_console = SafeConsole(stderr=True)
 #: Columns of a report that is no wider, if the output is no terminal; more than any has.
 _WIDTH, _WIDEST = 80, 1_000_000
-_PRESETS = ", ".join(Preset.names())
 #: The config line for an option that commands have.
 _PRESET = re.compile(r'"elastic_checkpoint": \{"tp_preset": "([^"]+)"\}')
 
