@@ -290,17 +290,17 @@ def _collective_device() -> Any:
 
 def pack(item: Any) -> bytes:
     """Serialize an object with tensors of any dtype, some of which plain pickle does not know. Local."""
-    import torch  # noqa: PLC0415
+    from torch import serialization  # noqa: PLC0415  whose functions stay where DLRover replaces torch.load
 
-    torch.save(item, buffer := io.BytesIO())
+    serialization.save(item, buffer := io.BytesIO())
     return buffer.getvalue()
 
 
 def unpack(item: bytes) -> Any:
     """Undo :func:`pack`; the bytes come from another rank of this job. Local."""
-    import torch  # noqa: PLC0415
+    from torch import serialization  # noqa: PLC0415
 
-    return torch.load(io.BytesIO(item), map_location="cpu", weights_only=False)
+    return serialization.load(io.BytesIO(item), map_location="cpu", weights_only=False)
 
 
 def can_broadcast(device_type: str, group: Any) -> bool:

@@ -30,6 +30,13 @@ def test_views_are_sent_with_their_shape_and_values() -> None:
     assert torch.equal(unpack(pack(tensor)), tensor)
 
 
+def test_values_are_sent_where_a_framework_has_torch_load_and_save_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DLRover's flash checkpoint during a load."""
+    for name in ("load", "save"):
+        monkeypatch.delattr(torch, name)
+    assert unpack(pack({"step": 4})) == {"step": 4}
+
+
 def test_a_process_alone_shares_with_itself() -> None:
     assert all_gather("share", lambda: {"a": 1}) == [{"a": 1}]
 
