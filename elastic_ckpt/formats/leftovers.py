@@ -14,6 +14,9 @@ from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.shards import OptimizerShard
 
+#: How the note begins.
+LEFT_OUT = "left out: files"
+
 
 def find_leftovers(found: CheckpointInfo, indexed: Mapping[str, Any]) -> frozenset[str]:
     """Those of ``indexed``, by name, that another save has left there, on ranks that the checkpoint's does not have.
@@ -50,6 +53,4 @@ def _ranks_stated_by(item: Any) -> int:
 
 def note_of(left: Sequence[str]) -> str:
     """What the user should know of them."""
-    return (
-        f"left out: files of another save of this tag, on another number of ranks, which may be removed: {listed(left)}"
-    )
+    return f"{LEFT_OUT} of another save of this tag, on another number of ranks, which may be removed: {listed(left)}"
