@@ -21,13 +21,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.cases import NATIVE, Case
 from benchmarks.checkpoints import Store
 from benchmarks.launching import REPO, Launcher
 from benchmarks.machine import write_document
 from benchmarks.results import Target
+from benchmarks.table import table_of
 
 app = typer.Typer(add_completion=False)
 OURS, DOWNLOAD = "elastic_ckpt", "download, then load"
@@ -188,11 +188,7 @@ def main(
                     measured = json.loads((out / "measured.json").read_text())
                     points.append({"mbit": mbit, "nodes": count, **measured, "sent": sent(place, count)})
     write_document(out, "buckets", points, params=params, repeats=repeats, load_average=round(load[0], 1))
-    head, *rows = table_rows(points)
-    shown = Table(*head, title=f"{params}, medians")
-    for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
+    console.print(table_of(table_rows(points), f"{params}, medians"))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.cases import MODELS, NATIVE, RESUME, Case
 from benchmarks.generated import Layout, write
 from benchmarks.launching import Launcher
 from benchmarks.results import Target
+from benchmarks.table import table_of
 
 app = typer.Typer(add_completion=False)
 #: ZeRO stage and ranks of the save, and of the load.
@@ -123,11 +123,7 @@ def main(
     for number, move in product(range(repeats), _MOVES):
         points.append(measure(params, move, folder, launcher))
         machine.write_document(folder, "cold", points, repeats=number + 1)
-    heads, *rows = table_rows({"points": points})
-    table = Table(*heads)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=120).print(table)
+    Console(width=120).print(table_of(table_rows({"points": points})))
 
 
 if __name__ == "__main__":

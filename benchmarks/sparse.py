@@ -16,13 +16,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.generated import TAG
 from benchmarks.launching import Launcher
 from benchmarks.played import PlayedJob
 from benchmarks.results import Target
+from benchmarks.table import table_of
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.tools.opened import locate
@@ -80,11 +80,7 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     points = measure(folder, Launcher(folder / "logs", extensions), params, saved, ranks, node)
     machine.write_document(folder, "sparse", points, params=params, saved=saved, ranks=ranks)
-    heads, *rows = table_rows({"points": points})
-    table = Table(*heads)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=120).print(table)
+    Console(width=120).print(table_of(table_rows({"points": points})))
 
 
 if __name__ == "__main__":

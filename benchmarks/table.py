@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,6 +12,15 @@ from benchmarks.cases import CONTENDERS
 from benchmarks.results import CaseResult, Summary, all_wrong, is_floor, over_floor, summarize, targets
 
 _MIB = 1 << 20
+
+
+def table_of(rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
+    """Rows, of which the first one is the heads."""
+    heads, *others = rows
+    table = Table(*heads, title=title)
+    for row in others:
+        table.add_row(*row)
+    return table
 
 
 def case_table(result: CaseResult) -> Table:

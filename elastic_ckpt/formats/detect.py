@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -110,6 +111,14 @@ def list_checkpoints(load_dir: str) -> list[CheckpointInfo]:
         with suppress(DamagedError):  # nobody asked for this folder, which may be unreadable: lost+found of a disk, say
             found.append(look_at(load_dir, name))
     return [each for each in found if each is not None]
+
+
+def list_below(folder: str) -> Iterator[tuple[str, CheckpointInfo]]:
+    """The checkpoints in the folders that frameworks make (``checkpoint-20``), each with the path of that folder."""
+    for name in folder_names(folder) if is_folder(folder) else ():
+        path = os.path.join(folder, name)
+        with suppress(DamagedError):  # a folder that cannot be listed, such as lost+found
+            yield from ((path, each) for each in list_checkpoints(path))
 
 
 def list_tags(load_dir: str) -> list[str]:

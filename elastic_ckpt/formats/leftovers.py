@@ -26,21 +26,14 @@ def find_leftovers(found: CheckpointInfo, indexed: Mapping[str, Any]) -> frozens
     which some contradict this stay, for others to refuse.
     """
     files, left = found.files, set[str]()
+    zero_files = [*files.model_zero3.items(), *files.optimizer.items()]
     for mp in files.mp_ranks:
-        names = [
-            (dp, name) for kind in (files.model_zero3, files.optimizer) for (dp, at), name in kind.items() if at == mp
-        ]
-        first = indexed.get(files.model.get(mp) or files.model_zero3.get((0, mp), ""))
-        ranks = _ranks_stated_by(first)
-        beyond = {name for dp, name in names if dp >= ranks}
-        below = [name for dp, name in names if dp < ranks]
-        stated = {name: _ranks_stated_by(indexed[name]) for _, name in names}
-        if (
-            ranks
-            and all(stated[name] == ranks for name in below)
-            and not {ranks, 0} & {stated[name] for name in beyond}
-        ):
-            left |= beyond
+        ranks = _ranks_stated_by(indexed.get(files.model.get(mp) or files.model_zero3.get((0, mp), "")))
+        below = [name for (dp, at), name in zero_files if at == mp and dp < ranks]
+        beyond = [name for (dp, at), name in zero_files if at == mp and dp >= ranks]
+        agree = ranks and all(_ranks_stated_by(indexed[name]) == ranks for name in below)
+        if agree and not {ranks, 0} & {_ranks_stated_by(indexed[name]) for name in beyond}:
+            left.update(beyond)
     return frozenset(left)
 
 

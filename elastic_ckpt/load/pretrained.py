@@ -160,7 +160,7 @@ class PretrainedLoad:
         """Rank 0's files where this rank has them: nodes may have caches of their own. Local."""
         paths = self.paths or [os.path.join(self.folder, os.path.basename(file.path)) for file in files]
         paths = [file.path for file in files] if is_url(self.folder) else [os.path.abspath(path) for path in paths]
-        if self._digests(paths) != digests:
+        if distributed.rank() and self._digests(paths) != digests:
             problem, remedy = "ranks have different files", "give every rank the same folder, or copies of it"
             both = f"files as in {folder} on rank 0", f"others in {self.folder} on rank {distributed.rank()}"
             raise MismatchError(problem, folder, *both, remedy=remedy)

@@ -15,10 +15,10 @@ from elastic_ckpt.core import resume_sheet as of_run
 from elastic_ckpt.core.resume_sheet import Deviation, ResumeSheet, compare_sheets
 from elastic_ckpt.errors import DamagedError, NotFoundError
 from elastic_ckpt.formats import CheckpointInfo
-from elastic_ckpt.formats.detect import global_steps, list_checkpoints
+from elastic_ckpt.formats.detect import global_steps, list_below, list_checkpoints, look_at
 from elastic_ckpt.formats.sheet import read_sheet
 from elastic_ckpt.report import saved_topology
-from elastic_ckpt.storage import absolute, folder_names, is_folder
+from elastic_ckpt.storage import absolute
 from elastic_ckpt.tools.comparison import Comparison, Difference, compare, open_both
 from elastic_ckpt.tools.opened import locate
 
@@ -105,8 +105,9 @@ def _sheet(found: CheckpointInfo, notes: list[str]) -> ResumeSheet | None:
 def _by_step(folder: str, config: ElasticConfig) -> dict[int, CheckpointInfo]:
     """The checkpoints of a folder by step; of several of one step, the newest."""
     path, by_step = absolute(folder), dict[int, CheckpointInfo]()
-    below = (os.path.join(path, name) for name in folder_names(path)) if is_folder(path) else ()  # checkpoint-20
-    every = list_checkpoints(path) or [each for folder in below for each in list_checkpoints(folder)]
+    every = list_checkpoints(path)
+    if not every and look_at(*os.path.split(path)) is None:  # not a tag's folder, but a framework's
+        every = [each for _, each in list_below(path)]
     for found in every or [locate(path, None, config.trust_pickle)]:
         step = global_steps(found, config.trust_pickle)
         if step is not None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
-from elastic_ckpt.formats.detect import global_steps, list_checkpoints
+from elastic_ckpt.formats.detect import global_steps, list_below, list_checkpoints
 from elastic_ckpt.formats.safetensors import parse_json
 from elastic_ckpt.storage import absolute, copies_of, exists, folder_names, is_folder, modified, open_stream
 from elastic_ckpt.tools.inspection import one_line
@@ -82,10 +81,9 @@ def _candidates(folder: str, config: ElasticConfig) -> list[Candidate]:
     """
     tags, names = list_checkpoints(folder), set(folder_names(folder)) if is_folder(folder) else set()
     found = [Candidate(tag.folder, folder, tag.tag, global_steps(tag, config.trust_pickle)) for tag in tags]
-    for path in (os.path.join(folder, name) for name in names - {tag.tag for tag in tags}):
-        with suppress(DamagedError):  # a folder that cannot be listed, such as lost+found
-            inside = list_checkpoints(path)
-            found += (Candidate(path, path, tag.tag, global_steps(tag, config.trust_pickle)) for tag in inside)
+    itself = {tag.folder for tag in tags}
+    below = ((path, tag) for path, tag in list_below(folder) if path not in itself)
+    found += (Candidate(path, path, tag.tag, global_steps(tag, config.trust_pickle)) for path, tag in below)
     whole = {os.path.basename(candidate.path) for candidate in found}
     patterns = {_NUMBER.sub("#", name) for name in whole if _NUMBER.search(name)}
     begun = (name for name in names - whole if _NUMBER.sub("#", name) in patterns)

@@ -228,14 +228,16 @@ def test_slurm_sbatch_adds_no_argument_to_those_of_the_script(slurm: dict[str, s
     assert ended.stdout.splitlines()[-len(script) :] == script and ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.parametrize("latest", ["latest", "checkpoint-5/latest"])
 def test_slurm_sbatch_cancels_the_array_after_two_failures_in_a_row_without_a_save(
-    slurm: dict[str, str], tmp_path: Path
+    latest: str, slurm: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "stubs" / "srun").write_text('#!/usr/bin/env bash\necho "cores: $SRUN_CPUS_PER_TASK"; exit 3\n')
     job = {"SLURM_JOB_ID": "43", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost"}
     job |= {"SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_ON_NODE": "64"}
     env = {**slurm, **job, "PATH": os.pathsep.join([str(tmp_path / "stubs"), os.environ["PATH"]])}
-    saved, called = tmp_path / "saved" / "latest", list[str]()
+    saved, called = tmp_path / "saved" / latest, list[str]()
+    saved.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(4):
         command = ["bash", str(REPO / "launch" / "slurm.sbatch"), "train.py"]
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=False)
@@ -243,7 +245,7 @@ def test_slurm_sbatch_cancels_the_array_after_two_failures_in_a_row_without_a_sa
         called.append((tmp_path / "calls").read_text())
         if len(called) < 3:  # the first two slices save before they fail
             saved.write_text("global_step5")
-            for path, modified in ((saved.with_name("failed-42"), 100), (saved, 200)):
+            for path, modified in ((tmp_path / "saved" / "failed-42", 100), (saved, 200)):
                 os.utime(path, (modified, modified))
     assert called == ["", "", "", "scancel --state=PENDING 42\n"]
 
