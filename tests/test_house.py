@@ -143,7 +143,6 @@ COVERED_BY = {
     "data/test_sampler.py": "data/position",
     "integration/test_trainer_data.py": "load/trainer_hook",
     "distributed/test_data_position.py": "load/data_position",
-    "distributed/test_mixtures.py": "formats/leftovers",
     "distributed/test_parallel.py": "megatron",
     "distributed/test_resume_sheet.py": "load/resume_sheet tools/explain",
     "distributed/test_pretrained.py": "load/pretrained load/pretrained_hook",

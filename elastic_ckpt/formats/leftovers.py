@@ -14,25 +14,21 @@ from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.shards import OptimizerShard
 
-#: How the note begins.
-LEFT_OUT = "left out: files"
-
 
 def find_leftovers(found: CheckpointInfo, indexed: Mapping[str, Any]) -> frozenset[str]:
     """Those of ``indexed``, by name, that another save has left there, on ranks that the checkpoint's does not have.
 
     The first rank's model-states file states the number of data-parallel ranks. What ranks from that number on have is
-    left over if each of their files states another number, and each file of the ranks below states this one: files of
-    which some contradict this stay, for others to refuse.
+    left over if each of their files states another number, and each file of the ranks below states this one: files that
+    state another number than the first, as of a job whose ranks are counted otherwise, stay.
     """
     files, left = found.files, set[str]()
     zero_files = [*files.model_zero3.items(), *files.optimizer.items()]
     for mp in files.mp_ranks:
         ranks = _ranks_stated_by(indexed.get(files.model.get(mp) or files.model_zero3.get((0, mp), "")))
-        below = [name for (dp, at), name in zero_files if at == mp and dp < ranks]
         beyond = [name for (dp, at), name in zero_files if at == mp and dp >= ranks]
-        agree = ranks and all(_ranks_stated_by(indexed[name]) == ranks for name in below)
-        if agree and not {ranks, 0} & {_ranks_stated_by(indexed[name]) for name in beyond}:
+        below = {_ranks_stated_by(indexed[name]) for (dp, at), name in zero_files if at == mp and dp < ranks}
+        if ranks and below <= {ranks} and not {ranks, 0} & {_ranks_stated_by(indexed[name]) for name in beyond}:
             left.update(beyond)
     return frozenset(left)
 
@@ -46,4 +42,6 @@ def _ranks_stated_by(item: Any) -> int:
 
 def note_of(left: Sequence[str]) -> str:
     """What the user should know of them."""
-    return f"{LEFT_OUT} of another save of this tag, on another number of ranks, which may be removed: {listed(left)}"
+    return (
+        f"left out: files of another save of this tag, on another number of ranks, which may be removed: {listed(left)}"
+    )

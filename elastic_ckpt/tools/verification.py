@@ -31,7 +31,6 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, N
 from elastic_ckpt.formats import CheckpointInfo, naming
 from elastic_ckpt.formats.base import refuse_swapped
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, read_latest
-from elastic_ckpt.formats.leftovers import LEFT_OUT
 from elastic_ckpt.formats.model_states import index_model_states
 from elastic_ckpt.formats.pickled import PickledFile, open_file, open_pickled, refuse_unmade
 from elastic_ckpt.formats.safetensors import SUFFIX
@@ -108,7 +107,6 @@ def verify(
         findings.append(Finding(NOTE, "not-checked", f"files that are not DeepSpeed's: {listed(others)}"))
     if metadata is not None:
         findings += check_metadata(metadata)
-        findings += [Finding(NOTE, "left-out", note) for note in metadata.notes if note.startswith(LEFT_OUT)]
     if full:
         findings += _check_bytes(found, files, metadata, config, threads, show_progress)
     unique = tuple(dict.fromkeys(finding.placed() for finding in (*misled, *findings, *of_folders(found.folder))))

@@ -1,0 +1,46 @@
+"""Which files of a tag another save has left, by what each states; tests/distributed/test_mixtures.py has real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_ckpt.formats.base import CheckpointInfo
+from elastic_ckpt.formats.leftovers import find_leftovers
+from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.formats.saved_config import StatedDegrees
+from elastic_ckpt.formats.shards import OptimizerShard
+
+MODEL, ZERO = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+def of(kind: type, **fields: Any) -> Any:
+    """A file of which nothing else is looked at."""
+    item = object.__new__(kind)
+    vars(item).update(fields)
+    return item
+
+
+@pytest.mark.parametrize(
+    ("ranks", "counts", "left"),
+    [
+        (2, [(2,), (2,)], []),
+        (2, [(2,), (2,), (4,), (4,)], [2, 3]),
+        (2, [(2,), (2,), (4,), (3,)], [2, 3]),  # of two older saves
+        (2, [(2, 1), (2, 1), (4, 2)], [2]),  # with experts
+        (2, [(2,), (2,), (2,)], []),  # one too many of this save
+        (2, [(2,), (2,), (4,), ()], []),  # one that does not say
+        (2, [(4,), (4,), (4,), (4,)], []),  # whose ranks the model-states file counts otherwise
+        (2, [(2,), (4,), (4,), (4,)], []),  # interrupted after its first rank
+        (None, [(2,), (2,)], []),
+    ],
+)
+def test_files_that_state_other_ranks_than_all_before_them_are_left_over(
+    ranks: int | None, counts: list[tuple[int, ...]], left: list[int]
+) -> None:
+    files = {ZERO.format(rank): of(OptimizerShard, partition_count=count) for rank, count in enumerate(counts)}
+    files[MODEL] = of(ModelShard, stated=StatedDegrees(partition_degree=ranks))
+    found = CheckpointInfo("native", "/ckpt/tag", "tag", sort_names(files, is_universal=False))
+    assert find_leftovers(found, files) == {ZERO.format(rank) for rank in left}
