@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -28,7 +27,8 @@ from benchmarks.table import table_of
 
 app = typer.Typer(add_completion=False)
 #: ZeRO stage and ranks of the save, and of the load.
-_MOVES = (((3, 2), (3, 4)), ((1, 2), (3, 2)))
+_Move = tuple[tuple[int, int], tuple[int, int]]
+_MOVES: tuple[_Move, ...] = (((3, 2), (3, 4)), ((1, 2), (3, 2)))
 _MIB, _GB = 1 << 20, 1e9
 _OF_THE_METER = ("lent memory", "fresh memory")  # of machines that have less than the job takes
 _SECONDS = 3600
@@ -46,8 +46,8 @@ def disk_seconds(folder: Path) -> tuple[int, float]:
     return sum(path.stat().st_size for path in files), time.perf_counter() - began
 
 
-def measure(params: str, move: tuple[tuple[int, int], tuple[int, int]], out: Path, launcher: Launcher) -> Any:
-    """One load of a checkpoint that is written for it and removed afterwards: what all ranks measured, and the disk."""
+def measure(params: str, move: _Move, out: Path, launcher: Launcher, repeats: int) -> Iterator[Any]:
+    """Loads of a checkpoint that is written for them and removed afterwards: what all ranks measured, and the disk."""
     (saved_stage, saved_dp), (stage, dp) = move
     layout, raw = Layout(params, saved_stage, saved_dp), out / "cold-raw.json"
     write([layout], out, launcher.extensions)
@@ -61,16 +61,21 @@ def measure(params: str, move: tuple[tuple[int, int], tuple[int, int]], out: Pat
         "kinds": {NATIVE: [RESUME]},
         "out": str(raw.resolve()),
     }
-    launcher.run(dp, "measure", arguments, _SECONDS)
-    sample = json.loads(raw.read_text(encoding="utf-8"))[-1]
-    nbytes, seconds = disk_seconds(folder)
+    for _ in range(repeats):
+        launcher.run(dp, "measure", arguments, _SECONDS)
+        sample = json.loads(raw.read_text(encoding="utf-8"))[-1]
+        nbytes, seconds = disk_seconds(folder)
+        ranks = sample["ranks"]
+        found = {
+            "nbytes": sum(rank["tensor_nbytes"] for rank in ranks),
+            "seconds": max(rank["seconds"] for rank in ranks),
+            "disk_nbytes": nbytes,
+            "disk_seconds": seconds,
+            "extra_nbytes": max(rank["extra_nbytes"] for rank in ranks),
+            "wrong": [what for what, right in sample["restored"].items() if not right and what not in _OF_THE_METER],
+        }
+        yield {"move": f"ZeRO-{saved_stage}, DP {saved_dp} → ZeRO-{stage}, DP {dp}", "params": params, **found}
     shutil.rmtree(folder)
-    ranks = sample["ranks"]
-    wrong = [what for what, right in sample["restored"].items() if not right and what not in _OF_THE_METER]
-    read = {"nbytes": sum(rank["tensor_nbytes"] for rank in ranks), "seconds": max(rank["seconds"] for rank in ranks)}
-    extra = max(rank["extra_nbytes"] for rank in ranks)
-    found = {**read, "disk_nbytes": nbytes, "disk_seconds": seconds, "extra_nbytes": extra, "wrong": wrong}
-    return {"move": f"ZeRO-{saved_stage}, DP {saved_dp} → ZeRO-{stage}, DP {dp}", "params": params, **found}
 
 
 def by_move(document: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -120,9 +125,10 @@ def main(
     """Measure each move; cold.json in FOLDER has every measurement."""
     launcher = Launcher(folder / "logs", extensions)
     points: list[Any] = []
-    for number, move in product(range(repeats), _MOVES):
-        points.append(measure(params, move, folder, launcher))
-        machine.write_document(folder, "cold", points, repeats=number + 1)
+    for move in _MOVES:
+        for point in measure(params, move, folder, launcher, repeats):
+            points.append(point)
+            machine.write_document(folder, "cold", points, repeats=repeats)
     Console(width=120).print(table_of(table_rows({"points": points})))
 
 

@@ -9,12 +9,13 @@ source launch/environment.sh
 
 out=${1:-benchmark_results}
 names=("${@:2}")
-[[ ${#names[@]} -gt 0 ]] || names=(run export collectives gaps metadata scale pretrained sparse cold buckets)
+[[ ${#names[@]} -gt 0 ]] || names=(cold run export collectives gaps metadata scale pretrained sparse buckets)
 for name in "${names[@]}"; do
     arguments=(--out "$out")
     case $name in
     run) arguments+=(--params 270M --stages 3 --dp 2:4 --repeats 5) ;;
-    sparse | cold) arguments=("$out" --extensions "$out/extensions") ;;
+    cold) arguments=("$out" --extensions "$out/extensions" --repeats 1) ;;
+    sparse) arguments=("$out" --extensions "$out/extensions") ;;
     buckets)
         if [[ $(id -u) -ne 0 ]] || ! command -v nginx >/dev/null || ! command -v tc >/dev/null; then
             echo "left out: buckets, which needs root, nginx and tc"
