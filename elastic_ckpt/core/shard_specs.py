@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 
 Kind = Literal["column", "row", "vocabulary", "replicated", "averaged", "summed", "whole_only"]
@@ -239,7 +240,7 @@ def _declared(info: Mapping[str, Any]) -> DeclaredSpecs:
     _patterns([*maps, *unsupported])
     recorded |= {(_UNSUPPORTED, pattern): why for pattern, why in unsupported.items()}
     for pattern, entry in maps.items():
-        if not isinstance(entry["ranks"], Mapping) or not isinstance(entry["logical_shape"], (list, tuple)):
+        if checked_shape(entry["logical_shape"], pattern) and not isinstance(entry["ranks"], Mapping):
             raise TypeError("an affine map without ranks")
         recorded[_AFFINE, pattern] = entry
     for pattern, saved in (info.get("sub_param_shard_widths") or {}).items():

@@ -69,7 +69,7 @@ def model_of(
 def _arguments(engine: Any) -> dict[str, Any]:
     """Plain values among the arguments of the live run; empty unless its code base keeps them where it is known to."""
     variables = sys.modules.get("megatron.global_vars")  # Megatron-DeepSpeed, bigscience's too; or gpt-neox's args
-    args = getattr(engine.module, "neox_args", getattr(variables, "_GLOBAL_ARGS", None))
+    args = getattr(engine.module, "neox_args", None) or getattr(variables, "_GLOBAL_ARGS", None)
     values = dict(vars(args)) if args is not None else {}
     for layer in engine.module.modules():
         if hasattr(layer, "gqa_project"):  # until commit 96c242eb gpt-neox took q, k and v from each head

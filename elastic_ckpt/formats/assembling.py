@@ -67,6 +67,9 @@ def assemble(
     firsts = {mp: rank.model for mp, rank in ranks.items()}
     grid = grid_of(firsts, found.folder, options.coordinates)
     model_states.check_same_save(list(firsts.values()), one_rank=False)
+    for layer in (layer for layer in layers if layer.tp_rank >= grid.tp):
+        problem = "this file is of a tensor-parallel rank that the save did not have: remove what another save left"
+        raise LayoutError(problem, layer.path, f"ranks below {grid.tp}", f"rank {layer.tp_rank}")
     if not all(model.param_shapes for model in firsts.values()):
         for tp_rank, members in enumerate(zip(*grid.stages, strict=True)):
             _list_missing_shapes(ranks, members, [layer for layer in layers if layer.tp_rank == tp_rank])

@@ -106,7 +106,8 @@ class FolderReading:
     """How to read a folder of which each rank reads a share."""
 
     count: int  # of things to read
-    read: Callable[[int, OpenFile], Any]  # reduces what is at a position below ``count`` to something small
+    #: Reduces what is at a position below ``count`` to something small, or returns the error that ``fit`` may raise.
+    read: Callable[[int, OpenFile], Any]
     #: Puts together what all ranks have read, in order, given the files that this rank has opened, by path, and what
     #: names numbered states.
     fit: Callable[[Sequence[Any], Mapping[str, PickledFile], NameStates], Fitted]

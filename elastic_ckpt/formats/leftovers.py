@@ -6,10 +6,9 @@ stay, and DeepSpeed, which opens those of its own ranks alone, resumes beside th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from elastic_ckpt.errors import listed
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.shards import OptimizerShard
@@ -19,8 +18,8 @@ def find_leftovers(found: CheckpointInfo, indexed: Mapping[str, Any]) -> frozens
     """Those of ``indexed``, by name, that another save has left there, on ranks that the checkpoint's does not have.
 
     The first rank's model-states file states the number of data-parallel ranks. What ranks from that number on have is
-    left over if each of their files states another number, and each file of the ranks below states this one: files that
-    state another number than the first, as of a job whose ranks are counted otherwise, stay.
+    left over if each of their files states another number or cannot be read, and each file of the ranks below states
+    this one: files that state another number than the first, as of a job whose ranks are counted otherwise, stay.
     """
     files, left = found.files, set[str]()
     zero_files = [*files.model_zero3.items(), *files.optimizer.items()]
@@ -28,20 +27,13 @@ def find_leftovers(found: CheckpointInfo, indexed: Mapping[str, Any]) -> frozens
         ranks = _ranks_stated_by(indexed.get(files.model.get(mp) or files.model_zero3.get((0, mp), "")))
         beyond = [name for (dp, at), name in zero_files if at == mp and dp >= ranks]
         below = {_ranks_stated_by(indexed[name]) for (dp, at), name in zero_files if at == mp and dp < ranks}
-        if ranks and below <= {ranks} and not {ranks, 0} & {_ranks_stated_by(indexed[name]) for name in beyond}:
+        if ranks > 0 and below <= {ranks} and not {ranks, 0} & {_ranks_stated_by(indexed[name]) for name in beyond}:
             left.update(beyond)
     return frozenset(left)
 
 
 def _ranks_stated_by(item: Any) -> int:
-    """The number of data-parallel ranks of the save that wrote a file; 0 if it does not say."""
+    """The number of data-parallel ranks of the save that wrote a file; 0 if it does not say, -1 if it is unreadable."""
     if isinstance(item, ModelShard):
         return item.stated.partition_degree or 0
-    return max(item.partition_count, default=0) if isinstance(item, OptimizerShard) else 0
-
-
-def note_of(left: Sequence[str]) -> str:
-    """What the user should know of them."""
-    return (
-        f"left out: files of another save of this tag, on another number of ranks, which may be removed: {listed(left)}"
-    )
+    return max(item.partition_count, default=0) if isinstance(item, OptimizerShard) else -1

@@ -8,21 +8,23 @@ own. Ranks of one name write one file at the same time, so that it may be a mixt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import compress
+from typing import Any
 
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import TrainingState
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError, listed
 from elastic_ckpt.formats import merging, partitioned
 from elastic_ckpt.formats.assembling import Assembled, assemble, missing_file
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
-from elastic_ckpt.formats.leftovers import find_leftovers, note_of
+from elastic_ckpt.formats.leftovers import find_leftovers
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned, model_indexer
 from elastic_ckpt.formats.naming import number_of_writers, plain_name
@@ -44,14 +46,21 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
     mp_ranks, names, indexers = zip(*_expected_files(found, options.states), strict=True)
     paths = list(map(found.path, names))
 
-    def read(position: int, open_one: OpenFile) -> Indexed:
-        return indexers[position](open_one(paths[position]))
+    def read(position: int, open_one: OpenFile) -> Indexed | ElasticCkptError:
+        try:
+            return indexers[position](open_one(paths[position]))
+        except (DamagedError, UnsafePickleError, UnsupportedError) as error:
+            return error  # which is none where the file is left over
 
-    def fit(indexed: Sequence[Indexed], opened: Mapping[str, PickledFile], name_states: NameStates) -> Fitted:
-        left = find_leftovers(found, dict(zip(names, indexed, strict=True)))
+    def fit(read: Sequence[Any], opened: Mapping[str, PickledFile], name_states: NameStates) -> Fitted:
+        left = find_leftovers(found, dict(zip(names, read, strict=True)))
         kept = [name not in left for name in names]
-        files = assemble(found, [*compress(mp_ranks, kept)], [*compress(indexed, kept)], options, name_states, opened)
-        notes = (note_of(sorted(left)),) if left else ()
+        indexed = [*compress(read, kept)]
+        if (error := next((item for item in indexed if isinstance(item, ElasticCkptError)), None)) is not None:
+            raise error
+        _refuse_holes(found, left, options.states)
+        files = assemble(found, [*compress(mp_ranks, kept)], indexed, options, name_states, opened)
+        note = "left out: files of another save of this tag, on another number of ranks, which may be removed"
         own, for_all = _own_state(files, options.coordinates)
 
         def read_state(at: int) -> TrainingState:
@@ -64,7 +73,8 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
             state = read_training_state(opened[path], scale, overflow, same_ranks, grid.sequence, options)
             return replace(state, degrees=(grid.tp, grid.pp))
 
-        metadata = replace(files.metadata, notes=(*files.metadata.notes, *notes))
+        notes = (*files.metadata.notes, *([f"{note}: {listed(left)}"] if left else ()))
+        metadata = replace(files.metadata, notes=notes)
         return Fitted(metadata, own.path, None, paths.index(own.path), for_all, read_state)
 
     return FolderReading(len(paths), read, fit)
@@ -80,43 +90,48 @@ def _own_state(files: Assembled, coordinates: RankCoordinates) -> tuple[ModelSha
 
 
 def _expected_files(found: CheckpointInfo, options: StateOptions) -> list[tuple[int, str, Indexer]]:
-    """Model-parallel rank, name and indexer of each file; :class:`LayoutError` for holes."""
+    """Model-parallel rank, name and indexer of each file."""
     files, index_model = found.files, model_indexer(options)
-    models: list[tuple[int, str, Indexer]] = []
-    optimizers: list[tuple[int, str, Indexer]] = []
+    every: list[tuple[int, str, Indexer]] = []
 
     def index_whole_model(file: PickledFile) -> ModelShard:
         refuse_mixture(file)
         return index_model(file)
 
     for mp in sorted(files.mp_ranks):
-        optimizer = {dp: name for (dp, rank), name in files.optimizer.items() if rank == mp}
-        zero3 = {dp: name for (dp, rank), name in files.model_zero3.items() if rank == mp}
-        model = files.model.get(mp)
+        model, optimizer, zero3 = files.model.get(mp), _of(files.optimizer, mp), _of(files.model_zero3, mp)
         if model and zero3:
             problem = "model-states files of ZeRO-3 and of another stage are in one folder: two saves are mixed"
             raise DamagedError(problem, found.path(model), "files of one save", f"{model} beside {zero3[min(zero3)]}")
         if not model and not zero3:
             expected = f"mp_rank_{mp:02d}_model_states.pt (or zero_pp_rank_*_mp_rank_{mp:02d}_model_states.pt)"
             raise missing_file(found, expected, "none")
-        for kind, names in (("optim_states", optimizer), ("model_states", zero3)):
-            holes = set(range(max(names, default=-1) + 1)) - set(names)
-            if holes:
-                first, plain = next(iter(names)), plain_name(next(iter(names.values())))
-                sample = plain.replace(f"rank_{first}_", f"rank_{min(holes)}_", 1)
-                some = (found.path(each) for each in (model or zero3[min(zero3)], *list(optimizer.values())[:1]))
-                concerned = _parameters_on(min(holes), list(some), options)
-                raise missing_file(found, sample, f"{kind} of ranks {sorted(names)}", concerned)
-        models += [(mp, name, index_whole_model) for _, name in sorted(({0: model} if model else zero3).items())]
-        ranks = sorted(optimizer.items())
-        optimizers += [(mp, name, partial(index_shard, dp_rank=dp, options=options)) for dp, name in ranks]
-    every = [*models, *optimizers]
+        every += [(mp, name, index_whole_model) for _, name in sorted(({0: model} if model else zero3).items())]
+        for dp, name in sorted(optimizer.items()):
+            every.append((mp, name, partial(index_shard, dp_rank=dp, options=options)))
     for (layer, tp_rank), name in sorted(files.layers.items()):
         every.append((-1, name, partial(merging.index_layer, layer=layer, tp_rank=tp_rank)))
     for (ep_rank, mp), name in sorted(files.expert_optimizers.items()):
         every.append((mp, name, partial(index_unpartitioned, options=options, ep_rank=ep_rank)))
     experts = sorted((mp, layer, expert, name) for (layer, expert, mp), name in files.experts.items())
     return [*every, *((mp, name, merging.index_expert) for mp, _, _, name in experts)]
+
+
+def _of(files: Mapping[tuple[int, int], str], mp: int) -> dict[int, str]:
+    return {dp: name for (dp, rank), name in files.items() if rank == mp}
+
+
+def _refuse_holes(found: CheckpointInfo, left: Collection[str], options: StateOptions) -> None:
+    """Raise :class:`LayoutError` for a file that is missing between others of the save."""
+    for kind in (found.files.optimizer, found.files.model_zero3):
+        ranks = Counter[int]()  # of each model-parallel rank, those that have files
+        for (dp, mp), name in sorted((at, name) for at, name in kind.items() if name not in left):
+            if dp != (hole := ranks[mp]):
+                both = _of(found.files.model_zero3, mp) or {0: found.files.model[mp]}, _of(found.files.optimizer, mp)
+                some = [found.path(next(iter(each.values()))) for each in both if each]
+                gone, have = plain_name(name).replace(f"rank_{dp}_", f"rank_{hole}_", 1), f"{name} and {hole} before it"
+                raise missing_file(found, gone, have, _parameters_on(hole, some, options))
+            ranks[mp] += 1
 
 
 def _parameters_on(rank: int, paths: Sequence[str], options: StateOptions) -> list[str]:

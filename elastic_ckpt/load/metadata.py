@@ -18,6 +18,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.fqn import RenameRules
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.values import TrainingState
+from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats import READERS, Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.base import OWN_FIELDS, Fitted, OpenFile, refuse_swapped, refuse_unsupported_folder
 from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade
@@ -43,7 +44,14 @@ def read_checkpoint(
         return reading
     opened: dict[str, PickledFile] = {}
     open_one = file_opener(options, opened)
-    records = read_my_share(reading.count, lambda position: reading.read(position, open_one))
+
+    def read(position: int) -> Any:
+        item = reading.read(position, open_one)
+        if isinstance(item, ElasticCkptError):
+            item.rank = distributed.rank()
+        return item
+
+    records = read_my_share(reading.count, read)
     groups, ties = ((), {}) if live is None else (live.groups, live.model.ties)
     name = partial(name_states, live=groups, ties=ties, rules=rename, needed=options.with_states)
     fitted, state = fit_together(lambda: reading.fit(records, opened, name))

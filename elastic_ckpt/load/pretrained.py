@@ -169,7 +169,7 @@ class PretrainedLoad:
     def _digests(self, paths: Sequence[str]) -> list[bytes]:
         """What tells these files from others: contents, or the URL of their folder. Local."""
         if is_url(self.folder):
-            return [self.folder.encode()]
+            return [self.folder.rstrip("/").encode()]
         return [content_digest(open_ranges(path), version_of(path).nbytes) for path in paths]
 
     def _weights(self, files: Sequence[WeightsFile], local_state: LocalState) -> LiveWeights:

@@ -101,6 +101,10 @@ def verify(
         misled = [of_error(error, "latest"), Finding(NOTE, "latest", f"verified {found.tag} instead")]
     metadata, findings = read_metadata(found, config)
     files = files_by_kind(found)
+    if metadata is not None and found.by_rank:  # not what is left out, with a note
+        of_ranks = (*found.files.optimizer.values(), *found.files.model_zero3.values())
+        for path in {*map(found.path, of_ranks)} - {file.path for file in metadata.files}:
+            files[OWN].pop(path, None)
     checked = files[OWN] | files[SWAPPED]
     names = [name for path in files[OTHER] if (name := os.path.relpath(path, found.folder)) != SHEET]
     if others := [name for name in names if os.sep not in name and not name.endswith(".py")]:  # DeepSpeed's scripts
@@ -259,7 +263,7 @@ def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
     model_parallel = 0 if model is None else math.prod(model.stated.borne_out(len(files.mp_ranks))[:2])
     claims = () if model is None else model.features.experts
     experts = [count for count in claims if isinstance(count, int) and count > 0]
-    ranks = max([dp, *(rank + 1 for rank, _ in (*files.optimizer, *files.model_zero3))], default=0) or 1
+    ranks = dp or 1 + max((rank for rank, _ in (*files.optimizer, *files.model_zero3)), default=0)
     mp_ranks = max([model_parallel, *(rank + 1 for rank in files.mp_ranks)], default=0) or 1
     if ranks * mp_ranks + sum(experts) > _MOST_EXPECTED:
         return

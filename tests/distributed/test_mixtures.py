@@ -11,13 +11,16 @@ from itertools import chain, product
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import ElasticCkptError, LayoutError
 from elastic_ckpt.formats import MetadataOptions
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.load.metadata import read_checkpoint
+from elastic_ckpt.tools.conversion import convert
+from elastic_ckpt.tools.opened import locate, open_checkpoint
 from elastic_ckpt.tools.verification import verify
 from tests.distributed.conftest import Launch
 from tests.distributed.mixture_jobs import Pair
@@ -49,12 +52,12 @@ def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 #: Saved under one tag by this many ranks, one after the other.
-SIZES, MORE = (3, 2), tuple(Setup(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16"))
+SIZES, MORE = (4, 2), tuple(Setup(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16"))
 
 
 @pytest.fixture(scope="module")
 def saved_by_others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of each setup the tags ``a``, of three ranks, ``b``, of two, and ``over``, in which the second followed the first."""
+    """Of each the tags ``a``, of four ranks, ``b``, of two, and ``over``, in which the second followed the first."""
     folder = tmp_path_factory.mktemp("sizes")
     for ranks, tags in zip(SIZES, (("a", "over"), ("b", "over")), strict=True):
         for tag in tags:
@@ -66,24 +69,29 @@ def saved_by_others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) ->
 def test_saves_of_two_sizes_in_one_folder_are_one_of_both_or_refused(
     setup: Setup, saved_by_others: Path, tmp_path: Path
 ) -> None:
-    """Files of the ranks that only one of them had are there, or not."""
+    """Files of the ranks that only one of them had are there, cut short (``x``), or not."""
     saves = saved_by_others / setup.name
     files = {tag: {name for name in os.listdir(saves / tag) if name.endswith(".pt")} for tag in "ab"}
     names = sorted(files["a"] | files["b"])
-    choices = [*product(*(["ab", "a-"][name not in files["b"]] for name in names))]
+    beyond = [name not in files["b"] for name in names]
+    of_b = list(product(*(["b", "a-x"][is_beyond] for is_beyond in beyond)))
+    others = list(product(*(["ab", "a-x"][is_beyond] for is_beyond in beyond)))
+    choices = {("a",) * len(names), *of_b, *random.Random(0).sample(others, min(len(others), 100))}
     known = {tag: content(saves / tag, with_states=True) for tag in "ab"}
     found: dict[str, str | None] = {}
     for number, choice in enumerate(choices):
         mixed = tmp_path / str(number) / "tag"
         mixed.mkdir(parents=True)
         for name, save in zip(names, choice, strict=True):
-            if save != "-":
+            if save == "x":
+                raw = (saves / "a" / name).read_bytes()
+                (mixed / name).write_bytes(raw[: len(raw) // 2])
+            elif save != "-":
                 os.link(saves / save / name, mixed / name)
         found["".join(choice)] = content(mixed, with_states=True)
         assert (found["".join(choice)] is None) == bool(verify(str(mixed), None, CONFIG).findings), choice
     assert None not in known.values() and set(found.values()) == {*known.values(), None}
-    whole = "".join("b" if name in files["b"] else "a" for name in names)
-    assert found[whole] == found[whole.replace("a", "-")] == known["b"]
+    assert {found["".join(choice)] for choice in of_b} == {known["b"]}
 
 
 def test_what_an_earlier_save_on_more_ranks_has_left_is_told_and_left_out(
@@ -94,6 +102,39 @@ def test_what_an_earlier_save_on_more_ranks_has_left_is_told_and_left_out(
     for each in launch(2, "mixture_jobs.load_beside_leftovers", arguments):
         assert each["off"] == each["require"] and each["require"][0] == 4
         assert sum("left out: files of another save of this tag" in note for note in each["notes"]) == 1
+
+
+@pytest.mark.parametrize("setup", [each for each in MORE if each.stage == 3], ids=lambda setup: setup.name)
+def test_what_is_left_over_is_neither_verified_nor_converted(
+    setup: Setup, saved_by_others: Path, tmp_path: Path
+) -> None:
+    tag = shutil.copytree(saved_by_others / setup.name / "over", tmp_path / "over")
+    left = max(tag.glob("*zero_pp_rank_3_*optim_states.pt"))
+    left.write_bytes(left.read_bytes()[:-100])
+    verification = verify(str(tag), None, CONFIG, full=True)
+    assert not verification.findings and verification.files == 4
+    report = convert(open_checkpoint(locate(str(tag), None, False), CONFIG), tmp_path / "universal")
+    assert not any("rank_2" in name for name in os.listdir(report.folder))
+    assert content(Path(report.folder), with_states=True) is not None
+
+
+def test_names_of_enormous_ranks_cost_nothing(saved: Path, tmp_path: Path) -> None:
+    tag = shutil.copytree(saved / PLAIN[0].name / "a", tmp_path / "a")
+    whole, last = content(tag, with_states=True), max(tag.glob("*zero_pp_rank_1_*"))
+    far = tag / "zero_pp_rank_999999999999_mp_rank_00_optim_states.pt"
+    shutil.copy(last, far)
+    assert content(tag, with_states=True) == whole  # it is not what its name says
+    last.unlink()
+    with pytest.raises(LayoutError, match=r"(?s)is missing.*zero_pp_rank_1_mp.*999999999999.* and 1 before it"):
+        open_checkpoint(locate(str(tag), None, False), ElasticConfig(verify="bytes"))
+
+
+def test_layers_of_more_tensor_parallel_ranks_than_were_saved_are_refused(saved: Path, tmp_path: Path) -> None:
+    tag = shutil.copytree(saved / PARALLEL[-1].name / "a", tmp_path / "a")
+    layer = min(tag.glob("layer_*"))
+    torch.save(torch.load(layer), tag / f"{layer.name.partition('-')[0]}-model_01-model_states.pt")
+    with pytest.raises(LayoutError, match="tensor-parallel rank that the save did not have"):
+        open_checkpoint(locate(str(tag), None, False), CONFIG)
 
 
 #: Runs whose optimizer, or loss scaler, has not counted the steps of the counters, which each save states.

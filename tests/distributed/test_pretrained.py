@@ -117,7 +117,8 @@ def test_folders_in_object_stores_are_loaded(launch: Launch, folders: dict[str, 
         bucket.put(folders["llama"], "models/llama")
         url, config = "s3://bucket/models/llama", (("elastic_checkpoint", {"storage_options": bucket.options}),)
         llama, kind = str(folders["llama"]), MODELS["llama"].loaded
-        cases = [Case(llama, kind, replace(setup, config=config), into, url=url) for setup, into in BY_URL]
+        names = {"url": url, "elsewhere": f"{url}/"}  # one folder
+        cases = [Case(llama, kind, replace(setup, config=config), into, **names) for setup, into in BY_URL]
         found = launch(2, "pretrained_jobs.load", cases)
         away = Case(llama, kind, replace(Setup(1), config=config), url="s3://bucket/models/gone")
         (gone, _) = launch(2, "pretrained_jobs.refused", [away])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.leftovers import find_leftovers
 from elastic_ckpt.formats.model_states import ModelShard
@@ -32,15 +33,21 @@ def of(kind: type, **fields: Any) -> Any:
         (2, [(2, 1), (2, 1), (4, 2)], [2]),  # with experts
         (2, [(2,), (2,), (2,)], []),  # one too many of this save
         (2, [(2,), (2,), (4,), ()], []),  # one that does not say
+        (2, [(2,), (2,), None, (4,)], [2, 3]),  # one that cannot be read
+        (2, [(2,), None, (4,)], []),  # one of this save that cannot be read
         (2, [(4,), (4,), (4,), (4,)], []),  # whose ranks the model-states file counts otherwise
         (2, [(2,), (4,), (4,), (4,)], []),  # interrupted after its first rank
         (None, [(2,), (2,)], []),
     ],
 )
 def test_files_that_state_other_ranks_than_all_before_them_are_left_over(
-    ranks: int | None, counts: list[tuple[int, ...]], left: list[int]
+    ranks: int | None, counts: list[tuple[int, ...] | None], left: list[int]
 ) -> None:
-    files = {ZERO.format(rank): of(OptimizerShard, partition_count=count) for rank, count in enumerate(counts)}
+    files: dict[str, Any] = {
+        ZERO.format(rank): DamagedError("cut short") if count is None else of(OptimizerShard, partition_count=count)
+        for rank, count in enumerate(counts)
+    }
     files[MODEL] = of(ModelShard, stated=StatedDegrees(partition_degree=ranks))
     found = CheckpointInfo("native", "/ckpt/tag", "tag", sort_names(files, is_universal=False))
     assert find_leftovers(found, files) == {ZERO.format(rank) for rank in left}
+    assert find_leftovers(found, files | {MODEL: DamagedError("cut short")}) == frozenset()

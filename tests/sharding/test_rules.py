@@ -289,6 +289,8 @@ def test_of_several_patterns_the_first_list_counts_and_stages_are_united() -> No
         {"affine_map": {"params": {"(": {}}}},
         {"affine_map": {"params": {"x": {}}}},
         {"affine_map": {"params": {"x": {"logical_shape": [2], "ranks": []}}}},
+        {"affine_map": {"params": {"x": {"logical_shape": [2] * 65, "ranks": {}}}}},
+        {"affine_map": {"params": {"x": {"logical_shape": [2**62], "ranks": {}}}}},
         {"autotp_unsupported_parameter_patterns": ["x"]},
         {"autotp_unsupported_parameter_patterns": {"(": "y"}},
         {"vocabulary_parameter_patterns": [3]},

@@ -54,9 +54,10 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     converted exactly, or the target exists. Nothing is left of it.
     """
     target, started = target.absolute(), time.monotonic()
-    metadata, found = opened.metadata, opened.found
+    metadata, found, named = opened.metadata, opened.found, opened.found.files
     refuse_unconvertible(metadata)
-    models = list(map(found.path, (*found.files.model.values(), *found.files.model_zero3.values())))
+    names, kept = (*named.model.values(), *named.model_zero3.values()), {file.path for file in metadata.files}
+    models = [path for path in map(found.path, names) if path in kept]
     if open_pickled(models[0], opened.config.trust_pickle).tree.get("param_shapes") is None:
         why = "its model-states files do not list the parameters of the optimizer"
         raise _unconvertible(why, "universal", models[0])
