@@ -242,7 +242,7 @@ def document(job: VirtualJob, found: list[dict[str, Any]]) -> dict[str, Any]:
         mean = sum(values) / len(values)
         spreads[key] = {"least": min(values), "mean": mean, "most": max(values), "total": sum(values)}
     said = chain.from_iterable(each.pop("notes") for each in found)
-    notes = [*{re.sub(r" \(\d+\)$", "", note): note for note in said}.values()]  # of stages, which count parameters
+    notes = [*dict.fromkeys(re.sub(r" \(\d+\)(?=,|$)", "", note) if topology.pp > 1 else note for note in said)]
     if topology.pp > 1 and topology.zero_stage > 1:
         notes = [f"DeepSpeed's pipeline engine refuses ZeRO-{topology.zero_stage}: take stage 0 or 1", *notes]
     return {

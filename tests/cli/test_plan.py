@@ -108,7 +108,9 @@ def test_well_known_models_are_planned_as_typed(model: str, gigabytes: str) -> N
     found = told(*words, "--gpu-memory", "4GiB", code=1)
     assert found["loads"] and found["fits"] is False and found["answer"].endswith("Does not fit into 4.29GB.")
     (note,) = told("--model", model, "--tp", "2", "--pp", "4")["notes"]  # one for all stages
-    assert note.startswith("tensor-parallel layout of parameters according to: the preset")
+    assert note.startswith("tensor-parallel layout of parameters according to: the preset") and "(" not in note
+    (note,) = told("--model", model, "--tp", "2")["notes"]
+    assert re.search(r" \(\d+\)$", note)
     refused = run("--model", model, "--tp", "7")
     assert refused.exit_code == 1 and "file:" not in refused.stderr
     assert run("--model", model, "folder").exit_code == run("--model", "1b").exit_code == 2
