@@ -211,11 +211,12 @@ EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 @pytest.mark.parametrize(
     ("names", "claims", "missing"),
     [
-        ([MODEL, SHARD.format(0, 0), SHARD.format(2, 0)], {}, [SHARD.format(1, 0)]),
+        ([MODEL, SHARD.format(0, 0), SHARD.format(2, 0)], {"dp_world_size": 3}, [SHARD.format(1, 0)]),
+        ([MODEL, SHARD.format(0, 0), SHARD.format(2, 0)], {}, []),  # rank 2's is of another save
         ([MODEL, SHARD.format(0, 0)], {"dp_world_size": 3}, [SHARD.format(1, 0), SHARD.format(2, 0)]),
         ([MODEL], {}, []),
         ([MODEL, "bf16_" + SHARD.format(1, 0)], {}, ["bf16_" + SHARD.format(0, 0)]),
-        ([ZERO3.format(0, 0), SHARD.format(0, 0), SHARD.format(1, 0)], {}, [ZERO3.format(1, 0)]),
+        ([ZERO3.format(0, 0), SHARD.format(0, 0), SHARD.format(1, 0)], {"dp_world_size": 2}, [ZERO3.format(1, 0)]),
         (
             [MODEL, SHARD.format(0, 0)],
             {"checkpoint_parallel_dimensions": {"tp_degree": 2, "pp_degree": 1}, "mp_world_size": 2},
