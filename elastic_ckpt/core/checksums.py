@@ -28,8 +28,7 @@ class Records:
     @classmethod
     def of(cls, records: Iterable[tuple[int, int, int]]) -> Records:
         """Records from (offset, size, CRC32), in any order; several of one offset are one."""
-        columns = zip(*sorted(set(records)), strict=True)
-        return cls.of_columns(*chain.from_iterable(columns))
+        return cls.of_columns(*chain.from_iterable(zip(*sorted(set(records)), strict=True)))
 
     @classmethod
     def of_columns(cls, *numbers: int) -> Records:

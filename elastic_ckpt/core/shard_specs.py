@@ -240,9 +240,9 @@ def _declared(info: Mapping[str, Any]) -> DeclaredSpecs:
     _patterns([*maps, *unsupported])
     recorded |= {(_UNSUPPORTED, pattern): why for pattern, why in unsupported.items()}
     for pattern, entry in maps.items():
-        if checked_shape(entry["logical_shape"], pattern) and not isinstance(entry["ranks"], Mapping):
+        if not isinstance(entry["ranks"], Mapping):
             raise TypeError("an affine map without ranks")
-        recorded[_AFFINE, pattern] = entry
+        recorded[_AFFINE, pattern] = {**entry, "logical_shape": checked_shape(entry["logical_shape"], pattern)}
     for pattern, saved in (info.get("sub_param_shard_widths") or {}).items():
         parts = tuple(tuple(map(int, ranks)) for ranks in saved)
         if len(set(map(len, parts))) != 1 or not parts[0]:

@@ -18,8 +18,8 @@ def find_leftovers(found: CheckpointInfo, indexed: Mapping[str, Any]) -> frozens
     """Those of ``indexed``, by name, that another save has left there, on ranks that the checkpoint's does not have.
 
     The first rank's model-states file states the number of data-parallel ranks. What ranks from that number on have is
-    left over if each of their files states another number or cannot be read, and each file of the ranks below states
-    this one: files that state another number than the first, as of a job whose ranks are counted otherwise, stay.
+    left over if each of their files states another number or cannot be read, and each file of the ranks below that can
+    be read states this one: files of a job whose ranks are counted otherwise stay.
     """
     files, left = found.files, set[str]()
     zero_files = [*files.model_zero3.items(), *files.optimizer.items()]
@@ -27,7 +27,7 @@ def find_leftovers(found: CheckpointInfo, indexed: Mapping[str, Any]) -> frozens
         ranks = _ranks_stated_by(indexed.get(files.model.get(mp) or files.model_zero3.get((0, mp), "")))
         beyond = [name for (dp, at), name in zero_files if at == mp and dp >= ranks]
         below = {_ranks_stated_by(indexed[name]) for (dp, at), name in zero_files if at == mp and dp < ranks}
-        if ranks > 0 and below <= {ranks} and not {ranks, 0} & {_ranks_stated_by(indexed[name]) for name in beyond}:
+        if ranks > 0 and below <= {ranks, -1} and not {ranks, 0} & {_ranks_stated_by(indexed[name]) for name in beyond}:
             left.update(beyond)
     return frozenset(left)
 

@@ -20,7 +20,7 @@ from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import TrainingState
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError, listed
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, SavedOverError, UnsupportedError, listed
 from elastic_ckpt.formats import merging, partitioned
 from elastic_ckpt.formats.assembling import Assembled, assemble, missing_file
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
@@ -49,18 +49,22 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
     def read(position: int, open_one: OpenFile) -> Indexed | ElasticCkptError:
         try:
             return indexers[position](open_one(paths[position]))
-        except (DamagedError, UnsafePickleError, UnsupportedError) as error:
+        except SavedOverError:
+            raise
+        except (DamagedError, UnsupportedError) as error:
             return error  # which is none where the file is left over
 
     def fit(read: Sequence[Any], opened: Mapping[str, PickledFile], name_states: NameStates) -> Fitted:
         left = find_leftovers(found, dict(zip(names, read, strict=True)))
         kept = [name not in left for name in names]
         indexed = [*compress(read, kept)]
-        if (error := next((item for item in indexed if isinstance(item, ElasticCkptError)), None)) is not None:
-            raise error
+        if damaged := [item for item in indexed if isinstance(item, DamagedError)]:
+            raise damaged[0]
         _refuse_holes(found, left, options.states)
+        if unsupported := [item for item in indexed if isinstance(item, UnsupportedError)]:  # which no waiting mends
+            raise unsupported[0]
         files = assemble(found, [*compress(mp_ranks, kept)], indexed, options, name_states, opened)
-        note = "left out: files of another save of this tag, on another number of ranks, which may be removed"
+        note = f"left out: files of another save of this tag, on other ranks, which may be removed: {listed(left)}"
         own, for_all = _own_state(files, options.coordinates)
 
         def read_state(at: int) -> TrainingState:
@@ -73,8 +77,7 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
             state = read_training_state(opened[path], scale, overflow, same_ranks, grid.sequence, options)
             return replace(state, degrees=(grid.tp, grid.pp))
 
-        notes = (*files.metadata.notes, *([f"{note}: {listed(left)}"] if left else ()))
-        metadata = replace(files.metadata, notes=notes)
+        metadata = replace(files.metadata, notes=(*files.metadata.notes, *([note] if left else ())))
         return Fitted(metadata, own.path, None, paths.index(own.path), for_all, read_state)
 
     return FolderReading(len(paths), read, fit)
@@ -123,11 +126,13 @@ def _of(files: Mapping[tuple[int, int], str], mp: int) -> dict[int, str]:
 
 def _refuse_holes(found: CheckpointInfo, left: Collection[str], options: StateOptions) -> None:
     """Raise :class:`LayoutError` for a file that is missing between others of the save."""
-    for kind in (found.files.optimizer, found.files.model_zero3):
+    kinds = found.files.model_zero3, found.files.optimizer
+    models, shards = ({at: name for at, name in kind.items() if name not in left} for kind in kinds)
+    for kind in (shards, models):
         ranks = Counter[int]()  # of each model-parallel rank, those that have files
-        for (dp, mp), name in sorted((at, name) for at, name in kind.items() if name not in left):
+        for (dp, mp), name in sorted(kind.items()):
             if dp != (hole := ranks[mp]):
-                both = _of(found.files.model_zero3, mp) or {0: found.files.model[mp]}, _of(found.files.optimizer, mp)
+                both = _of(models, mp) or {0: found.files.model[mp]}, _of(shards, mp)
                 some = [found.path(next(iter(each.values()))) for each in both if each]
                 gone, have = plain_name(name).replace(f"rank_{dp}_", f"rank_{hole}_", 1), f"{name} and {hole} before it"
                 raise missing_file(found, gone, have, _parameters_on(hole, some, options))

@@ -222,8 +222,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
     import torch  # noqa: PLC0415  who only plans need not wait for it
 
     # as_strided: a one-element tensor counts as contiguous whatever its stride, and then has no byte view
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 class _Packer:

@@ -46,8 +46,7 @@ def read_checkpoint(
     open_one = file_opener(options, opened)
 
     def read(position: int) -> Any:
-        item = reading.read(position, open_one)
-        if isinstance(item, ElasticCkptError):
+        if isinstance(item := reading.read(position, open_one), ElasticCkptError):
             item.rank = distributed.rank()
         return item
 

@@ -187,8 +187,7 @@ def compare_replicas(
     known = {(check.name, check.key) for check, _ in of_all}
     alone = [one for one in _of_tied(metadata, names, stateful) if (one[0].name, one[0].key) not in known]
     alone += _of_stage(metadata, resharding, names, with_states)
-    mine = _assigned(of_all, at.pp_rank * ranks + rank, at.pp * ranks)
-    return (*mine, *_assigned(alone, rank, ranks))
+    return (*_assigned(of_all, at.pp_rank * ranks + rank, at.pp * ranks), *_assigned(alone, rank, ranks))
 
 
 #: A comparison whose replicas are not yet located in files: tensor and sources of each.

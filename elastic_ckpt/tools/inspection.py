@@ -104,8 +104,7 @@ def kind_of(error: ElasticCkptError) -> str:
 
 def one_line(text: str) -> str:
     """Text from files on one line, with control characters escaped."""
-    joined = " ".join(text.split())
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in joined)
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split()))
 
 
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:

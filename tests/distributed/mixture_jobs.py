@@ -175,7 +175,7 @@ def saved_over(folder: str, way: str, seed: int) -> Iterator[None]:
 
 
 def load_while_saved_over(case: dict[str, Any]) -> list[Counter[str]]:
-    """Load ``last`` of ``folder`` so many ``times`` while it moves, in a ``way``: how often what came of it.
+    """Load ``last`` of ``folder`` so many ``times`` or more while it moves, in a ``way``: how often what came of it.
 
     A load that is of neither save, or an error that has changed the engine, fails.
     """
@@ -186,7 +186,9 @@ def load_while_saved_over(case: dict[str, Any]) -> list[Counter[str]]:
         engine.load_checkpoint(folder, tag=tag)
         saves.append(oracle.fingerprint(engine))
     with saved_over(folder, case["way"], case.get("seed", 0)):
-        for _ in range(case["times"]):
+        for number in range(10 * case["times"]):
+            if number >= case["times"] and found["loaded"] and len(found) > 1:
+                break  # on a busy machine, one side may win for a while
             before = oracle.fingerprint(engine)
             try:
                 engine.load_checkpoint(folder, tag="last")

@@ -15,8 +15,8 @@ import torch
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import ElasticCkptError, LayoutError
-from elastic_ckpt.formats import MetadataOptions
+from elastic_ckpt.errors import ElasticCkptError, LayoutError, UnsupportedError
+from elastic_ckpt.formats import MetadataOptions, native
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.tools.conversion import convert
@@ -127,6 +127,23 @@ def test_names_of_enormous_ranks_cost_nothing(saved: Path, tmp_path: Path) -> No
     last.unlink()
     with pytest.raises(LayoutError, match=r"(?s)is missing.*zero_pp_rank_1_mp.*999999999999.* and 1 before it"):
         open_checkpoint(locate(str(tag), None, False), ElasticConfig(verify="bytes"))
+
+
+def test_what_is_missing_is_told_before_what_is_not_supported(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The missing file may come, and an older tag may have it."""
+    tag = shutil.copytree(saved / PLAIN[0].name / "a", tmp_path / "a")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UnsupportedError("not supported yet")
+
+    monkeypatch.setattr(native, "index_shard", refuse)
+    with pytest.raises(UnsupportedError):
+        open_checkpoint(locate(str(tag), None, False), CONFIG)
+    min(tag.glob("*zero_pp_rank_0_*")).unlink()
+    with pytest.raises(LayoutError, match="is missing"):
+        open_checkpoint(locate(str(tag), None, False), CONFIG)
 
 
 def test_layers_of_more_tensor_parallel_ranks_than_were_saved_are_refused(saved: Path, tmp_path: Path) -> None:

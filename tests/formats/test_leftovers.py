@@ -34,7 +34,7 @@ def of(kind: type, **fields: Any) -> Any:
         (2, [(2,), (2,), (2,)], []),  # one too many of this save
         (2, [(2,), (2,), (4,), ()], []),  # one that does not say
         (2, [(2,), (2,), None, (4,)], [2, 3]),  # one that cannot be read
-        (2, [(2,), None, (4,)], []),  # one of this save that cannot be read
+        (2, [(2,), None, (4,)], [2]),  # beside one of this save that cannot be read
         (2, [(4,), (4,), (4,), (4,)], []),  # whose ranks the model-states file counts otherwise
         (2, [(2,), (4,), (4,), (4,)], []),  # interrupted after its first rank
         (None, [(2,), (2,)], []),
