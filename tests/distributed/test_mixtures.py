@@ -15,7 +15,7 @@ import torch
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import ElasticCkptError, LayoutError, UnsupportedError
+from elastic_ckpt.errors import ElasticCkptError, LayoutError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats import MetadataOptions, native
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.load.metadata import read_checkpoint
@@ -104,6 +104,13 @@ def test_what_an_earlier_save_on_more_ranks_has_left_is_told_and_left_out(
         assert sum("left out: files of another save of this tag" in note for note in each["notes"]) == 1
 
 
+class Code:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("true",)
+
+
 @pytest.mark.parametrize("setup", [each for each in MORE if each.stage == 3], ids=lambda setup: setup.name)
 def test_what_is_left_over_is_neither_verified_nor_converted(
     setup: Setup, saved_by_others: Path, tmp_path: Path
@@ -116,6 +123,10 @@ def test_what_is_left_over_is_neither_verified_nor_converted(
     report = convert(open_checkpoint(locate(str(tag), None, False), CONFIG), tmp_path / "universal")
     assert not any("rank_2" in name for name in os.listdir(report.folder))
     assert content(Path(report.folder), with_states=True) is not None
+    torch.save(Code(), left)  # which DeepSpeed's own loader would run on more ranks
+    with pytest.raises(UnsafePickleError, match=left.name):
+        open_checkpoint(locate(str(tag), None, False), CONFIG)
+    assert [finding.file for finding in verify(str(tag), None, CONFIG).findings] == [str(left)]
 
 
 def test_names_of_enormous_ranks_cost_nothing(saved: Path, tmp_path: Path) -> None:
