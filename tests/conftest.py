@@ -27,28 +27,37 @@ def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     close_zygotes()
 
 
-#: Files that take long and vary what others have shown once: left out of ``launch/test.sh`` without ``--all``.
-SLOW = frozenset(
+#: Files of jobs that ``launch/test.sh`` runs without ``--all``: any degree to any other, mixtures of saves, refusals.
+CORE = frozenset({"test_matrix", "test_mixtures", "test_refusals"})
+#: Files and tests that take long and vary what others have shown once: with ``launch/test.sh --nightly`` alone.
+NIGHTLY = frozenset(
     {
-        "test_docs",
-        "test_exotic",
-        "test_faults",
+        "test_controllers",
+        "test_elastic_nodes",
+        "test_experts_exotic",
+        "test_experts_tensor_parallel",
         "test_flows",
-        "test_foreign",
-        "test_launch_folder",
-        "test_launchers",
-        "test_low_precision",
-        "test_nodes_isolated",
-        "test_optimizers",
+        "test_launch_lines",
+        "test_sequence_and_tensor_parallel",
+        "test_soak",
+        "test_a_lost_node_leaves_a_job_of_fewer_ranks_that_resumes_with_the_same_global_batch",
+        "test_an_old_folder_loads_at_another_topology",
+        "test_others_hear_of_a_holder_that_is_lost_in_a_transfer",
+        "test_pictures_show_what_is_printed",
+        "test_the_same_topology_resumes_with_elastic_ckpt_as_without",
+        "test_trainer_resumes_exactly_at_another_sequence_parallel_degree",
+        "test_the_others_raise_an_error_when_a_rank_is_gone[z3-SIGKILL-8.0]",
+        "test_the_others_raise_an_error_when_a_rank_is_gone[z3-SIGSTOP-20.0]",
     }
-    | {"test_parallel", "test_pipe_partition", "test_ready_configs", "test_soak", "test_unchanged_topology"}
-    | {"test_sequence_and_tensor_parallel"}
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow by its file; frameworks are all slow."""
+    """Mark what of the jobs is slow, and what nightly."""
     for item in items:
-        folder = item.path.parent.name
-        if (folder == "distributed" and item.path.stem in SLOW) or folder == "integration":
-            item.add_marker(pytest.mark.slow)
+        if item.path.parent.name in ("distributed", "integration"):
+            names = {item.path.stem, item.name, item.name.partition("[")[0]}
+            if not names.isdisjoint(NIGHTLY):
+                item.add_marker(pytest.mark.nightly)
+            elif item.path.stem not in CORE:
+                item.add_marker(pytest.mark.slow)

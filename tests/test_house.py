@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import elastic_ckpt
 from elastic_ckpt.cli import COMMANDS, app, summary
+from tests.conftest import CORE, NIGHTLY
 
 PACKAGE = Path(elastic_ckpt.__file__).parent
 
@@ -174,3 +175,16 @@ def test_every_module_has_a_test() -> None:
     assert sorted(set(without) - named) == [], "add a test, or name the one that covers it"
     assert named <= set(without), "remove the entry: the module is gone, or has a test"
     assert [name for name in COVERED_BY if not (tests / name).exists()] == []
+
+
+def test_what_runs_seldom_exists() -> None:
+    files = [
+        path for folder in ("distributed", "integration") for path in (PACKAGE.parent / "tests" / folder).glob("*.py")
+    ]
+    known = {path.stem for path in files} | {
+        node.name
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert {name.partition("[")[0] for name in CORE | NIGHTLY} <= known

@@ -15,7 +15,6 @@ STEPS, LIMIT = 9, 180
 ROUNDING = 1e-4
 
 
-@pytest.mark.slow
 def test_nodes_that_are_lost_and_join_cost_no_sample(launch: Launch, extensions_dir: str, tmp_path: Path) -> None:
     """One of two ranks waits before step 4, after one that is not saved; the one that is left waits before step 7."""
     folder, alone = tmp_path / "elastic", tmp_path / "alone"

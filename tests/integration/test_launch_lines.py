@@ -26,7 +26,6 @@ LINES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_resumes_on_another_number_of_ranks(line: str, saved: Run, extensions_dir: str, tmp_path: Path) -> None:
     before = saved("trainer.py", *ARGUMENTS)
