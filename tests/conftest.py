@@ -29,6 +29,16 @@ def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 #: Files of jobs that ``launch/test.sh`` runs without ``--all``: any degree to any other, mixtures of saves, refusals.
 CORE = frozenset({"test_matrix", "test_mixtures", "test_refusals"})
+#: Others that take long: with ``--all``, too.
+SLOW = frozenset(
+    {
+        "test_an_environment_is_enabled_until_it_is_disabled",
+        "test_bloom_is_exchanged_by_its_384_ranks",
+        "test_every_reader_of_metadata_is_measured",
+        "test_memory_is_that_of_a_shard_and_bytes_are_read_once",
+        "test_without_matplotlib_the_start_says_so_and_the_picture_is_left_out",
+    }
+)
 #: Files and tests that take long and vary what others have shown once: with ``launch/test.sh --nightly`` alone.
 NIGHTLY = frozenset(
     {
@@ -53,11 +63,11 @@ NIGHTLY = frozenset(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what of the jobs is slow, and what nightly."""
+    """Mark what is slow, and what nightly."""
     for item in items:
-        if item.path.parent.name in ("distributed", "integration"):
-            names = {item.path.stem, item.name, item.name.partition("[")[0]}
-            if not names.isdisjoint(NIGHTLY):
-                item.add_marker(pytest.mark.nightly)
-            elif item.path.stem not in CORE:
-                item.add_marker(pytest.mark.slow)
+        names = {item.path.stem, item.name, item.name.partition("[")[0]}
+        is_job = item.path.parent.name in ("distributed", "integration")
+        if not names.isdisjoint(NIGHTLY):
+            item.add_marker(pytest.mark.nightly)
+        elif not names.isdisjoint(SLOW) or (is_job and item.path.stem not in CORE):
+            item.add_marker(pytest.mark.slow)

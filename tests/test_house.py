@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import elastic_ckpt
 from elastic_ckpt.cli import COMMANDS, app, summary
-from tests.conftest import CORE, NIGHTLY
+from tests.conftest import CORE, NIGHTLY, SLOW
 
 PACKAGE = Path(elastic_ckpt.__file__).parent
 
@@ -178,13 +178,7 @@ def test_every_module_has_a_test() -> None:
 
 
 def test_what_runs_seldom_exists() -> None:
-    files = [
-        path for folder in ("distributed", "integration") for path in (PACKAGE.parent / "tests" / folder).glob("*.py")
-    ]
-    known = {path.stem for path in files} | {
-        node.name
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert {name.partition("[")[0] for name in CORE | NIGHTLY} <= known
+    files = [*(PACKAGE.parent / "tests").rglob("test_*.py")]
+    trees = [ast.parse(path.read_text()) for path in files]
+    known = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert {name.partition("[")[0] for name in CORE | NIGHTLY | SLOW} <= known | {path.stem for path in files}

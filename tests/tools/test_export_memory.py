@@ -33,7 +33,6 @@ print(json.dumps({"read": after - read, "peak": peak - before, "written": report
 """
 
 
-@pytest.mark.slow
 def test_memory_is_that_of_a_shard_and_bytes_are_read_once(tmp_path: Path) -> None:
     source = tmp_path / "step"
     source.mkdir()
