@@ -34,7 +34,7 @@ from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.verify_reads import verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import size
-from elastic_ckpt.storage import is_url
+from elastic_ckpt.storage import absolute, is_url
 from elastic_ckpt.storage.digest import content_digest
 from elastic_ckpt.storage.local import Medium, open_ranges, pinned, version_of
 
@@ -169,7 +169,7 @@ class PretrainedLoad:
     def _digests(self, paths: Sequence[str]) -> list[bytes]:
         """What tells these files from others: contents, or the URL of their folder. Local."""
         if is_url(self.folder):
-            return [self.folder.rstrip("/").encode()]
+            return [absolute(self.folder).encode()]
         return [content_digest(open_ranges(path), version_of(path).nbytes) for path in paths]
 
     def _weights(self, files: Sequence[WeightsFile], local_state: LocalState) -> LiveWeights:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
 from elastic_ckpt.core.strided import fused
-from elastic_ckpt.engines.coordinates import _layout
+from elastic_ckpt.engines.coordinates import _arguments, _layout
 
 
 def recorded(shape: tuple[int, ...], **record: Any) -> torch.nn.Parameter:
@@ -39,3 +41,11 @@ def test_a_parameter_marked_by_the_older_name_alone_is_sharded_whatever_the_defa
     assert _layout(param, "megatron.model", 2).dim == 0
     param.model_parallel = False
     assert _layout(param, "megatron.model", 2).dim == -1
+
+
+def test_arguments_are_those_of_the_run_where_the_module_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.global_vars", SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(heads=8)))
+    engine = SimpleNamespace(module=torch.nn.Linear(1, 1))
+    for args, expected in ((None, {"heads": 8}), (SimpleNamespace(heads=4), {"heads": 4})):
+        engine.module.neox_args = args
+        assert _arguments(engine) == expected

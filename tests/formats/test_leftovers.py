@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats.base import CheckpointInfo
+from elastic_ckpt.errors import DamagedError, SavedOverError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.leftovers import find_leftovers
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.formats.native import native_reading
 from elastic_ckpt.formats.saved_config import StatedDegrees
 from elastic_ckpt.formats.shards import OptimizerShard
 
@@ -51,3 +52,21 @@ def test_files_that_state_other_ranks_than_all_before_them_are_left_over(
     found = CheckpointInfo("native", "/ckpt/tag", "tag", sort_names(files, is_universal=False))
     assert find_leftovers(found, files) == {ZERO.format(rank) for rank in left}
     assert find_leftovers(found, files | {MODEL: DamagedError("cut short")}) == frozenset()
+
+
+def test_what_cannot_be_read_is_kept_until_it_is_known_whose_it_is_but_neither_code_nor_a_file_that_moves() -> None:
+    names = [MODEL, ZERO.format(0)]
+    found = CheckpointInfo("native", "/ckpt/tag", "tag", sort_names(names, is_universal=False))
+    reading = native_reading(found, MetadataOptions(), lambda work: work())
+
+    def read(error: Exception) -> Any:
+        def fail(path: str) -> Any:
+            raise error
+
+        return reading.read(1, fail)
+
+    for kept in (DamagedError("cut short"), UnsupportedError("of an unknown optimizer")):
+        assert read(kept) is kept
+    for raised in (SavedOverError("saved over"), UnsafePickleError("runs code")):
+        with pytest.raises(type(raised)):
+            read(raised)
