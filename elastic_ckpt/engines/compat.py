@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import Any
 
 import deepspeed
 import torch
@@ -37,8 +38,6 @@ except ImportError:  # before 0.17.2
 AFFINE_MAP = getattr(constants, "AFFINE_MAP", None)
 #: Optimizers that step once, on gradients of zeros, when they are built.
 _STEP_WHEN_BUILT = frozenset({"FP16_Optimizer", "FP16_UnfusedOptimizer"})
-#: Checkpoint engines that read a file with ``torch.load``.
-_READ_BY_TORCH = frozenset({"TorchCheckpointEngine", "FastCheckpointEngine", "DecoupledCheckpointEngine"})
 
 
 def base_optimizer(engine: Any) -> Any:
@@ -236,22 +235,30 @@ def universal_flag(engine: Any, value: bool) -> Iterator[None]:
 
 
 @contextmanager
-def intercepted_loads(engine: Any, opened: Callable[[str], AbstractContextManager[BinaryIO]]) -> Iterator[None]:
-    """Lets each file that DeepSpeed's loader asks for pass through ``opened``, which may refuse it.
+def replaced_loads(engine: Any, folder: str, read: Callable[[str], Any]) -> Iterator[None]:
+    """Lets DeepSpeed's loader have what ``read`` makes of each file that it asks for, whatever its checkpoint engine.
 
-    torch's loader gets the stream, not the path, which may have come to name another file.
+    That engine's own ``load``, which unpickles, is not called. Parts of DeepSpeed call :func:`torch.load`, which is
+    replaced for files below ``folder``, on this thread.
     """
-    files, original = engine.checkpoint_engine, engine.checkpoint_engine.load
-    takes_streams = type(files).__name__ in _READ_BY_TORCH
+    files, original, thread = engine.checkpoint_engine, torch.load, threading.get_ident()
+    root = os.path.join(os.path.realpath(folder), "")
 
-    def load(path: Any, *args: Any, **kwargs: Any) -> Any:
-        with opened(path) as stream:
-            return original(stream if takes_streams else path, *args, **kwargs)
+    def load(path: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return read(os.fspath(path))
+
+    def load_by_torch(file: Any, *args: Any, **kwargs: Any) -> Any:
+        is_path = isinstance(file, (str, os.PathLike)) and threading.get_ident() == thread
+        if is_path and os.path.realpath(file).startswith(root):
+            return read(os.fspath(file))
+        return original(file, *args, **kwargs)
 
     files.load = load
+    torch.load = load_by_torch  # type: ignore[assignment]
     try:
         yield
     finally:
+        torch.load = original
         del files.load
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError, UnsupportedError, refuse_used_up
-from elastic_ckpt.formats.pickled import PickledFile, read_into, unreadable
+from elastic_ckpt.formats.pickled import PickledFile, open_whole, read_into, unreadable
+from elastic_ckpt.formats.rebuilt_tensors import REBUILT, make_wrapper
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, refuse_errors, unsafe_error
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, NAMESPACE, PLAIN_CLASSES, is_attribute
-from elastic_ckpt.formats.torch_archive.tensors import CHANGED, PARAMETER, QUANTIZED, SPARSE, StorageRef, TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import NESTED, QUANTIZED, SPARSE, StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.storage import open_stream
 
@@ -46,6 +47,15 @@ def materialise(file: PickledFile, node: Any) -> Any:
     maker = _Maker(file)
     with maker.errors_of(node):  # keys may be unhashable, or take too long
         return replace_leaves(node, maker.made, maker.give)
+
+
+def read_objects(path: str) -> Any:
+    """What ``torch.load`` returns of a file, made by this package's reader alone; tensors are on the CPU.
+
+    For loaders that would unpickle the file themselves. Raises what :func:`open_pickled` and :func:`materialise` do.
+    """
+    file = open_whole(path)
+    return materialise(file, file.tree)
 
 
 def materialise_entries(
@@ -108,7 +118,7 @@ class _Maker:
                 import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
 
                 return torch.Size(leaf)
-            if type(leaf) is Call and leaf.name in (SPARSE, QUANTIZED):  # torch looks at each element of their parts
+            if type(leaf) is Call and leaf.name in (SPARSE, QUANTIZED, NESTED):  # who looks at each element
                 self._charge(None, sum(part.numel() for part in leaf.args if hasattr(part, "is_leaf")))
             return _named(leaf) if type(leaf) is Global else _called(leaf) if type(leaf) is Call else leaf
 
@@ -216,15 +226,23 @@ def _called(call: Call) -> Any:
         return function(*args)
     refuse_errors(function)
     if call.how == "tensor":
-        return _not_dense(function.name, args)
+        return REBUILT[function.name](*args)
     if function.users is None and function.name in (ARRAY, BUFFER, DTYPE):
         return _of_numpy(function.name, args)
     cls = _imported(function.name) if function.users is None else function.users
     if function.users is None and not isinstance(cls, type):
         return call
-    if call.how in ("member", "subclass"):
-        return cls[args[0]] if call.how == "member" else args[0].as_subclass(cls)
-    return cls.__new__(cls, *args) if call.how == "new" else cls(*args)
+    return _INSTANCES[call.how](cls, *args)
+
+
+#: How an object of a class is made, by :attr:`Call.how`. A member is looked up by its name: ``getattr`` gives methods.
+_INSTANCES: dict[str, Callable[..., Any]] = {
+    "call": lambda cls, *args: cls(*args),
+    "new": lambda cls, *args: cls.__new__(cls, *args),
+    "member": lambda cls, name: cls[name],
+    "subclass": lambda cls, tensor: tensor.as_subclass(cls),
+    "wrapper": make_wrapper,
+}
 
 
 def _of_numpy(name: str, args: tuple[Any, ...]) -> Any:
@@ -232,27 +250,6 @@ def _of_numpy(name: str, args: tuple[Any, ...]) -> Any:
     if name == DTYPE:
         return np.dtype(args[0], False, True)
     return np.ndarray((0,), "b") if name == ARRAY else np.frombuffer(*args[:2]).reshape(args[2], order=args[3])
-
-
-def _not_dense(name: str, args: tuple[Any, ...]) -> torch.Tensor:
-    """A tensor that is no reference, of parts that were checked."""
-    import torch  # noqa: PLC0415
-
-    if name == PARAMETER:
-        return torch.nn.Parameter(*args)
-    if name == SPARSE:  # torch.load does not check the indices, which are addresses
-        layout, *parts = args
-        if layout is not torch.sparse_coo:
-            return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=True)
-        return torch.sparse_coo_tensor(*parts[:3], is_coalesced=dict(enumerate(parts)).get(3), check_invariants=True)
-    if name == QUANTIZED:
-        storage, offset, size, stride, grad, *params = args
-        hooks: Any = OrderedDict()
-        return torch._utils._rebuild_qtensor(storage, offset, size, stride, tuple(params), grad, hooks)
-    if name == CHANGED:
-        torch._utils.set_tensor_metadata(args[0], dict.fromkeys(args[1], True))
-        return args[0]
-    return torch._utils._rebuild_meta_tensor_no_storage(*args)
 
 
 def _set_state(call: Call, made: Any, state: Any) -> None:
@@ -268,8 +265,17 @@ def _set_state(call: Call, made: Any, state: Any) -> None:
         slots = None
         if isinstance(state, tuple) and len(state) == 2:
             state, slots = state
-        if not call.is_users and not all(map(is_attribute, state)):  # it may have got keys since it was read
+        may_have = _is_plain_name if call.is_users else is_attribute
+        if not all(map(may_have, state or {})):  # it may have got keys since it was read
             raise unsafe_error(f"an attribute of {call} that is no plain one")
-        vars(made).update(state or {})
+        if state:
+            vars(made).update(state)
         for key, value in (slots or {}).items():
+            if not isinstance(getattr(type(made), key, None), MemberDescriptorType):
+                raise unsafe_error(f"an attribute of {call} that is none of its slots")
             setattr(made, key, value)
+
+
+def _is_plain_name(key: Any) -> bool:
+    """Whether an object of a user's class may get an attribute: Python gives the others a meaning."""
+    return type(key) is str and not (key.startswith("__") and key.endswith("__"))

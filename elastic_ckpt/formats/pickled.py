@@ -56,6 +56,13 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
         return read_archive_tree(stream, path, trust_pickle, known)
 
 
+@collector_off()
+def open_whole(path: str) -> PickledFile:
+    """:func:`open_pickled` for who makes all objects of a file, those that cannot be read piece by piece included."""
+    with named_errors(path), open_stream(path) as stream:
+        return read_archive_tree(stream, path, trust_pickle=False, by_piece=False)
+
+
 def read_into(file: PickledFile, stream: BinaryIO, byte_offset: int, view: memoryview) -> None:
     """Read bytes of an open file; :class:`DamagedError` if it has shrunk, or a whole record is not as it was saved."""
     stream.seek(byte_offset)

@@ -8,19 +8,20 @@ It assigns files to ranks by position and checks next to nothing. It is correct 
 
 and never for optimizer states on NVMe, of which DeepSpeed 0.19 restores only the masters of large sub-groups.
 
-It runs whatever code the pickles of its files name. So each file is screened: all that it may look for before anything
-is loaded, on all ranks together, and again the very file that it opens, which may have been exchanged since.
+It would run whatever code the pickles of its files name. So it unpickles nothing: it gets objects that this package's
+reader has made. Whether they can be made is known before anything is loaded, on all ranks together.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,14 +32,14 @@ from elastic_ckpt.engines import compat
 from elastic_ckpt.formats import CheckpointInfo, saved_config
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
-from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled
+from elastic_ckpt.formats.objects import read_objects
+from elastic_ckpt.formats.pickled import PickledFile, open_pickled, open_whole, refuse_unmade
 from elastic_ckpt.formats.same_save import compare_counts
 from elastic_ckpt.formats.saved_states import read_groups, settings
-from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.load.flow import LoadCall
-from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream
+from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url
 
 #: What DeepSpeed's loader opens in the folder of a tag, with what its ``fast`` writer appends.
 _OPENED = re.compile(r".*(?:model|optim)_states\.pt(?:-\d+\.\d+)?")
@@ -47,37 +48,26 @@ _NOT_COMPARED = frozenset({"params", "param_names", "step"})
 _LAYOUTS = {0: "unpartitioned", 1: "zero12", 2: "zero12", 3: "zero3"}
 
 
-def screen_folder(found: CheckpointInfo, own_files: bool) -> None:
-    """Screen the files of a folder; ``own_files``: whether each rank sees files of its own. Collective.
+def check_objects(found: CheckpointInfo, own_files: bool) -> None:
+    """Read the files of a folder for DeepSpeed's loader; ``own_files``: each rank sees files of its own. Collective.
 
     Raises the same error on every rank, which names the file: :class:`UnsafePickleError` for code,
-    :class:`DamagedError` or :class:`UnsupportedError` for what cannot be screened.
+    :class:`DamagedError` or :class:`UnsupportedError` for what cannot be made.
     """
 
-    def screen_mine() -> None:
+    def check_mine() -> None:
         names = sorted(filter(_OPENED.fullmatch, file_names(found.folder)))
         for name in names if own_files else names[distributed.rank() :: distributed.world_size()]:
-            with open_screened(found.path(name)):
-                pass
+            refuse_unmade(open_whole(found.path(name)))
 
-    distributed.all_gather("screen the files for DeepSpeed's own loader", screen_mine)
-
-
-def screened_loads(call: LoadCall) -> AbstractContextManager[None]:
-    """Screens each file that DeepSpeed's loader opens meanwhile, unless the config trusts pickles."""
-    return nullcontext() if call.config.trust_pickle else compat.intercepted_loads(call.engine, open_screened)
+    distributed.all_gather("read the files for DeepSpeed's own loader", check_mine)
 
 
-@contextmanager
-def open_screened(path: str) -> Iterator[BinaryIO]:
-    """The open file at a path, of which nothing that its loader unpickles runs code."""
-    with open_stream(path) as stream:
-        with named_errors(path):
-            screen(stream)
-        stream.seek(0)
-        # torch trusts indices, which are addresses
-        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
-            yield stream
+def objects_for_deepspeed(call: LoadCall) -> AbstractContextManager[None]:
+    """Gives DeepSpeed's loader the objects of each file that it opens, unless the config trusts pickles."""
+    if call.config.trust_pickle:
+        return nullcontext()
+    return compat.replaced_loads(call.engine, os.fspath(call.arguments.load_dir), read_objects)
 
 
 def on_own_disks(engine: Any, found: CheckpointInfo) -> bool:

@@ -25,7 +25,7 @@ from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.formats import CheckpointInfo, detect
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.data_position import check_position, save_checkpoint, with_position
-from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks, screen_folder, screened_loads
+from elastic_ckpt.load.fallback import check_objects, deepspeed_loads_it_right, objects_for_deepspeed, on_own_disks
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
 from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
@@ -115,7 +115,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
         if call.config.mode == "require" or (call.arguments.tag and is_url(os.fspath(call.arguments.load_dir))):
             problem, expected = "there is no DeepSpeed checkpoint to load", "one, since tag or mode asks for it"
             raise errors.NotFoundError(problem, call.arguments.load_dir, expected, "none")
-        with seen_through(None), screened_loads(call):
+        with seen_through(None), objects_for_deepspeed(call):
             return own()
     with collector_off(), distributed.together("load the checkpoint"):
         elastic_only = requires_elastic(call.config) or policy.partly_overwritten
@@ -126,7 +126,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
     try:
         check_position(call, found)
         is_universal = found.files.is_universal
-        with seen_through(None), compat.universal_flag(engine, is_universal), screened_loads(call):
+        with seen_through(None), compat.universal_flag(engine, is_universal), objects_for_deepspeed(call):
             result = own(found.tag)
         with distributed.agree("look at the checkpoint's files again"):
             look_again()
@@ -208,7 +208,7 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
         with seen_through(None):
             own_files = deepspeed_loads_it_right(call, here, check_steps=True, own_files=True)
             if own_files and not call.config.trust_pickle:
-                screen_folder(here, own_files)
+                check_objects(here, own_files)
         if own_files and (view := VIEW.get()) is not None:
             with distributed.agree("compare the copies of the checkpoint's files"):
                 below = (path for path, _ in view.walk(found.folder) if os.path.dirname(path) != found.folder)
@@ -230,7 +230,7 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
                 raise error from error.__cause__
             why = error.problem
         if not call.config.trust_pickle:
-            screen_folder(found, own_files)
+            check_objects(found, own_files)
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
     return None

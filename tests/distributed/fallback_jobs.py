@@ -47,13 +47,13 @@ def planning_that_fails(fails: bool) -> Any:
 
 
 def exchanged(case: dict[str, Any]) -> None:
-    """Load a folder of which a file becomes another one between the screening and the hand-over: refused."""
+    """Load a folder of which a file becomes another one between the check and the hand-over: refused."""
     elastic_ckpt.install()
     engine = build_engine(case["setup"], TinyLM(seed=8))
-    screen_folder = hook.screen_folder
+    check_objects = hook.check_objects
 
-    def screen_and_exchange(*arguments: Any) -> None:
-        screen_folder(*arguments)
+    def check_and_exchange(*arguments: Any) -> None:
+        check_objects(*arguments)
         if dist.get_rank() == 0:
             shutil.copy(case["from"], case["to"] + ".new")
             os.replace(case["to"] + ".new", case["to"])
@@ -61,6 +61,6 @@ def exchanged(case: dict[str, Any]) -> None:
 
     # a rank that has seen the file before says that it moved
     refused = pytest.raises((UnsafePickleError, PartialLoadError))
-    with mock.patch.object(hook, "screen_folder", screen_and_exchange), refused:
+    with mock.patch.object(hook, "check_objects", check_and_exchange), refused:
         engine.load_checkpoint(case["folder"], load_module_only=True)
     close(engine)

@@ -105,7 +105,6 @@ class NotAllowed:
         pytest.param(NotAllowed().__init__, "getattr", id="a method"),  # type: ignore[misc]
         pytest.param(os.getcwd, "getcwd", id="a function"),
         pytest.param(np.array([NotAllowed()], dtype=object), "numpy.dtype", id="an array of objects"),
-        pytest.param(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested", id="a nested tensor"),
         pytest.param(torch.ones(2).as_subclass(Marked), "Marked", id="a class of tensors"),
         pytest.param(with_attributes(torch.ones(2), owner=NotAllowed()), "NotAllowed", id="an attribute"),
     ],

@@ -130,7 +130,7 @@ def test_arguments_of_a_version_to_come_pass_through(
 ) -> None:
     engine = SimpleNamespace(use_node_local_storage=lambda: False, load_universal_checkpoint=lambda: False)
     engine.optimizer, engine._config = None, SimpleNamespace(_param_dict={"elastic_checkpoint": {"mode": mode}})
-    monkeypatch.setattr(hook, "screened_loads", lambda call: nullcontext())
+    monkeypatch.setattr(hook, "objects_for_deepspeed", lambda call: nullcontext())
     found = hook._load_checkpoint(newer, engine, str(tmp_path), mapping="cpu", eager=True)
     assert found == (str(tmp_path), None, "cpu", {"eager": True})
     with pytest.raises(TypeError):

@@ -1,20 +1,11 @@
-"""Reads the object tree of a ``torch.save`` file, zip archive or legacy, and none of its tensors' bytes.
-
-Or looks for code in a file that another loader is about to read, which runs what pickles name. That loader is torch's,
-without ``weights_only``. It makes objects that cannot be read piece by piece (sparse tensors, entangled containers), so
-nothing is kept of them here; but each opcode is interpreted, and each name must be on the closed list. The archive's
-own checks (:mod:`.directory`) see to it that torch reads the same bytes.
-"""
+"""Reads the object tree of a ``torch.save`` file, zip archive or legacy, and none of its tensors' bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-import re
 import struct
-import tarfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO, NoReturn
@@ -23,11 +14,11 @@ from isal import isal_zlib
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import ElasticCkptError, LayoutError, UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import Global, unsafe_error
+from elastic_ckpt.errors import ElasticCkptError, LayoutError
+from elastic_ckpt.formats.torch_archive.calls import Global
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layout, Layouts
 from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted
-from elastic_ckpt.formats.torch_archive.tensors import UNREADABLE, StorageRef, kind_error, storage_id
+from elastic_ckpt.formats.torch_archive.tensors import StorageRef, storage_id
 from elastic_ckpt.formats.torch_archive.tree import check_tree, own_entries
 from elastic_ckpt.formats.torch_archive.unpickler import Unpickler
 from elastic_ckpt.storage import open_stream, size_of
@@ -41,12 +32,6 @@ _LEGACY_VERSION = 1001
 #: First part of a legacy archive that is read, four times as much each time that its pickles are longer; part of a
 #: record that is read at once to compare its checksum.
 _FIRST_NBYTES = _PIECE_NBYTES = 1 << 20
-#: Records that ``torch.save`` writes, below the archive's root. ``constants.pkl`` would make it TorchScript.
-_RECORD = re.compile(
-    r"data\.pkl|byteorder|version|data/\w+|\.format_version|\.storage_alignment|\.data/serialization_id"
-)
-#: Names that screening does not call: of torchao's optimizer states, which are tensors with attributes.
-_NOT_CALLED = re.compile(r"torchao\.(?:prototype\.low_bit_optim|optim)\.subclass_\w+\.OptimState\w+")
 #: Turns the bytes of a pickle at an offset, in a file of some size, into an object and the offset behind it.
 Unpickle = Callable[[bytes, int, Callable[[Any], Any], int], tuple[Any, int]]
 
@@ -104,8 +89,10 @@ class PickledFile:
         return None
 
 
-def read_archive_tree(stream: BinaryIO, path: str, trust_pickle: bool, known: Trees | None = None) -> PickledFile:
-    """Read an open file.
+def read_archive_tree(
+    stream: BinaryIO, path: str, trust_pickle: bool, known: Trees | None = None, *, by_piece: bool = True
+) -> PickledFile:
+    """Read an open file; ``by_piece``: refuse tensors and nestings that cannot be read piece by piece.
 
     With ``trust_pickle`` its pickles may run code. Otherwise a zip archive shares the tree of one in ``known``, if
     there is such a one, and else is added to them. Raises :class:`ArchiveError` (damaged, or no ``torch.save`` file),
@@ -114,9 +101,10 @@ def read_archive_tree(stream: BinaryIO, path: str, trust_pickle: bool, known: Tr
     """
     unpickle = _unpickle_trusting if trust_pickle else _unpickle
     if not _is_legacy(stream):
-        return _read_zip(stream, path, unpickle, Trees() if known is None or trust_pickle else known)
+        return _read_zip(stream, path, unpickle, Trees() if known is None or trust_pickle else known, by_piece)
     tree = _read_legacy(stream, unpickle)
-    check_tree(own_entries(tree))
+    if by_piece:
+        check_tree(own_entries(tree))
     return PickledFile(path, size_of(stream), tree)
 
 
@@ -127,7 +115,7 @@ def _is_legacy(stream: BinaryIO) -> bool:
     return begin == _LEGACY_MAGIC
 
 
-def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees) -> PickledFile:
+def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_piece: bool) -> PickledFile:
     directory = Directory(stream, known.layouts)
     order = directory.read_record("byteorder", 16) if directory.find("byteorder") else b"little"
     if order != b"little":
@@ -160,7 +148,8 @@ def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees) -> 
         if (digest, offsets) not in known.trees:
             records.clear()
             tree, _ = unpickle(data, 0, load, directory.nbytes)
-            check_tree(own_entries(tree))
+            if by_piece:
+                check_tree(own_entries(tree))
             offsets = tuple(offset for offset, _, _ in records)
             known.storages[digest], known.trees[digest, offsets] = storages, tree
         tree, kept = known.trees[digest, offsets], Records.of(records)
@@ -252,52 +241,3 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle)
         offsets[key] = at + 8
         at += 8 + size
     return unpickle(head, begin, load, nbytes)[0]
-
-
-def screen(stream: BinaryIO) -> None:
-    """Raise unless what torch's loader would unpickle of an open file names nothing but what is safe.
-
-    Errors are those of :func:`read_archive_tree`, and an :class:`ArchiveError` where torch might read other bytes.
-    """
-    unpickle = partial(_unpickle, find=_find_safe, keeps=(UnsupportedError,))
-    if _is_legacy(stream):
-        head = stream.read(tarfile.BLOCKSIZE)
-        with suppress(tarfile.HeaderError):  # torch's loader looks first whether a file is one of its very first form
-            tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
-            raise ArchiveError("a legacy archive that is a tar archive, too")
-        _read_legacy(stream, unpickle)
-        return
-    directory = Directory(stream, {})
-    if odd := [name for name in directory.layout.records if not _RECORD.fullmatch(name)]:
-        raise ArchiveError(f"record {odd[0][:100]}, which torch.save does not write")
-    data = directory.read_record("data.pkl", most_pickle_nbytes(directory.nbytes, trust_pickle=False))
-
-    def load(persistent_id: Any) -> StorageRef:
-        dtype, _key, nbytes, _view = storage_id(persistent_id)
-        return StorageRef(dtype, nbytes, 0)
-
-    unpickle(data, 0, load, directory.nbytes)
-
-
-def _find_safe(module: str, name: str) -> Global:
-    path = f"{module}.{name}"
-    if path in UNREADABLE:
-        return Global(path, partial(_refuse_functions, path))
-    entry = Global(path) if _NOT_CALLED.fullmatch(path) else find_global(module, name)
-    if entry.error is not None:
-        raise entry.error
-    return entry
-
-
-def _refuse_functions(name: str, *arguments: Any) -> NoReturn:
-    """Raise :class:`UnsafePickleError` if a part of a tensor is a function; else what no reader here makes of parts."""
-    met: set[int] = set()
-    parts: list[Any] = [*arguments]
-    while parts:
-        part = parts.pop()
-        if type(part) is Global and part.call is not None:
-            raise unsafe_error(f"{part.name} as a part of a tensor")
-        if type(part) in (tuple, list) and id(part) not in met:
-            met.add(id(part))
-            parts += part
-    raise kind_error(name)

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError
 
 #: How a :class:`Call` is made: "new", of NEWOBJ, is an object that is not initialized; "member" one of an enum, by its
-#: name; "tensor" one that is not dense; "subclass" one of a class of the user's. And what is done with its result.
-How = Literal["call", "new", "member", "tensor", "subclass"]
+#: name; "tensor" one that is not dense; "subclass" one of a class of the user's, made of a dense one, and "wrapper" one
+#: whose elements are in its attributes. And what is done with its result.
+How = Literal["call", "new", "member", "tensor", "subclass", "wrapper"]
 Step = Literal["state", "items", "pairs", "members"]
 #: Most objects in a dictionary key or set member: hashing recurses into them.
 _MOST_KEY_OBJECTS = 32
@@ -36,6 +37,8 @@ class Global:
     users: Any = field(default=None, compare=False)
     error: ElasticCkptError | None = field(default=None, compare=False)  # raised when the object is wanted
     copies: bool = True  # whether the result of ``call`` may be as large as its arguments
+    is_function: bool = False  # no class or value: refused wherever it is not called
+    takes_functions: bool = False  # whose arguments name a function, which it checks
 
     def __repr__(self) -> str:
         return self.name
@@ -60,7 +63,7 @@ class Call:
 
     @property
     def is_users(self) -> bool:
-        """Whether the user allowed what is called."""
+        """Whether the user allowed what is called; the result of no other call is called."""
         return type(self.function) is Call or self.function.users is not None
 
     def __int__(self) -> int:

@@ -35,7 +35,13 @@ from elastic_ckpt.formats.torch_archive.calls import (
     refuse_errors,
     unsafe_error,
 )
-from elastic_ckpt.formats.torch_archive.tensors import REBUILD, UNREADABLE, kind_error, subclass_error
+from elastic_ckpt.formats.torch_archive.tensors import (
+    REBUILD,
+    STORAGE_NAMES,
+    UNREADABLE,
+    kind_error,
+    subclass_error,
+)
 
 ARRAY, BUFFER, DTYPE, NAMESPACE = "numpy.ndarray", "numpy.frombuffer", "numpy.dtype", "types.SimpleNamespace"
 #: Classes of Python that are made of plain parts, where their result is wanted (:mod:`elastic_ckpt.formats.objects`).
@@ -98,7 +104,7 @@ def find_global(module: str, name: str) -> Global:
         return Global(path, partial(_numpy_dtype, is_any=True))
     if (entry := _closed_list().get(path)) is not None:
         return entry
-    if (path.startswith("torch.") and path.endswith("Storage")) or _OF_TORCH.fullmatch(path):
+    if path in STORAGE_NAMES or _OF_TORCH.fullmatch(path):
         return Global(path)
     if module not in _BLOCKED and path not in _COLLECTIVE and path in (users := _users_globals()):
         return Global(path, users=users[path])
@@ -167,7 +173,18 @@ def _closed_list() -> dict[str, Global]:
         calls[f"{core}.multiarray._reconstruct"] = _numpy_array
         calls[f"{core}.multiarray.scalar"] = _numpy_scalar
         calls[f"{core}.numeric._frombuffer"] = _numpy_buffer
-    return {path: Global(path, call, copies=path not in REBUILD) for path, call in calls.items()}
+    functions = {"builtins.getattr", "_codecs.encode", "torch.serialization._get_layout", *REBUILD}
+    functions |= {path for path in calls if path.startswith("numpy.core.") or path.startswith("numpy._core.")}
+    return {
+        path: Global(
+            path,
+            call,
+            copies=path not in REBUILD,
+            is_function=path in functions,
+            takes_functions=path.endswith("._rebuild_from_type") or path.endswith("._rebuild_from_type_v2"),
+        )
+        for path, call in calls.items()
+    }
 
 
 def set_state(target: Any, state: Any) -> None:

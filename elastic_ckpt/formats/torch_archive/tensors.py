@@ -26,6 +26,14 @@ _STORAGES = {
     # integers that stand for the numbers of a quantized tensor
     **{"QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32"},
 }
+#: Under what names storages are pickled: nothing else below ``torch`` is imported because its name ends so.
+STORAGE_NAMES = frozenset(
+    (
+        *map("torch.{}".format, _STORAGES),
+        *map("torch.cuda.{}".format, _STORAGES),
+        *("torch.storage.UntypedStorage", "torch.storage._UntypedStorage"),
+    )
+)
 #: Keys of storages are small numbers.
 _MOST_ELEMENTS, _MOST_KEY_LENGTH = 1 << 62, 256
 #: Bytes of a part of a tensor that may be more than its storage has: strides of 0 repeat elements without end.
@@ -33,6 +41,7 @@ _MOST_REPEATED_NBYTES = 1 << 16
 #: What makes tensors that are not dense, by the name of the call (:mod:`elastic_ckpt.formats.objects`).
 SPARSE, QUANTIZED = "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor"
 META, CHANGED = "torch._utils._rebuild_meta_tensor_no_storage", "torch._utils.set_tensor_metadata"
+NESTED, WRAPPER = "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_wrapper_subclass"
 PARAMETER = "torch.nn.Parameter"
 OTHER_FORM = "save it in another form"
 
@@ -99,10 +108,9 @@ def storage_id(persistent_id: Any) -> tuple[str, str, int, Any]:
     is_known = type(kind) is Global and type(key) is str and len(key) <= _MOST_KEY_LENGTH
     if not is_known or type(numel) is not int or not 0 <= numel < _MOST_ELEMENTS:
         raise pickle.UnpicklingError("a storage without type, key or size")
-    name = kind.name.rpartition(".")[2]
-    if name not in _STORAGES:
-        raise kind_error(f"a {kind.name}")
-    dtype = _STORAGES[name]
+    if kind.name not in STORAGE_NAMES:
+        raise kind.error or kind_error(f"a {kind.name}")
+    dtype = _STORAGES[kind.name.rpartition(".")[2].removeprefix("_")]
     return dtype, key, numel * ITEMSIZE[dtype.removeprefix("q")], persistent_id[5] if len(persistent_id) == 6 else None
 
 
@@ -188,6 +196,14 @@ def _sparse(layout: Any, parts: Any) -> Call:
     return Call(Global(SPARSE), (layout, *parts), "tensor")
 
 
+def _nested(*parts: Any) -> Call:
+    """Tensors of different shapes in one buffer: that, their sizes, strides and offsets."""
+    _check_parts(*parts)
+    if len(parts) != 4:
+        raise pickle.UnpicklingError(f"a nested tensor of {len(parts)} parts")
+    return Call(Global(NESTED), parts, "tensor")
+
+
 def _check_parts(*parts: Any) -> None:
     """Refuse what is no tensor, or has more elements than its storage: torch looks at each of them."""
     refuse_errors(*parts)
@@ -204,6 +220,21 @@ def _meta(dtype: Any, size: Any, stride: Any, grad: Any) -> Call:
     if len(size) != len(stride):
         raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
     return Call(Global(META), (dtype, checked_shape(size), checked_shape(stride), grad is True), "tensor")
+
+
+def _wrapper(
+    cls: Any, dtype: Any, size: Any, stride: Any, offset: Any, layout: Any, _device: Any = None, grad: Any = None
+) -> Call:
+    """A tensor without bytes of its own, of a class that the user allowed: its attributes are tensors."""
+    if type(cls) is not Global:
+        raise pickle.UnpicklingError("a tensor without a class")
+    if cls.users is None:
+        raise cls.error or subclass_error(cls.name)
+    if type(dtype) is not Global or not isinstance(size, tuple) or not isinstance(stride, tuple):
+        raise pickle.UnpicklingError("a tensor of a class without dtype, size or strides")
+    if len(size) != len(stride) or type(offset) is not int or offset < 0 or type(layout) is not Global:
+        raise pickle.UnpicklingError(f"a tensor of a class of {len(size)} sizes and {len(stride)} strides")
+    return Call(cls, (dtype, checked_shape(size), checked_shape(stride), offset, layout, grad is True), "wrapper")
 
 
 def _rebuild_parameter(data: Any, requires_grad: Any, _hooks: Any, state: Any = None) -> TensorRef | Call:
@@ -228,7 +259,8 @@ def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Tensor
         return _with_state(data, state)
     if cls.users is None:
         raise cls.error or subclass_error(cls.name)
-    made = Call(cls, (data,), "subclass")
+    is_wrapper = type(data) is Call and data.how == "wrapper"
+    made = data if is_wrapper else Call(cls, (data,), "subclass")
     made.steps.append(("state", [state]))
     return made
 
@@ -274,9 +306,9 @@ REBUILD: dict[str, Callable[..., Any]] = {
     "torch._tensor._rebuild_from_type": _rebuild_from_type,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch.tensor._rebuild_from_type": _rebuild_from_type,
-    **{SPARSE: _sparse, QUANTIZED: _quantized, META: _meta},
+    **{SPARSE: _sparse, QUANTIZED: _quantized, META: _meta, NESTED: _nested, WRAPPER: _wrapper},
 }
-#: Those of tensors that are not made here, which check their parts.
-_KINDS = ("sparse_csr_tensor", "wrapper_subclass", "xla_tensor", "mkldnn_tensor", "nested_tensor")
-_KINDS_OF_DEVICES = ("device_tensor_from_numpy", "device_tensor_from_cpu_tensor")
-UNREADABLE = frozenset(f"torch._utils._rebuild_{kind}" for kind in (*_KINDS, *_KINDS_OF_DEVICES))
+#: Those of tensors that nobody makes here.
+_OF_DEVICES = ("device_tensor_from_numpy", "device_tensor_from_cpu_tensor")
+_KINDS = ("sparse_csr_tensor", "xla_tensor", "mkldnn_tensor", *_OF_DEVICES)
+UNREADABLE = frozenset(f"torch._utils._rebuild_{kind}" for kind in _KINDS)

@@ -54,8 +54,8 @@ def check_tree(tree: Any) -> None:
         if depth > _MOST_DEPTH:
             raise _too_entangled(f"objects {depth} deep in each other")
         refuse_errors(node, node.function if type(node) is Call else None)
-        if type(node) is Call and node.how in ("tensor", "subclass"):
-            raise kind_error(f"{node}, a tensor of a class of its own" if node.how == "subclass" else str(node))
+        if type(node) is Call and node.how in ("tensor", "subclass", "wrapper"):
+            raise kind_error(str(node) if node.how == "tensor" else f"{node}, a tensor of a class of its own")
         children = _children(node)
         sizes[id(node)] = 0
         kept.append(children)

@@ -3,7 +3,11 @@
 The package's docstring says what it may name, and what bounds time and memory. Python's own :class:`pickle.Unpickler`
 is not safe even with ``find_class`` overridden: it sets attributes of whatever a BUILD opcode meets, takes objects from
 ``copyreg``'s cache of extensions, allocates what a LONG_BINPUT or a length claims, and hashes tuples that a
-few dozen bytes make exponentially large. Source: ``pickletools.py`` of Python, protocols 2 to 5.
+few dozen bytes make exponentially large. Source: ``pickletools.py`` and ``_pickle.c`` of Python, protocols 2 to 5.
+
+Nothing that is read here is read by another unpickler as well, so that no difference between two of them matters.
+Nevertheless a pickle whose bytes Python's own would group into other opcodes is refused (``tests/attacks`` compares
+the two): frames hold whole opcodes, are not nested, and end with the pickle.
 """
 
 from __future__ import annotations
@@ -34,6 +38,10 @@ _PART_SIZES: dict[Any, int] = {
 #: so many bytes of the file, and so many more. Marks: one for each container that is being filled.
 _FILE_NBYTES_PER_CONTAINER, _MOST_MORE_CONTAINERS, _MOST_MARKS = 64, 1 << 18, 1 << 10
 _UINT32 = struct.Struct("<I")
+#: Where a frame ends while there is none.
+_NO_FRAME = sys.maxsize
+#: Names of Python 2 are translated in pickles of protocols below this one, as pickle does.
+_FIRST_PROTOCOL_OF_PYTHON_3, _HIGHEST_PROTOCOL = 3, 5
 #: Opcodes that picklers write in protocols 0 and 1 alone.
 _OF_PROTOCOL_0 = frozenset(b"2FILPSTUVdgiop")
 
@@ -61,6 +69,8 @@ class Unpickler:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.protocol = 0
+        self.frame_end = _NO_FRAME
         self._globals: dict[tuple[str, str], Global] = {}
         self._left = sys.maxsize if is_trusted else _MOST_COPIED * len(data) + _MOST_MORE_COPIED
         most_containers = file_nbytes // _FILE_NBYTES_PER_CONTAINER + _MOST_MORE_CONTAINERS
@@ -75,7 +85,11 @@ class Unpickler:
         # the most frequent opcodes are inlined: a call for each would double the time
         data, at, stack, marks, memo = self.data, self.at, self.stack, self.marks, self.memo
         push, pop, uint32, start = stack.append, stack.pop, _UINT32.unpack_from, at
+        frame_end = self.frame_end
         while True:
+            if at >= frame_end:
+                self.end_frame(at)
+                frame_end = _NO_FRAME
             code = data[at]
             at += 1
             if code == 0x72:  # LONG_BINPUT
@@ -121,6 +135,8 @@ class Unpickler:
                 stack[-1] = (stack[-1],)
             elif code == 0x2E:  # STOP
                 self.at = at
+                if frame_end != _NO_FRAME:
+                    self.end_frame(at)
                 return pop()
             else:
                 self.at = at
@@ -136,7 +152,26 @@ class Unpickler:
                 else:
                     what = f"the opcode {code:#04x}, which data of protocols 2 to 5 does not need"
                     raise pickle.UnpicklingError(what)
-                at = self.at
+                at, frame_end = self.at, self.frame_end
+
+    def begin_protocol(self) -> None:
+        """Note the protocol that the pickle states."""
+        self.protocol = self.take(1)[0]
+        if self.protocol > _HIGHEST_PROTOCOL:
+            raise pickle.UnpicklingError(f"protocol {self.protocol}, where {_HIGHEST_PROTOCOL} is the highest")
+
+    def begin_frame(self) -> None:
+        """Note where a frame ends: inside the data, and behind the frame before it."""
+        nbytes = int.from_bytes(self.take(8), "little")
+        if self.frame_end != _NO_FRAME or nbytes > len(self.data) - self.at:
+            raise pickle.UnpicklingError(f"a frame of {nbytes} bytes at byte {self.at} of {len(self.data)}")
+        self.frame_end = self.at + nbytes
+
+    def end_frame(self, at: int) -> None:
+        """Leave the frame, which must end where an opcode does."""
+        if at != self.frame_end:
+            raise pickle.UnpicklingError(f"a frame that ends at byte {self.frame_end}, not with the opcode at {at}")
+        self.frame_end = _NO_FRAME
 
     def take(self, nbytes: int) -> bytes:
         """The next bytes."""
@@ -175,8 +210,10 @@ class Unpickler:
         """What stands for a name, of Python 2 or 3."""
         if type(name) is not str or type(module) is not str:
             raise pickle.UnpicklingError("a global whose name is no string")
-        module, name = NAME_MAPPING.get((module, name), (module, name))
-        key = IMPORT_MAPPING.get(module, module), name
+        key = module, name
+        if self.protocol < _FIRST_PROTOCOL_OF_PYTHON_3:
+            module, name = NAME_MAPPING.get(key, key)
+            key = IMPORT_MAPPING.get(module, module), name
         if key not in self._globals:
             self._globals[key] = self._find(*key)
         return self._globals[key]
@@ -186,12 +223,19 @@ class Unpickler:
         if type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"{described(function)} is called with no tuple")
         self.count_container()
-        if type(function) is Call:
+        if type(function) is Call and function.is_users and function.how != "member":
             return Call(function, arguments)
         if type(function) is not Global:
             raise pickle.UnpicklingError(f"{described(function)} is called")
+        passed = None if function.takes_functions else next(filter(_is_function, arguments), None)
+        if passed is not None:
+            return self.refused(unsafe_error(f"{passed} in the arguments of {function}"))
         if function.users is not None:
             return Call(function, arguments, how)
+        return self.call_listed(function, arguments)
+
+    def call_listed(self, function: Global, arguments: tuple[Any, ...]) -> Any:
+        """What a global of the closed list makes of its arguments."""
         if function.call is None:
             return self.refused(function.error or unsafe_error(function.name))
         if function.copies and arguments:
@@ -234,6 +278,10 @@ class Unpickler:
                 self._left -= len(each) * _PART_SIZES[type(each)]
         if self._left < 0:
             raise pickle.UnpicklingError("objects that are made again and again from the same large parts")
+
+
+def _is_function(argument: Any) -> bool:
+    return type(argument) is Global and argument.is_function
 
 
 def _long(machine: Unpickler, width: int) -> int:
@@ -317,10 +365,10 @@ _CONTAINERS: dict[int, Callable[[Unpickler], Any]] = {
     pickle.LIST[0]: lambda machine: machine.marked(),
     pickle.FROZENSET[0]: lambda machine: frozenset(checked_keys(machine.marked())),
 }
-#: What pushes nothing; what PROTO and FRAME announce is not needed.
+#: What pushes nothing.
 _OPERATIONS: dict[int, Callable[[Unpickler], Any]] = {
-    pickle.PROTO[0]: lambda machine: machine.take(1),
-    pickle.FRAME[0]: lambda machine: machine.take(8),
+    pickle.PROTO[0]: Unpickler.begin_protocol,
+    pickle.FRAME[0]: Unpickler.begin_frame,
     pickle.MEMOIZE[0]: _memoize,
     pickle.APPEND[0]: lambda machine: _fill("items", machine.last(1), machine),
     pickle.APPENDS[0]: lambda machine: _fill("items", machine.marked(), machine),
