@@ -226,6 +226,25 @@ def test_a_source_that_changes_meanwhile_leaves_no_checkpoint(
     assert run(source, tmp_path / "out").exit_code == 0
 
 
+class Code:
+    """Runs where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit(9)",)
+
+
+@pytest.mark.parametrize("name", ["z1-fp32-adamw-dp2", "z3-fp32-adamw-dp2"])
+def test_code_in_a_client_state_is_not_handed_on(native: Path, tmp_path: Path, name: str) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(native / name, source)
+    for path in (source / "step4").glob("*model_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        torch.save({**tree, "odd": Code()}, path)
+    result = run(source, tmp_path / "out")
+    assert result.exit_code == 3 and "builtins.exec" in result.stderr.replace("\n", " ")
+    assert list(tmp_path.iterdir()) == [source]
+
+
 def test_where_nothing_can_be_written_there_is_an_error(native: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(native / "z1-fp32-adamw-dp2", source)

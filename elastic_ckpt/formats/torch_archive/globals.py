@@ -44,6 +44,8 @@ from elastic_ckpt.formats.torch_archive.tensors import (
 )
 
 ARRAY, BUFFER, DTYPE, NAMESPACE = "numpy.ndarray", "numpy.frombuffer", "numpy.dtype", "types.SimpleNamespace"
+#: Where this numpy has the functions that rebuild its arrays.
+MULTIARRAY: str = np.zeros(1).__reduce__()[0].__module__
 #: Classes of Python that are made of plain parts, where their result is wanted (:mod:`elastic_ckpt.formats.objects`).
 PLAIN_CLASSES = frozenset(
     (
@@ -90,7 +92,7 @@ _OF_TUPLES = dict.fromkeys(
 )
 #: Dtypes, also those whose tensors cannot be read, and schemes of quantized tensors; layouts.
 _OF_TORCH = re.compile(r"torch\.(?:bool|(?:q?u?int|bits|b?float|complex)\d\w{,30}|per_(?:tensor|channel)_\w{,30})")
-_LAYOUT = re.compile(r"torch\.(?:strided|jagged|_mkldnn|sparse_[a-z]{3})")
+LAYOUT = re.compile(r"torch\.(?:strided|jagged|_mkldnn|sparse_[a-z]{3})")
 #: Dtypes of numpy: numbers, strings of one length, dates and durations; the units of these.
 _PLAIN_DTYPE = re.compile(r"[?biufc]\d{0,2}|[US]\d{1,6}|[mM]8")
 _UNIT, _MOST_UNITS = re.compile(rb"[a-zA-Z]{1,7}"), 1 << 30
@@ -279,7 +281,7 @@ def _numpy_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Call:
 def _numpy_scalar(dtype: Any, data: Any) -> Any:
     _check_elements(dtype, data, ())
     if dtype.is_users:
-        return Call(Global("numpy.scalar", users=np.float64(0).__reduce__()[0]), (dtype, data))
+        return Call(Global(f"{MULTIARRAY}.scalar", users=np.float64(0).__reduce__()[0]), (dtype, data))
     return np.frombuffer(data, _real_dtype(dtype))[0]
 
 
@@ -298,7 +300,7 @@ def _of_python(name: str, *args: Any) -> Call:
 
 def _layout(name: Any) -> Global:
     """With which torch pickles the layout of a tensor."""
-    if type(name) is not str or not _LAYOUT.fullmatch(name):
+    if type(name) is not str or not LAYOUT.fullmatch(name):
         raise pickle.UnpicklingError(f"a layout that is none: {described(name)}")
     return Global(name)
 

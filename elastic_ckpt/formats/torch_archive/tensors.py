@@ -34,6 +34,8 @@ STORAGE_NAMES = frozenset(
         *("torch.storage.UntypedStorage", "torch.storage._UntypedStorage"),
     )
 )
+#: The storage class of each dtype that has one.
+STORAGE_OF = {dtype: f"torch.{name}" for name, dtype in _STORAGES.items() if name != "UntypedStorage"}
 #: Keys of storages are small numbers.
 _MOST_ELEMENTS, _MOST_KEY_LENGTH = 1 << 62, 256
 #: Bytes of a part of a tensor that may be more than its storage has: strides of 0 repeat elements without end.

@@ -2,26 +2,20 @@
 
 The layout is that of ``ds_to_universal.py`` (DeepSpeed 0.19.8): ``zero/<parameter>/<key>.pt`` with the whole tensor and
 its tensor-parallel layout, ``step.pt`` beside them, ``zero/optimizer_state.pt`` with the rest of the optimizer's state,
-and copies of the model-states files. Unlike there, parameters keep their shapes after stage 3 too, and nothing of rank
-0's partitions is copied.
+and the model-states files, written anew. Unlike there, parameters keep their shapes after stage 3 too, and nothing of
+rank 0's partitions is copied.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import pickle
 import re
-import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-import torch
 
 from elastic_ckpt.core.fqn import expert_name, with_stacks
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
@@ -36,7 +30,8 @@ from elastic_ckpt.formats.universal import common_optimizer_state
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
-from elastic_ckpt.storage import inherited, medium_of, open_stream
+from elastic_ckpt.storage import inherited, medium_of
+from elastic_ckpt.tools.conversion.rewriting import rewrite, save
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import OpenedCheckpoint
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
@@ -88,9 +83,11 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
             save({**entries, "param": reader.tensor(tensor)}, path)
             return tensor.nbytes
 
+        skips = opened.config.on_unreadable_entry == "skip"
         for path in models:
-            with open_stream(path) as stream, (place / plain_name(os.path.basename(path))).open("wb") as written:
-                shutil.copyfileobj(stream, written)
+            written = place / plain_name(os.path.basename(path))
+            unread = rewrite(path, written, trust_pickle=opened.config.trust_pickle, skip_unreadable=skips)
+            notes += tuple(f"left out of the client state: {key}" for key in unread)
         first = found.path(found.files.optimizer[min(found.files.optimizer)])
         save(common_optimizer_state(open_pickled(first, opened.config.trust_pickle)), zero / UNIVERSAL_OPTIMIZER)
         for done in pool.map(write, tensors):  # an error cancels the others
@@ -149,50 +146,6 @@ def _checked(name: str, folder: str) -> str:
         expected = "a name without path separators and control characters, of at most 255 bytes"
         raise UnsupportedError(problem, folder, expected, parameter=repr(name)[:300])
     return name
-
-
-_PythonsPickler: Any = pickle._Pickler
-
-
-class _Pickler(_PythonsPickler):  # type: ignore[misc]
-    """Python's own pickler; a stand-in is written as the object that it stands for, whose class is not imported."""
-
-    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-        if type(obj) is not Call or id(obj) in self.memo:
-            super().save(obj, save_persistent_id)
-            return
-        module, _, of_class = obj.name.rpartition(".")
-        named = f"c{module}\n{of_class}\n".encode()
-        if obj.how == "member":
-            self.save(getattr)
-            self.write(pickle.MARK + named)
-            for argument in obj.args:
-                self.save(argument)
-            self.write(pickle.TUPLE + pickle.REDUCE)
-        else:
-            self.write(named)
-            self.save(obj.args)
-            self.write(pickle.NEWOBJ if obj.how == "new" else pickle.REDUCE)
-        self.memoize(obj)
-        if vars(obj):
-            self.save(vars(obj))
-            self.write(pickle.BUILD)
-
-
-_PICKLE: Any = ModuleType(__name__)
-_PICKLE.Pickler = _Pickler
-
-
-def save(tree: Any, path: Path) -> None:
-    """:func:`torch.save` for a tree with stand-ins, where DeepSpeed is not imported.
-
-    Raises :class:`OSError` if the file cannot be written, of which torch's own writer tells no more than a position.
-    """
-    try:
-        torch.save(tree, path, pickle_module=_PICKLE, pickle_protocol=2)
-    except RuntimeError as error:
-        text = f"{str(error).partition(chr(10))[0]} (is the disk full?)"
-        raise OSError(errno.EIO, text, str(path)) from error
 
 
 def tp_entries(rule: ShardSpec | None, tensor: LogicalTensor) -> dict[str, Any]:
