@@ -48,7 +48,6 @@ ASKS_THE_SYSTEM = {
     "load/installation/__init__.py: (file := Path(folder, _PTH)).is_file": "a file in site-packages",
     "load/installation/__init__.py: shutil.copyfile": "a file in site-packages",
     "tools/opened.py: path.read_text": "a DeepSpeed config",
-    "tools/conversion/__init__.py: (place / plain_name(os.path.basename(path))).open": "writes a copy",
     "tools/conversion/__init__.py: os.walk": "counts what was written",
     "tools/fetch.py: path.is_file": "what was fetched before",
     "tools/export.py: path.parent.stat": "permissions of what is written",
@@ -136,6 +135,7 @@ def test_each_command_says_of_itself_what_the_list_says(name: str) -> None:
 
 #: Tests of what no unit test imports: by test, the modules that it covers through what others do with them.
 COVERED_BY = {
+    "formats/test_client_state.py": "formats/rebuilt_tensors",
     "test_run.py": "__main__",
     "distributed/test_cli_diff.py": "cli/tensors",
     "distributed/test_cli_latest.py": "tools/latest",

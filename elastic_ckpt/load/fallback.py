@@ -33,13 +33,14 @@ from elastic_ckpt.formats import CheckpointInfo, saved_config
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.objects import read_objects
-from elastic_ckpt.formats.pickled import PickledFile, open_pickled, open_whole, refuse_unmade
+from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled
 from elastic_ckpt.formats.same_save import compare_counts
 from elastic_ckpt.formats.saved_states import read_groups, settings
+from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.load.flow import LoadCall
-from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url
+from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream
 
 #: What DeepSpeed's loader opens in the folder of a tag, with what its ``fast`` writer appends.
 _OPENED = re.compile(r".*(?:model|optim)_states\.pt(?:-\d+\.\d+)?")
@@ -58,7 +59,9 @@ def check_objects(found: CheckpointInfo, own_files: bool) -> None:
     def check_mine() -> None:
         names = sorted(filter(_OPENED.fullmatch, file_names(found.folder)))
         for name in names if own_files else names[distributed.rank() :: distributed.world_size()]:
-            refuse_unmade(open_whole(found.path(name)))
+            path = found.path(name)
+            with named_errors(path), open_stream(path) as stream:
+                screen(stream)
 
     distributed.all_gather("read the files for DeepSpeed's own loader", check_mine)
 

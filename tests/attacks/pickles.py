@@ -405,8 +405,8 @@ BOMBS: dict[str, bytes] = {
 
 BOMBS |= {what: _client(entry) for what, entry in _MADE.items()}
 
-#: What torch would make, of a file that is screened for its loader.
-SCREENED: dict[str, bytes] = {
+#: What torch's loader would make.
+MADE_BY_TORCH: dict[str, bytes] = {
     **{what: _client(_MADE[what]) for what in ("a fraction of a thousand million digits", "a deque of a range")},
     "a default dictionary with a deep key": _client(_MADE["a default dictionary with a key that is deep"]),
     "a key that hashes what is deep": _client(_MADE["a key whose real object hashes what is deep"]),

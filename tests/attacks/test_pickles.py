@@ -21,7 +21,7 @@ from elastic_ckpt.formats.objects import read_objects
 from elastic_ckpt.formats.pickled import open_pickled
 from tests.attacks.assembly import archive, legacy, packed, records_of
 from tests.attacks.guard import guarded, read
-from tests.attacks.pickles import BOMBS, NAMES, SCREENED, TRICKS, Nested, routes
+from tests.attacks.pickles import BOMBS, MADE_BY_TORCH, NAMES, TRICKS, Nested, routes
 
 #: The size of an object of Python for each byte of a pickle that can make one.
 OBJECT_NBYTES = 200
@@ -64,9 +64,9 @@ def test_bombs_do_not_go_off(tmp_path: Path, what: str) -> None:
     assert file is None and error is not None
 
 
-@pytest.mark.parametrize("what", SCREENED)
+@pytest.mark.parametrize("what", MADE_BY_TORCH)
 def test_what_takes_torch_long_or_much_is_not_made(tmp_path: Path, what: str) -> None:
-    path = archive(tmp_path, SCREENED[what])
+    path = archive(tmp_path, MADE_BY_TORCH[what])
     with guarded(64 << 20), pytest.raises((UnsafePickleError, UnsupportedError, DamagedError)):
         read_objects(path)
 

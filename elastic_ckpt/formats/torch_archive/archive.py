@@ -241,3 +241,22 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle)
         offsets[key] = at + 8
         at += 8 + size
     return unpickle(head, begin, load, nbytes)[0]
+
+
+def screen(stream: BinaryIO) -> None:
+    """Raise unless this package can make every object of an open file: for loaders that get what it makes.
+
+    Errors are those of :func:`read_archive_tree`, also for names that a pickle drops again.
+    """
+    unpickle = partial(_unpickle, find=_find_listed, keeps=())
+    if _is_legacy(stream):
+        _read_legacy(stream, unpickle)
+    else:
+        _read_zip(stream, "", unpickle, Trees(), by_piece=False)
+
+
+def _find_listed(module: str, name: str) -> Global:
+    entry = find_global(module, name)
+    if entry.error is not None:
+        raise entry.error
+    return entry

@@ -6,8 +6,8 @@ Another loader runs whatever a pickle names. What is written names what this pac
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
+import struct
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,12 @@ from elastic_ckpt.formats.torch_archive.tree import refusals
 from elastic_ckpt.formats.torch_archive.writer import TreePickler, pickled_tree
 from elastic_ckpt.storage import open_stream
 
+#: Of a record's header: its size without name and extra field, that of a block of 64-bit sizes, and torch's alignment.
+_HEADER_NBYTES, _WIDE_NBYTES, _ALIGNMENT = 30, 20, 64
+#: A block of the extra field, with torch's own mark of padding: the mark and its size.
+_PADDING = struct.Struct("<2sH")
+#: Of torch's archives (``kProducedFileFormatVersion``).
+_VERSION = b"3\n"
 _PICKLE: Any = ModuleType(__name__)
 _PICKLE.Pickler = TreePickler
 
@@ -27,10 +33,13 @@ _PICKLE.Pickler = TreePickler
 def save(tree: Any, path: Path) -> None:
     """:func:`torch.save` for a tree of real tensors, and of stand-ins where DeepSpeed is not imported.
 
-    Raises :class:`OSError` if the file cannot be written.
+    Raises :class:`OSError` if the file cannot be written, of which torch's own writer tells no more than a position.
     """
-    with writing(path):
+    try:
         torch.save(tree, path, pickle_module=_PICKLE, pickle_protocol=2)
+    except RuntimeError as error:
+        text = f"{str(error).partition(chr(10))[0]} (is the disk full?)"
+        raise OSError(errno.EIO, text, str(path)) from error
 
 
 def rewrite(source: str, target: Path, *, trust_pickle: bool, skip_unreadable: bool) -> list[str]:
@@ -43,30 +52,28 @@ def rewrite(source: str, target: Path, *, trust_pickle: bool, skip_unreadable: b
     unread = [key for key, value in file.tree.items() if skip_unreadable and next(refusals(value), None) is not None]
     tree = {key: value for key, value in file.tree.items() if key not in unread}
     try:
-        data, storages = pickled_tree(tree)
+        pickled, storages = pickled_tree(tree)
     except ElasticCkptError as error:
         remedy = f'{error.remedy}; or leave it out: "elastic_checkpoint": {{"on_unreadable_entry": "skip"}}'
         raise type(error)(error.problem, **{**error.details, "file": source, "remedy": remedy}) from error
-    with (
-        open_stream(source) as stream,
-        writing(target),
-        torch.serialization._open_zipfile_writer(str(target)) as archive,
-    ):
-        archive.write_record("data.pkl", data, len(data))
-        archive.write_record("byteorder", b"little", len(b"little"))
+    with open_stream(source) as stream, zipfile.ZipFile(target, "w") as archive:
+        _add(archive, "data.pkl", pickled)
+        _add(archive, "byteorder", b"little")
         for key, ref in storages.items():
-            buffer = torch.empty(ref.nbytes, dtype=torch.uint8)
-            if ref.nbytes:
-                read_into(file, stream, ref.byte_offset, memoryview(buffer.numpy()))  # type: ignore[arg-type]
-            archive.write_record(f"data/{key}", buffer.untyped_storage(), ref.nbytes)
+            raw = bytearray(ref.nbytes)
+            if raw:
+                read_into(file, stream, ref.byte_offset, memoryview(raw))
+            _add(archive, f"data/{key}", raw)
+        _add(archive, "version", _VERSION)
     return [str(key) for key in unread]
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raises :class:`OSError` for a file that torch's writer could not write; it tells no more than a position."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = f"{str(error).partition(chr(10))[0]} (is the disk full?)"
-        raise OSError(errno.EIO, text, str(path)) from error
+def _add(archive: zipfile.ZipFile, name: str, raw: bytes | bytearray) -> None:
+    """Add a record as torch writes it: uncompressed, in a folder named after the file, at a multiple of 64 bytes."""
+    info = zipfile.ZipInfo(f"{Path(str(archive.filename)).stem}/{name}")
+    header_nbytes = _HEADER_NBYTES + len(info.filename.encode()) + len(_PADDING.pack(b"FB", 0))
+    if len(raw) * 1.05 > zipfile.ZIP64_LIMIT:  # as zipfile decides
+        header_nbytes += _WIDE_NBYTES
+    padding_nbytes = -(archive.start_dir + header_nbytes) % _ALIGNMENT
+    info.extra = _PADDING.pack(b"FB", padding_nbytes) + bytes(padding_nbytes)
+    archive.writestr(info, raw)

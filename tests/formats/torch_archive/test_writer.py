@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import struct
+import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from pathlib import Path
 from random import Random
@@ -73,6 +75,20 @@ def test_memory_that_nothing_refers_to_is_left_out(tmp_path: Path) -> None:
     hidden = packed([("a/data.pkl", b"\x80\x02}."), ("a/data/7", b"secret" * 100), ("a/byteorder", b"little")])
     (tmp_path / "a.pt").write_bytes(hidden)
     assert b"secret" not in rewritten(tmp_path / "a.pt", tmp_path / "b.pt").read_bytes()
+
+
+def test_records_are_aligned_as_torch_aligns_them(tmp_path: Path) -> None:
+    tree = {f"w{number}": torch.ones(number) for number in range(1, 40)}
+    torch.save(tree, tmp_path / "a.pt")
+    target = rewritten(tmp_path / "a.pt", tmp_path / "b.pt")
+    for key, tensor in torch.load(target, weights_only=True, mmap=True).items():
+        assert torch.equal(tensor, tree[key])
+    with zipfile.ZipFile(target) as found, target.open("rb") as stream:
+        for info in found.infolist():
+            stream.seek(info.header_offset + 26)
+            name_nbytes, extra_nbytes = struct.unpack("<2H", stream.read(4))
+            assert (info.header_offset + 30 + name_nbytes + extra_nbytes) % 64 == 0, info.filename
+            assert info.filename.startswith("b/") and found.testzip() is None
 
 
 DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.bool]
