@@ -6,7 +6,9 @@ escaped as Python escapes it. Everything else stays: accents, Chinese, emoji.
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 #: Control characters of 7 and 8 bits; those of bidirectional text and deprecated ones beside them; separators of lines
 #: and paragraphs; surrogates, which cannot be encoded.
@@ -28,6 +30,11 @@ def printable_lines(text: str) -> str:
 def one_line(text: str) -> str:
     """Text of several lines on one, with control characters escaped and other white space as single spaces."""
     return printable(" ".join(text.split()))
+
+
+def config_text(value: Any) -> str:
+    """A value as JSON for a config, with letters of any language as they are and control characters escaped."""
+    return _ANY.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def _escaped(found: re.Match[str]) -> str:

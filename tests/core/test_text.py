@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.text import one_line, printable, printable_lines
+from elastic_ckpt.core.text import config_text, one_line, printable, printable_lines
 from tests.hostile_text import HOSTILE, READABLE, controls_in, hostile_texts, is_control
 
 
@@ -41,3 +42,12 @@ def test_escapes_are_pythons() -> None:
     assert printable_lines("a\x9b\r\nc") == "a\\x9b\\r\nc"
     assert one_line(" a\n\tb \x1b ") == "a b \\x1b"
     assert controls_in(HOSTILE) and not controls_in(printable(HOSTILE))
+
+
+@given(st.one_of(hostile_texts, st.text(), st.sampled_from(READABLE)))
+def test_config_lines_are_json_that_can_be_read_and_pasted(text: str) -> None:
+    line = config_text({"pattern": [text]})
+    assert json.loads(line) == json.loads(json.dumps({"pattern": [text]}))  # which joins surrogates, too
+    assert controls_in(line) == [] and printable(line) == line
+    if printable(text) == text and not {*'"\\'} & {*text}:
+        assert text in line
