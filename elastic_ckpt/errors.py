@@ -168,7 +168,9 @@ def _with_printable_text(error: BaseException) -> BaseException:
         error.__notes__ = [_printable_text(str(note)) for note in notes]  # type: ignore[attr-defined]
     if _is_printable(error):
         return error
-    if type(error).__str__ is BaseException.__str__ and len(error.args) == 1:
+    if isinstance(error, OSError) and error.strerror:  # which prints paths as Python's code has them
+        error.strerror = _printable_text(error.strerror)
+    elif type(error).__str__ is BaseException.__str__ and len(error.args) == 1:
         error.args = (_printable_text(str(error)),)
     if _is_printable(error):
         return error

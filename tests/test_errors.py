@@ -215,6 +215,8 @@ def test_causes_stay_as_they_are_where_they_have_none() -> None:
     assert error.__cause__ is cause and cause.__context__ is context and not cause.__suppress_context__
     error.__cause__ = SaysItself("\x1b")
     assert str(errors.with_printable_causes(error).__cause__) == r"SaysItself: says \x1b"
+    full = OSError(errno.EIO, "full\x1b", "/x\x1b")
+    assert errors.with_printable_causes(full) is full and controls_in(str(full)) == [] and full.filename == "/x\x1b"
     circle = ValueError("a\tb\x1b")
     circle.__context__ = DamagedError("q")
     circle.__context__.__context__ = circle
