@@ -21,6 +21,7 @@ from datetime import timedelta
 from itertools import accumulate, count
 from typing import Any, TypeVar
 
+from elastic_ckpt.core.text import one_line
 from elastic_ckpt.errors import CommunicationError, ConfigError, ElasticCkptError, UnforeseenError
 
 T = TypeVar("T")
@@ -235,7 +236,8 @@ def _failure(doing: str, error: Exception, on_rank: int | None) -> tuple[Elastic
         error.rank = on_rank if error.rank is None else error.rank
         return error, error.__cause__
     where = traceback.extract_tb(error.__traceback__)[-1]
-    problem, found = f"failed to {doing}: {type(error).__name__}: {error}", f"raised at {where.filename}:{where.lineno}"
+    problem = f"failed to {doing}: {type(error).__name__}: {one_line(str(error))}"
+    found = f"raised at {where.filename}:{where.lineno}"
     remedy = 'this was not foreseen; "elastic_checkpoint": {"mode": "off"} gives DeepSpeed\'s own loader'
     path = getattr(error, "filename", None)
     return UnforeseenError(problem, path, found=found, remedy=remedy, rank=on_rank), error

@@ -1,14 +1,18 @@
 """The errors that a user of elastic_ckpt meets.
 
 Every error names what is known of: parameter, file, expected, found, remedy. All are picklable, since the same error is
-raised on every rank of the job (see :mod:`elastic_ckpt.distributed`).
+raised on every rank of the job (see :mod:`elastic_ckpt.distributed`). Attributes have a checkpoint's text as it is; in
+what is printed of an error, its control characters are escaped.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from elastic_ckpt.core.text import printable, printable_lines
 
 #: Of a process or machine that has used up its descriptors or its memory.
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -57,8 +61,9 @@ class ElasticCkptError(Exception):
         self.remedy = remedy or self.default_remedy
 
     def __str__(self) -> str:
-        details = (f"\n  {name + ':':<11}{value}" for name, value in self.details.items() if value is not None)
-        return f"{self.problem}{''.join(details)}\n  {'see:':<11}{_HELP}#{type(self).__name__.lower()}"
+        known = {name: value for name, value in self.details.items() if value is not None}
+        details = (f"\n  {name + ':':<11}{printable(str(value))}" for name, value in known.items())
+        return f"{printable(self.problem)}{''.join(details)}\n  {'see:':<11}{_HELP}#{type(self).__name__.lower()}"
 
     @property
     def details(self) -> dict[str, Any]:
@@ -125,3 +130,63 @@ def refuse_used_up(error: Exception, path: str) -> None:
         remedy = "raise the limit (ulimit -n), or free memory, and load again: the checkpoint is not damaged"
         found = f"{type(error).__name__}: {error.strerror}"
         raise UnforeseenError(problem, path, expected, found, remedy=remedy) from error
+
+
+@contextmanager
+def printable_errors() -> Iterator[None]:
+    """Run a body, of whose exceptions a traceback prints no control characters. Local."""
+    try:
+        yield
+    except Exception as error:
+        with_printable_causes(error)
+        raise
+
+
+def with_printable_causes(error: BaseException) -> BaseException:
+    """An error of any class whose traceback, down to its first cause, has no control characters but newlines.
+
+    It is the error itself, unless its class makes its text in a way of its own.
+    """
+    shown: dict[int, BaseException] = {}
+    waiting = [error]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in shown:
+            shown[id(each)] = _with_printable_text(each)
+            waiting += filter(None, (each.__cause__, each.__context__))
+    for each in list(shown.values()):
+        cause, context, is_suppressed = each.__cause__, each.__context__, each.__suppress_context__
+        each.__cause__ = cause and shown.get(id(cause), cause)
+        each.__context__ = context and shown.get(id(context), context)
+        each.__suppress_context__ = is_suppressed  # which setting a cause sets
+    return shown[id(error)]
+
+
+def _with_printable_text(error: BaseException) -> BaseException:
+    """An error with other text, or a :class:`RuntimeError` in its place."""
+    if notes := getattr(error, "__notes__", None):
+        error.__notes__ = [_printable_text(str(note)) for note in notes]  # type: ignore[attr-defined]
+    if _is_printable(error):
+        return error
+    if isinstance(error, OSError) and error.strerror:  # which prints paths as Python's code has them
+        error.strerror = _printable_text(error.strerror)
+    elif type(error).__str__ is BaseException.__str__ and len(error.args) == 1:
+        error.args = (_printable_text(str(error)),)
+    if _is_printable(error):
+        return error
+    instead = RuntimeError(f"{type(error).__name__}: {_printable_text(str(error))}").with_traceback(error.__traceback__)
+    instead.__cause__, instead.__context__ = error.__cause__, error.__context__
+    instead.__suppress_context__ = error.__suppress_context__
+    return instead
+
+
+def _is_printable(error: BaseException) -> bool:
+    try:
+        return str(error) == printable_lines(str(error))
+    except Exception:  # of a class whose text cannot be made: a traceback says so in its place
+        return True
+
+
+def _printable_text(text: str) -> str:
+    """Text of others, which may have lines and be indented."""
+    return printable_lines(text.expandtabs(4))

@@ -11,11 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import Outcome, names_with
+from elastic_ckpt.core.text import printable, printable_lines
 from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.errors import shortened
 
@@ -32,7 +34,21 @@ _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen parameters
 
 def progress_bar(what: str, nbytes: int, show: bool | None, leave: bool = True) -> tqdm[Any]:
     """A progress bar over bytes; ``show`` is ``None``: if standard error is a terminal."""
-    return tqdm(None, what, nbytes, leave, unit="B", unit_scale=True, disable=None if show is None else not show)
+    disable = None if show is None else not show
+    return tqdm(None, printable(what), nbytes, leave, unit="B", unit_scale=True, disable=disable)
+
+
+class SafeConsole(Console):
+    """Prints text of a checkpoint (tags, names, values) with control characters escaped, whoever prints it."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The text that rich lays out: all strings pass through here, those in tables and trees too."""
+        return super().render_str(printable_lines(text), **options | {"emoji": False})
+
+
+def literal(text: Any) -> str:
+    """Text of a checkpoint for a place that may have markup: on one line, and shown as it is."""
+    return escape(printable(str(text)))
 
 
 @dataclass(frozen=True)
@@ -152,7 +168,7 @@ class LoadReport:
         rows += _work_rows(self.ranks) + ([] if self.verified is None else [("verified", str(self.verified))])
         rows += [("note", note) for note in self.notes] + [("unchanged", self.goes_on)] * bool(self.goes_on)
         rows += [("differs", each) for each in self.differs]
-        return table("elastic_ckpt: checkpoint restored", rows=[(name, escape(text)) for name, text in rows])
+        return table("elastic_ckpt: checkpoint restored", rows=[(name, Text(printable(text))) for name, text in rows])
 
     def print_to(self, console: Console) -> None:
         """Print the table; words that are wider than it, such as paths, are broken on terminals only."""
@@ -168,7 +184,7 @@ class LoadReport:
 
 
 def table(heading: str, *columns: str, rows: Iterable[Sequence[Any]] = (), **options: Any) -> Table:
-    """A titled table of rows, whose cells may have markup; headings that begin with ``>`` are of numeric columns.
+    """A titled table of rows, whose strings may have markup; headings that begin with ``>`` are of numeric columns.
 
     Without headings, it lists facts: pairs of a name and a value, those without a value left out.
     """
@@ -181,7 +197,7 @@ def table(heading: str, *columns: str, rows: Iterable[Sequence[Any]] = (), **opt
         made.add_column(overflow="fold")
     for row in rows:
         if columns or row[1]:
-            made.add_row(*map(str, row))
+            made.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in row))
     return made
 
 

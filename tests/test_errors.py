@@ -5,19 +5,25 @@ from __future__ import annotations
 import copy
 import errno
 import pickle
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_ckpt import errors
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
+from elastic_ckpt.core.text import printable
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnforeseenError
 from elastic_ckpt.formats.detect import read_latest
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.io.reader import check_files
+from tests.hostile_text import READABLE, controls_in, hostile_texts
 
 DETAILS: dict[str, Any] = {
     "parameter": "layers.0.weight",
@@ -124,3 +130,94 @@ def test_a_process_without_descriptors_or_memory_accuses_no_file(
     ):
         with pytest.raises(UnforeseenError, match="not damaged"):
             read()
+
+
+# --- text of a checkpoint ---------------------------------------------------------------------------------------
+
+
+def traceback_of(raising: Callable[[], Any]) -> str:
+    """What Python prints of what a public function raises."""
+    try:
+        errors.printable_errors()(raising)()
+    except Exception:
+        return traceback.format_exc()
+    raise AssertionError("nothing was raised")
+
+
+@given(hostile_texts, st.sampled_from(KINDS), st.sampled_from(["problem", *DETAILS]))
+def test_an_error_prints_text_of_a_checkpoint_escaped_and_keeps_it_as_it_is(
+    text: str, kind: type[ElasticCkptError], place: str
+) -> None:
+    fields = {"problem": "p", **DETAILS, place: text}
+    error = pickle.loads(pickle.dumps(kind(**fields)))
+    assert controls_in(str(error), but="\n") == [] and str(error).count("\n") == len(DETAILS) + 1
+    assert printable(text) in str(error)
+    assert getattr(error, place) == text, "as JSON has it"
+
+
+@pytest.mark.parametrize("text", READABLE)
+def test_an_error_leaves_names_of_any_language_readable(text: str) -> None:
+    assert str(ElasticCkptError(text, parameter=text)).count(text) == 2
+
+
+class SaysItself(Exception):
+    """Makes its text in a way of its own, as pydantic's errors do."""
+
+    def __str__(self) -> str:
+        return f"says {self.args[0]}"
+
+
+class CannotSay(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+CAUSES: list[Callable[[str], Exception]] = [
+    ValueError,
+    RuntimeError,
+    KeyError,
+    SaysItself,
+    CannotSay,
+    lambda text: OSError(5, text, text),
+    lambda text: ValueError(text, 1),
+    lambda text: RuntimeError(Path(text.replace("\0", ""))),
+    lambda text: DamagedError(text, text),
+]
+
+
+@given(hostile_texts, st.lists(st.sampled_from(CAUSES), min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_a_traceback_has_no_control_characters_down_to_the_first_cause(
+    text: str, causes: list[Callable[[str], Exception]], linked: bool, ours: bool
+) -> None:
+    def raising(number: int = 0) -> None:
+        if number == len(causes):
+            raise DamagedError(text, text) if ours else RuntimeError(text)
+        try:
+            raise causes[number](text)
+        except Exception as error:
+            if linked:
+                raise (DamagedError(text) if ours else KeyError(text)) from error
+            raising(number + 1)
+
+    shown = traceback_of(raising)
+    assert controls_in(shown, but="\n") == []
+    assert "another exception" in shown or "direct cause" in shown
+
+
+def test_causes_stay_as_they_are_where_they_have_none() -> None:
+    cause = SaysItself("two\nlines")
+    cause.__context__ = context = KeyError("k")
+    error = DamagedError("p")
+    error.__cause__ = cause
+    assert errors.with_printable_causes(error) is error
+    assert error.__cause__ is cause and cause.__context__ is context and not cause.__suppress_context__
+    error.__cause__ = SaysItself("\x1b")
+    assert str(errors.with_printable_causes(error).__cause__) == r"SaysItself: says \x1b"
+    full = OSError(errno.EIO, "full\x1b", "/x\x1b")
+    assert errors.with_printable_causes(full) is full and controls_in(str(full)) == [] and full.filename == "/x\x1b"
+    circle = ValueError("a\tb\x1b")
+    circle.__context__ = DamagedError("q")
+    circle.__context__.__context__ = circle
+    assert str(errors.with_printable_causes(circle)) == r"a   b\x1b", "as indented as before"

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from elastic_ckpt.config import CONFIG_KEY, read_config
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan, names_with
+from elastic_ckpt.core.text import printable
 from elastic_ckpt.load.flow import publish
-from elastic_ckpt.report import LoadReport, RankWork, ReadStats, title, united
+from elastic_ckpt.report import (
+    LoadReport,
+    RankWork,
+    ReadStats,
+    SafeConsole,
+    literal,
+    progress_bar,
+    table,
+    title,
+    united,
+)
+from tests.hostile_text import HOSTILE, READABLE, controls_in, hostile_texts
 
 SOURCE = SourceFacts("native", "/ckpt/step[4]", "step[4]", 3, 2, "0.19.8")
 OUTCOMES = (
@@ -199,6 +216,65 @@ def test_json_has_everything_and_can_be_read_back() -> None:
     ]
     assert (read["zero_stage"], read["live"]["partition_degree"], read["rank"], read["global_steps"]) == (1, 4, 0, 7)
     assert read["notes"] == ["a", "ü"]
+
+
+# --- text of a checkpoint in it -----------------------------------------------------------------------------------
+
+#: Whatever of a report a checkpoint has chosen: reports that have a text there.
+PLACES: dict[str, Callable[[str], LoadReport]] = {
+    "folder": lambda text: replace(report_of(), source=replace(SOURCE, folder=text)),
+    "format": lambda text: replace(report_of(), source=replace(SOURCE, format=text)),
+    "foreign": lambda text: replace(report_of(), source=replace(SOURCE, foreign=text)),
+    "version of DeepSpeed": lambda text: replace(report_of(), source=replace(SOURCE, ds_version=text)),
+    "storage": lambda text: report_of(storage=text),
+    "note": lambda text: report_of(notes=("a", text)),
+    "unchanged": lambda text: report_of(goes_on=text),
+    "differs": lambda text: report_of(differs=(text, "b")),
+    "role": lambda text: report_of(Outcome(text, "restored", ("a",)), Outcome(text, "fresh", (), "why")),
+    "parameter": lambda text: report_of(Outcome(FROZEN, "restored", (text,)), Outcome(MASTER, "ignored", (text, "b"))),
+    "reason": lambda text: report_of(Outcome("exp_avg", "skipped", ("a",), text)),
+}
+
+
+@given(hostile_texts, st.sampled_from(sorted(PLACES)), st.booleans())
+def test_no_text_of_a_checkpoint_in_a_report_controls_a_terminal(text: str, place: str, is_terminal: bool) -> None:
+    report, out = PLACES[place](text), io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, color_system=None, width=1000)
+    report.print_to(console)
+    console.print(report)
+    for shown in (out.getvalue(), str(report)):
+        assert controls_in(re.sub(r"\x1b\[[0-9;]*m", "", shown), but="\n") == [], "but for rich's own bold letters"
+    assert json.loads(report.as_json()) is not None and controls_in(report.as_json(), but="\n") == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("text", [printable(HOSTILE), "[red]a[/] :bomb: [link=x]", "a\\[0]", "a\\", *READABLE])
+def test_a_report_shows_markup_and_readable_names_as_they_are(text: str, place: str) -> None:
+    assert any(" ".join(text.split()) in " ".join(right.split()) for _, right in rows(PLACES[place](text)))
+
+
+def test_json_has_the_text_as_it_is() -> None:
+    assert json.loads(PLACES["note"](HOSTILE).as_json())["notes"] == ["a", HOSTILE]
+
+
+@given(hostile_texts)
+def test_what_is_published_has_none(text: str) -> None:
+    for place, make in PLACES.items():
+        with redirect_stderr(io.StringIO()) as err:
+            publish(make(text), (), read_config({}))
+        assert controls_in(err.getvalue(), but="\n") == [], place
+
+
+@given(hostile_texts)
+def test_progress_bars_and_tables_have_none(text: str) -> None:
+    with redirect_stderr(io.StringIO()) as err:
+        progress_bar(text, 1, True).close()
+    assert controls_in(err.getvalue(), but="\r\n") == [], "which go back to the line's beginning"
+    out = io.StringIO()
+    SafeConsole(file=out, width=1000).print(
+        table(literal(text), literal(text), rows=[(literal(text),), (text.replace("[", ""),)])
+    )
+    assert controls_in(out.getvalue(), but="\n") == []
 
 
 # --- what is done with it ---------------------------------------------------------------------------------------

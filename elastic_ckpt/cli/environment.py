@@ -8,14 +8,13 @@ import signal
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from elastic_ckpt.cli import app
 from elastic_ckpt.cli.output import EXIT_FOUND, Answer, AsJson, os_errors_end_the_command, tell
 from elastic_ckpt.config import VARIABLE, Mode
 from elastic_ckpt.engines import versions
 from elastic_ckpt.load import installation
-from elastic_ckpt.report import table
+from elastic_ckpt.report import literal, table
 
 _VERDICTS = {-1: "too old", 0: "tried", 1: "not tried"}
 #: As shells end where a file is no command, and where there is none.
@@ -37,13 +36,13 @@ def doctor(as_json: AsJson = False) -> None:
     variable = os.environ.get(VARIABLE)
     document = {"ok": ok, "versions": found, "known_bugs": bugs, "enabled": enabled, "variable": variable}
     rows = [(name, installed or "-", *more) for name, (installed, *more) in found.items()]
-    facts = [("known bug", escape(bug)) for bug in bugs]
+    facts = [("known bug", literal(bug)) for bug in bugs]
     if missing := [name for name, (installed, *_) in found.items() if installed is None]:
         works = "all commands" if "torch" not in missing else "all commands except convert, diff and export"
-        facts += [("works", f"{works}; an engine needs {' and '.join(missing)}: {escape(versions.INSTALL)}")]
-    facts += [("enabled", escape("\n".join(map(str, enabled)) or "no (elastic-ckpt enable)"))]
+        facts += [("works", f"{works}; an engine needs {' and '.join(missing)}: {literal(versions.INSTALL)}")]
+    facts += [("enabled", "\n".join(map(literal, enabled)) or "no (elastic-ckpt enable)")]
     if variable is not None:
-        facts += [(VARIABLE, escape(f"{variable}{', which turns it off' * (variable == '0')}"))]
+        facts += [(VARIABLE, literal(f"{variable}{', which turns it off' * (variable == '0')}"))]
     tables = table("Versions", "", "found", "tried", "", rows=rows), table("Environment", rows=facts)
     tell(Answer(document, tables, exit_code=0 if ok else EXIT_FOUND), as_json)
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from elastic_ckpt.cli.output import Answer, reads_checkpoint
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.report import counted, size, table
+from elastic_ckpt.report import counted, literal, size, table
 from elastic_ckpt.tools.fetch import fetch as fetch_files
 
 
@@ -33,6 +32,6 @@ def fetch(
     rows = [
         ("brought", f"{counted(len(fetched.names), 'file')}, {size(fetched.nbytes)}"),
         ("left in the store", f"{counted(len(fetched.left), 'file')} with tensors, {size(fetched.left_nbytes)}"),
-        ("to read them", escape(f'"elastic_checkpoint": {{"fallback_dirs": ["{url}"]}}') if fetched.left else "-"),
+        ("to read them", literal(f'"elastic_checkpoint": {{"fallback_dirs": ["{url}"]}}') if fetched.left else "-"),
     ]
     return Answer(asdict(fetched), (table("Fetched", rows=rows),))

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Tag, plain, reads_checkpoint
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.text import printable
 from elastic_ckpt.errors import shortened
-from elastic_ckpt.report import counted, size, table, title
+from elastic_ckpt.report import counted, literal, size, table, title
 from elastic_ckpt.tools.inspection import ERROR, TRAINED, inspect_folder
 from elastic_ckpt.tools.latest import newest_whole
 from elastic_ckpt.tools.verification import verify as verify_checkpoint
@@ -41,19 +41,14 @@ def inspect(
     return Answer(found, report(found, params), exit_code=0 if found["ok"] else EXIT_FOUND)
 
 
-def clean(value: Any) -> str:
-    """Text from a checkpoint on one line, with markup escaped."""
-    return escape(str(value).replace("\n", "\\n"))
-
-
 def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
     """All tables: findings first, then the list of parameters, or everything else."""
     rows: list[tuple[Any, ...]] = []
     for each in found["findings"]:
         details = {name: getattr(each, name) for name in ("parameter", "file", "expected", "found", "remedy")}
-        lines = [f"[dim]{name}:[/] {clean(text)}" for name, text in details.items() if text and text not in each.text]
+        lines = [f"[dim]{name}:[/] {literal(text)}" for name, text in details.items() if text and text not in each.text]
         level = "[bold red]error[/]" if each.level == ERROR else each.level
-        rows.append((level, "\n".join([clean(each.text), *lines])))
+        rows.append((level, "\n".join([literal(each.text), *lines])))
     if rows:
         yield table("Findings", rows=rows)
     if params:
@@ -65,7 +60,7 @@ def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
         values = " to ".join(f"{value:g}" for value in each["values"])
         kind = each["kind"] + (f" = {values}" if values else "")
         sizes = (f"{each['numel']:,}", size(each["nbytes"])) if each["numel"] else ("", "")
-        rows.append((clean(title(each["key"])), kind, each["dtype"], f"{each['tensors']:,}", *sizes))
+        rows.append((literal(title(each["key"])), kind, each["dtype"], f"{each['tensors']:,}", *sizes))
     yield table("What it holds", "what", "kind", "dtype", ">number", ">elements", ">bytes", rows=rows)
     if found["groups"]:
         rows = []
@@ -73,7 +68,7 @@ def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
             known = group["hyperparameters"].items()
             saved = {key: value for key, value in known if value is not None and value is not False}
             ordered = {key: saved[key] for key in dict.fromkeys((*_FIRST, *saved)) if key in saved}
-            rows.append((number, group["members"], f"{group['numel']:,}", clean(_pairs(ordered)) or "none saved"))
+            rows.append((number, group["members"], f"{group['numel']:,}", literal(_pairs(ordered)) or "none saved"))
         yield table("Param groups", ">group", ">members", ">elements", "hyperparameters", rows=rows)
     yield Text(_ABOUT, style="dim")
 
@@ -89,15 +84,15 @@ def _overview(found: Mapping[str, Any]) -> Table:
     experts = Counter(found["experts"].values())
     scale = run["loss_scale"]
     facts = {
-        "folder": clean(source["folder"]),
-        "format": f"{source['format']}, tag {clean(source['tag'])}",
-        "saved": clean(f"{steps}, {found['topology']}{by}"),
-        "optimizer": run["optimizer"] and clean(run["optimizer"]),
+        "folder": literal(source["folder"]),
+        "format": f"{source['format']}, tag {literal(source['tag'])}",
+        "saved": literal(f"{steps}, {found['topology']}{by}"),
+        "optimizer": run["optimizer"] and literal(run["optimizer"]),
         "batch": run["global_batch"] and f"{run['global_batch']} samples a step: {batch}",
-        "lr scheduler": clean(_pairs(run["lr_scheduler"])),
-        "loss scale": scale and clean(_pairs(scale)) + (", last step overflowed" if run["overflow"] else ""),
+        "lr scheduler": literal(_pairs(run["lr_scheduler"])),
+        "loss scale": scale and literal(_pairs(scale)) + (", last step overflowed" if run["overflow"] else ""),
         "experts": ", ".join(f"{counted(count, 'layer')} of {number}" for number, count in sorted(experts.items())),
-        "tied names": clean(shortened([f"{name} = {holder}" for name, holder in found["aliases"].items()], 4)),
+        "tied names": literal(shortened([f"{name} = {holder}" for name, holder in found["aliases"].items()], 4)),
         "files": f"{len(files)}, {size(sum(file['nbytes'] for file in files))}",
     }
     return table("elastic_ckpt: checkpoint", rows=facts.items())
@@ -109,13 +104,13 @@ def _parameters(found: Mapping[str, Any]) -> Table:
         about = [entry["role"]] if entry["role"] != TRAINED else []
         about += [f"tied: {', '.join(entry['tied'])}"] if entry["tied"] else []
         about += [f"{entry['copies']} copies"] if entry["copies"] > 1 else []
-        name = clean(entry["name"]) + (f"\n[dim]{clean('; '.join(about))}[/]" if about else "")
+        name = literal(entry["name"]) + (f"\n[dim]{literal('; '.join(about))}[/]" if about else "")
         group = "" if entry["group"] is None else entry["group"]
-        shape = escape("?" if entry["shape"] is None else str(list(entry["shape"])))
+        shape = literal("?" if entry["shape"] is None else str(list(entry["shape"])))
         if len(entry["shards"]) > 1:
             counted = (f"{count} x {list(shard)}" for shard, count in Counter(entry["shards"]).items())
-            shape += f"\n[dim]{escape(', '.join(counted))}[/]"
-        states = clean(", ".join(entry["states"]))
+            shape += f"\n[dim]{literal(', '.join(counted))}[/]"
+        states = literal(", ".join(entry["states"]))
         rows.append((name, shape, entry["dtype"], group, states, f"{entry['numel']:,}"))
     columns = ("name", "shape", "dtype", ">group", "states", ">elements")
     shown = table(f"Parameters and buffers: {len(entries):,}", *columns, rows=rows)
@@ -182,7 +177,8 @@ def latest(
     Exit code 1: none is complete.
     """
     newest, skipped = newest_whole(folders[0], config, full)
-    notes, path = [f"not complete: {each.path}: {each.problem}" for each in skipped], newest.path if newest else ""
-    if not path.isprintable():
-        notes, path = [*notes, f"{path}: its name has control characters: rename it"], ""
+    path = newest.path if newest else ""
+    notes = [printable(f"not complete: {each.path}: {each.problem}") for each in skipped]
+    if path != printable(path):
+        notes, path = [*notes, f"{printable(path)}: its name has control characters: rename it"], ""
     return Answer({"newest": newest, "skipped": skipped}, [path] if path else [], notes, EXIT_FOUND if not path else 0)

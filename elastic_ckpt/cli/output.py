@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.markup import escape
-from rich.text import Text
 
 from elastic_ckpt.cli import app
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
+from elastic_ckpt.report import SafeConsole, literal
 from elastic_ckpt.sharding.rules import Preset
 from elastic_ckpt.tools.opened import config_of, deepspeed_config, seen_together
 
@@ -39,14 +39,6 @@ Replicated = Annotated[
     Literal["strict", "first", "mean"] | None,
     typer.Option("--replicated", help='Which of several differing copies to use ("replicated_params").'),
 ]
-
-
-class SafeConsole(Console):
-    """Prints text of a checkpoint (tags, names, values) with control characters escaped, whoever prints it."""
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """The text that rich lays out: all strings pass through here, those in tables and trees too."""
-        return super().render_str(printable(text), **options)
 
 
 console = SafeConsole()
@@ -166,16 +158,11 @@ def plain(item: Any) -> Any:
     return item if item is None or isinstance(item, (bool, int, float, str)) else str(item)[:1000]
 
 
-def printable(text: str) -> str:
-    """Text from a checkpoint, with control characters and invalid ones escaped for a terminal."""
-    return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
-
-
 @contextmanager
 def os_errors_end_the_command(remedy: str, exit_code: int = EXIT_USAGE) -> Iterator[None]:
     """Print an :class:`OSError` with what can be done, instead of a traceback."""
     try:
         yield
     except OSError as error:
-        error_console.print(escape(f"{type(error).__name__}: {error}; {remedy}"), soft_wrap=True, highlight=False)
+        error_console.print(literal(f"{type(error).__name__}: {error}; {remedy}"), soft_wrap=True, highlight=False)
         raise typer.Exit(exit_code) from error

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.markup import escape
 from tqdm import tqdm
 
 from elastic_ckpt.cli.output import EXIT_FOUND, FOLDERS, Answer, Tag, reads_checkpoint, refusal
@@ -26,7 +25,7 @@ from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.saved_config import saved_config
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.report import counted, saved_topology, size, source_dict, table, title
+from elastic_ckpt.report import counted, literal, saved_topology, size, source_dict, table, title
 from elastic_ckpt.storage import medium_of
 from elastic_ckpt.storage.local import OBJECT_STORE
 from elastic_ckpt.tools.footprint import GPU, RunSettings
@@ -260,9 +259,9 @@ def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[
     source, files, ranks, notes = job.metadata.source, job.metadata.files, shown["ranks"], shown["notes"]
     about = f"{source.format}, tag {source.tag}, {counted(len(files), 'file')}, {size(sum(f.nbytes for f in files))}"
     by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
-    facts = [("checkpoint", escape(f"{source.folder} ({about})".strip()))]
+    facts = [("checkpoint", literal(f"{source.folder} ({about})".strip()))]
     if source.folder:  # else it is a model's
-        facts += [("saved", escape(f"{saved_topology(source)}{by}")), ("storage", shown["storage"])]
+        facts += [("saved", literal(f"{saved_topology(source)}{by}")), ("storage", shown["storage"])]
     facts += [("resumed", f"{job.topology}: {counted(job.topology.ranks, 'rank')}, {shown['precision']}")]
     if kept := shown.get("batch"):
         total, micro_batch, steps, factor = kept.values()
@@ -270,7 +269,7 @@ def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[
         facts += [("batch", f"{total} samples: micro-batch {micro_batch}, {steps} a step on each rank{rate}")]
     if len(ranks) < job.topology.ranks:
         facts += [("planned", f"{len(ranks)} of them; --all plans every one")]
-    facts += [("note", escape(note)) for note in notes[:_NOTES_SHOWN]]
+    facts += [("note", literal(note)) for note in notes[:_NOTES_SHOWN]]
     if len(notes) > _NOTES_SHOWN:
         facts += [("note", f"and {len(notes) - _NOTES_SHOWN} more, with --json")]
     yield table("elastic_ckpt: plan of a load", rows=facts, min_width=_LEAST_WIDTH)
@@ -285,7 +284,7 @@ def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[
     rows = list[tuple[Any, ...]]()
     for each in most["after_load"]:
         elements = f"{each['numel']:,}" + (f", {each['padding']:,} padding" if each["padding"] else "")
-        where = (escape(title(each["key"])), each["place"], each["dtype"], each["tensors"])
+        where = (literal(title(each["key"])), each["place"], each["dtype"], each["tensors"])
         rows.append((*where, elements, size(each["nbytes"])))
     heading = f"memory after the load, before gradients and activations; most: rank {most['rank']}"
     yield table(heading, "", "on", ">dtype", ">tensors", ">elements", ">bytes", rows=rows, min_width=_LEAST_WIDTH)

@@ -15,9 +15,9 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.path import Path as Outline
 
-from elastic_ckpt.cli.output import printable
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.text import printable
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.report import saved_topology, size, title
 from elastic_ckpt.tools.virtual import VirtualJob, bytes_by_file

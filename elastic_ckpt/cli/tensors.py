@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
 from rich.console import RenderableType
-from rich.markup import escape
 
 from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Replicated, Tag, reads_checkpoint
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.resume_sheet import Deviation
+from elastic_ckpt.core.text import printable
 from elastic_ckpt.errors import shortened
-from elastic_ckpt.report import counted, size, table, title
+from elastic_ckpt.report import counted, literal, size, table, title
 from elastic_ckpt.storage import is_url
 from elastic_ckpt.tools.comparison import DIFFERS, MISSING, compare, open_both
 from elastic_ckpt.tools.conversion import convert as convert_to_universal
@@ -121,8 +121,8 @@ def export(
 
 def _written(report: WriteReport, title: str) -> Answer:
     what = f"{counted(report.tensors, 'tensor')}, {counted(report.files, 'file')}, {size(report.nbytes)}"
-    facts = [("folder", escape(report.folder)), ("written", what), ("seconds", f"{report.seconds:.1f}")]
-    return Answer(report, [table(title, rows=[*facts, *(("note", escape(note)) for note in report.notes)])])
+    facts = [("folder", literal(report.folder)), ("written", what), ("seconds", f"{report.seconds:.1f}")]
+    return Answer(report, [table(title, rows=[*facts, *(("note", literal(note)) for note in report.notes)])])
 
 
 @reads_checkpoint(
@@ -146,16 +146,17 @@ def diff(config: ElasticConfig, a: Annotated[str, _checkpoint("A")], b: Annotate
     parts: list[RenderableType] = [f"equal: {outcome.equal} tensors and other values {read}"]
     if found:
         kinds = [
-            (escape(title(kind)), *(f"{value:.3g}" if isinstance(value, float) else value for value in each.values()))
+            (literal(title(kind)), *(f"{value:.3g}" if isinstance(value, float) else value for value in each.values()))
             for kind, each in outcome.kinds.items()
         ]
         head = f"{counted(len(found), 'difference')}, {outcome.equal:,} equal {read}"
         parts = [table(head, "kind", ">equal", f">{DIFFERS}", f">{MISSING}", ">largest difference", rows=kinds)]
-        rows = [[*map(escape, (each.name, each.key, each.what, each.detail))] for each in found[:_SHOWN]]
+        rows = [[*map(literal, (each.name, each.key, each.what, each.detail))] for each in found[:_SHOWN]]
         parts += [table("Differences", "name", "of it", "", "values in A and B", rows=rows)]
     if len(found) > _SHOWN:
         parts.append(f"and {len(found) - _SHOWN} more: --json has all")
-    return Answer(outcome, [*parts, *(f"note: {note}" for note in outcome.notes)], exit_code=EXIT_FOUND if found else 0)
+    parts += [f"note: {printable(note)}" for note in outcome.notes]
+    return Answer(outcome, parts, exit_code=EXIT_FOUND if found else 0)
 
 
 @reads_checkpoint("explain", epilog="Example: [bold]elastic-ckpt explain run resumed-run[/]", policy="first")
@@ -183,7 +184,7 @@ def explain(
             return Answer({"steps": steps, "changes": changed}, [sheets, *found], exit_code=EXIT_FOUND if rows else 0)
         outcome = explain_runs(a, b, config)
     verdict = f"nothing deviates at the steps {shortened(map(str, outcome.steps))}"
-    parts: list[RenderableType] = [f"note: {note}" for note in outcome.notes]
+    parts: list[RenderableType] = [f"note: {printable(note)}" for note in outcome.notes]
     if outcome.step is not None:
         verdict = f"at step {outcome.step}, the first of {counted(len(outcome.steps), 'common step')} to deviate: "
         verdict += ", ".join(outcome.named)
@@ -193,4 +194,4 @@ def explain(
 
 
 def _words(deviation: Deviation) -> list[str]:
-    return [escape(deviation.component), escape(deviation.detail)]
+    return [literal(deviation.component), literal(deviation.detail)]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.data.position import DataPosition, _Anchor
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class ElasticSampler(DataPosition, Sampler[int]):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ckpt.config import read_config
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.core.text import printable
+from elastic_ckpt.errors import DamagedError, printable_errors
 from elastic_ckpt.tools.conversion import convert
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 from elastic_ckpt.tools.verification import verify
@@ -41,6 +42,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@printable_errors()
 def main(args: Any) -> None:
     """Check a checkpoint and link it, or convert it; ``args`` are DeepSpeed's, ``really`` may be missing.
 
@@ -56,12 +58,13 @@ def main(args: Any) -> None:
         target.rmdir()
     if getattr(args, "really", False):
         report = convert(open_checkpoint(found, config), target, args.num_merge_workers)
-        print(f"converted to {target}: {report.tensors} tensors", *report.notes, sep="\n")
+        for line in (f"converted to {target}: {report.tensors} tensors", *report.notes):
+            print(printable(line))
         return
     linked = f"it exists already, and stays as it is: {target}"
     if not os.path.lexists(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(os.path.relpath(found.folder, target.parent), target_is_directory=True)
         linked = f"a link to what is loaded, which must stay: {target} -> {found.folder}"
-    print(f"nothing needs converting: with elastic_ckpt, jobs of other topologies load {found.folder}")
-    print(linked)
+    print(printable(f"nothing needs converting: with elastic_ckpt, jobs of other topologies load {found.folder}"))
+    print(printable(linked))

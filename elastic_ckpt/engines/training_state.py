@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ import torch
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
 from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
@@ -27,7 +27,7 @@ from elastic_ckpt.engines.data_position import POSITION_KEY, counted_samples, po
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.report import DATA_POSITION
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 #: Keys of random states in training scripts (Megatron's, torch's, numpy's).
 _RANDOM = re.compile(r"(^|_)rng(_|$)|random_state", re.IGNORECASE)
 #: Lists with one entry per param group, in state dicts of ``torch.optim.lr_scheduler`` and of DeepSpeed; other lists;

@@ -6,7 +6,6 @@ Nothing here imports torch or DeepSpeed.
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import platform
 import re
@@ -19,9 +18,10 @@ from typing import Any, NamedTuple
 
 from packaging.version import Version
 
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.errors import UnsupportedError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 #: Brings what engines need.
 INSTALL = "pip install 'elastic_ckpt[deepspeed]'"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,6 +13,7 @@ import torch
 
 from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor, in_file_order
+from elastic_ckpt.core.text import config_text
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -183,7 +183,7 @@ def judge_drift(found: Sequence[Drift], may_differ: frozenset[str], policy: str)
     asked = [drift for drift in drifts if drift.check.name not in may_differ]
     guessed = [drift for drift in asked if drift.check.is_guess]
     if guessed:  # of equal shape, but with other values on every rank: most likely each rank's own shard
-        pattern = json.dumps(re.escape(guessed[0].check.name))
+        pattern = config_text(re.escape(guessed[0].check.name))
         problem = "tensors that by their shapes alone would be copies are not the same on the tensor-parallel ranks"
         expected, found_here = "equal copies, or a rule that says how it is sharded", map(str, guessed[:_SHOWN])
         remedy = f'"elastic_checkpoint": {{"tp_rules": [{{"pattern": {pattern}, "kind": "vocabulary"}}]}} (or column, '

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.data import DataPosition
 from elastic_ckpt.engines.data_position import POSITION_KEY, bind_sampler, position_of, registered, take_position
 from elastic_ckpt.errors import MismatchError
@@ -17,7 +17,7 @@ from elastic_ckpt.load.flow import LoadCall, as_partial_load_error
 from elastic_ckpt.load.installation import install
 from elastic_ckpt.load.resume_sheet import write_sheet
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def register(engine: Any, *, sampler: DataPosition) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import sys
 import time
@@ -20,7 +19,9 @@ from rich.console import Console
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LocalState, ModelLayout
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
+from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat, training_state
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.coordinates import model_of_all
@@ -39,7 +40,7 @@ from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, unite
 from elastic_ckpt.storage import VIEW, medium_of
 from elastic_ckpt.storage.local import UNKNOWN, Medium, look_again, moved
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 #: One rank's work and pipeline stage, from one rank of each of several stages the outcomes there, and what it has read.
 _Done = tuple[RankWork, int, tuple[Outcome, ...], RankSums | None]
 
@@ -371,7 +372,7 @@ def told_apart(error: ElasticCkptError) -> ElasticCkptError:
 def as_partial_load_error(error: Exception) -> PartialLoadError:
     """An error that leaves the engine partly overwritten."""
     if not isinstance(error, ElasticCkptError):
-        error = ElasticCkptError(f"{type(error).__name__}: {error}", rank=distributed.rank())
+        error = ElasticCkptError(f"{type(error).__name__}: {one_line(str(error))}", rank=distributed.rank())
     problem = f"{error.problem}: the engine is partly overwritten and must not be trained or saved"
     can_go_on = not isinstance(error, CommunicationError)
     remedy = "fix the cause, then load again into this engine or a new one" if can_go_on else error.remedy

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from elastic_ckpt import distributed, errors
 from elastic_ckpt.config import ElasticConfig, flag_given, read_config, requires_elastic
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.formats import CheckpointInfo, detect
@@ -34,14 +34,14 @@ from elastic_ckpt.patches import aligned_partitions, argument, pipeline_stages, 
 from elastic_ckpt.storage import VIEW, absolute, exists, is_url, seen_through
 from elastic_ckpt.storage.local import look_again, pinned
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 #: Seconds between two looks for files, at first and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 
 
 def patch_engine() -> None:
     """Patch ``DeepSpeedEngine``; see :func:`elastic_ckpt.install`. Idempotent."""
-    wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
+    wrap(DeepSpeedEngine, "load_checkpoint", errors.printable_errors()(_load_checkpoint))
     wrap(DeepSpeedEngine, "save_checkpoint", save_checkpoint)
     wrap(DeepSpeedEngine, "__init__", _initialize)
     DeepSpeedEngine.elastic_report = None

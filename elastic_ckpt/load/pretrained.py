@@ -19,12 +19,13 @@ from elastic_ckpt.config import ElasticConfig, read_config
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.read_plan import LoadPlan
+from elastic_ckpt.core.text import printable
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.coordinates import expert_fqns, stacked_experts
 from elastic_ckpt.engines.modules import ModuleAdapter
 from elastic_ckpt.engines.pretrained_names import LiveWeights, live_weights, mark_as_initialized, without_ignored
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed, printable_errors
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.formats.pretrained import no_folder, read_weights, weights_metadata
 from elastic_ckpt.formats.safetensors import WeightsFile
@@ -93,6 +94,7 @@ class PretrainedLoad:
     rules: Sequence[Any] | None = None  # of Transformers for names, where others than its own are asked for
     ds_config: Mapping[str, Any] | None = None  # of a module on the meta device
 
+    @printable_errors()
     def run(self) -> tuple[PretrainedReport, LiveWeights]:
         """Describe, read metadata, plan, agree; then read, broadcast and commit. Collective."""
         started = time.perf_counter()
@@ -119,7 +121,7 @@ class PretrainedLoad:
         if distributed.rank() == 0 and self.config.report:
             whole, place = size(sum(file.nbytes for file in files)), self.folder
             took = f"in {report.seconds:.2f} s, each rank its own part"
-            print(f"elastic_ckpt loaded pretrained weights: {whole} of {place} {took}", file=sys.stderr)
+            print(f"elastic_ckpt loaded pretrained weights: {whole} of {printable(place)} {took}", file=sys.stderr)
         return report, weights
 
     def _adapter(self, undo: ExitStack) -> EngineAdapter:

@@ -7,7 +7,6 @@ Of it, ``_load_pretrained_model`` alone is replaced, which has rank 0 read every
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +16,13 @@ from deepspeed.runtime.zero.partition_parameters import Init
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, read_config
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.engines.pretrained_names import own_loaders
 from elastic_ckpt.errors import MismatchError, UnforeseenError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.load.pretrained import PretrainedLoad
 from elastic_ckpt.patches import unwrap, wrap
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 _MODELING = "transformers.modeling_utils"
 _METHOD, _PARAMETERS = "_load_pretrained_model", ["model", "state_dict", "checkpoint_files", "load_config"]
 #: What Transformers' own way may know how to load.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import numbers
 import os
 import platform
@@ -23,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import read_config
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.resume_sheet import LOSSES, MOST_LOSSES, RNG, SHEET, ResumeSheet, compare_sheets, goes_on
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.coordinates import coordinates_of
@@ -30,7 +30,7 @@ from elastic_ckpt.engines.data_position import registered
 from elastic_ckpt.formats.sheet import read_sheet
 from elastic_ckpt.storage.local import made_whole
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 #: Packages of which a run's results may depend on the version, if it has imported them.
 _PACKAGES = ("torch", "deepspeed", "elastic_ckpt", "numpy", "transformers", "accelerate", "lightning", "bitsandbytes")
 _DIGEST_NBYTES, _MOST_SCRIPT_NBYTES = 8, 1 << 20
@@ -70,8 +70,7 @@ def compare_run(engine: Any, folder: str) -> tuple[str, tuple[str, ...]]:
             return "", (f"not compared: the resume sheet is one of step {saved.step}",)
         live = sheet_of(engine)
         found = [each for each in compare_sheets(saved, live) if each.component not in (RNG, LOSSES)]
-        # no control characters of the file
-        return goes_on(saved, live, found), tuple(str(each).encode("unicode_escape").decode() for each in found)
+        return goes_on(saved, live, found), tuple(map(str, found))
     except Exception as error:  # what was loaded is right without it
         logger.warning("elastic_ckpt could not compare the resume sheet of %s: %s", folder, error)
         return "", ()

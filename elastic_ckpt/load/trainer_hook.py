@@ -7,7 +7,6 @@ the batches that hold the samples which were trained on, and the sampler leaves 
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -18,11 +17,12 @@ from typing import Any
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.data import ElasticSampler, Trained
 from elastic_ckpt.engines.data_position import registered, saved_position, set_registered
 from elastic_ckpt.patches import unwrap, wrap
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 _TRAINER, _METHOD, _COUNTER = "transformers.trainer", "_run_epoch", "_elastic_ckpt_counter"
 _PARAMETERS = {"epoch", "train_dataloader", "steps_in_epoch", "resume_from_checkpoint"}
 _PARAMETERS |= {"epochs_trained", "steps_trained_in_current_epoch"}

@@ -10,7 +10,6 @@ them before it uses them, else refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -22,6 +21,7 @@ from elastic_ckpt.core.local_state import SAVED_OPTIMIZER, FlatPartition, LiveGr
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import SCRATCH
+from elastic_ckpt.core.text import config_text
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, ITS_OPTIMIZER, MismatchError, UnsupportedError, listed
 
@@ -259,7 +259,7 @@ def _refuse(
     problem = f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions are others "
     expected = f"the save's {source.partition_degree} partitions (ZeRO-{source.zero_stage}, TP={source.tp})"
     found = str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200]
-    remedy = f'"elastic_checkpoint": {{"states": {json.dumps(dict.fromkeys(keys, "fresh"))}}} leaves them {how}; or '
+    remedy = f'"elastic_checkpoint": {{"states": {config_text(dict.fromkeys(keys, "fresh"))}}} leaves them {how}; or '
     raise metadata.error(UnsupportedError, f"{problem}now", keys, expected, found, remedy + AT_ITS_TOPOLOGY)
 
 

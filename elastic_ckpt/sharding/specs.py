@@ -6,7 +6,6 @@ the saved shards gives the whole parameter, and its shards on any number of rank
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from elastic_ckpt.core.local_state import LiveShards
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.shard_specs import BY_SHAPES, COLUMN, USER, VOCABULARY, CannotSplit, ShardSpec
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
+from elastic_ckpt.core.text import config_text
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
 from elastic_ckpt.sharding.rules import ModelShapes, ShardingRules, presets_for, tensor_of
 
@@ -291,4 +291,4 @@ def known_specs(
 
 
 def _config(rule: Mapping[str, object]) -> str:
-    return f'"elastic_checkpoint": {{"tp_rules": [{json.dumps(rule)}]}}'
+    return f'"elastic_checkpoint": {{"tp_rules": [{config_text(rule)}]}}'

@@ -280,5 +280,5 @@ def _receive_answer(connection: socket.socket, buffers: Sequence[memoryview], is
         return count
     words = bytearray(nbytes)
     _receive(connection, [memoryview(words)])
-    found = "".join(letter if letter.isprintable() else "?" for letter in words.decode(errors="replace"))
+    found = words.decode(errors="replace")
     raise _REFUSALS[status - 1]("the node that holds a file of the checkpoint cannot read it", found=found)

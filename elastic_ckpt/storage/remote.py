@@ -7,7 +7,6 @@ as obstore reads it (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLI
 
 from __future__ import annotations
 
-import logging
 import random
 import re
 import threading
@@ -20,12 +19,13 @@ from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, SavedOverError, listed
 from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import Entry
 from elastic_ckpt.storage.local import first_bytes
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 T = TypeVar("T")
 #: Bytes of one request. Fewer would wait for answers more often; what is read is in memory once more meanwhile.
 REQUEST_NBYTES = 8 << 20

@@ -30,7 +30,7 @@ from elastic_ckpt.core.metadata import (
     is_floating,
 )
 from elastic_ckpt.core.values import common
-from elastic_ckpt.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError, listed
+from elastic_ckpt.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError, listed, printable_errors
 from elastic_ckpt.formats.safetensors import DTYPES, METADATA, SUFFIX
 from elastic_ckpt.planning.matching import refuse_unreadable_states
 from elastic_ckpt.report import progress_bar
@@ -53,6 +53,7 @@ _METHODS = (
 _PLACE = rf"(?:\.modules_to_save|((?:^|\.)(?:{_METHODS})_\w+))"
 
 
+@printable_errors()
 def export(
     folder: Folders,
     out: str | os.PathLike[str],

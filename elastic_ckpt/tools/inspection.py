@@ -15,6 +15,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.chunks import ChunkSource, PartitionedChunks
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.text import one_line
 from elastic_ckpt.core.values import PerRank, TensorValue, TrainingState, numbers
 from elastic_ckpt.errors import (
     DamagedError,
@@ -100,11 +101,6 @@ def kind_of(error: ElasticCkptError) -> str:
     if isinstance(error, UnsupportedError):
         return "not-checked"
     return "mismatch" if isinstance(error, MismatchError) else "damaged"
-
-
-def one_line(text: str) -> str:
-    """Text from files on one line, with control characters escaped."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split()))
 
 
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:

@@ -8,11 +8,11 @@ import re
 from dataclasses import dataclass, replace
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
+from elastic_ckpt.core.text import one_line
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, printable_errors
 from elastic_ckpt.formats.detect import global_steps, list_below, list_checkpoints
 from elastic_ckpt.formats.safetensors import parse_json
 from elastic_ckpt.storage import absolute, copies_of, exists, folder_names, is_folder, modified, open_stream
-from elastic_ckpt.tools.inspection import one_line
 from elastic_ckpt.tools.opened import Folders, config_of, seen_together
 from elastic_ckpt.tools.verification import verify
 
@@ -32,6 +32,7 @@ class Candidate:
     problem: str | None = None  # why it is not whole, in one line; ``None``: it is, or was not looked at
 
 
+@printable_errors()
 def find_latest(folder: Folders, full: bool = False) -> str:
     """The path of the newest complete checkpoint in a folder. Local.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,11 +14,12 @@ import torch
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor, in_file_order
 from elastic_ckpt.core.strided import Shape, copied
 from elastic_ckpt.core.values import TensorValue, common
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed, printable_errors
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
@@ -32,7 +32,7 @@ from elastic_ckpt.sharding.specs import virtual_layouts
 from elastic_ckpt.storage import VIEW, medium_of, seen_through
 from elastic_ckpt.tools.opened import Folders, OpenedCheckpoint, config_of, open_checkpoint, open_folder, seen_together
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +185,7 @@ class LogicalReader:
         execute(plan, [out], self.options)
 
 
+@printable_errors()
 def open(  # shadows the built-in function here alone: it is elastic_ckpt.open
     folder: Folders, *, tag: str | None = None, config: ElasticConfig | None = None
 ) -> CheckpointTensors:
@@ -225,6 +226,7 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
         aliases = opened.metadata.aliases.items()
         self._weights |= {alias: self._weights[name] for alias, name in aliases if name in self._weights}
 
+    @printable_errors()
     def __getitem__(self, name: str) -> torch.Tensor:
         with seen_through(self._view):
             return self._read(self._reader, self._logical(name))
@@ -238,6 +240,7 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._weights)
 
+    @printable_errors()
     def optimizer_state(self, name: str) -> dict[str, torch.Tensor | float]:
         """Optimizer states of a parameter, in its shape: ``{"step": tensor(3.), "exp_avg": ..., "exp_avg_sq": ...}``.
 

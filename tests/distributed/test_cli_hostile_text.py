@@ -1,4 +1,4 @@
-"""Text of a checkpoint with control characters, wherever a checkpoint has text: no command prints any of them."""
+"""Text of a checkpoint with control characters, wherever a checkpoint has text: no command and no load prints any."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
+from tests.distributed.conftest import Launch
+from tests.distributed.model import Setup
+from tests.hostile_text import controls_in
 
 #: Escape sequences of 7 and 8 bits, a backspace, writing from right to left, another line, half a character, markup.
 ODD = "\x1b]0;x\x07\x9b2J\x08\u202e\u2028\rx\ud800[red]"
@@ -97,3 +100,25 @@ def test_no_control_character_reaches_the_terminal(
         assert result.output.replace("\n", "").isprintable(), (command, result.output)
         shown += result.output
     assert r"\x1b" in shown or r"\u001b" in shown
+
+
+def of_client_state(folder: Path) -> Path:
+    path = folder / "step4" / MODEL
+    tree = torch.load(path, weights_only=False)
+    torch.save({**tree, ODD: ODD, "client": {ODD: [ODD]}, "ds_version": tree["ds_version"] + ODD}, path)
+    return of_tag(folder)
+
+
+def test_no_control_character_is_printed_by_a_load(launch: Launch, native: Path, tmp_path: Path) -> None:
+    changes = [*TEXTS, of_client_state]
+    whole = native / "z1-fp32-adamw-dp2"
+    folders = [str(change(Path(shutil.copytree(whole, tmp_path / change.__name__)))) for change in changes]
+    printed = launch(3, "hostile_jobs.load", {"setup": Setup(1), "folders": folders})
+    names = [change.__name__ for change in changes]
+    for number, (text, _) in enumerate(printed):
+        assert controls_in(text, but="\n") == [], names[number % len(names)]
+    of_rank_0 = dict(zip(names, printed, strict=False))
+    loaded = {name for name, (_, is_loaded) in of_rank_0.items() if is_loaded}
+    assert loaded == {*names} - {"of_parameters", "of_damage"}, "of a tag that is not there, another"
+    shown = {name for name, (text, _) in of_rank_0.items() if r"\x1b" in text}
+    assert shown == {*names} - {"of_groups", "of_files"}, "what no live group and no rank has is of no concern"

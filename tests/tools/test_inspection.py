@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from elastic_ckpt.cli.inspect import clean, report
-from elastic_ckpt.cli.output import SafeConsole, plain
+from elastic_ckpt.cli.inspect import report
+from elastic_ckpt.cli.output import plain
 from elastic_ckpt.core.chunks import (
     BlockCode,
     ListedChunks,
@@ -41,6 +41,7 @@ from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.values import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.report import SafeConsole, literal
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.tools.inspection import Finding
 from elastic_ckpt.tools.inspection import inspected as inspect_metadata
@@ -303,7 +304,7 @@ def test_json_knows_every_value() -> None:
 
 
 def test_text_of_a_checkpoint_does_nothing_to_a_terminal() -> None:
-    assert clean("a[bold]b\nc") == r"a\[bold]b\nc"
+    assert literal("a[bold]b\nc") == r"a\[bold]b\nc"
     out, odd = io.StringIO(), "a\x1b[31m\x9b2J\u202eb\ud800"
     shown = Table(odd, title=odd, caption=odd)
     shown.add_row(odd)

@@ -1,0 +1,41 @@
+"""Text that others chose, as a terminal may show it: names, paths and values of a checkpoint.
+
+What moves a cursor, clears or recolors a terminal, reverses the order of what follows, or begins another line is
+escaped as Python escapes it. Everything else stays: accents, Chinese, emoji.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+#: Control characters of 7 and 8 bits; those of bidirectional text and deprecated ones beside them; separators of lines
+#: and paragraphs; surrogates, which cannot be encoded.
+_CONTROL = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff"
+_ANY = re.compile(f"[{_CONTROL}]")
+_ANY_BUT_NEWLINE = re.compile(f"(?!\n)[{_CONTROL}]")
+
+
+def printable(text: str) -> str:
+    """Text on one line, with control characters escaped."""
+    return _ANY.sub(_escaped, text)
+
+
+def printable_lines(text: str) -> str:
+    """Text of several lines, with other control characters than newlines escaped."""
+    return _ANY_BUT_NEWLINE.sub(_escaped, text)
+
+
+def one_line(text: str) -> str:
+    """Text of several lines on one, with control characters escaped and other white space as single spaces."""
+    return printable(" ".join(text.split()))
+
+
+def config_text(value: Any) -> str:
+    """A value as JSON for a config, with letters of any language as they are and control characters escaped."""
+    return _ANY.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(value, ensure_ascii=False))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return ascii(found.group())[1:-1]
