@@ -235,9 +235,52 @@ def framed(random: Random, body: bytes) -> bytes:
     return b"\x80\x04" + body[:start] + frame(nbytes) + body[start:] + padding
 
 
+def sound(random: Random, depth: int = 3) -> list[bytes]:
+    """Opcodes, each with its argument, that push one object."""
+    way = random.randrange(9) if depth else random.randrange(3)
+    if way == 0:
+        return [random.choice(PARTS[:9])]
+    if way == 1:
+        return [
+            random.choice(
+                [*EVIL[:1], name("collections", "OrderedDict"), name("copy_reg", "_reconstructor"), b"ca\nb\n"]
+            )
+        ]
+    if way == 2:
+        return [text("m"), text(random.choice("xyz")), b"\x93"]
+    below = [part for _ in range(random.randrange(3)) for part in sound(random, depth - 1)]
+    return {
+        3: lambda: [b"(", *below, b"t"],
+        4: lambda: [b"]", b"(", *below, b"e"],
+        5: lambda: [name("m", "f"), b"(", *below, b"t", b"R"],
+        6: lambda: [name("m", "C"), b"(", *below, b"t", b"\x81", *random.choice([[], [b"}", b"b"]])],
+        7: lambda: [*sound(random, depth - 1), random.choice([b"\x94", b"q\x05", put(6)])],
+        8: lambda: [*sound(random, depth - 1), b"0", *sound(random, depth - 1)],
+    }[way]()
+
+
+def in_frames(random: Random, parts: list[bytes]) -> bytes:
+    """A pickle of protocol 4 in frames of whole opcodes, one of which may have another length."""
+    raw, at = b"\x80\x04", 0
+    while at < len(parts):
+        body = b"".join(parts[at : at + random.randrange(1, 9)])
+        taken = at
+        while taken < len(parts) and sum(map(len, parts[at:taken])) < len(body):
+            taken += 1
+        at = taken
+        off = random.choice([0] * 30 + [1, -1, 7, 1 << 17])
+        raw += frame(max(len(body) + off, 0)) + body if random.random() < 0.7 else body
+    return raw
+
+
 def drawn(random: Random, seeds: list[bytes]) -> bytes:
     """A pickle, most of them broken somewhere."""
-    way = random.randrange(6)
+    way = random.randrange(9)
+    if way > 5:  # most of them sound
+        parts = [*sound(random), b"."]
+        if random.random() < 0.3:
+            parts.insert(random.randrange(len(parts)), smuggled(random))
+        return in_frames(random, parts) if random.random() < 0.7 else b"\x80\x02" + b"".join(parts)
     if way == 0:
         return mutated(random, random.choice(seeds), OF_PICKLES)
     if way == 1:
