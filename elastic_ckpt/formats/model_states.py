@@ -28,7 +28,7 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
-from elastic_ckpt.formats.pickled import PickledFile, named_errors
+from elastic_ckpt.formats.pickled import PickledFile, named_errors, opened_once
 from elastic_ckpt.formats.saved_config import (
     COUNTERS,
     StatedDegrees,
@@ -242,6 +242,7 @@ def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None
     refuse_other_saves(shards, lambda shard: {f"{what} differ": getattr(shard, what) for what in whats})
 
 
+@opened_once
 def index_unpartitioned(file: PickledFile, options: StateOptions, ep_rank: int = 0) -> UnpartitionedState | None:
     """The optimizer entry of a file, ``None`` without one (under ZeRO, where DeepSpeed may write the file without)."""
     saved = file.tree.get("optimizer")

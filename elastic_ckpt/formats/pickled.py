@@ -9,20 +9,109 @@ reads old bytes.
 from __future__ import annotations
 
 import gc
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import BinaryIO
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from isal import isal_zlib
 
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, refuse_used_up
 from elastic_ckpt.formats.naming import DCP_METADATA
-from elastic_ckpt.formats.torch_archive.archive import PickledFile as PickledFile  # noqa: PLC0414  its home
+from elastic_ckpt.formats.torch_archive import archive
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Listing
 from elastic_ckpt.formats.torch_archive.tree import refusals
+from elastic_ckpt.formats.work_budget import WorkBudget
 from elastic_ckpt.storage import open_stream
+
+T = TypeVar("T")
+P = ParamSpec("P")
+#: Bytes that a small read takes from the file at least, unless it begins where the one before it ended, or near.
+_BLOCK_NBYTES = io.DEFAULT_BUFFER_SIZE
+
+
+@dataclass(frozen=True)
+class PickledFile(archive.PickledFile):
+    """A file's object tree, and the door to its small tensors, which is open once for many of them."""
+
+    #: Those of a file of which this is one of several archives.
+    shared_reads: SmallReads | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def _reads(self) -> SmallReads:
+        return self.shared_reads or SmallReads(self.path, self.nbytes)
+
+    @property
+    def budget(self) -> WorkBudget:
+        """What all work on this file is charged to."""
+        return self._reads.budget
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Opens the file at most once for all small reads of the body; may be nested. Of one thread at a time."""
+        with self._reads.kept_open():
+            yield
+
+    def read_into(self, byte_offset: int, view: memoryview) -> None:
+        """Read bytes; :class:`DamagedError` if the file has shrunk, or a whole record is not as it was saved."""
+        if not view.nbytes:
+            return
+        self._reads.read_into(byte_offset, view)
+        records, number = self.records, self.records.index(byte_offset)
+        if number is None or (records.offsets[number], records.nbytes[number]) != (byte_offset, view.nbytes):
+            return
+        if isal_zlib.crc32(view) != records.crc32s[number]:
+            raise unreadable(self.path, f"Bad CRC-32 of the {view.nbytes} bytes of a tensor at byte {byte_offset}")
+
+
+class SmallReads:
+    """Reads a file bit by bit, charged to its budget."""
+
+    def __init__(self, path: str, file_nbytes: int) -> None:
+        self.budget = WorkBudget(path, file_nbytes)
+        self._path, self._users = path, 0
+        self._stream: BinaryIO | None = None
+        self._at = 0  # where the last read ended
+
+    @contextmanager
+    def kept_open(self) -> Iterator[SmallReads]:
+        """See :meth:`PickledFile.kept_open`."""
+        self._users += 1
+        try:
+            yield self
+        finally:
+            self._users -= 1
+            if not self._users and self._stream is not None:
+                self._stream.close()
+                self._stream = None
+
+    def read_into(self, byte_offset: int, view: memoryview) -> None:
+        """Read bytes; :class:`DamagedError` if the file has shrunk."""
+        with self.kept_open():
+            is_near = self._stream is not None and abs(byte_offset - self._at) < _BLOCK_NBYTES
+            self.budget.charge_nbytes(view.nbytes if is_near else max(view.nbytes, _BLOCK_NBYTES))
+            if self._stream is None:
+                self.budget.charge_open()
+                self._stream = open_stream(self._path)
+            self._stream.seek(byte_offset)
+            if self._stream.readinto(view) != view.nbytes:  # type: ignore[attr-defined]
+                raise unreadable(self._path, f"end of file inside the tensor at byte {byte_offset}")
+            self._at = byte_offset + view.nbytes
+
+
+def opened_once(index: Callable[Concatenate[PickledFile, P], T]) -> Callable[Concatenate[PickledFile, P], T]:
+    """A function of a file that opens it at most once, however many small tensors of it are read."""
+
+    @wraps(index)
+    def indexed(file: PickledFile, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with file.kept_open():
+            return index(file, *args, **kwargs)
+
+    return indexed
 
 
 @contextmanager
@@ -53,19 +142,12 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
     globals, :class:`UnsupportedError` for a tensor or object that cannot be read piece by piece.
     """
     with named_errors(path), open_stream(path) as stream:
-        return read_archive_tree(stream, path, trust_pickle, known)
+        return of_archive(read_archive_tree(stream, path, trust_pickle, known))
 
 
-def read_into(file: PickledFile, stream: BinaryIO, byte_offset: int, view: memoryview) -> None:
-    """Read bytes of an open file; :class:`DamagedError` if it has shrunk, or a whole record is not as it was saved."""
-    stream.seek(byte_offset)
-    if stream.readinto(view) != view.nbytes:  # type: ignore[attr-defined]
-        raise unreadable(file.path, f"end of file inside the tensor at byte {byte_offset}")
-    records, number = file.records, file.records.index(byte_offset)
-    if number is None or (records.offsets[number], records.nbytes[number]) != (byte_offset, view.nbytes):
-        return
-    if isal_zlib.crc32(view) != records.crc32s[number]:
-        raise unreadable(file.path, f"Bad CRC-32 of the {view.nbytes} bytes of a tensor at byte {byte_offset}")
+def of_archive(tree: archive.PickledFile, shared_reads: SmallReads | None = None) -> PickledFile:
+    """What was read of an archive, with a budget: its own, or that of the file of which it is a part."""
+    return PickledFile(**vars(tree), shared_reads=shared_reads)
 
 
 @contextmanager
