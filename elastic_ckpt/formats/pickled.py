@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,8 +31,8 @@ from elastic_ckpt.storage import open_stream
 
 T = TypeVar("T")
 P = ParamSpec("P")
-#: Bytes that a small read takes from the file at least, unless it begins where the one before it ended, or near.
-_BLOCK_NBYTES = io.DEFAULT_BUFFER_SIZE
+#: Small reads take whole blocks from the file, of which some are kept: many tensors may share one, or lie side by side.
+_BLOCK_NBYTES, _MOST_BLOCKS = io.DEFAULT_BUFFER_SIZE, 64
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,13 @@ class PickledFile(archive.PickledFile):
 
 
 class SmallReads:
-    """Reads a file bit by bit, charged to its budget."""
+    """Reads a file bit by bit, charged to its budget, and keeps the blocks that were read last."""
 
     def __init__(self, path: str, file_nbytes: int) -> None:
         self.budget = WorkBudget(path, file_nbytes)
         self._path, self._users = path, 0
         self._stream: BinaryIO | None = None
-        self._at = 0  # where the last read ended
+        self._blocks: OrderedDict[int, memoryview] = OrderedDict()  # by their offsets
 
     @contextmanager
     def kept_open(self) -> Iterator[SmallReads]:
@@ -88,19 +89,43 @@ class SmallReads:
             if not self._users and self._stream is not None:
                 self._stream.close()
                 self._stream = None
+                self._blocks.clear()
 
     def read_into(self, byte_offset: int, view: memoryview) -> None:
         """Read bytes; :class:`DamagedError` if the file has shrunk."""
         with self.kept_open():
-            is_near = self._stream is not None and abs(byte_offset - self._at) < _BLOCK_NBYTES
-            self.budget.charge_nbytes(view.nbytes if is_near else max(view.nbytes, _BLOCK_NBYTES))
-            if self._stream is None:
-                self.budget.charge_open()
-                self._stream = open_stream(self._path)
-            self._stream.seek(byte_offset)
-            if self._stream.readinto(view) != view.nbytes:  # type: ignore[attr-defined]
-                raise unreadable(self._path, f"end of file inside the tensor at byte {byte_offset}")
-            self._at = byte_offset + view.nbytes
+            if view.nbytes >= _BLOCK_NBYTES:
+                count = self._fill(byte_offset, view)
+            else:  # of one block, or of two
+                start = byte_offset // _BLOCK_NBYTES * _BLOCK_NBYTES
+                raw = self._block(start)[byte_offset - start :][: view.nbytes]
+                view[: len(raw)] = raw
+                count = len(raw)
+                if count < view.nbytes:
+                    raw = self._block(start + _BLOCK_NBYTES)[: view.nbytes - count]
+                    view[count : count + len(raw)] = raw
+                    count += len(raw)
+        if count != view.nbytes:
+            raise unreadable(self._path, f"end of file inside the tensor at byte {byte_offset}")
+
+    def _block(self, start: int) -> memoryview:
+        """A block; shorter at the end of the file."""
+        block = self._blocks.pop(start, None)
+        if block is None:
+            block = memoryview(bytearray(_BLOCK_NBYTES))
+            block = block[: self._fill(start, block)]
+        self._blocks[start] = block
+        if len(self._blocks) > _MOST_BLOCKS:
+            self._blocks.popitem(last=False)
+        return block
+
+    def _fill(self, byte_offset: int, view: memoryview) -> int:
+        self.budget.charge_nbytes(view.nbytes)
+        if self._stream is None:
+            self.budget.charge_open()
+            self._stream = open_stream(self._path)
+        self._stream.seek(byte_offset)
+        return int(self._stream.readinto(view))  # type: ignore[attr-defined]
 
 
 def opened_once(index: Callable[Concatenate[PickledFile, P], T]) -> Callable[Concatenate[PickledFile, P], T]:
