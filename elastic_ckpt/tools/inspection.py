@@ -34,8 +34,9 @@ from elastic_ckpt.sharding.specs import virtual_layouts
 from elastic_ckpt.storage import VIEW, copies_of, exists
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
-Level = Literal["error", "note"]
+Level = Literal["error", "unchecked", "note"]
 ERROR: Level = "error"
+UNCHECKED: Level = "unchecked"
 NOTE: Level = "note"
 #: Releases of DeepSpeed whose universal checkpoints (BLOOM's) have no file of the optimizer.
 _WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
@@ -48,8 +49,8 @@ SCALAR = "scalar"
 class Finding:
     """A problem of a checkpoint, or a fact worth knowing, with details as far as they are known."""
 
-    level: Level  # ``"error"`` if a load would be refused or lose something
-    kind: str  # one word for programs, stable; ``"not-checked"``, ``"no-checksum"`` and ``"reader"`` are notes alone
+    level: Level  # ``"error"`` if a load would be refused or lose something, ``"unchecked"`` if that cannot be told
+    kind: str  # one word for programs, stable; ``"no-checksum"`` and ``"reader"`` are notes alone
     text: str
     parameter: str | None = None  # or buffer, or state
     file: str | None = None  # its path

@@ -39,7 +39,7 @@ from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.storage import VIEW, absolute, copies_of, file_names, is_url, open_stream, seen_through, walk
 from elastic_ckpt.storage.local import version_of
-from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, kind_of, of_error, of_folders
+from elastic_ckpt.tools.inspection import ERROR, NOTE, UNCHECKED, Finding, check_metadata, kind_of, of_error, of_folders
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 CHUNK_NBYTES = 1 << 20
@@ -50,6 +50,8 @@ _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "
 #: How the files of formats that are not DeepSpeed's end.
 _ENDINGS = {"dcp": (naming.DCP_METADATA, naming.DCP_SUFFIX), "safetensors": (SUFFIX,)}
 OWN, SWAPPED, OTHER = "own", "swapped", "other"
+#: Kind of the finding on optimizer states that are not in the metadata, as of ``inspect``'s.
+_STATES = "states"
 #: Files of more ranks than this are not enumerated, since the number is only a file's claim.
 _MOST_EXPECTED = 1 << 17
 _LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
@@ -66,11 +68,22 @@ class Verification:
     tag: str  # verified tag
     full: bool  # whether every byte was read, or only metadata
     findings: tuple[Finding, ...]  # problems
-    notes: tuple[Finding, ...]  # other facts, and what was not checked
+    unchecked: tuple[Finding, ...]  # what this version refuses to read, so that it cannot tell whether it is whole
+    notes: tuple[Finding, ...]  # other facts, and what was left out on purpose
     files: int  # number of files checked
     tensors: int  # number of logical tensors checked: masters, states, buffers, frozen weights
     nbytes: int  # read and checked; without ``full``, the size of the files
     seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether all was checked, and nothing is wrong."""
+        return not self.findings and not self.unchecked
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """Why it is not ok: what is wrong, then what could not be checked."""
+        return (*self.findings, *self.unchecked)
 
 
 def verify(
@@ -101,7 +114,8 @@ def verify(
         misled = [of_error(error, "latest"), Finding(NOTE, "latest", f"verified {found.tag} instead")]
     metadata, findings = read_metadata(found, config)
     files = files_by_kind(found)
-    if metadata is not None and found.by_rank:  # not what is left out, with a note
+    is_whole = all(finding.kind != _STATES for finding in findings)
+    if metadata is not None and found.by_rank and is_whole:  # not what is left out, with a note
         of_ranks = (*found.files.optimizer.values(), *found.files.model_zero3.values())
         for path in {*map(found.path, of_ranks)} - {file.path for file in metadata.files}:
             files[OWN].pop(path, None)
@@ -119,6 +133,7 @@ def verify(
         tag=found.tag,
         full=full,
         findings=tuple(finding for finding in unique if finding.level == ERROR),
+        unchecked=tuple(finding for finding in unique if finding.level == UNCHECKED),
         notes=tuple(finding for finding in unique if finding.level == NOTE),
         files=len(checked),
         tensors=len(metadata.tensors) if metadata is not None else 0,
@@ -214,7 +229,7 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
     except ElasticCkptError as raised:
         error = raised
     if found.foreign:
-        return None, [of_error(error), Finding(NOTE, "not-checked", "anything else")]
+        return None, [of_unreadable(error, kind_of(error)), Finding(NOTE, "not-checked", "anything else")]
     findings, present = list[Finding](), set(map(naming.plain_name, file_names(found.folder)))
     for name in expected_files(found, config.trust_pickle):
         if name not in present:
@@ -229,10 +244,12 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
         except ElasticCkptError as refused:
             findings.append(of_unreadable(refused))
     if isinstance(error, UnsupportedError):
-        return None, [*findings, of_error(error, "not-checked", NOTE)]
+        return None, [*findings, of_unreadable(error)]
     if not findings and isinstance(error, MismatchError) and not found.files.is_universal:
-        # without ZeRO, states that only a live model can name are no damage
-        return None, [of_error(error, "not-checked", NOTE)]
+        with suppress(ElasticCkptError):  # then they are not the reason
+            weights = open_checkpoint(found, config, with_states=False, with_unmade=False).checkpoint.metadata
+            # without ZeRO, states that only a live model can name are no damage
+            return weights, [of_error(error, _STATES, NOTE)]
     if error.file not in {finding.file for finding in findings}:
         findings.append(of_error(error))
     try:  # where values alone contradict each other
@@ -242,10 +259,10 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
         return None, [*findings, note]
 
 
-def of_unreadable(error: ElasticCkptError) -> Finding:
-    """The finding for a file that the reader refuses."""
-    kind = "unreadable" if kind_of(error) == "damaged" else kind_of(error)
-    return of_error(error, kind, NOTE if kind == "not-checked" else ERROR)
+def of_unreadable(error: ElasticCkptError, kind: str | None = None) -> Finding:
+    """The finding for a file that the reader refuses; what it does not support may be whole, but was not checked."""
+    kind = kind or ("unreadable" if kind_of(error) == "damaged" else kind_of(error))
+    return of_error(error, kind, UNCHECKED if isinstance(error, UnsupportedError) else ERROR)
 
 
 def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterator[str]:
