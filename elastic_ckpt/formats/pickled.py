@@ -36,7 +36,7 @@ _BLOCK_NBYTES, _MOST_BLOCKS = io.DEFAULT_BUFFER_SIZE, 64
 
 
 @dataclass(frozen=True)
-class PickledFile(archive.PickledFile):
+class BudgetedFile(archive.PickledFile):
     """A file's object tree, and the door to its small tensors, which is open once for many of them."""
 
     #: Those of a file of which this is one of several archives.
@@ -67,6 +67,10 @@ class PickledFile(archive.PickledFile):
             return
         if isal_zlib.crc32(view) != records.crc32s[number]:
             raise unreadable(self.path, f"Bad CRC-32 of the {view.nbytes} bytes of a tensor at byte {byte_offset}")
+
+
+#: The name by which formats and tools know it.
+PickledFile = BudgetedFile
 
 
 class SmallReads:

@@ -94,6 +94,12 @@ def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ER
     return Finding(level, kind or kind_of(error), error.problem, parameter, **known)
 
 
+def of_unreadable(error: ElasticCkptError, kind: str | None = None) -> Finding:
+    """The finding for a file that the reader refuses; what it does not support may be whole, but was not checked."""
+    kind = kind or ("unreadable" if kind_of(error) == "damaged" else kind_of(error))
+    return of_error(error, kind, UNCHECKED if isinstance(error, UnsupportedError) else ERROR)
+
+
 def kind_of(error: ElasticCkptError) -> str:
     """The kind of ``verify``'s finding for an error of the reader."""
     if isinstance(error, UnsafePickleError):

@@ -39,7 +39,17 @@ from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.storage import VIEW, absolute, copies_of, file_names, is_url, open_stream, seen_through, walk
 from elastic_ckpt.storage.local import version_of
-from elastic_ckpt.tools.inspection import ERROR, NOTE, UNCHECKED, Finding, check_metadata, kind_of, of_error, of_folders
+from elastic_ckpt.tools.inspection import (
+    ERROR,
+    NOTE,
+    UNCHECKED,
+    Finding,
+    check_metadata,
+    kind_of,
+    of_error,
+    of_folders,
+    of_unreadable,
+)
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 CHUNK_NBYTES = 1 << 20
@@ -257,12 +267,6 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
     except ElasticCkptError:
         note = Finding(NOTE, "not-checked", "the tensors, since not all files can be read together")
         return None, [*findings, note]
-
-
-def of_unreadable(error: ElasticCkptError, kind: str | None = None) -> Finding:
-    """The finding for a file that the reader refuses; what it does not support may be whole, but was not checked."""
-    kind = kind or ("unreadable" if kind_of(error) == "damaged" else kind_of(error))
-    return of_error(error, kind, UNCHECKED if isinstance(error, UnsupportedError) else ERROR)
 
 
 def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterator[str]:
