@@ -42,6 +42,8 @@ NOTE: Level = "note"
 _WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 #: Roles of a parameter; buffers and frozen weights have their key. ``WEIGHT``: it is unknown whether it was trained.
 TRAINED, WEIGHT = "trained", "weight"
+#: Bytes of tensors for each byte of their files, and in addition.
+_MOST_TIMES, _MORE_NBYTES = 8, 64 << 20
 SCALAR = "scalar"
 
 
@@ -117,6 +119,8 @@ def one_line(text: str) -> str:
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Findings on coverage and states, from metadata alone."""
     yield from _of_tensors(metadata)
+    if (shared := of_shared_bytes(metadata)) is not None:
+        yield shared
     is_universal, folder = metadata.source.is_universal, metadata.source.folder
     for name in metadata.parameters:
         if (name, MASTER) not in metadata.tensors:
@@ -167,6 +171,18 @@ def _of_tensors(metadata: CheckpointMetadata) -> Iterator[Finding]:
                 text = f"{tensor.key} of this parameter reaches beyond the end of its file"
                 sizes = {"expected": f"{end} bytes or more", "found": f"{file.nbytes} bytes"}
                 yield Finding(ERROR, "unreadable", text, tensor.name, file.path, **sizes)
+
+
+def of_shared_bytes(metadata: CheckpointMetadata) -> Finding | None:
+    """The finding for tensors that have the same bytes so often that reading them has no bound by the files' sizes."""
+    file_nbytes = sum(file.nbytes for file in metadata.files)
+    most = _MOST_TIMES * file_nbytes + _MORE_NBYTES
+    nbytes = sum(_sizes(tensor)[1] for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()))
+    if nbytes <= most:
+        return None
+    text = "tensors have the same bytes of their files, again and again: no save of DeepSpeed writes them so"
+    expected, found = f"at most {most} bytes, of files of {file_nbytes}", f"tensors of {nbytes} bytes"
+    return Finding(ERROR, "shared", text, None, metadata.source.folder, expected, found)
 
 
 def _ends_inside(source: ChunkSource, metadata: CheckpointMetadata, known: dict[tuple[int, int], bool]) -> bool:

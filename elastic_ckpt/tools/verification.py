@@ -46,6 +46,7 @@ from elastic_ckpt.tools.inspection import (
     kind_of,
     of_error,
     of_folders,
+    of_shared_bytes,
     of_unreadable,
 )
 from elastic_ckpt.tools.opened import locate, open_checkpoint
@@ -131,7 +132,8 @@ def verify(
     if metadata is not None:
         findings += check_metadata(metadata)
     if full:
-        findings += _check_bytes(found, files, metadata, config, threads, show_progress)
+        is_bounded = metadata is not None and of_shared_bytes(metadata) is None
+        findings += _check_bytes(found, files, metadata if is_bounded else None, config, threads, show_progress)
     unique = tuple(dict.fromkeys(finding.placed() for finding in (*misled, *findings, *of_folders(found.folder))))
     return Verification(
         folder=path,
