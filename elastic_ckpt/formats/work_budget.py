@@ -13,7 +13,7 @@ from elastic_ckpt.errors import UnsupportedError
 _MOST_TIMES = 8
 _MORE_NBYTES, _MORE_OBJECTS = 64 << 20, 1 << 20
 #: Times that a file is opened, for each part of so many bytes, and in addition.
-_OPENED_NBYTES, _MORE_OPENS = 1 << 10, 1 << 12
+_OPENED_NBYTES, _MORE_OPENS = 1 << 8, 1 << 12
 
 
 class WorkBudget:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def test_views_of_few_storages_cost_what_their_file_justifies(
             except UnsupportedError as error:
                 assert WORDS in error.problem and error.file == str(path) and error.found and error.remedy
         assert work.nbytes <= TIMES * nbytes + MORE_NBYTES
-        assert work.opens <= nbytes // 1024 + MORE_OPENS + 2
+        assert work.opens <= nbytes // work_budget._OPENED_NBYTES + MORE_OPENS + 2
 
 
 @contextmanager
@@ -240,3 +240,34 @@ def test_ranges_of_a_folder_are_disjoint_or_refused(data: st.DataObject) -> None
                 read_dcp_file(str(folder / each), each, contents, set(contents.paths))
         except ElasticCkptError as error:
             assert overlaps == ("same bytes" in error.problem), error
+
+
+@pytest.mark.parametrize("threads", [1, 7])
+def test_each_of_many_files_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """A folder has the sum of its files' budgets, and needs little of it."""
+    values = {f"x{number}": torch.tensor(float(number)) for number in range(200)}
+    dcp.save(values, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=threads))
+    with counted(monkeypatch) as work:
+        contents = read_dcp_metadata(str(tmp_path))
+        read: dict[str, Any] = {}
+        for name in contents.files:
+            read |= read_dcp_file(str(tmp_path / name), name, contents, set(values)).values
+    assert read == {name: value.item() for name, value in values.items()}
+    assert len(contents.files) == threads and work.opens == 1 + 2 * threads
+    assert work.nbytes <= 5 * sum(each.stat().st_size for each in tmp_path.iterdir()) + threads * (1 << 13)
+
+
+def test_a_list_of_chunks_that_all_entries_share_is_not_walked_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({"w": torch.zeros(4000)}, checkpoint_id=tmp_path)
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    entry, (index, info) = metadata.state_dict_metadata["w"], *metadata.storage_data.items()
+    entry.chunks *= 4000
+    for number in range(2000):
+        metadata.state_dict_metadata[f"w{number}"] = entry
+        metadata.storage_data[replace(index, fqn=f"w{number}")] = info
+    path.write_bytes(pickle.dumps(metadata))
+    with counted(monkeypatch), pytest.raises(UnsupportedError, match=rf"{WORDS}|most of them again and again"):
+        read_dcp_metadata(str(tmp_path))
