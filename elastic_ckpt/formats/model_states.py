@@ -15,7 +15,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from itertools import chain, groupby
 from typing import Any, ClassVar
 
@@ -233,7 +232,11 @@ def _named_shapes(file: PickledFile, shapes: Mapping[str, Any]) -> tuple[tuple[s
 
 
 def _checksum(file: PickledFile, refs: Iterable[TensorRef]) -> int:
-    return reduce(lambda crc, raw: zlib.crc32(raw, crc), read_bytes(file, refs), 0)
+    """The CRC32 of the CRC32s of some tensors, each of which is read once, however often it is named."""
+    every = list(refs)
+    distinct = dict.fromkeys(every)
+    crc32s = dict(zip(distinct, map(zlib.crc32, read_bytes(file, distinct)), strict=True))
+    return zlib.crc32(b"".join(crc32s[ref].to_bytes(4, "little") for ref in every))
 
 
 def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None:

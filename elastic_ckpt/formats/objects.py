@@ -135,9 +135,10 @@ class _Maker:
                         (made.append if kind == "items" else made.add)(value)
 
     def _charge(self, state: Any, elements: int = 0) -> None:
-        self._left -= elements
-        for each in (*state, state) if isinstance(state, tuple) else (state,):
-            self._left -= len(each) if isinstance(each, (dict, tuple)) else 0
+        parts = (*state, state) if isinstance(state, tuple) else (state,)
+        count = elements + sum(len(each) for each in parts if isinstance(each, (dict, tuple)))
+        self._file.budget.charge_objects(count)  # of all that are made of this file
+        self._left -= count
         if self._left < 0:
             raise ValueError("objects that are given the same many attributes or elements again and again")
 
