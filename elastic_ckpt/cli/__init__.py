@@ -1,7 +1,7 @@
 """``elastic-ckpt``: its commands.
 
 Exit codes: 0, success; 1, a finding (damage, a difference, a load that would be refused); 2, wrong usage; 3, the
-checkpoint cannot be read.
+checkpoint, or a part of it, cannot be read, so that it could not be checked.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Tag, plain, reads_checkpoint
+from elastic_ckpt.cli.output import EXIT_FOUND, EXIT_UNREADABLE, Answer, Folders, Tag, plain, reads_checkpoint
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.text import printable
 from elastic_ckpt.errors import shortened
@@ -143,23 +143,28 @@ def verify(
     """Check a checkpoint for missing, damaged and mixed-up files, and print each problem on one line.
 
     Without --full, only metadata is read: every file opens, none is missing or from another save, and each element is
-    stored exactly once. Notes, such as what could not be checked, go to standard error.
+    stored exactly once. Notes, such as files that are not DeepSpeed's, go to standard error.
 
-    Exit code 1: something is wrong.
+    Exit code 1: something is wrong. 3: nothing is known to be, but part of it could not be checked, since this version
+    does not support it; each such part is a line "not-checked".
     """
     found = verify_checkpoint(folders[0], tag, config, full, threads=min(os.cpu_count() or 1, 16), show_progress=None)
     listed = {
         name: [{"code": f.kind, "message": f.message, "file": f.file, "parameter": f.parameter} for f in findings]
-        for name, findings in (("findings", found.findings), ("notes", found.notes))
+        for name, findings in (
+            ("findings", found.findings),
+            ("unchecked", found.unchecked),
+            ("notes", found.notes),
+        )
     }
     counts = f"{counted(found.files, 'file')}, {counted(found.tensors, 'tensor')}"
     checked = f"{counts}, {'' if full else 'metadata of '}{counted(found.nbytes, 'byte')}"
-    lines = [finding.line(found.folder) for finding in found.findings]
+    lines = [finding.line(found.folder) for finding in found.problems]
     return Answer(
-        {"ok": not found.findings, **plain(found), **listed},
+        {"ok": found.ok, **plain(found), **listed},
         lines or [f"ok: {checked} checked in {found.seconds:.2f} s"],
         [f"note: {note.line(found.folder)}" for note in found.notes],
-        exit_code=EXIT_FOUND if found.findings else 0,
+        exit_code=EXIT_FOUND if found.findings else EXIT_UNREADABLE if found.unchecked else 0,
     )
 
 
@@ -172,13 +177,15 @@ def latest(
     """Print the path of the newest complete checkpoint in a folder, whatever its latest file says.
 
     It looks at folders of tags and at those of Hugging Face's Trainer (checkpoint-20), Accelerate and Lightning. Newer
-    checkpoints that are incomplete are listed on standard error, with the reason.
+    checkpoints that are incomplete, or could not be checked, are listed on standard error, with the reason.
 
-    Exit code 1: none is complete.
+    Exit code 1: none is complete. 3: none is known to be, and one at least could not be checked.
     """
     newest, skipped = newest_whole(folders[0], config, full)
     path = newest.path if newest else ""
-    notes = [printable(f"not complete: {each.path}: {each.problem}") for each in skipped]
+    words = {False: "not complete", True: "not checked"}
+    notes = [printable(f"{words[each.unchecked]}: {each.path}: {each.problem}") for each in skipped]
+    exit_code = EXIT_UNREADABLE if any(each.unchecked for each in skipped) else EXIT_FOUND
     if path != printable(path):
         notes, path = [*notes, f"{printable(path)}: its name has control characters: rename it"], ""
-    return Answer({"newest": newest, "skipped": skipped}, [path] if path else [], notes, EXIT_FOUND if not path else 0)
+    return Answer({"newest": newest, "skipped": skipped}, [path] if path else [], notes, 0 if path else exit_code)

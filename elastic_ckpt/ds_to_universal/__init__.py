@@ -16,8 +16,9 @@ from typing import Any
 
 from elastic_ckpt.config import read_config
 from elastic_ckpt.core.text import printable
-from elastic_ckpt.errors import DamagedError, printable_errors
+from elastic_ckpt.errors import DamagedError, UnsupportedError, printable_errors
 from elastic_ckpt.tools.conversion import convert
+from elastic_ckpt.tools.inspection import UNCHECKED
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 from elastic_ckpt.tools.verification import verify
 
@@ -50,10 +51,13 @@ def main(args: Any) -> None:
     """
     config, target = read_config({}), Path(os.path.abspath(args.output_folder))
     found = locate(args.input_folder, None)
-    if args.strict and (findings := verify(found.folder, None, config).findings):
+    if args.strict and (findings := verify(found.folder, None, config).problems):
         more = f" (and {len(findings) - 1} more findings: elastic-ckpt verify)" if len(findings) > 1 else ""
-        problem = f"the checkpoint is not complete: {findings[0].text}{more}"
-        raise DamagedError(problem, findings[0].file or found.folder)
+        first = findings[0]
+        if first.level == UNCHECKED:
+            problem = f"the checkpoint could not be checked: {first.text}{more}"
+            raise UnsupportedError(problem, first.file or found.folder, first.expected, first.found)
+        raise DamagedError(f"the checkpoint is not complete: {first.text}{more}", first.file or found.folder)
     with suppress(OSError):  # unless it is an empty folder, as some controllers make it
         target.rmdir()
     if getattr(args, "really", False):

@@ -240,7 +240,8 @@ def read_common_state(folder: str, trust_pickle: bool) -> CommonState | None:
         return None
     file = open_pickled(path, trust_pickle)
     with named_errors(path):
-        others = {str(key): materialise(file, value) for key, value in file.tree.items() if key != "optimizer"}
+        rest = materialise(file, {key: value for key, value in file.tree.items() if key != "optimizer"})
+        others = {str(key): value for key, value in rest.items()}
         optimizer = hyperparameters(file, {"": file.tree.get("optimizer", {})})[""]
         chained = list(optimizer.values()) if set(map(type, optimizer)) == {int} else [optimizer]
         parts = [part.get("optimizer", part) for part in chained]  # of mixed precision

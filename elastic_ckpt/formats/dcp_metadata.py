@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, BinaryIO, cast
 
 from elastic_ckpt.core.checksums import Records
@@ -21,12 +23,13 @@ from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedErro
 from elastic_ckpt.formats.metadata_builder import refuse_view
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.objects import materialise
-from elastic_ckpt.formats.pickled import PickledFile, named_errors, unreadable
+from elastic_ckpt.formats.pickled import PickledFile, SmallReads, named_errors, of_archive, unreadable
 from elastic_ckpt.formats.torch_archive.archive import Trees, most_pickle_nbytes, read_archive_tree, unpickled
 from elastic_ckpt.formats.torch_archive.calls import described
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.formats.values import hyperparameters, read_numbers
+from elastic_ckpt.formats.work_budget import WorkBudget
 from elastic_ckpt.storage import PartStream, modified, open_stream, size_of
 
 #: Bytes of ``.metadata`` for one container in it, of which a chunk has a dozen, times those of other pickles.
@@ -80,7 +83,7 @@ def read_dcp_metadata(folder: str) -> DcpContents:
                 raise UnsupportedError(problem, found=f"{nbytes} bytes")
             raw = stream.read(nbytes)
         tree = unpickled(raw, _MORE_CONTAINERS * len(raw), trust_pickle=False)
-        tensors, missing = _entries(tree, path)
+        tensors, missing = _entries(tree, path, WorkBudget(path, len(raw)))
         files: dict[str, list[StoredItem]] = {}
         for index, info in tree.storage_data.items():
             offset = getattr(index, "offset", None)
@@ -104,15 +107,20 @@ def read_dcp_metadata(folder: str) -> DcpContents:
         paths = {name: tuple(keys) for name, keys in (getattr(tree, "planner_data", None) or {}).items()}
         if not all(type(key) in (str, int) for keys in paths.values() for key in keys):
             raise unreadable(path, "paths of entries that are not made of names and numbers")
+        placed = {name: tuple(sorted(items, key=lambda item: item.start)) for name, items in sorted(files.items())}
+        for name, items in placed.items():
+            _refuse_overlaps(name, items, path)
         return DcpContents(
             tensors,
             {name: paths.get(name, (name,)) for name in tree.state_dict_metadata},
-            {name: tuple(sorted(items, key=lambda item: item.start)) for name, items in sorted(files.items())},
+            placed,
             modified(path),
         )
 
 
-def _entries(tree: Any, path: str) -> tuple[dict[str, tuple[str, Shape]], dict[tuple[str, Shape | None], Shape | None]]:
+def _entries(
+    tree: Any, path: str, budget: WorkBudget
+) -> tuple[dict[str, tuple[str, Shape]], dict[tuple[str, Shape | None], Shape | None]]:
     """The tensors, and the sizes of all chunks by entry and offsets; of objects, these are ``None``."""
     tensors: dict[str, tuple[str, Shape]] = {}
     chunks: dict[tuple[str, Shape | None], Shape | None] = {}
@@ -125,12 +133,27 @@ def _entries(tree: Any, path: str) -> tuple[dict[str, tuple[str, Shape]], dict[t
             problem = "a tensor has a dtype that is not supported"
             raise UnsupportedError(problem, None, ", ".join(ITEMSIZE), dtype, parameter=name)
         tensors[name] = dtype, shape
+        budget.charge_objects(len(entry.chunks))  # many entries may share one list
         for chunk in entry.chunks:
             offsets, sizes = checked_shape(chunk.offsets), checked_shape(chunk.sizes)
             if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
                 raise unreadable(path, f"a chunk of {sizes} at {offsets} of {name}, of shape {shape}")
             chunks[name, offsets] = sizes
     return tensors, chunks
+
+
+def _refuse_overlaps(file: str, items: Sequence[StoredItem], path: str) -> None:
+    """Raise :class:`DamagedError` for two items of a file, given by their places, that share bytes.
+
+    Each is read as an archive of its own: one that all entries share would be read for each of them.
+    """
+    for item, following in pairwise(items):
+        if item.start + item.nbytes > following.start or item.start == following.start:
+            problem = f"two entries are in the same bytes of {file}, by this .metadata"
+            expected = f"{following.name} behind {item.name}, which ends at byte {item.start + item.nbytes}"
+            found = f"{following.name} at byte {following.start}"
+            remedy = "save the checkpoint again, or take another tag: no save of torch writes it so"
+            raise DamagedError(problem, path, expected, found, parameter=following.name, remedy=remedy)
 
 
 def _part(stream: BinaryIO, item: StoredItem) -> BinaryIO:
@@ -158,8 +181,9 @@ def read_dcp_file(
     """
     offsets, values, trees = array("q"), dict[str, Any](), Trees()
     records: list[tuple[int, int, int]] = []
-    with named_errors(path), open_stream(path) as stream:
+    with named_errors(path), open_stream(path) as stream, ExitStack() as kept:
         nbytes = size_of(stream)
+        reads = kept.enter_context(SmallReads(path, nbytes).kept_open())
         for item in contents.files[name]:
             if item.start + item.nbytes > nbytes:
                 end = item.start + item.nbytes
@@ -168,7 +192,7 @@ def read_dcp_file(
             if item.sizes is not None or item.name in wanted:
                 try:
                     archive = read_archive_tree(_part(stream, item), path, trust_pickle, trees)
-                    file = _moved(replace(archive, nbytes=nbytes), item.start)
+                    file = _moved(of_archive(replace(archive, nbytes=nbytes), reads), item.start)
                     if item.name in groups:
                         values[item.name] = hyperparameters(file, {"": file.tree})
                     elif item.name in wanted:
@@ -179,6 +203,7 @@ def read_dcp_file(
                         offset = _data_of(item, file.tree, contents, path)
                     records += file.records
                 except (UnsafePickleError, UnsupportedError) as error:
+                    reads.budget.refuse_if_used_up()
                     if item.sizes is not None:
                         raise
                     values[item.name] = error
@@ -194,7 +219,8 @@ def _moved(file: PickledFile, start: int) -> PickledFile:
         return replace(leaf, byte_offset=leaf.byte_offset + start) if is_there else leaf
 
     records = Records.of((offset + start, nbytes, crc32) for offset, nbytes, crc32 in file.records)
-    return replace(file, tree=replace_leaves(file.tree, moved), records=records)
+    tree = replace_leaves(file.tree, moved, charge=file.budget.charge_objects)
+    return replace(file, tree=tree, records=records)
 
 
 def _data_of(item: StoredItem, tree: Any, contents: DcpContents, path: str) -> int:

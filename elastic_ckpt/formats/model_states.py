@@ -15,7 +15,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from itertools import chain, groupby
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
-from elastic_ckpt.formats.pickled import PickledFile, named_errors
+from elastic_ckpt.formats.pickled import PickledFile, named_errors, opened_once
 from elastic_ckpt.formats.saved_config import (
     COUNTERS,
     StatedDegrees,
@@ -233,7 +232,11 @@ def _named_shapes(file: PickledFile, shapes: Mapping[str, Any]) -> tuple[tuple[s
 
 
 def _checksum(file: PickledFile, refs: Iterable[TensorRef]) -> int:
-    return reduce(lambda crc, raw: zlib.crc32(raw, crc), read_bytes(file, refs), 0)
+    """The CRC32 of the CRC32s of some tensors, each of which is read once, however often it is named."""
+    every = list(refs)
+    distinct = dict.fromkeys(every)
+    crc32s = dict(zip(distinct, map(zlib.crc32, read_bytes(file, distinct)), strict=True))
+    return zlib.crc32(b"".join(crc32s[ref].to_bytes(4, "little") for ref in every))
 
 
 def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None:
@@ -242,6 +245,7 @@ def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None
     refuse_other_saves(shards, lambda shard: {f"{what} differ": getattr(shard, what) for what in whats})
 
 
+@opened_once
 def index_unpartitioned(file: PickledFile, options: StateOptions, ep_rank: int = 0) -> UnpartitionedState | None:
     """The optimizer entry of a file, ``None`` without one (under ZeRO, where DeepSpeed may write the file without)."""
     saved = file.tree.get("optimizer")

@@ -17,13 +17,12 @@ import numpy as np
 
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError, UnsupportedError, refuse_used_up
-from elastic_ckpt.formats.pickled import PickledFile, open_whole, read_into, unreadable
+from elastic_ckpt.formats.pickled import PickledFile, open_whole, unreadable
 from elastic_ckpt.formats.rebuilt_tensors import REBUILT, make_wrapper
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, refuse_errors, unsafe_error
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, NAMESPACE, PLAIN_CLASSES, is_attribute
 from elastic_ckpt.formats.torch_archive.tensors import NESTED, QUANTIZED, SPARSE, StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
-from elastic_ckpt.storage import open_stream
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +44,8 @@ def materialise(file: PickledFile, node: Any) -> Any:
     :class:`UnsafePickleError` or :class:`UnsupportedError`, a file that has shrunk a :class:`DamagedError`.
     """
     maker = _Maker(file)
-    with maker.errors_of(node):  # keys may be unhashable, or take too long
-        return replace_leaves(node, maker.made, maker.give)
+    with maker.errors_of(node), file.kept_open():  # keys may be unhashable, or take too long
+        return replace_leaves(node, maker.made, maker.give, file.budget.charge_objects)
 
 
 def read_objects(path: str) -> Any:
@@ -68,11 +67,13 @@ def materialise_entries(
     try:
         return materialise(file, dict(entries)), {}
     except _NOT_MADE:
+        file.budget.refuse_if_used_up()
         errors: dict[Any, ElasticCkptError] = {}
     for key, value in entries.items():
         try:
             materialise(file, {key: value})
         except _NOT_MADE as error:
+            file.budget.refuse_if_used_up()  # which is not of this entry
             name = repr(key)[:100] if isinstance(key, (str, int)) else f"of a {type(key).__name__}"
             remedy = f'{error.remedy}; or go on without it: "elastic_checkpoint": {{"on_unreadable_entry": "skip"}}'
             details = {**error.details, "file": file.path, "remedy": remedy}
@@ -144,9 +145,10 @@ class _Maker:
                         (made.append if kind == "items" else made.add)(value)
 
     def _charge(self, state: Any, elements: int = 0) -> None:
-        self._left -= elements
-        for each in (*state, state) if isinstance(state, tuple) else (state,):
-            self._left -= len(each) if isinstance(each, (dict, tuple)) else 0
+        parts = (*state, state) if isinstance(state, tuple) else (state,)
+        count = elements + sum(len(each) for each in parts if isinstance(each, (dict, tuple)))
+        self._file.budget.charge_objects(count)  # of all that are made of this file
+        self._left -= count
         if self._left < 0:
             raise ValueError("objects that are given the same many attributes or elements again and again")
 
@@ -157,8 +159,7 @@ class _Maker:
             return torch.UntypedStorage(0)
         if start not in self._storages:
             buffer = torch.empty(nbytes, dtype=torch.uint8)
-            with open_stream(self._file.path) as stream:
-                read_into(self._file, stream, start, memoryview(buffer.numpy()))  # type: ignore[arg-type]
+            self._file.read_into(start, memoryview(buffer.numpy()))  # type: ignore[arg-type]
             self._storages[start] = buffer.untyped_storage()
         if self._storages[start].nbytes() != nbytes:
             raise unreadable(self._file.path, f"a storage of {nbytes} bytes, and of others, at byte {start}")

@@ -9,20 +9,138 @@ reads old bytes.
 from __future__ import annotations
 
 import gc
+import io
 import os
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import BinaryIO
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from isal import isal_zlib
 
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, refuse_used_up
 from elastic_ckpt.formats.naming import DCP_METADATA
-from elastic_ckpt.formats.torch_archive.archive import PickledFile as PickledFile  # noqa: PLC0414  its home
+from elastic_ckpt.formats.torch_archive import archive
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Listing
 from elastic_ckpt.formats.torch_archive.tree import refusals
+from elastic_ckpt.formats.work_budget import WorkBudget
 from elastic_ckpt.storage import open_stream
+
+T = TypeVar("T")
+P = ParamSpec("P")
+#: Small reads take whole blocks from the file, of which some are kept: many tensors may share one, or lie side by side.
+_BLOCK_NBYTES, _MOST_BLOCKS = io.DEFAULT_BUFFER_SIZE, 64
+
+
+@dataclass(frozen=True)
+class BudgetedFile(archive.PickledFile):
+    """A file's object tree, and the door to its small tensors, which is open once for many of them."""
+
+    #: Those of a file of which this is one of several archives.
+    shared_reads: SmallReads | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def _reads(self) -> SmallReads:
+        return self.shared_reads or SmallReads(self.path, self.nbytes)
+
+    @property
+    def budget(self) -> WorkBudget:
+        """What all work on this file is charged to."""
+        return self._reads.budget
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Opens the file at most once for all small reads of the body; may be nested. Of one thread at a time."""
+        with self._reads.kept_open():
+            yield
+
+    def read_into(self, byte_offset: int, view: memoryview) -> None:
+        """Read bytes; :class:`DamagedError` if the file has shrunk, or a whole record is not as it was saved."""
+        if not view.nbytes:
+            return
+        self._reads.read_into(byte_offset, view)
+        records, number = self.records, self.records.index(byte_offset)
+        if number is None or (records.offsets[number], records.nbytes[number]) != (byte_offset, view.nbytes):
+            return
+        if isal_zlib.crc32(view) != records.crc32s[number]:
+            raise unreadable(self.path, f"Bad CRC-32 of the {view.nbytes} bytes of a tensor at byte {byte_offset}")
+
+
+#: The name by which formats and tools know it.
+PickledFile = BudgetedFile
+
+
+class SmallReads:
+    """Reads a file bit by bit, charged to its budget, and keeps the blocks that were read last."""
+
+    def __init__(self, path: str, file_nbytes: int) -> None:
+        self.budget = WorkBudget(path, file_nbytes)
+        self._path, self._users = path, 0
+        self._stream: BinaryIO | None = None
+        self._blocks: OrderedDict[int, memoryview] = OrderedDict()  # by their offsets
+
+    @contextmanager
+    def kept_open(self) -> Iterator[SmallReads]:
+        """See :meth:`PickledFile.kept_open`."""
+        self._users += 1
+        try:
+            yield self
+        finally:
+            self._users -= 1
+            if not self._users and self._stream is not None:
+                self._stream.close()
+                self._stream = None
+                self._blocks.clear()
+
+    def read_into(self, byte_offset: int, view: memoryview) -> None:
+        """Read bytes; :class:`DamagedError` if the file has shrunk."""
+        with self.kept_open():
+            if view.nbytes >= _BLOCK_NBYTES:
+                count = self._fill(byte_offset, view)
+            else:  # of one block, or of two
+                start = byte_offset // _BLOCK_NBYTES * _BLOCK_NBYTES
+                raw = self._block(start)[byte_offset - start :][: view.nbytes]
+                view[: len(raw)] = raw
+                count = len(raw)
+                if count < view.nbytes:
+                    raw = self._block(start + _BLOCK_NBYTES)[: view.nbytes - count]
+                    view[count : count + len(raw)] = raw
+                    count += len(raw)
+        if count != view.nbytes:
+            raise unreadable(self._path, f"end of file inside the tensor at byte {byte_offset}")
+
+    def _block(self, start: int) -> memoryview:
+        """A block; shorter at the end of the file."""
+        block = self._blocks.pop(start, None)
+        if block is None:
+            block = memoryview(bytearray(_BLOCK_NBYTES))
+            block = block[: self._fill(start, block)]
+        self._blocks[start] = block
+        if len(self._blocks) > _MOST_BLOCKS:
+            self._blocks.popitem(last=False)
+        return block
+
+    def _fill(self, byte_offset: int, view: memoryview) -> int:
+        self.budget.charge_nbytes(view.nbytes)
+        if self._stream is None:
+            self.budget.charge_open()
+            self._stream = open_stream(self._path)
+        self._stream.seek(byte_offset)
+        return int(self._stream.readinto(view))  # type: ignore[attr-defined]
+
+
+def opened_once(index: Callable[Concatenate[PickledFile, P], T]) -> Callable[Concatenate[PickledFile, P], T]:
+    """A function of a file that opens it at most once, however many small tensors of it are read."""
+
+    @wraps(index)
+    def indexed(file: PickledFile, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with file.kept_open():
+            return index(file, *args, **kwargs)
+
+    return indexed
 
 
 @contextmanager
@@ -53,26 +171,19 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
     globals, :class:`UnsupportedError` for a tensor or object that cannot be read piece by piece.
     """
     with named_errors(path), open_stream(path) as stream:
-        return read_archive_tree(stream, path, trust_pickle, known)
+        return of_archive(read_archive_tree(stream, path, trust_pickle, known))
 
 
 @collector_off()
 def open_whole(path: str) -> PickledFile:
     """:func:`open_pickled` for who makes all objects of a file, those that cannot be read piece by piece included."""
     with named_errors(path), open_stream(path) as stream:
-        return read_archive_tree(stream, path, trust_pickle=False, by_piece=False)
+        return of_archive(read_archive_tree(stream, path, trust_pickle=False, by_piece=False))
 
 
-def read_into(file: PickledFile, stream: BinaryIO, byte_offset: int, view: memoryview) -> None:
-    """Read bytes of an open file; :class:`DamagedError` if it has shrunk, or a whole record is not as it was saved."""
-    stream.seek(byte_offset)
-    if stream.readinto(view) != view.nbytes:  # type: ignore[attr-defined]
-        raise unreadable(file.path, f"end of file inside the tensor at byte {byte_offset}")
-    records, number = file.records, file.records.index(byte_offset)
-    if number is None or (records.offsets[number], records.nbytes[number]) != (byte_offset, view.nbytes):
-        return
-    if isal_zlib.crc32(view) != records.crc32s[number]:
-        raise unreadable(file.path, f"Bad CRC-32 of the {view.nbytes} bytes of a tensor at byte {byte_offset}")
+def of_archive(tree: archive.PickledFile, shared_reads: SmallReads | None = None) -> PickledFile:
+    """What was read of an archive, with a budget: its own, or that of the file of which it is a part."""
+    return PickledFile(**vars(tree), shared_reads=shared_reads)
 
 
 @contextmanager

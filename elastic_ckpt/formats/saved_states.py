@@ -27,7 +27,7 @@ from elastic_ckpt.core.state_kinds import (
 )
 from elastic_ckpt.core.values import merged
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import hyperparameters, read_bytes, read_numbers, tensor_values, to_numbers
 
@@ -117,10 +117,12 @@ def with_strangers(states: Mapping[T, StatesOfOne], base: Mapping[str, Any]) -> 
     return found
 
 
+@opened_once
 def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptions) -> StatesOfOne:
     """Sort the optimizer states of one flat tensor or parameter, and read the small ones. Local."""
     entries = {**saved, **saved.get(NESTED, {})}
     entries.pop(NESTED, None)
+    file.budget.charge_objects(len(entries))  # many parameters may share one long dictionary
     tensors: dict[str, TensorRef] = {}
     points: dict[str, TensorRef] = {}
     scalars: dict[str, Any] = {}
@@ -190,6 +192,7 @@ def notes_and_warnings(
     return notes, [warning] if unmatched else []
 
 
+@opened_once
 def read_groups(file: PickledFile, param_groups: Iterable[Mapping[str, Any]]) -> Groups:
     """Hyperparameters of every param group."""
     groups = ({key: value for key, value in group.items() if key not in _NOT_READ} for group in param_groups)

@@ -24,7 +24,7 @@ from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.model_states import refuse_old, refuse_own_kind
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
-from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, settings, sort_states, with_strangers
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -104,6 +104,7 @@ def build_shard(
     )
 
 
+@opened_once
 def index_shard(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
     """Read one optimizer-states file of any ZeRO stage; :class:`UnsupportedError` if of DeepSpeed before 0.6.2."""
     if "fp32_flat_groups" in file.section("optimizer_state_dict"):

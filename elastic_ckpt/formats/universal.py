@@ -33,7 +33,7 @@ from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dens
 from elastic_ckpt.formats.model_states import ModelShard, grid_of, model_indexer
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.objects import materialise
-from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state, refuse_features
 from elastic_ckpt.formats.saved_states import read_groups
@@ -331,6 +331,7 @@ def _rule_of(name: str, tree: Any) -> ShardSpec | None:
     return ShardSpec(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
 
 
+@opened_once
 def _index_optimizer(file: PickledFile) -> OptimizerFile:
     """Read the optimizer's file."""
     groups = file.section("param_groups")

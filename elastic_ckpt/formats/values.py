@@ -12,15 +12,16 @@ from elastic_ckpt.core.metadata import ITEMSIZE, is_floating
 from elastic_ckpt.core.values import LeftInFile, TensorValue
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.objects import materialise
-from elastic_ckpt.formats.pickled import PickledFile, read_into
+from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, PLAIN_CLASSES
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
-from elastic_ckpt.storage import open_stream
 
 #: Tensors may be larger than their file by this factor and this many bytes: views share their storage, copies do not.
 _MOST_COPIES, _MOST_MORE_NBYTES = 4, 1 << 20
+#: Bytes between the elements of a tensor that are read along with them: so many times theirs, or so many.
+_MOST_GAPS, _MOST_GAPS_NBYTES = 2, 4096
 #: Elements of a tensor among hyperparameters that is read: a file may name one tensor very often.
 _MOST_ELEMENTS = 16
 #: Objects that are made where they are a hyperparameter themselves.
@@ -29,25 +30,47 @@ _MADE = frozenset((*PLAIN_CLASSES, ARRAY, BUFFER, DTYPE))
 
 def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
     """The elements of each tensor in row-major order; :class:`DamagedError` if the file has shrunk."""
-    wanted, most_nbytes, read = list(refs), _MOST_COPIES * file.nbytes + _MOST_MORE_NBYTES, list[bytes]()
-    if not wanted:
-        return read  # as in most files: they need not be opened again
-    with open_stream(file.path) as stream:
-        for ref in wanted:
-            itemsize = ITEMSIZE[ref.dtype]
-            raw: bytes | bytearray = bytearray(ref.reach * itemsize)
-            if ref.numel * itemsize > most_nbytes:  # strides of 0 repeat elements without end
-                problem = "this file holds tensors that share their elements, and are many times larger than the file"
-                expected = f"at most {most_nbytes} bytes, {_MOST_COPIES} times the file's size and a bit more"
-                remedy = "leave such tensors out of the client state, or save copies of them"
-                found = f"{ref.numel} elements of {len(raw)} bytes"
-                raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
-            read_into(file, stream, ref.byte_offset, memoryview(raw))
-            if not ref.is_contiguous:
-                strides = tuple(stride * itemsize for stride in ref.stride)
-                raw = np.ndarray(ref.shape, f"V{itemsize}", raw, strides=strides).tobytes()
-            read.append(bytes(raw))
-    return read
+    read: dict[TensorRef, bytes] = {}  # a file may name one tensor very often
+    found = list[bytes]()
+    with file.kept_open():
+        for ref in refs:
+            if ref not in read:
+                read[ref] = _elements(file, ref)
+            found.append(read[ref])
+    return found
+
+
+def _elements(file: PickledFile, ref: TensorRef) -> bytes:
+    itemsize, most_nbytes = ITEMSIZE[ref.dtype], _MOST_COPIES * file.nbytes + _MOST_MORE_NBYTES
+    if ref.numel * itemsize > most_nbytes:  # strides of 0 repeat elements without end
+        problem = "this file holds tensors that share their elements, and are many times larger than the file"
+        expected = f"at most {most_nbytes} bytes, {_MOST_COPIES} times the file's size and a bit more"
+        remedy = "leave such tensors out of the client state, or save copies of them"
+        found = f"{ref.numel} elements of {ref.reach * itemsize} bytes"
+        raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
+    if ref.is_contiguous:
+        raw = bytearray(ref.numel * itemsize)
+        file.read_into(ref.byte_offset, memoryview(raw))
+        return bytes(raw)
+    file.budget.charge_nbytes(ref.numel * itemsize)
+    elements = np.empty(ref.shape, f"V{itemsize}")
+    _read_strided(file, ref.byte_offset, elements, tuple(stride * itemsize for stride in ref.stride))
+    return elements.tobytes()
+
+
+def _read_strided(file: PickledFile, byte_offset: int, target: np.ndarray[Any, Any], strides: tuple[int, ...]) -> None:
+    """Fill an array with elements at strides in bytes: by one read, or where they are far apart, by index."""
+    steps = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
+    reach_nbytes = sum(steps) + target.itemsize
+    if reach_nbytes <= max(_MOST_GAPS * target.nbytes, _MOST_GAPS_NBYTES):
+        raw = bytearray(reach_nbytes)
+        file.read_into(byte_offset, memoryview(raw))
+        target[...] = np.ndarray(target.shape, target.dtype, raw, strides=strides)
+        return
+    longest = steps.index(max(steps))
+    inside = strides[:longest] + strides[longest + 1 :]
+    for index, part in enumerate(np.moveaxis(target, longest, 0)[..., None]):  # of no dimension, still an array
+        _read_strided(file, byte_offset + index * strides[longest], part[..., 0], inside)
 
 
 def read_numbers(file: PickledFile, refs: Iterable[TensorRef]) -> list[np.ndarray[Any, Any]]:
@@ -105,10 +128,13 @@ def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, An
 
     def plain(value: Any) -> Any:
         is_made = isinstance(value, Call) and (value.is_users or value.name in _MADE)
-        return _number_or_left(materialise(file, value)) if is_made else replace_leaves(value, real)
+        return _number_or_left(materialise(file, value)) if is_made else replace_leaves(value, real, charge=charge)
 
+    charge = file.budget.charge_objects
+    charge(len(group))
     is_device = {key for key, value in group.items() if isinstance(value, Call) and value.name == "torch.device"}
-    return {key: plain(value) for key, value in group.items() if key not in is_device}
+    with file.kept_open():
+        return {key: plain(value) for key, value in group.items() if key not in is_device}
 
 
 def _number_or_left(value: Any) -> Any:
@@ -122,6 +148,7 @@ def _named(file: PickledFile, leaf: Size | Global | Call) -> Any:
     try:
         found = materialise(file, leaf)
     except ElasticCkptError:  # of another version; refused by its name, and only where it is restored
+        file.budget.refuse_if_used_up()
         found = None
     is_read = isinstance(found, Enum) if isinstance(leaf, Call) else found is not None
     return found if is_read else LeftInFile(f"an object of {leaf}"[:200])

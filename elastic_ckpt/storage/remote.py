@@ -7,14 +7,15 @@ as obstore reads it (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLI
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -33,13 +34,18 @@ REQUEST_NBYTES = 8 << 20
 #: double, 50 s together. They are ours, not obstore's, which would tell nobody.
 _RETRIES, _FIRST_PAUSE = 8, 0.2
 _PAGE = 1000  # most objects that a store lists in one answer
+#: Most objects in a folder, and seconds until the next page of them is there, or the whole top of a folder.
+_MOST_OBJECTS, _MOST_PAGE_SECONDS = 1 << 20, 120.0
+_PART_NBYTES = 1 << 20  # of an answer that is looked at at a time
 _SHOWN = 400
 _SECRETS = re.compile(r"(?<=\?)\S+|(?<=//)[^/\s]*(?=@)")  # of a URL: a signature in its query, a password
 #: What is said where there are no credentials, also by clouds' services that are asked for some. Not a key's letters.
 _NO_CREDENTIALS = re.compile(r"169\.254\.169\.254|//metadata[./]|(?<![/\w.%-])credential", re.IGNORECASE)
 _EXPIRED = re.compile(r"ExpiredToken|InvalidToken|TokenRefreshRequired|status code: 40[13]")
 _OTHER_REGION = re.compile(r"redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed")
-_FINAL = re.compile(rf"builder error|non-partial response|{_NO_CREDENTIALS.pattern}|{_OTHER_REGION.pattern}", re.I)
+_FINAL = re.compile(
+    rf"builder error|following redirect|non-partial response|{_NO_CREDENTIALS.pattern}|{_OTHER_REGION.pattern}", re.I
+)
 
 
 class RemoteFolder:
@@ -71,15 +77,12 @@ class RemoteFolder:
 
     def entries(self, tags: Collection[str] | None = None) -> list[Entry]:
         """The objects in the folder: all of them, or those at the top and below some tags. A request for 1,000."""
-        import obstore  # noqa: PLC0415
-
         found: list[Any] = []
         if tags is not None:
-            top = partial(obstore.list_with_delimiter, self._store, prefix=self._prefix or None)
-            found += self._ask(self.url, top)["objects"]
+            found += self._ask(self.url, lambda: _awaited(self._top()))["objects"]
         for tag in [""] if tags is None else sorted(tags):
-            pages = partial(obstore.list, self._store, prefix=self._key(tag) or None, chunk_size=_PAGE)
-            for page in self._ask(self.url, lambda pages=pages: list(pages())):  # type: ignore[misc]
+            prefix = self._key(tag) or None
+            for page in self._ask(self.url, lambda prefix=prefix: _awaited(self._pages(prefix))):  # type: ignore[misc]
                 found += page
         begin = len(self._prefix) + bool(self._prefix)
         # consoles make empty objects in the place of folders, whose names have lost their last slash
@@ -87,6 +90,50 @@ class RemoteFolder:
         return [
             self._entry(each["path"][begin:], each) for each in found if each["size"] or each["path"] not in folders
         ]
+
+    async def _top(self) -> Any:
+        import obstore  # noqa: PLC0415
+
+        return await self._in_time(obstore.list_with_delimiter_async(self._store, prefix=self._prefix or None))
+
+    async def _pages(self, prefix: str | None) -> list[Any]:
+        """All that is listed below a prefix, in pages; an error for a listing that has no end."""
+        import obstore  # noqa: PLC0415
+
+        stream = aiter(obstore.list(self._store, prefix=prefix, chunk_size=_PAGE))
+        pages: list[Any] = []
+        listed_paths: set[str] = set()
+        while page := await self._in_time(anext(stream, None)):
+            pages.append(page)
+            paths = {each["path"] for each in page}
+            if len(paths) < len(page) or not listed_paths.isdisjoint(paths):
+                found = f"{next(iter(listed_paths & paths), 'an object')} again, on page {len(pages)}"
+                raise self._endless("each object once", found)
+            listed_paths |= paths
+            if len(listed_paths) > _MOST_OBJECTS:
+                raise self._endless(f"at most {_MOST_OBJECTS} objects in a folder", f"{len(listed_paths)} and more")
+        return pages
+
+    async def _in_time(self, answer: Awaitable[T]) -> T:
+        """The next page of a listing. A store may send empty ones without end, of which obstore would ask for more."""
+        import obstore  # noqa: PLC0415
+
+        try:
+            return await asyncio.wait_for(answer, _MOST_PAGE_SECONDS)
+        except asyncio.TimeoutError:
+            found = f"pages for {_MOST_PAGE_SECONDS:g} s, without an object or an end"
+            raise self._endless(f"{_PAGE} objects, or the end of the folder", found) from None
+        except Exception as error:
+            if "panicked" not in str(error):
+                raise
+            with suppress(Exception):
+                obstore.head(self._store, self._key("latest"))  # a panic again, here with its text
+            raise
+
+    def _endless(self, expected: str, found: str) -> ElasticCkptError:
+        problem = "the object store lists this folder without end"
+        remedy = "look at the URL and its endpoint; of a folder so large, give the one of the checkpoint alone"
+        return ElasticCkptError(problem, self.url, expected, found, remedy=remedy)
 
     def _entry(self, name: str, meta: Mapping[str, Any]) -> Entry:
         if (version := meta["e_tag"]) is None:
@@ -110,12 +157,22 @@ class RemoteFolder:
             answer = obstore.get(self._store, self._key(entry.name), options=options)
             if (version := answer.meta["e_tag"]) and _bare(version) != _bare(entry.version):
                 raise PreconditionError(f"the version {version}, where {entry.version} was asked for")
-            raw = memoryview(answer.bytes())
-            if len(raw) != stop - start:
-                raise GenericError(f"{len(raw)} bytes came, where {stop - start} were asked for")
+            if answer.range != (start, stop):
+                raise GenericError(f"bytes {answer.range} came, where {(start, stop)} were asked for")
+            raw, count = memoryview(bytearray(stop - start)), 0
+            for part in answer.stream(min_chunk_size=_PART_NBYTES):  # its end is the server's to choose
+                if count + len(part) > len(raw):
+                    problem, remedy = "the object store sends more bytes than it was asked for", "look at its endpoint"
+                    both = f"{len(raw)} bytes from byte {start} on", f"{count + len(part)} and more"
+                    raise ElasticCkptError(problem, url, *both, remedy=remedy)
+                raw[count : count + len(part)] = part
+                count += len(part)
+            if count < len(raw):
+                raise GenericError(f"{count} bytes came, where {len(raw)} were asked for")
             return raw
 
-        return self._ask(f"{self.url}/{entry.name}", read, stop - start)
+        url = f"{self.url}/{entry.name}"
+        return self._ask(url, read, stop - start)
 
     def _ask(self, url: str, question: Callable[[], T], nbytes: int = 0) -> T:
         """The answer of a store, which is asked again after failures that may pass; a list is one of pages."""
@@ -160,6 +217,12 @@ class RemoteRanges:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _awaited(answer: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, which runs in a thread of its own: a loop may run in this one."""
+    with ThreadPoolExecutor(1, thread_name_prefix="elastic_ckpt") as pool:
+        return pool.submit(asyncio.run, answer).result()
 
 
 def _is_passing(error: Exception) -> bool:

@@ -35,13 +35,16 @@ from elastic_ckpt.sharding.specs import virtual_layouts
 from elastic_ckpt.storage import VIEW, copies_of, exists
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
-Level = Literal["error", "note"]
+Level = Literal["error", "unchecked", "note"]
 ERROR: Level = "error"
+UNCHECKED: Level = "unchecked"
 NOTE: Level = "note"
 #: Releases of DeepSpeed whose universal checkpoints (BLOOM's) have no file of the optimizer.
 _WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 #: Roles of a parameter; buffers and frozen weights have their key. ``WEIGHT``: it is unknown whether it was trained.
 TRAINED, WEIGHT = "trained", "weight"
+#: Bytes of tensors for each byte of their files, and in addition.
+_MOST_TIMES, _MORE_NBYTES = 8, 64 << 20
 SCALAR = "scalar"
 
 
@@ -49,8 +52,8 @@ SCALAR = "scalar"
 class Finding:
     """A problem of a checkpoint, or a fact worth knowing, with details as far as they are known."""
 
-    level: Level  # ``"error"`` if a load would be refused or lose something
-    kind: str  # one word for programs, stable; ``"not-checked"``, ``"no-checksum"`` and ``"reader"`` are notes alone
+    level: Level  # ``"error"`` if a load would be refused or lose something, ``"unchecked"`` if that cannot be told
+    kind: str  # one word for programs, stable; ``"no-checksum"`` and ``"reader"`` are notes alone
     text: str
     parameter: str | None = None  # or buffer, or state
     file: str | None = None  # its path
@@ -94,6 +97,12 @@ def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ER
     return Finding(level, kind or kind_of(error), error.problem, parameter, **known)
 
 
+def of_unreadable(error: ElasticCkptError, kind: str | None = None) -> Finding:
+    """The finding for a file that the reader refuses; what it does not support may be whole, but was not checked."""
+    kind = kind or ("unreadable" if kind_of(error) == "damaged" else kind_of(error))
+    return of_error(error, kind, UNCHECKED if isinstance(error, UnsupportedError) else ERROR)
+
+
 def kind_of(error: ElasticCkptError) -> str:
     """The kind of ``verify``'s finding for an error of the reader."""
     if isinstance(error, UnsafePickleError):
@@ -106,6 +115,8 @@ def kind_of(error: ElasticCkptError) -> str:
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Findings on coverage and states, from metadata alone."""
     yield from _of_tensors(metadata)
+    if (shared := of_shared_bytes(metadata)) is not None:
+        yield shared
     is_universal, folder = metadata.source.is_universal, metadata.source.folder
     for name in metadata.parameters:
         if (name, MASTER) not in metadata.tensors:
@@ -156,6 +167,18 @@ def _of_tensors(metadata: CheckpointMetadata) -> Iterator[Finding]:
                 text = f"{tensor.key} of this parameter reaches beyond the end of its file"
                 sizes = {"expected": f"{end} bytes or more", "found": f"{file.nbytes} bytes"}
                 yield Finding(ERROR, "unreadable", text, tensor.name, file.path, **sizes)
+
+
+def of_shared_bytes(metadata: CheckpointMetadata) -> Finding | None:
+    """The finding for tensors that have the same bytes so often that reading them has no bound by the files' sizes."""
+    file_nbytes = sum(file.nbytes for file in metadata.files)
+    most = _MOST_TIMES * file_nbytes + _MORE_NBYTES
+    nbytes = sum(_sizes(tensor)[1] for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()))
+    if nbytes <= most:
+        return None
+    text = "tensors have the same bytes of their files, again and again: no save of DeepSpeed writes them so"
+    expected, found = f"at most {most} bytes, of files of {file_nbytes}", f"tensors of {nbytes} bytes"
+    return Finding(ERROR, "shared", text, None, metadata.source.folder, expected, found)
 
 
 def _ends_inside(source: ChunkSource, metadata: CheckpointMetadata, known: dict[tuple[int, int], bool]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.text import one_line
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, printable_errors
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, UnsupportedError, printable_errors
 from elastic_ckpt.formats.detect import global_steps, list_below, list_checkpoints
 from elastic_ckpt.formats.safetensors import parse_json
 from elastic_ckpt.storage import absolute, copies_of, exists, folder_names, is_folder, modified, open_stream
@@ -30,6 +30,7 @@ class Candidate:
     tag: str
     step: int | None  # global step of its model-states files; ``None`` if none can be read
     problem: str | None = None  # why it is not whole, in one line; ``None``: it is, or was not looked at
+    unchecked: bool = False  # whether it may be whole all the same, since this version does not support what it has
 
 
 @printable_errors()
@@ -46,12 +47,16 @@ def find_latest(folder: Folders, full: bool = False) -> str:
     Raises:
         NotFoundError: there is no checkpoint at all.
         DamagedError: there are checkpoints, but none is complete.
+        UnsupportedError: none is known to be complete, and one at least could not be checked.
     """
     with seen_together(folder) as path:
         newest, skipped = newest_whole(path, config_of(None), full)
     if newest is None:
         found = "; ".join(f"{os.path.basename(each.path)}: {each.problem}" for each in skipped)
         remedy = "restore files of one of them, or remove the folder to start anew"
+        if any(each.unchecked for each in skipped):
+            problem = "no checkpoint in this folder is known to be complete: this version cannot check all of them"
+            raise UnsupportedError(problem, absolute(path), found=found)
         raise DamagedError("no checkpoint in this folder is complete", absolute(path), found=found, remedy=remedy)
     return newest.path
 
@@ -67,9 +72,9 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> tupl
         raise NotFoundError(problem, folder, expected, found, remedy=remedy)
     skipped: list[Candidate] = []
     for candidate in sorted(candidates, key=_age, reverse=True):
-        why_not = candidate.problem or _problem(candidate, config, full)
-        placed = replace(candidate, path=copies_of(candidate.path)[0], problem=why_not)
-        if why_not is None:
+        looked_at = candidate if candidate.problem else _judged(candidate, config, full)
+        placed = replace(looked_at, path=copies_of(candidate.path)[0])
+        if placed.problem is None:
             return placed, skipped
         skipped.append(placed)
     return None, skipped
@@ -98,16 +103,22 @@ def _age(candidate: Candidate) -> tuple[float, float]:
     return math.inf if candidate.step is None else candidate.step, written
 
 
-def _problem(candidate: Candidate, config: ElasticConfig, full: bool) -> str | None:
-    """Why it is not whole, or is not to Hugging Face's Trainer: its own state is missing, or of another step."""
+def _judged(candidate: Candidate, config: ElasticConfig, full: bool) -> Candidate:
+    """The candidate with its problem, if it has one."""
     try:
         # by the folder of its tag, so that no ``latest`` file counts
         outcome = verify(os.path.join(candidate.load_dir, candidate.tag), None, config, full)
     except ElasticCkptError as error:
-        return one_line(error.problem)
-    if outcome.findings:
-        more = f" (and {len(outcome.findings) - 1} more)" if len(outcome.findings) > 1 else ""
-        return outcome.findings[0].line(candidate.load_dir) + more
+        is_unchecked = isinstance(error, UnsupportedError)
+        return replace(candidate, problem=one_line(error.problem), unchecked=is_unchecked)
+    if problems := outcome.problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        return replace(candidate, problem=problems[0].line(candidate.load_dir) + more, unchecked=not outcome.findings)
+    return replace(candidate, problem=_trainers_problem(candidate))
+
+
+def _trainers_problem(candidate: Candidate) -> str | None:
+    """Why it is not whole to Hugging Face's Trainer: its own state is missing, or of another step."""
     around, step = os.path.dirname(candidate.path), candidate.step
     others = (os.path.join(around, name, _TRAINER_STATE) for name in folder_names(around))
     if not any(map(exists, others)):

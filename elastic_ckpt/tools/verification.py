@@ -8,9 +8,7 @@ memory-mapped: a disk failure under a map would kill the process without naming 
 from __future__ import annotations
 
 import errno
-import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,15 +29,26 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, N
 from elastic_ckpt.formats import CheckpointInfo, naming
 from elastic_ckpt.formats.base import refuse_swapped
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, read_latest
-from elastic_ckpt.formats.model_states import index_model_states
-from elastic_ckpt.formats.pickled import PickledFile, open_file, open_pickled, refuse_unmade
+from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade
 from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.formats.values import to_numbers
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.storage import VIEW, absolute, copies_of, file_names, is_url, open_stream, seen_through, walk
 from elastic_ckpt.storage.local import version_of
-from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, kind_of, of_error, of_folders
+from elastic_ckpt.tools.expected_files import expected_files
+from elastic_ckpt.tools.inspection import (
+    ERROR,
+    NOTE,
+    UNCHECKED,
+    Finding,
+    check_metadata,
+    kind_of,
+    of_error,
+    of_folders,
+    of_shared_bytes,
+    of_unreadable,
+)
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 CHUNK_NBYTES = 1 << 20
@@ -50,9 +59,8 @@ _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "
 #: How the files of formats that are not DeepSpeed's end.
 _ENDINGS = {"dcp": (naming.DCP_METADATA, naming.DCP_SUFFIX), "safetensors": (SUFFIX,)}
 OWN, SWAPPED, OTHER = "own", "swapped", "other"
-#: Files of more ranks than this are not enumerated, since the number is only a file's claim.
-_MOST_EXPECTED = 1 << 17
-_LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
+#: Kind of the finding on optimizer states that are not in the metadata, as of ``inspect``'s.
+_STATES = "states"
 _WORDS = {"nan": "NaN", "inf": "infinite values"}
 #: Number of values of one kind in a tensor's part, and the index of the first.
 _Counts = dict[str, tuple[int, int]]
@@ -66,11 +74,22 @@ class Verification:
     tag: str  # verified tag
     full: bool  # whether every byte was read, or only metadata
     findings: tuple[Finding, ...]  # problems
-    notes: tuple[Finding, ...]  # other facts, and what was not checked
+    unchecked: tuple[Finding, ...]  # what this version refuses to read, so that it cannot tell whether it is whole
+    notes: tuple[Finding, ...]  # other facts, and what was left out on purpose
     files: int  # number of files checked
     tensors: int  # number of logical tensors checked: masters, states, buffers, frozen weights
     nbytes: int  # read and checked; without ``full``, the size of the files
     seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether all was checked, and nothing is wrong."""
+        return not self.findings and not self.unchecked
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """Why it is not ok: what is wrong, then what could not be checked."""
+        return (*self.findings, *self.unchecked)
 
 
 def verify(
@@ -101,7 +120,8 @@ def verify(
         misled = [of_error(error, "latest"), Finding(NOTE, "latest", f"verified {found.tag} instead")]
     metadata, findings = read_metadata(found, config)
     files = files_by_kind(found)
-    if metadata is not None and found.by_rank:  # not what is left out, with a note
+    is_whole = all(finding.kind != _STATES for finding in findings)
+    if metadata is not None and found.by_rank and is_whole:  # not what is left out, with a note
         of_ranks = (*found.files.optimizer.values(), *found.files.model_zero3.values())
         for path in {*map(found.path, of_ranks)} - {file.path for file in metadata.files}:
             files[OWN].pop(path, None)
@@ -112,13 +132,15 @@ def verify(
     if metadata is not None:
         findings += check_metadata(metadata)
     if full:
-        findings += _check_bytes(found, files, metadata, config, threads, show_progress)
+        is_bounded = metadata is not None and of_shared_bytes(metadata) is None
+        findings += _check_bytes(found, files, metadata if is_bounded else None, config, threads, show_progress)
     unique = tuple(dict.fromkeys(finding.placed() for finding in (*misled, *findings, *of_folders(found.folder))))
     return Verification(
         folder=path,
         tag=found.tag,
         full=full,
         findings=tuple(finding for finding in unique if finding.level == ERROR),
+        unchecked=tuple(finding for finding in unique if finding.level == UNCHECKED),
         notes=tuple(finding for finding in unique if finding.level == NOTE),
         files=len(checked),
         tensors=len(metadata.tensors) if metadata is not None else 0,
@@ -214,7 +236,7 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
     except ElasticCkptError as raised:
         error = raised
     if found.foreign:
-        return None, [of_error(error), Finding(NOTE, "not-checked", "anything else")]
+        return None, [of_unreadable(error, kind_of(error)), Finding(NOTE, "not-checked", "anything else")]
     findings, present = list[Finding](), set(map(naming.plain_name, file_names(found.folder)))
     for name in expected_files(found, config.trust_pickle):
         if name not in present:
@@ -229,10 +251,12 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
         except ElasticCkptError as refused:
             findings.append(of_unreadable(refused))
     if isinstance(error, UnsupportedError):
-        return None, [*findings, of_error(error, "not-checked", NOTE)]
+        return None, [*findings, of_unreadable(error)]
     if not findings and isinstance(error, MismatchError) and not found.files.is_universal:
-        # without ZeRO, states that only a live model can name are no damage
-        return None, [of_error(error, "not-checked", NOTE)]
+        with suppress(ElasticCkptError):  # then they are not the reason
+            weights = open_checkpoint(found, config, with_states=False, with_unmade=False).checkpoint.metadata
+            # without ZeRO, states that only a live model can name are no damage
+            return weights, [of_error(error, _STATES, NOTE)]
     if error.file not in {finding.file for finding in findings}:
         findings.append(of_error(error))
     try:  # where values alone contradict each other
@@ -240,55 +264,6 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
     except ElasticCkptError:
         note = Finding(NOTE, "not-checked", "the tensors, since not all files can be read together")
         return None, [*findings, note]
-
-
-def of_unreadable(error: ElasticCkptError) -> Finding:
-    """The finding for a file that the reader refuses."""
-    kind = "unreadable" if kind_of(error) == "damaged" else kind_of(error)
-    return of_error(error, kind, NOTE if kind == "not-checked" else ERROR)
-
-
-def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterator[str]:
-    """Plain names of the files that should be there, by the names of the others and a model-states file."""
-    files = found.files
-    if files.clashes or found.foreign:
-        return
-    model = None
-    for name in (*files.model.values(), *files.model_zero3.values()):
-        # the first that can be read: reading the whole checkpoint reports what is wrong with the others
-        with suppress(ElasticCkptError, TypeError, ValueError, AttributeError, LookupError):
-            model = index_model_states(open_pickled(found.path(name), trust_pickle))
-            break
-    dp = 0 if model is None or files.is_universal else model.counters["dp_world_size"]
-    model_parallel = 0 if model is None else math.prod(model.stated.borne_out(len(files.mp_ranks))[:2])
-    claims = () if model is None else model.features.experts
-    experts = [count for count in claims if isinstance(count, int) and count > 0]
-    ranks = dp or 1 + max((rank for rank, _ in (*files.optimizer, *files.model_zero3)), default=0)
-    mp_ranks = max([model_parallel, *(rank + 1 for rank in files.mp_ranks)], default=0) or 1
-    if ranks * mp_ranks + sum(experts) > _MOST_EXPECTED:
-        return
-    dps, mps = range(ranks), range(mp_ranks)
-    for mp in mps:
-        if files.model_zero3 and mp not in files.model:
-            yield from (f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt" for dp in dps)
-        else:
-            yield from [f"mp_rank_{mp:02d}_model_states.pt"] if files.model else []
-    if files.is_universal:
-        return
-    if files.experts and mp_ranks == 1:  # tensor-parallel ranks slice experts, or have different ones
-        here = {(layer, n): name for (layer, n, _), name in files.experts.items()}
-        for at in ((layer, n) for layer, count in enumerate(experts) for n in range(count)):
-            yield here.get(at, f"layer_{at[0]}_expert_{at[1]}_mp_rank_00_model_states.pt")
-        ep_ranks = [rank for rank, _ in files.expert_optimizers]
-        yield from (f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(1 + max(ep_ranks, default=-1)))
-    if sample := next(iter(files.optimizer.values()), None):
-        prefix, joint = sample.partition("zero_pp_rank")[0], "_" if "_optim_states" in sample else ""
-        yield from (f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt" for mp in mps for dp in dps)
-    layers = {layer for layer, _ in files.layers}
-    tp = max((rank + 1 for _, rank in files.layers), default=0)
-    with_rank = any(_LAYER_OF_TP.search(name) for name in files.layers.values())
-    for layer in sorted(layers) if len(layers) * tp <= _MOST_EXPECTED else ():  # a layer is of every rank or of none
-        yield from (f"layer_{layer:02d}-{f'model_{rank:02d}-' * with_rank}model_states.pt" for rank in range(tp))
 
 
 class Record(NamedTuple):

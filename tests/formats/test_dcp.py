@@ -359,6 +359,19 @@ def store(metadata: Any, **changes: Any) -> None:
     vars(metadata.storage_data[index]).update(changes)
 
 
+def exchange(metadata: Any) -> None:
+    """Two entries have each other's bytes."""
+    first, second = (
+        metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == name)]
+        for name in ("model.first.weight", "model.first.bias")
+    )
+    assert first.relative_path == second.relative_path
+    for name in ("offset", "length"):
+        one, other = getattr(first, name), getattr(second, name)
+        object.__setattr__(first, name, other)
+        object.__setattr__(second, name, one)
+
+
 def forget(metadata: Any) -> None:
     metadata.storage_data.popitem()
 
@@ -379,7 +392,12 @@ DAMAGE: dict[str, tuple[Callable[[Any], object], type[ElasticCkptError], str]] =
     "no file of this name": (lambda m: store(m, relative_path="__9_0.distcp"), DamagedError, "is missing"),
     "beyond the end": (lambda m: store(m, offset=1 << 40), DamagedError, "ends at byte"),
     "a negative offset": (lambda m: store(m, offset=-5), DamagedError, "offset that is none"),
-    "another tensor": (lambda m: store(m, offset=0), DamagedError, "unreadable|another tensor"),
+    "another tensor": (exchange, DamagedError, "another tensor"),
+    "another's bytes": (
+        lambda m: store(m, offset=0),
+        DamagedError,
+        r"two entries are in the same bytes[^$]*(model\.first\.weight[^$]*behind|behind model\.first\.weight)",
+    ),
     "no place": (forget, DamagedError, "in which file"),
     "a chunk outside": (reshape, DamagedError, "a chunk of"),
     "compression": (lambda m: store(m, transform_descriptors=["zstd"]), UnsupportedError, "extensions"),
@@ -439,9 +457,13 @@ def test_many_chunks_are_no_attack(folder: Path) -> None:
 
     def grow(metadata: Any) -> None:
         entry, index = metadata.state_dict_metadata["note"], next(iter(metadata.storage_data))
+        for info in metadata.storage_data.values():
+            object.__setattr__(info, "relative_path", "__1_0.distcp")
         for number in range(30_000):
             metadata.state_dict_metadata[f"x{number}"] = entry
-            metadata.storage_data[replace(index, fqn=f"x{number}", offset=None)] = _StorageInfo("__0_0.distcp", 0, 9)
+            metadata.storage_data[replace(index, fqn=f"x{number}", offset=None)] = _StorageInfo(
+                "__0_0.distcp", 9 * number, 9
+            )
 
     rewrite(folder, grow)
     contents = read_dcp_metadata(str(folder))

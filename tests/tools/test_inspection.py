@@ -43,9 +43,10 @@ from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.report import SafeConsole, literal
 from elastic_ckpt.sharding.rules import ShardingRules
+from elastic_ckpt.tools.expected_files import expected_files
 from elastic_ckpt.tools.inspection import Finding
 from elastic_ckpt.tools.inspection import inspected as inspect_metadata
-from elastic_ckpt.tools.verification import OTHER, expected_files, files_by_kind
+from elastic_ckpt.tools.verification import OTHER, files_by_kind
 
 FOLDER = "/ckpt/step7"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"

@@ -37,10 +37,12 @@ from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.tools import inspection
 from elastic_ckpt.tools import verification as scan
 from elastic_ckpt.tools.comparison import check_copies
 from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, kind_of, of_error
 from elastic_ckpt.tools.verification import Record, Span, scan_file, spans_of
+from tests.unpartitioned import FILE, indexed
 
 
 def written(folder: Path, nbytes: int, seed: int = 0) -> Path:
@@ -262,3 +264,24 @@ def test_findings_are_one_line_each_that_no_terminal_obeys() -> None:
     assert finding.message == "no fit; expected: (1, 2); found: x; remedy: y"
     error = MismatchError("d", parameter="none")
     assert of_error(error, "foreign") == Finding(ERROR, "foreign", "d")
+
+
+def test_tensors_that_all_have_the_same_bytes_are_not_each_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand weights over one storage: their values are not looked at a thousand times."""
+    monkeypatch.setattr(inspection, "_MORE_NBYTES", 1 << 12)
+    looked_at = list[int]()
+    monkeypatch.setattr(scan, "_look_at", lambda span, *_: looked_at.append(span.nbytes))
+    shared = torch.zeros(5000)
+    for count, kinds in ((7, set[str]()), (1000, {"shared"})):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        weights = {f"w{number}": shared[number % 2 :][:4000] for number in range(count)}
+        optimizer = torch.optim.SGD([(name, torch.nn.Parameter(torch.zeros(4000))) for name in weights])
+        indexed(folder, weights, optimizer.state_dict())
+        looked_at.clear()
+        found = scan.verify(str(folder), None, ElasticConfig(), full=True)
+        assert {finding.kind for finding in found.findings} & {"shared"} == kinds, found.findings
+        size = (folder / FILE).stat().st_size
+        assert bool(looked_at) != bool(kinds) and sum(looked_at) <= 8 * size + (1 << 12)

@@ -117,12 +117,13 @@ def replace_leaves(
     root: Any,
     replace: Callable[[Any], Any],
     give: Callable[[Call, Any, dict[str, Any], list[tuple[str, list[Any]]]], None] | None = None,
+    charge: Callable[[int], object] | None = None,
 ) -> Any:
     """Copy a tree, passing leaves through ``replace``; what was shared, or contains itself, does so again.
 
     Keys and attributes are copied too. A call is a leaf whose arguments are replaced; what it became is given its
     attributes and steps by ``give``. Each object is met once, and nothing recurses: containers that may contain
-    themselves are made empty, and filled behind their parts.
+    themselves are made empty, and filled behind their parts. ``charge`` is called with how many parts are met.
     """
     done: dict[int, Any] = {}
     met: set[int] = set()
@@ -148,6 +149,8 @@ def replace_leaves(
                 _fill(node, done[id(node)], new, give)
             else:
                 late.append(node)
+        if charge is not None:
+            charge(1 + len(parts))
         waiting += [(part, _ENTER) for part in reversed(parts) if type(part) not in _PLAIN]
     for node in late:
         _fill(node, done[id(node)], new, give)

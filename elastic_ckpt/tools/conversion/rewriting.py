@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from elastic_ckpt.errors import ElasticCkptError
-from elastic_ckpt.formats.pickled import open_pickled, read_into
+from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.tree import refusals
 from elastic_ckpt.formats.torch_archive.writer import TreePickler, pickled_tree
-from elastic_ckpt.storage import open_stream
 
 #: Of a record's header: its size without name and extra field, that of a block of 64-bit sizes, and torch's alignment.
 _HEADER_NBYTES, _WIDE_NBYTES, _ALIGNMENT = 30, 20, 64
@@ -56,13 +55,12 @@ def rewrite(source: str, target: Path, *, trust_pickle: bool, skip_unreadable: b
     except ElasticCkptError as error:
         remedy = f'{error.remedy}; or leave it out: "elastic_checkpoint": {{"on_unreadable_entry": "skip"}}'
         raise type(error)(error.problem, **{**error.details, "file": source, "remedy": remedy}) from error
-    with open_stream(source) as stream, zipfile.ZipFile(target, "w") as archive:
+    with file.kept_open(), zipfile.ZipFile(target, "w") as archive:
         _add(archive, "data.pkl", pickled)
         _add(archive, "byteorder", b"little")
         for key, ref in storages.items():
             raw = bytearray(ref.nbytes)
-            if raw:
-                read_into(file, stream, ref.byte_offset, memoryview(raw))
+            file.read_into(ref.byte_offset, memoryview(raw))
             _add(archive, f"data/{key}", raw)
         _add(archive, "version", _VERSION)
     return [str(key) for key in unread]

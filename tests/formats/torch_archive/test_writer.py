@@ -17,10 +17,9 @@ from hypothesis import HealthCheck, given, settings
 
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.objects import read_objects
-from elastic_ckpt.formats.pickled import open_whole, read_into
+from elastic_ckpt.formats.pickled import open_whole
 from elastic_ckpt.formats.torch_archive.globals import find_global
 from elastic_ckpt.formats.torch_archive.writer import pickled_tree
-from elastic_ckpt.storage import open_stream
 from elastic_ckpt.tools.conversion.rewriting import rewrite
 from tests.attacks.assembly import archive, packed
 from tests.attacks.mutations import OF_PICKLES, moved, mutated
@@ -43,11 +42,10 @@ def anew(source: Path) -> bytes:
     file = open_whole(str(source))
     pickled, storages = pickled_tree(file.tree)
     records = [("file/data.pkl", pickled), ("file/byteorder", b"little")]
-    with open_stream(str(source)) as stream:
+    with file.kept_open():
         for key, ref in storages.items():
             raw = bytearray(ref.nbytes)
-            if raw:
-                read_into(file, stream, ref.byte_offset, memoryview(raw))
+            file.read_into(ref.byte_offset, memoryview(raw))
             records.append((f"file/data/{key}", bytes(raw)))
     return packed([*records, ("file/version", b"3\n")])
 

@@ -1,0 +1,213 @@
+"""A hostile object store: whatever it answers ends in an error in words, after few requests and few bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.storage import Entry, remote
+from elastic_ckpt.storage.remote import RemoteFolder
+
+URL = "s3://bucket/run"
+NBYTES = 100_000
+ENTRY = Entry("step4/a.pt", NBYTES, 0, '"version"')
+PART = 1 << 14  # bytes that the server sends at a time
+#: Requests after which a test has failed: the server ends whatever it was asked to keep on with.
+GUARD = 3000
+
+
+@dataclass
+class Hostile:
+    """A server on the loopback, and what it was asked for and has sent."""
+
+    answer: Callable[[Hostile, BaseHTTPRequestHandler], None] | None = None
+    requests: list[tuple[str, str | None]] = field(default_factory=list)  # path, authorization
+    sent_nbytes: int = 0
+    port: int = 0
+
+    def send(self, handler: BaseHTTPRequestHandler, nbytes: int) -> None:
+        """Send a body as long as someone takes it."""
+        with suppress(OSError):
+            while nbytes > 0:
+                self.sent_nbytes += handler.wfile.write(bytes(min(PART, nbytes)))
+                nbytes -= PART
+
+
+@contextmanager
+def serve(hostile: Hostile) -> Iterator[Hostile]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            hostile.requests.append((self.path, self.headers.get("Authorization")))
+            if len(hostile.requests) > GUARD:
+                self.send_error(403)
+            elif hostile.answer is not None:
+                hostile.answer(hostile, self)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    hostile.port = server.server_address[1]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield hostile
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hostile]:
+    for name, value in {"_FIRST_PAUSE": 0.001, "_RETRIES": 1, "_MOST_PAGE_SECONDS": 1.0, "_MOST_OBJECTS": 5000}.items():
+        monkeypatch.setattr(remote, name, value)
+    with serve(Hostile()) as server:
+        yield server
+
+
+def folder_on(hostile: Hostile) -> RemoteFolder:
+    keys = {"access_key_id": "key", "secret_access_key": "secret", "region": "us-east-1"}
+    client = {"allow_http": True, "timeout": "1s"}
+    return RemoteFolder(URL, {**keys, "endpoint": f"http://127.0.0.1:{hostile.port}", "client_options": client})
+
+
+def respond(handler: BaseHTTPRequestHandler, status: int, nbytes: int | None, **headers: str) -> None:
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), value)
+    if nbytes is not None:
+        handler.send_header("Content-Length", str(nbytes))
+    handler.end_headers()
+
+
+def page(first: int, count: int, token: str | None) -> bytes:
+    """A page of a listing."""
+    when = "<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+    objects = (
+        f"<Contents><Key>run/x{number:09d}</Key>{when}<ETag>e</ETag><Size>5</Size></Contents>"
+        for number in range(first, first + count)
+    )
+    more = "" if token is None else f"<NextContinuationToken>{token}</NextContinuationToken>"
+    truncated = f"<IsTruncated>{str(token is not None).lower()}</IsTruncated>{more}"
+    return f"<ListBucketResult><Name>bucket</Name>{truncated}{''.join(objects)}</ListBucketResult>".encode()
+
+
+def listing(count: int, has_same_token: bool, repeats: bool) -> Callable[[Hostile, BaseHTTPRequestHandler], None]:
+    def answer(hostile: Hostile, handler: BaseHTTPRequestHandler) -> None:
+        number = len(hostile.requests)
+        body = page(0 if repeats else number * count, count, "token" if has_same_token else f"token{number}")
+        respond(handler, 200, len(body))
+        with suppress(OSError):
+            handler.wfile.write(body)
+
+    return answer
+
+
+@pytest.mark.parametrize("tags", [None, ("step4",)], ids=["whole", "of a tag"])
+@pytest.mark.parametrize("has_same_token", [True, False], ids=["one token", "new tokens"])
+@pytest.mark.parametrize(
+    ("count", "repeats"),
+    [(0, False), (1, False), (1000, False), (1000, True)],
+    ids=["empty pages", "an object each", "whole pages", "a page again and again"],
+)
+def test_a_listing_without_end_is_an_error(
+    hostile: Hostile, count: int, repeats: bool, has_same_token: bool, tags: tuple[str, ...] | None
+) -> None:
+    hostile.answer = listing(count, has_same_token, repeats)
+    with pytest.raises(ElasticCkptError, match="lists this folder without end") as caught:
+        folder_on(hostile).entries(tags)
+    assert caught.value.file == URL and caught.value.expected and caught.value.found and caught.value.remedy
+    assert len(hostile.requests) < GUARD
+
+
+def test_a_folder_of_many_objects_is_listed(hostile: Hostile) -> None:
+    def answer(hostile: Hostile, handler: BaseHTTPRequestHandler) -> None:
+        number = len(hostile.requests)
+        body = page(number * 1000, 1000, None if number == 5 else f"token{number}")
+        respond(handler, 200, len(body))
+        handler.wfile.write(body)
+
+    hostile.answer = answer
+    assert len(folder_on(hostile).entries()) == 5000 and len(hostile.requests) == 5
+
+
+def body(stated: int | None, sent: int, begin: int = 0, end: int = NBYTES, status: int = 206) -> Any:
+    """An answer to a read: of a stated and a real length, and of a stated range."""
+
+    def answer(hostile: Hostile, handler: BaseHTTPRequestHandler) -> None:
+        own = {"ETag": '"version"', "Last_Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+        respond(handler, status, stated, Content_Range=f"bytes {begin}-{end - 1}/{NBYTES}", **own)
+        handler.close_connection = True
+        hostile.send(handler, sent)
+
+    return answer
+
+
+ENDLESS = 1 << 40
+BODIES = {
+    "longer than asked for": body(NBYTES + 1, NBYTES + 1),
+    "much longer": body(1 << 30, 1 << 30),
+    "no end": body(None, ENDLESS),
+    "a length of 1 TiB": body(ENDLESS, ENDLESS),
+    "shorter than stated": body(NBYTES, NBYTES // 2),
+    "shorter than asked for": body(NBYTES // 2, NBYTES // 2),
+    "nothing": body(0, 0),
+    "a shorter range": body(NBYTES // 2, NBYTES // 2, end=NBYTES // 2),
+    "another range": body(NBYTES, NBYTES, begin=5, end=NBYTES + 5),
+    "a longer range": body(1 << 30, 1 << 30, end=1 << 30),
+    "the whole object": body(1 << 30, 1 << 30, status=200),
+}
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_a_body_is_not_read_beyond_what_was_asked_for(hostile: Hostile, what: str) -> None:
+    hostile.answer = BODIES[what]
+    with pytest.raises(ElasticCkptError, match=r"sends more bytes than|does not answer as it should") as caught:
+        folder_on(hostile).read(ENTRY, 0, NBYTES)
+    assert caught.value.file == f"{URL}/{ENTRY.name}" and (caught.value.found or caught.value.expected)
+    # buffers of sockets take some MiB more
+    assert len(hostile.requests) <= 2 + 1 and hostile.sent_nbytes <= (32 << 20)
+
+
+def test_a_body_that_trickles_ends_with_the_time_of_a_request(hostile: Hostile) -> None:
+    ended = threading.Event()
+
+    def answer(hostile: Hostile, handler: BaseHTTPRequestHandler) -> None:
+        body(NBYTES, 1)(hostile, handler)
+        ended.wait(20)
+
+    hostile.answer = answer
+    with pytest.raises(ElasticCkptError, match="does not answer"):
+        folder_on(hostile).read(ENTRY, 0, NBYTES)
+    ended.set()
+    assert len(hostile.requests) <= 3
+
+
+def test_redirects_in_a_loop_are_an_error_at_once(hostile: Hostile) -> None:
+    hostile.answer = lambda _, handler: respond(handler, 307, 0, Location=handler.path)
+    for ask in (lambda: folder_on(hostile).read(ENTRY, 0, NBYTES), folder_on(hostile).entries):
+        hostile.requests.clear()
+        with pytest.raises(ElasticCkptError, match="does not answer") as caught:
+            ask()
+        assert "redirect" in str(caught.value.found) and len(hostile.requests) <= 11
+
+
+def test_another_host_gets_no_credentials_by_a_redirect(hostile: Hostile) -> None:
+    """The client follows it, and cannot be told not to; what comes must be of the range and version that was asked."""
+    with serve(Hostile(body(NBYTES, NBYTES))) as other:
+        location = f"http://127.0.0.1:{other.port}/internal"
+        hostile.answer = lambda _, handler: respond(handler, 307, 0, Location=location)
+        assert len(folder_on(hostile).read(ENTRY, 0, NBYTES)) == NBYTES
+        assert other.requests == [("/internal", None)] and hostile.requests[0][1] is not None
+        other.answer = BODIES["much longer"]
+        with pytest.raises(ElasticCkptError, match="sends more bytes"):
+            folder_on(hostile).read(ENTRY, 0, NBYTES)
