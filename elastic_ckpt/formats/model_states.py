@@ -349,10 +349,16 @@ class Grid:
         return data_rank * saved + (coordinates.sp_rank if saved == coordinates.sequence.degree else 0)
 
 
-def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoordinates | None = None) -> Grid:
+def grid_of(
+    models: Mapping[int, ModelShard],
+    folder: str,
+    coordinates: RankCoordinates | None = None,
+    tp_of_layers: int = 0,
+) -> Grid:
     """The grid of ``models``, one model-states file per model-parallel rank, in ``folder``.
 
-    ``coordinates``, of this rank in the live topology, can settle a sequence-parallel degree that no file states.
+    ``coordinates``, of this rank in the live topology, can settle a sequence-parallel degree that no file states;
+    ``tp_of_layers``, the tensor-parallel degree in the names of layers' files, settles one that no parameters show.
     Raises :class:`LayoutError` for missing ranks, :class:`UnsupportedError` if it is unknown which rank is which.
     """
     ranks = sorted(models)
@@ -361,6 +367,8 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
     what = "tensor- and pipeline-parallel degree differ"
     refuse_other_saves([models[rank] for rank in ranks], lambda model: {what: model.stated.dimensions})
     tp, pp, sequence = stated.borne_out(len(ranks))
+    if not tp and not any(models[rank].param_shapes or models[rank].weights for rank in ranks):
+        tp = tp_of_layers
     expected = tp * pp or max(ranks) + 1
     if len(ranks) != expected or ranks[-1] != expected - 1:
         problem, file, wanted = "there are files of more ranks than were saved", last.path, f"{expected} ranks"
