@@ -56,7 +56,7 @@ def assemble(
     """Combine files, given each one's rank and contents; masters in those ``opened`` are compared with weights."""
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(mp_ranks, indexed)
-    for rank in (rank for rank in ranks.values() if rank.model.before_0_19_4):
+    for rank in (rank for rank in ranks.values() if rank.model.lacks_names):
         # its files lack names of buffers, which dtypes tell as far as they can, and the version
         in_files = [rank.model.weights, *(each.weights for each in rank.experts)]
         refs = {name: ref for each in in_files for name, ref in each.items()}
@@ -267,7 +267,8 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
     own = [flat for flat in numbers if not (optimizers and partitioned.is_across(model, optimizers, flat, grid.tp))]
     if own == numbers:
         partitioned.check_experts(found, model, optimizers, rank.experts, f"{mp:02d}")
-        _refuse_different_experts(model, optimizers, numbers)
+        if optimizers:
+            _refuse_different_experts(model, optimizers, numbers)
     return own
 
 

@@ -48,7 +48,8 @@ from elastic_ckpt.formats.values import read_bytes
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 #: Entry with the masters, which is also the live optimizer's attribute -> layout.
 MASTER_ENTRIES = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
-#: Entries that DeepSpeed leaves out before 0.19.4 if there are experts (``_save_moe_checkpoint``, engine.py).
+#: Entries that DeepSpeed leaves out before 0.19.4 if there are experts (``_save_moe_checkpoint``, engine.py), and
+#: DeeperSpeed 0.3.15 always.
 _ADDED_IN_0_19_4 = frozenset({"buffer_names", "param_shapes", "ds_config", "ds_version"})
 _MOST_EXPERTS = 1 << 17  # experts of a layer, of which a file may claim any number
 Shape = tuple[int, ...]
@@ -95,7 +96,7 @@ class ModelShard(SourceFile):
     features: Features  # what only DeepSpeed's own loader restores
     optimizer: UnpartitionedState | None  # if it was not partitioned (ZeRO stage 0)
     without_states: bool = False  # whether no file has any (:func:`saved_without_states`)
-    before_0_19_4: bool = False  # with experts, and without :data:`_ADDED_IN_0_19_4`, which assembling.py finds
+    lacks_names: bool = False  # lacks :data:`_ADDED_IN_0_19_4`, which assembling.py finds
     stated: StatedDegrees = field(default_factory=StatedDegrees)
     declared: DeclaredSpecs = field(default_factory=DeclaredSpecs)
     #: Parameter in which AutoEP stacks experts -> the experts on each expert-parallel rank.
@@ -109,12 +110,18 @@ class ModelShard(SourceFile):
         return [name for name in self.buffer_names if name in self.weights]
 
 
-def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS) -> ModelShard:
-    """Read one model-states file; :class:`DamagedError` if it lacks an entry that DeepSpeed always writes."""
-    if "ds_version" not in file.tree:
-        refuse_old(file, sorted({"csr_tensor_module_names"} & file.tree.keys()))
-    before_0_19_4 = "num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys()
-    buffer_names = () if before_0_19_4 else tuple(map(str, file.section("buffer_names")))
+def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, weights_alone: bool = False) -> ModelShard:
+    """Read one model-states file; :class:`DamagedError` if it lacks an entry that DeepSpeed always writes.
+
+    ``weights_alone``: whether no optimizer-states file is needed, in which alone DeepSpeed before 0.6.2 differs in
+    what cannot be read.
+    """
+    is_old = "ds_version" not in file.tree and "csr_tensor_module_names" in file.tree
+    if is_old and not weights_alone:
+        refuse_old(file, ["csr_tensor_module_names"])
+    lacks_names = "num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys()
+    lacks_names |= is_old
+    buffer_names = () if lacks_names else tuple(map(str, file.section("buffer_names")))
     module = module_entries(file.section("module"))
     for name, value in module.items():
         if name.endswith("_extra_state") and value is not None:  # Python state, which nothing here restores
@@ -135,13 +142,13 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS) -> 
         frozen_recorded=tree.get("frozen_param_shapes") is not None,
         shared=_tied_names(file, {name: ref for name, ref in weights.items() if name not in buffers}),
         counters={key: file.section(key) for key in COUNTERS[:1] + COUNTERS[2:]} | read_counters(file),
-        ds_version="" if before_0_19_4 else str(file.section("ds_version")),
+        ds_version="" if lacks_names else str(file.section("ds_version")),
         zero=dict(config_section(file, "zero_optimization")),
         alignment=positive_int(config_section(file, CONFIG_KEY), "align_partitions") or 1,
         features=features_in(file),
         optimizer=index_unpartitioned(file, options),
         without_states=saved_without_states(file),
-        before_0_19_4=before_0_19_4,
+        lacks_names=lacks_names,
         stated=stated_degrees(tree, saved_config(file) or {}, run),
         declared=declared_by(tree.get("universal_checkpoint_info")),
         stacked=_stacked_experts(file),
@@ -180,13 +187,15 @@ def _stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]
     return found
 
 
-def model_indexer(options: StateOptions = _DEFAULTS) -> Callable[[PickledFile], ModelShard]:
+def model_indexer(
+    options: StateOptions = _DEFAULTS, weights_alone: bool = False
+) -> Callable[[PickledFile], ModelShard]:
     """:func:`index_model_states`, which looks once at a tree that several files share."""
     known: dict[int, tuple[Any, ModelShard]] = {}  # with the tree, so that its id stays unique
 
     def index(file: PickledFile) -> ModelShard:
         if id(file.tree) not in known:
-            known[id(file.tree)] = file.tree, index_model_states(file, options)
+            known[id(file.tree)] = file.tree, index_model_states(file, options, weights_alone)
             return known[id(file.tree)][1]
         same = known[id(file.tree)][1]
         # what follows from bytes behind the tree is each file's own

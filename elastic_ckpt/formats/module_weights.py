@@ -6,7 +6,8 @@ has none, but the files of its layers do. Under ZeRO-3 the weights are in the op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -17,7 +18,6 @@ from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.merging import LayerShard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors, refuse_view
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.naming import plain_name
 
 _RESTORE = "restore the missing files, or take another tag"
 
@@ -56,15 +56,16 @@ def with_weights_checked(
     """
     first, names = models[0], frozenset(name for name, _ in metadata.tensors)
     _refuse_missing_ranks(metadata, models)
+    _refuse_missing_layers(metadata, layers, names)
     trained = dict.fromkeys(name for model in models.values() for name, _ in chain.from_iterable(model.param_shapes))
-    lost = [name for name in trained if name not in names and name not in metadata.aliases and not expert_name(name)]
+    known = {*names, *metadata.aliases, *metadata.stacked}
+    lost = [name for name in trained if name not in known and not expert_name(name)]  # which have other numbers here
     if lost:
         number = lost[0].partition(".")[0]
         name = f"layer_{number:0>2}-*model_states.pt" if layers else ""
         problem = "weights of parameters are missing that were trained"
         both = f"their weights, since {first.path} lists them", "none"
         raise LayoutError(problem, f"{metadata.source.folder}/{name}", *both, parameter=listed(lost), remedy=_RESTORE)
-    _refuse_missing_layers(metadata, layers, names)
     notes = [_dtypes_note(metadata, any(model.optimizer is not None for model in models.values()))]
     numbers = {layer.layer for layer in layers}
     gaps = sorted(set(range(max(numbers, default=0))) - numbers)
@@ -88,27 +89,24 @@ def _refuse_missing_ranks(metadata: CheckpointMetadata, models: Mapping[int, Mod
         raise LayoutError(problem, metadata.source.folder, expected, str(len(models)), remedy=_RESTORE)
 
 
-def _refuse_missing_layers(metadata: CheckpointMetadata, layers: Sequence[LayerShard], names: Iterable[str]) -> None:
+def _refuse_missing_layers(metadata: CheckpointMetadata, layers: Sequence[LayerShard], names: frozenset[str]) -> None:
     """Refuse a layer that some tensor-parallel ranks have no file of, or other tensors."""
-    ranks: dict[int, dict[int, LayerShard]] = {}
+    ranks: dict[int, set[int]] = {}
     for layer in layers:
-        ranks.setdefault(layer.layer, {})[layer.tp_rank] = layer
-    known = frozenset(names)
-    for number, shards in ranks.items():
-        one = shards[min(shards)]
-        for rank in range(metadata.source.tp):
-            if rank not in shards:
-                name = f"layer_{number:02d}-model_{rank:02d}-model_states.pt"
-                have = plain_name(one.path.rpartition("/")[2])
-                expected = f"files of {metadata.source.tp} tensor-parallel ranks of each layer"
-                raise LayoutError(
-                    "a file of the checkpoint is missing", f"{metadata.source.folder}/{name}", expected, have,
-                    remedy=_RESTORE,
-                )  # fmt: skip
-        for shard in shards.values():
-            for name, ref in shard.named(known).items():
-                refuse_view(name, "this weight", ref, shard.path)
-                if name not in known and name not in metadata.aliases:
-                    problem = "tensor-parallel ranks saved different tensors of this layer"
-                    expected = f"the same names in the files of all {metadata.source.tp} ranks"
-                    raise LayoutError(problem, shard.path, expected, shortened(shard.weights), parameter=name)
+        ranks.setdefault(layer.layer, set()).add(layer.tp_rank)
+    every = set(range(metadata.source.tp))
+    for number, present in sorted(ranks.items()):
+        for rank in sorted(every - present):
+            problem, name = (
+                "a file of the checkpoint is missing",
+                f"layer_{number:02d}-model_{rank:02d}-model_states.pt",
+            )
+            both = f"a file of each of {len(every)} tensor-parallel ranks", f"those of ranks {sorted(present)}"
+            raise LayoutError(problem, os.path.join(metadata.source.folder, name), *both, remedy=_RESTORE)
+    for layer in layers:
+        for name, ref in layer.named(names).items():
+            refuse_view(name, "this weight", ref, layer.path)
+            if name not in names and name not in metadata.aliases:
+                problem = "tensor-parallel ranks saved different tensors of this layer"
+                expected = f"the same names in the files of all {len(every)} ranks"
+                raise LayoutError(problem, layer.path, expected, shortened(layer.weights), parameter=name)

@@ -12,7 +12,7 @@ from tests.distributed import foreign, foreign_jobs
 from tests.distributed import model as models
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt
-from tests.distributed.model import Setup, build_engine, close
+from tests.distributed.model import build_engine, close
 from tests.distributed.parallel_models import Parallel
 
 
