@@ -17,6 +17,7 @@ import elastic_ckpt
 from elastic_ckpt.cli import app
 from elastic_ckpt.config import ElasticConfig
 from tests.distributed.conftest import Launch
+from tests.distributed.expert_jobs import Experts
 from tests.distributed.foreign_folders import TAG, as_deeperspeed_03, as_neox, mp_rank, read
 from tests.distributed.jobs import truth_of
 from tests.distributed.model import Setup
@@ -168,6 +169,20 @@ def test_any_stage_at_any_degree_loads_them(world_size: int, launch: Launch, pla
         assert "LayoutError" in found.kinds and found.changed == set(), text
         assert ("under ZeRO-3" if "z3" in found.case["folder"] else "load_module_only=True") in text
     assert len(facts) == world_size * len(targets) * len(sources)
+
+
+def test_experts_are_in_files_of_their_own(launch: Launch, tmp_path: Path) -> None:
+    runs = [Experts(2, 1, 2), Experts(2, 1, 2, autoep=True)]
+    launch(2, "expert_jobs.save", {"folder": str(tmp_path / "saved"), "runs": runs})
+    for run in runs:
+        folder = without_optimizer(tmp_path / "saved" / run.name, tmp_path / run.name)
+        opened = elastic_ckpt.open(folder)
+        wanted = {name: value.bfloat16() for name, value in truth_of(folder)["masters"].items()}
+        assert opened.keys() - wanted.keys() == {"ticks"} and wanted.keys() <= opened.keys()
+        assert {name for name, value in wanted.items() if not torch.equal(opened[name], value)} == set(), run.name
+    next(folder.glob("step4/layer_1_expert_5_*")).unlink()
+    with pytest.raises(elastic_ckpt.ElasticCkptError, match="layer_1_expert_5"):
+        elastic_ckpt.open(folder)
 
 
 PRESETS = {"shares": "gpt-neox-gptj-residual"}
