@@ -35,7 +35,7 @@ def of_model_files(found: CheckpointInfo, mp: int, model: ModelShard, with_state
     Raises :class:`LayoutError` if states are wanted, if only this rank lacks its files, or under ZeRO-3.
     """
     zero3 = mp in {rank for _, rank in found.files.model_zero3}
-    if not (with_states or zero3 or found.files.optimizer or found.files.expert_optimizers):
+    if found.files.of_weights_alone and not with_states:
         return weights_alone(found, model, int(model.zero.get("stage") or 0))
     name = f"*zero_pp_rank_0_mp_rank_{mp:02d}_optim_states.pt"
     problem, remedy = "a file of the checkpoint is missing", _RESTORE

@@ -95,8 +95,7 @@ def _own_state(files: Assembled, coordinates: RankCoordinates) -> tuple[ModelSha
 def _expected_files(found: CheckpointInfo, wanted: MetadataOptions) -> list[tuple[int, str, Indexer]]:
     """Model-parallel rank, name and indexer of each file."""
     files, options = found.files, wanted.states
-    weights_alone = not (wanted.with_states or files.optimizer or files.expert_optimizers)
-    index_model = model_indexer(options, weights_alone)
+    index_model = model_indexer(options, files.of_weights_alone and not wanted.with_states)
     every: list[tuple[int, str, Indexer]] = []
 
     def index_whole_model(file: PickledFile) -> ModelShard:
