@@ -41,7 +41,7 @@ from elastic_ckpt.formats.saved_config import (
     saved_config,
     stated_degrees,
 )
-from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, read_groups, sort_states, with_strangers
+from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, sort_states, with_strangers
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import read_bytes
 
@@ -291,20 +291,6 @@ def saved_without_states(file: PickledFile) -> bool:
     in_fp32 = config_section(file, "data_types").get("grad_accum_dtype") == "fp32"
     of_version = str(file.tree.get("ds_version") or "").startswith("0.17.")
     return of_version and file.tree.get("optimizer") is None and (not stage or (stage == 1 and in_fp32))
-
-
-def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:
-    """The shape of the parameter with these states, if they show it, else ``None``."""
-    for key in ("state2", *sorted(ELEMENTWISE_NAMES)):  # of state1, some optimizers keep two planes
-        if key in states.tensors:
-            return states.tensors[key].shape
-    if {"row_var", "col_var"} <= set(states.tensors):  # torch's Adafactor
-        return (*states.tensors["row_var"].shape[:-1], states.tensors["col_var"].shape[-1])
-    if {"exp_avg_sq_row", "exp_avg_sq_col"} <= set(states.tensors):  # that of Transformers
-        return (*states.tensors["exp_avg_sq_row"].shape, states.tensors["exp_avg_sq_col"].shape[-1])
-    points = [key for key in states.points if key in ELEMENTWISE_NAMES]
-    others = {ref.shape for ref in states.tensors.values()}
-    return () if points else others.pop() if len(others) == 1 else None
 
 
 def _damaged(file: PickledFile, expected: str, found: Any) -> DamagedError:

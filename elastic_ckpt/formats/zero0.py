@@ -23,10 +23,10 @@ from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.merging import ExpertShard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, dense_tensor, module_tensors, weights_crc32s
-from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState, saved_shape
+from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState
 from elastic_ckpt.formats.module_weights import weights_alone
 from elastic_ckpt.formats.partitioned import degree_in_name
-from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, merged_groups, settings
+from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, merged_groups, saved_shape, settings
 from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
