@@ -81,6 +81,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-dir", default="checkpoints", help="where to save it")
     parser.add_argument("--resume-from", help="load the latest checkpoint of this folder first, if it holds one")
     parser.add_argument("--stop-file", type=Path, help="save and end after the step in which this file appears")
+    parser.add_argument(
+        "--optimizer", choices=["AdamW", "AdamW8bit"], help="torch's or bitsandbytes', if the config has none"
+    )
     parser.add_argument("--losses", type=Path, required=True, help="CSV file of step and loss to write")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by some launchers")
     deepspeed.add_config_arguments(parser)
@@ -115,6 +118,17 @@ def train_step(engine: Any, text: torch.Tensor, step: int) -> float:
     return total.item() / dist.get_world_size() / engine.gradient_accumulation_steps()
 
 
+def create_optimizer(name: str | None, model: GPT) -> torch.optim.Optimizer | None:
+    """The optimizer of this name; ``None``: DeepSpeed creates the one in its config."""
+    if name == "AdamW8bit":
+        from bitsandbytes.optim import AdamW8bit  # noqa: PLC0415  few need it
+
+        return AdamW8bit(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    if name == "AdamW":
+        return torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    return None
+
+
 def asked_to_stop(stop_file: Path | None) -> bool:
     """Whether the file is there. Rank 0 looks, and all ranks take its answer: one must not go on without the others."""
     if stop_file is None:
@@ -129,7 +143,9 @@ def train(arguments: argparse.Namespace) -> list[tuple[int, float]]:
     torch.manual_seed(0)
     text, vocabulary = read_text()
     model = GPT(vocabulary)
-    engine, *_ = deepspeed.initialize(args=arguments, model=model, model_parameters=model.parameters())
+    optimizer = create_optimizer(arguments.optimizer, model)
+    given = {"model_parameters": model.parameters()} if optimizer is None else {"optimizer": optimizer}
+    engine, *_ = deepspeed.initialize(args=arguments, model=model, **given)
     if arguments.resume_from:
         engine.load_checkpoint(arguments.resume_from)
 

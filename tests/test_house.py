@@ -146,6 +146,7 @@ COVERED_BY = {
     "distributed/test_data_position.py": "load/data_position",
     "distributed/test_parallel.py": "megatron",
     "distributed/test_resume_sheet.py": "load/resume_sheet tools/explain",
+    "distributed/test_weights_alone.py": "formats/module_weights",
     "distributed/test_pretrained.py": "load/pretrained load/pretrained_hook",
 }
 

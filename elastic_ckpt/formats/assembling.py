@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -13,14 +12,14 @@ from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed, shortened
-from elastic_ckpt.formats import merging, model_states, partitioned, shards
+from elastic_ckpt.formats import merging, model_states, module_weights, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import Grid, ModelShard, UnpartitionedState, grid_of
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
-from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
+from elastic_ckpt.formats.zero0 import unpartitioned_metadata
 
 
 @dataclass
@@ -57,7 +56,7 @@ def assemble(
     """Combine files, given each one's rank and contents; masters in those ``opened`` are compared with weights."""
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(mp_ranks, indexed)
-    for rank in (rank for rank in ranks.values() if rank.model.before_0_19_4):
+    for rank in (rank for rank in ranks.values() if rank.model.lacks_names):
         # its files lack names of buffers, which dtypes tell as far as they can, and the version
         in_files = [rank.model.weights, *(each.weights for each in rank.experts)]
         refs = {name: ref for each in in_files for name, ref in each.items()}
@@ -65,7 +64,8 @@ def assemble(
         version = next((shard.ds_version for shard in rank.optimizers), "")
         rank.models = [replace(model, buffer_names=names, ds_version=version) for model in rank.models]
     firsts = {mp: rank.model for mp, rank in ranks.items()}
-    grid = grid_of(firsts, found.folder, options.coordinates)
+    tp_of_layers = max((layer.tp_rank for layer in layers), default=-1) + 1
+    grid = grid_of(firsts, found.folder, options.coordinates, tp_of_layers)
     model_states.check_same_save(list(firsts.values()), one_rank=False)
     for layer in (layer for layer in layers if layer.tp_rank >= grid.tp):
         problem = "this file is of a tensor-parallel rank that the save did not have: remove what another save left"
@@ -78,11 +78,17 @@ def assemble(
     if layers:
         buffers = frozenset(name for rank in ranks.values() for model in rank.models for name in model.buffer_names)
         known = buffers.union(metadata.parameters)
+        if not metadata.parameters:  # of weights alone, whose names some files still list
+            shapes = chain.from_iterable(model.param_shapes for model in firsts.values())
+            known = known.union(name for name, _ in chain.from_iterable(shapes))
         weights = ((layer, layer.tp_rank, layer.named(known)) for layer in layers)
         metadata = merging.with_module_files(metadata, weights, buffers.__contains__, grid.tp)
     across = _experts_across(found, list(ranks.values()), grid.tp, options)
     if across is not None:
         metadata = merging.with_more(metadata, across)
+    if not metadata.parameters:
+        models = {mp: rank.model for mp, rank in ranks.items()}
+        metadata = module_weights.with_weights_checked(metadata, models, layers)
     files = Assembled(ranks, grid, metadata)
     if options.check_shards and opened:
         _spot_check(files, all_metadata, layers, across, opened)
@@ -227,12 +233,11 @@ def _fit_together(
             found_here = f"none, saved by DeepSpeed {models[0].ds_version}"
             remedy = "load its weights alone: load_optimizer_states=False, or load_module_only=True"
             raise LayoutError(problem, models[0].path, expected, found_here, remedy=remedy)
-        metadata = weights_alone(found, models[0])
+        metadata = module_weights.weights_alone(found, models[0])
     elif models[0].optimizer is None:
-        number = re.search(r"mp_rank_(\d+)", os.path.basename(models[0].path))
-        raise missing_file(found, f"*zero_pp_rank_0_mp_rank_{number[1] if number else '00'}_optim_states.pt", "none")
+        metadata = module_weights.of_model_files(found, mp, models[0], options.with_states)
     elif found.files.layers and not options.with_states:
-        metadata = weights_alone(found, models[0])
+        metadata = module_weights.weights_alone(found, models[0])
     else:
         of_experts = (rank.experts, rank.expert_optimizers) if rank.expert_optimizers else ()
         metadata = unpartitioned_metadata(found, models[0], options, name_states, *of_experts)
@@ -262,7 +267,8 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
     own = [flat for flat in numbers if not (optimizers and partitioned.is_across(model, optimizers, flat, grid.tp))]
     if own == numbers:
         partitioned.check_experts(found, model, optimizers, rank.experts, f"{mp:02d}")
-        _refuse_different_experts(model, optimizers, numbers)
+        if optimizers:
+            _refuse_different_experts(model, optimizers, numbers)
     return own
 
 

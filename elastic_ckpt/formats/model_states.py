@@ -40,14 +40,15 @@ from elastic_ckpt.formats.saved_config import (
     saved_config,
     stated_degrees,
 )
-from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, read_groups, sort_states, with_strangers
+from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, sort_states, with_strangers
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import read_bytes
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 #: Entry with the masters, which is also the live optimizer's attribute -> layout.
 MASTER_ENTRIES = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
-#: Entries that DeepSpeed leaves out before 0.19.4 if there are experts (``_save_moe_checkpoint``, engine.py).
+#: Entries that DeepSpeed leaves out before 0.19.4 if there are experts (``_save_moe_checkpoint``, engine.py), and
+#: DeeperSpeed 0.3.15 always.
 _ADDED_IN_0_19_4 = frozenset({"buffer_names", "param_shapes", "ds_config", "ds_version"})
 _MOST_EXPERTS = 1 << 17  # experts of a layer, of which a file may claim any number
 Shape = tuple[int, ...]
@@ -94,7 +95,7 @@ class ModelShard(SourceFile):
     features: Features  # what only DeepSpeed's own loader restores
     optimizer: UnpartitionedState | None  # if it was not partitioned (ZeRO stage 0)
     without_states: bool = False  # whether no file has any (:func:`saved_without_states`)
-    before_0_19_4: bool = False  # with experts, and without :data:`_ADDED_IN_0_19_4`, which assembling.py finds
+    lacks_names: bool = False  # lacks :data:`_ADDED_IN_0_19_4`, which assembling.py finds
     stated: StatedDegrees = field(default_factory=StatedDegrees)
     declared: DeclaredSpecs = field(default_factory=DeclaredSpecs)
     #: Parameter in which AutoEP stacks experts -> the experts on each expert-parallel rank.
@@ -108,12 +109,18 @@ class ModelShard(SourceFile):
         return [name for name in self.buffer_names if name in self.weights]
 
 
-def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS) -> ModelShard:
-    """Read one model-states file; :class:`DamagedError` if it lacks an entry that DeepSpeed always writes."""
-    if "ds_version" not in file.tree:
-        refuse_old(file, sorted({"csr_tensor_module_names"} & file.tree.keys()))
-    before_0_19_4 = "num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys()
-    buffer_names = () if before_0_19_4 else tuple(map(str, file.section("buffer_names")))
+def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, weights_alone: bool = False) -> ModelShard:
+    """Read one model-states file; :class:`DamagedError` if it lacks an entry that DeepSpeed always writes.
+
+    ``weights_alone``: whether no optimizer-states file is needed, in which alone DeepSpeed before 0.6.2 differs in
+    what cannot be read.
+    """
+    is_old = "ds_version" not in file.tree and "csr_tensor_module_names" in file.tree
+    if is_old and not weights_alone:
+        refuse_old(file, ["csr_tensor_module_names"])
+    lacks_names = "num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys()
+    lacks_names |= is_old
+    buffer_names = () if lacks_names else tuple(map(str, file.section("buffer_names")))
     module = module_entries(file.section("module"))
     for name, value in module.items():
         if name.endswith("_extra_state") and value is not None:  # Python state, which nothing here restores
@@ -134,13 +141,13 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS) -> 
         frozen_recorded=tree.get("frozen_param_shapes") is not None,
         shared=_tied_names(file, {name: ref for name, ref in weights.items() if name not in buffers}),
         counters={key: file.section(key) for key in COUNTERS[:1] + COUNTERS[2:]} | read_counters(file),
-        ds_version="" if before_0_19_4 else str(file.section("ds_version")),
+        ds_version="" if lacks_names else str(file.section("ds_version")),
         zero=dict(config_section(file, "zero_optimization")),
         alignment=positive_int(config_section(file, CONFIG_KEY), "align_partitions") or 1,
         features=features_in(file),
         optimizer=index_unpartitioned(file, options),
         without_states=saved_without_states(file),
-        before_0_19_4=before_0_19_4,
+        lacks_names=lacks_names,
         stated=stated_degrees(tree, saved_config(file) or {}, run),
         declared=declared_by(tree.get("universal_checkpoint_info")),
         stacked=_stacked_experts(file),
@@ -179,13 +186,15 @@ def _stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]
     return found
 
 
-def model_indexer(options: StateOptions = _DEFAULTS) -> Callable[[PickledFile], ModelShard]:
+def model_indexer(
+    options: StateOptions = _DEFAULTS, weights_alone: bool = False
+) -> Callable[[PickledFile], ModelShard]:
     """:func:`index_model_states`, which looks once at a tree that several files share."""
     known: dict[int, tuple[Any, ModelShard]] = {}  # with the tree, so that its id stays unique
 
     def index(file: PickledFile) -> ModelShard:
         if id(file.tree) not in known:
-            known[id(file.tree)] = file.tree, index_model_states(file, options)
+            known[id(file.tree)] = file.tree, index_model_states(file, options, weights_alone)
             return known[id(file.tree)][1]
         same = known[id(file.tree)][1]
         # what follows from bytes behind the tree is each file's own
@@ -288,20 +297,6 @@ def saved_without_states(file: PickledFile) -> bool:
     return of_version and file.tree.get("optimizer") is None and (not stage or (stage == 1 and in_fp32))
 
 
-def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:
-    """The shape of the parameter with these states, if they show it, else ``None``."""
-    for key in ("state2", *sorted(ELEMENTWISE_NAMES)):  # of state1, some optimizers keep two planes
-        if key in states.tensors:
-            return states.tensors[key].shape
-    if {"row_var", "col_var"} <= set(states.tensors):  # torch's Adafactor
-        return (*states.tensors["row_var"].shape[:-1], states.tensors["col_var"].shape[-1])
-    if {"exp_avg_sq_row", "exp_avg_sq_col"} <= set(states.tensors):  # that of Transformers
-        return (*states.tensors["exp_avg_sq_row"].shape, states.tensors["exp_avg_sq_col"].shape[-1])
-    points = [key for key in states.points if key in ELEMENTWISE_NAMES]
-    others = {ref.shape for ref in states.tensors.values()}
-    return () if points else others.pop() if len(others) == 1 else None
-
-
 def _damaged(file: PickledFile, expected: str, found: Any) -> DamagedError:
     problem = "the optimizer entry of this file is not one that DeepSpeed writes"
     remedy = "the file is of another kind of run; take another tag, or load_optimizer_states=False"
@@ -353,10 +348,16 @@ class Grid:
         return data_rank * saved + (coordinates.sp_rank if saved == coordinates.sequence.degree else 0)
 
 
-def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoordinates | None = None) -> Grid:
+def grid_of(
+    models: Mapping[int, ModelShard],
+    folder: str,
+    coordinates: RankCoordinates | None = None,
+    tp_of_layers: int = 0,
+) -> Grid:
     """The grid of ``models``, one model-states file per model-parallel rank, in ``folder``.
 
-    ``coordinates``, of this rank in the live topology, can settle a sequence-parallel degree that no file states.
+    ``coordinates``, of this rank in the live topology, can settle a sequence-parallel degree that no file states;
+    ``tp_of_layers``, the tensor-parallel degree in the names of layers' files, settles one that no parameters show.
     Raises :class:`LayoutError` for missing ranks, :class:`UnsupportedError` if it is unknown which rank is which.
     """
     ranks = sorted(models)
@@ -365,6 +366,8 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
     what = "tensor- and pipeline-parallel degree differ"
     refuse_other_saves([models[rank] for rank in ranks], lambda model: {what: model.stated.dimensions})
     tp, pp, sequence = stated.borne_out(len(ranks))
+    if not tp and not any(models[rank].param_shapes or models[rank].weights for rank in ranks):
+        tp = tp_of_layers
     expected = tp * pp or max(ranks) + 1
     if len(ranks) != expected or ranks[-1] != expected - 1:
         problem, file, wanted = "there are files of more ranks than were saved", last.path, f"{expected} ranks"

@@ -59,6 +59,11 @@ class FolderFiles:
         return (*self.experts.values(), *self.expert_optimizers.values())
 
     @property
+    def of_weights_alone(self) -> bool:
+        """Whether no file is one of optimizer states, and weights are not in those that are missing (ZeRO-3)."""
+        return not (self.optimizer or self.expert_optimizers or self.model_zero3 or self.is_universal)
+
+    @property
     def mp_ranks(self) -> set[int]:
         """Model-parallel (tensor x pipeline) ranks that have files."""
         return {mp for _, mp in self.optimizer} | set(self.model) | {mp for _, mp in self.model_zero3}

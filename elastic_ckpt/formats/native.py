@@ -43,7 +43,7 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
     """How to read a native checkpoint."""
     if found.files.by_fast_writer:
         once(lambda: refuse_writers(found, options.trust_pickle))
-    mp_ranks, names, indexers = zip(*_expected_files(found, options.states), strict=True)
+    mp_ranks, names, indexers = zip(*_expected_files(found, options), strict=True)
     paths = list(map(found.path, names))
 
     def read(position: int, open_one: OpenFile) -> Indexed | ElasticCkptError:
@@ -92,9 +92,10 @@ def _own_state(files: Assembled, coordinates: RankCoordinates) -> tuple[ModelSha
     return models[own or 0], own is None and (not same_model or coordinates.tp * coordinates.pp == 1)
 
 
-def _expected_files(found: CheckpointInfo, options: StateOptions) -> list[tuple[int, str, Indexer]]:
+def _expected_files(found: CheckpointInfo, wanted: MetadataOptions) -> list[tuple[int, str, Indexer]]:
     """Model-parallel rank, name and indexer of each file."""
-    files, index_model = found.files, model_indexer(options)
+    files, options = found.files, wanted.states
+    index_model = model_indexer(options, files.of_weights_alone and not wanted.with_states)
     every: list[tuple[int, str, Indexer]] = []
 
     def index_whole_model(file: PickledFile) -> ModelShard:

@@ -217,6 +217,8 @@ def check_experts(
             problem = "files of one layer's experts name different layers: files of two saves are mixed"
             wanted, parameter = f"experts of {names[each.layer]}", next(iter(each.weights))
             raise LayoutError(problem, each.path, wanted, each.path_of_layer, parameter=parameter)
+    if not shards:  # whose sizes alone tell
+        return
     degrees: dict[str, int] = {}
     for flat, shapes in enumerate(model.param_shapes):
         ep = degree_of(shards, flat)

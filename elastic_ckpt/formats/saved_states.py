@@ -350,3 +350,17 @@ def _contradiction(ranks: Sequence[RankStates], key: str, word: str, what: str) 
     found = f"{tensor.dtype} of shape {tensor.shape}: {what}"
     remedy = f'take "{key}" out of "states", or give it the layout that it has'
     return MismatchError(problem, ranks[0].path, expected, found, parameter=key, remedy=remedy)
+
+
+def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:
+    """The shape of the parameter with these states, if they show it, else ``None``."""
+    for key in ("state2", *sorted(ELEMENTWISE_NAMES)):  # of state1, some optimizers keep two planes
+        if key in states.tensors:
+            return states.tensors[key].shape
+    if {"row_var", "col_var"} <= set(states.tensors):  # torch's Adafactor
+        return (*states.tensors["row_var"].shape[:-1], states.tensors["col_var"].shape[-1])
+    if {"exp_avg_sq_row", "exp_avg_sq_col"} <= set(states.tensors):  # that of Transformers
+        return (*states.tensors["exp_avg_sq_row"].shape, states.tensors["exp_avg_sq_col"].shape[-1])
+    points = [key for key in states.points if key in ELEMENTWISE_NAMES]
+    others = {ref.shape for ref in states.tensors.values()}
+    return () if points else others.pop() if len(others) == 1 else None

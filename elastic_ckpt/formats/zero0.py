@@ -23,9 +23,10 @@ from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.merging import ExpertShard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, dense_tensor, module_tensors, weights_crc32s
-from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState, saved_shape
+from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState
+from elastic_ckpt.formats.module_weights import weights_alone
 from elastic_ckpt.formats.partitioned import degree_in_name
-from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, merged_groups, settings
+from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, merged_groups, saved_shape, settings
 from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
@@ -118,13 +119,6 @@ def _add_unpartitioned(
                 builder.parameters[name] = replace(builder.parameters[name], scalars=counts, own_step=own_step)
         every += added
     return every
-
-
-def weights_alone(found: CheckpointInfo, model: ModelShard) -> CheckpointMetadata:
-    """The metadata of the module's weights; those of a pipeline are in the files of its layers."""
-    builder = MetadataBuilder(found, [model])
-    builder.tensors.add(module_tensors([model], 0, ())[0])
-    return builder.build(model, 0, (), frozen_recorded=False)
 
 
 def _member_names(

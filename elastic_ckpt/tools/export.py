@@ -211,7 +211,7 @@ def converted(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
 
 def _notes(metadata: CheckpointMetadata, tensors: _Tensors, kept: Collection[str]) -> Iterator[str]:
     source = metadata.source
-    if not metadata.parameters:
+    if not metadata.parameters and source.foreign:  # of native checkpoints, their reader says so
         dtypes = listed({tensor.dtype for tensor, _ in tensors.values() if tensor.key != BUFFER})
         yield f"no master weights could be named: parameters are the module's own weights, saved in {dtypes}"
     elif not source.frozen_recorded and not metadata.names(FROZEN) and source.zero_stage >= 2:

@@ -20,6 +20,7 @@ from elastic_ckpt.core.values import PerRank, TensorValue, TrainingState, number
 from elastic_ckpt.errors import (
     DamagedError,
     ElasticCkptError,
+    LayoutError,
     MismatchError,
     UnsafePickleError,
     UnsupportedError,
@@ -198,15 +199,17 @@ def _ends_inside(source: ChunkSource, metadata: CheckpointMetadata, known: dict[
 def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> dict[str, Any]:
     """Inspect the latest checkpoint of a folder, its ``tag``, or the one whose folder it is.
 
-    Optimizer states that only a live model could name are left out, with a finding. Raises
-    :class:`ElasticCkptError` if there is no such checkpoint, or its metadata cannot be read.
+    Optimizer states that only a live model could name, or of which no file is there, are left out, with a finding.
+    Raises :class:`ElasticCkptError` if there is no such checkpoint, or its metadata cannot be read.
     """
     rules = ShardingRules.of(config)
     found = locate(folder, tag, config.trust_pickle)
     refused: list[Finding] = []
     try:
         checkpoint = open_checkpoint(found, config).checkpoint
-    except (MismatchError, UnsupportedError) as error:
+    except (MismatchError, UnsupportedError, LayoutError) as error:
+        if isinstance(error, LayoutError) and not found.files.of_weights_alone:
+            raise
         checkpoint = open_checkpoint(found, config, with_states=False).checkpoint
         refused = [of_error(error, "states", NOTE if isinstance(error, MismatchError) else ERROR)]
     return inspected(checkpoint.metadata, checkpoint.training_state, rules, refused)

@@ -15,11 +15,11 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.logs import logger_of
-from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata
+from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor, in_file_order
 from elastic_ckpt.core.strided import Shape, copied
 from elastic_ckpt.core.values import TensorValue, common
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed, printable_errors
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed, printable_errors, shortened
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
@@ -112,8 +112,18 @@ class LogicalReader:
         is_sharded = metadata.source.tp > 1 or metadata.source.merged_from > 1
         self._model = ModelLayout(layouts=self._layouts if is_sharded else {})
         self.resharding = resolve(metadata, self._model, self._layouts, self.rules, self._policy, errors)
-        self.notes = self.resharding.notes
+        self.notes = (*self.resharding.notes, *self._rounding_notes())
         self._names = self._layouts.keys() - self.errors.keys()
+
+    def _rounding_notes(self) -> Iterator[str]:
+        """What is computed of several shards, and kept in a dtype that may not have the result."""
+        rounded: dict[str, list[str]] = {}
+        for (name, key), sources in self.resharding.transfers.items():
+            tensor = self.metadata.tensors.get((name, key or MASTER)) or self.metadata.tensors.get((name, FROZEN))
+            if sources.scale is not None and tensor is not None and ITEMSIZE[tensor.dtype] < ITEMSIZE["float32"]:
+                rounded.setdefault(tensor.dtype, []).append(name)
+        for dtype, names in rounded.items():
+            yield f"sums and means of shards are rounded to {dtype}, as saved: {shortened(dict.fromkeys(names))}"
 
     @cached_property
     def tensors(self) -> dict[tuple[str, str], LogicalTensor]:

@@ -259,11 +259,13 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
             return weights, [of_error(error, _STATES, NOTE)]
     if error.file not in {finding.file for finding in findings}:
         findings.append(of_error(error))
-    try:  # where values alone contradict each other
-        return open_checkpoint(found, config.model_copy(update={"verify": "bytes"})).checkpoint.metadata, findings
-    except ElasticCkptError:
-        note = Finding(NOTE, "not-checked", "the tensors, since not all files can be read together")
-        return None, [*findings, note]
+    values_alone = config.model_copy(update={"verify": "bytes"})  # contradict each other, maybe
+    for options, with_states in ((values_alone, True), (config, False)):
+        if with_states or found.files.of_weights_alone:
+            with suppress(ElasticCkptError):
+                return open_checkpoint(found, options, with_states).checkpoint.metadata, findings
+    note = Finding(NOTE, "not-checked", "the tensors, since not all files can be read together")
+    return None, [*findings, note]
 
 
 class Record(NamedTuple):

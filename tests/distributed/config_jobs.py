@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 import elastic_ckpt
 from tests.distributed import optimizer_jobs as quantized
@@ -16,6 +19,7 @@ from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded
 from tests.distributed.jobs import truth_of
 from tests.distributed.model import Setup, TinyLM, batch, build_optimizer, close
+from tests.distributed.waiting_script import load_demo
 
 
 def _is_8bit(config: dict[str, Any]) -> bool:
@@ -35,6 +39,7 @@ def _engine(config: dict[str, Any], seed: int) -> Any:
 def save(arguments: dict[str, Any]) -> None:
     """Two steps with each config, a save, and the truth."""
     elastic_ckpt.install()
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
     for path in map(Path, arguments["configs"]):
         config = json.loads(path.read_text())
         engine = _engine(config, seed=7)
@@ -57,6 +62,7 @@ def save(arguments: dict[str, Any]) -> None:
 def resume(arguments: dict[str, Any]) -> list[Loaded]:
     """A fresh engine of each config, and what it restores otherwise than it was saved."""
     elastic_ckpt.install()
+    get_accelerator().is_fp16_supported = lambda: True
     facts = []
     for path in map(Path, arguments["configs"]):
         folder = Path(arguments["folder"]) / path.stem
@@ -72,3 +78,28 @@ def resume(arguments: dict[str, Any]) -> list[Loaded]:
         facts.append(Loaded(engine.zero_optimization_stage(), path.name, engine.elastic_report, differences))
         close(engine)
     return facts
+
+
+def demo(arguments: dict[str, Any]) -> list[tuple[str, dict[int, float], Any]]:
+    """Train with ``launch/demo_train.py`` by each of ``command_lines``: its name, the losses by step, and the report."""
+    elastic_ckpt.install()
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
+    script, found = load_demo(), []
+    engines: list[Any] = []
+    initialize = deepspeed.initialize
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        made = initialize(*args, **kwargs)
+        engines.append(made[0])
+        return made
+
+    for name, words in arguments["command_lines"].items():
+        with (
+            mock.patch.object(sys, "argv", ["demo_train.py", *words]),
+            mock.patch.object(deepspeed, "initialize", remembered),
+        ):
+            losses = script.train(script.parse_arguments())
+        engine = engines.pop()
+        found.append((name, dict(losses), engine.elastic_report))
+        close(engine)
+    return found

@@ -62,16 +62,18 @@ def evaluate(arguments: dict[str, Any]) -> list[Loaded]:
 
 
 def without_masters(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """A folder without optimizer files in an engine without ZeRO, and what ZeRO-3 engines refuse."""
+    """A folder without optimizer files in engines with and without ZeRO, and what DeepSpeed's ZeRO-3 cannot do."""
     elastic_ckpt.install()
     truth = truth_of(arguments["folder"])
-    whole, partitioned = build_evaluation_engine(Setup(0)), build_evaluation_engine(Setup(3))
-    whole.load_checkpoint(arguments["folder"])
-    differences = oracle.compare({"weights": oracle.low_precision(whole)}, {"weights": truth["weights"]})
-    found = SimpleNamespace(report=whole.elastic_report, differences=differences)
-    found.into_zero3 = error_of(lambda: partitioned.load_checkpoint(arguments["folder"]))
+    found = SimpleNamespace(reports=[], differences={})
+    for setup in (Setup(0), Setup(3)):
+        engine = build_evaluation_engine(setup)
+        engine.load_checkpoint(arguments["folder"])
+        differences = oracle.compare({"weights": oracle.low_precision(engine)}, {"weights": truth["weights"]})
+        found.differences |= {f"{setup.name}: {what}": how for what, how in differences.items()}
+        found.reports.append(engine.elastic_report)
     found.custom_load_fn = error_of(
-        lambda: partitioned.load_checkpoint(arguments["zero3"], custom_load_fn=lambda src, dst: None)
+        lambda: engine.load_checkpoint(arguments["zero3"], custom_load_fn=lambda src, dst: None)
     )
     return [found]
 

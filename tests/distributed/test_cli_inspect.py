@@ -153,7 +153,7 @@ def test_runs_without_partitions_and_in_fp16(unpartitioned: Path) -> None:
         assert {e["name"]: e["group"] for e in found["parameters"] if e["role"] == "trained"} == groups
         assert kinds(found) == [("note", "reader")]
     found = facts(unpartitioned / f"{Setup(0, 'bf16', 'fusedadam').name}-dp2")  # each group is one flat tensor
-    assert kinds(found) == [("note", "states")] and found["source"]["zero_stage"] == 0
+    assert kinds(found) == [("note", "states"), ("note", "reader")] and found["source"]["zero_stage"] == 0
     assert {e["name"]: e["shape"] for e in found["parameters"] if e["role"] == "weight"} == shapes
     dynamic = facts(unpartitioned / f"{Setup(3, 'fp16').name}-dp2")["run"]
     static = facts(unpartitioned / f"{Setup(1, 'fp16_static').name}-dp2")["run"]
@@ -180,7 +180,7 @@ def test_pipelines(parallel: Callable[[Parallel], Path]) -> None:
 
 def test_a_pipeline_without_zero_numbers_its_states(parallel: Callable[[Parallel], Path]) -> None:
     found = facts(parallel(NUMBERED), code=1)
-    assert kinds(found) == [("error", "states")]
+    assert kinds(found) == [("error", "states"), ("note", "reader"), ("note", "reader")]  # dtypes; layers without files
     weights, masters = (
         facts(parallel(each), code=code)["contents"][0] for each, code in ((NUMBERED, 1), (PIPELINE, 0))
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from elastic_ckpt.cli import app
 from tests.distributed.launch import REPO, end, environment, free_port, start
 from tests.distributed.waiting_script import WAIT_AT, WAIT_IN
 
@@ -134,6 +137,10 @@ def uninterrupted(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
         (["slurm.sbatch", "train.py"], {}, "CHECKPOINTS: the folder that all nodes see"),
         (["slurm.sbatch", "train.py"], {"CHECKPOINTS": "/tmp"}, "SLURM_JOB_ID: is set in a job"),
         (["slurm.sbatch"], {"CHECKPOINTS": "/tmp", "SLURM_JOB_ID": "1"}, "usage: "),
+        (["universal_torchrun.sh"], {}, "usage: "),
+        (["universal_deepspeed.sh"], {}, "usage: "),
+        (["universal_slurm.sbatch", "train.py"], {}, "SLURM_JOB_ID: is set in a job"),
+        (["universal_slurm.sbatch"], {"SLURM_JOB_ID": "1"}, "usage: "),
     ],
 )
 def test_a_script_says_what_it_was_not_told(words: list[str], more: dict[str, str], said: str) -> None:
@@ -163,6 +170,21 @@ def test_deepspeed_sh_starts_the_script_under_elastic_ckpt(
     ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
     started = [*options, "--module", "elastic_ckpt.run", "my train.py", "--note", "two words"]
     assert ended.stdout.splitlines() == started and ended.returncode == 3, ended.stderr
+
+
+@pytest.mark.parametrize("script", ["universal_torchrun.sh", "universal_deepspeed.sh", "universal_slurm.sbatch"])
+def test_a_universal_checkpoint_is_resumed_with_the_flag(
+    script: str, uninterrupted: Uninterrupted, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(uninterrupted.folder, tmp_path / "folder"))
+    result = CliRunner().invoke(app, ["convert", str(folder), "universal"])
+    assert result.exit_code == 0, result.output
+    job = {"SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost"}
+    arguments = training(tmp_path / "losses.csv", folder)
+    with running(script, arguments, tmp_path / "log", {**slurm, **job, "MODE": "require"}) as run:
+        printed = " ".join(run.ends_well().split())
+    assert "universal" in printed and "loaded global_step4_universal (step 4)" in printed
+    uninterrupted.go_on_like(read_losses(tmp_path / "losses.csv"), first=5)
 
 
 def test_a_lost_node_leaves_a_job_of_fewer_ranks_that_resumes_with_the_same_global_batch(

@@ -64,7 +64,7 @@ OTHERS = [
     Setup(0, optimizer="torch_muon"),
     Setup(1, optimizer="unknown"),
     Setup(3, optimizer="unknown", zero=SUB_GROUPS),
-    Setup(2, optimizer="apex"),
+    *[Setup(stage, optimizer="apex") for stage in (0, 2)],
 ]
 #: What only DeepSpeed's own loader takes.
 DIARY = Setup(1, optimizer="diary")

@@ -15,7 +15,7 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, Codebook, Sta
 from elastic_ckpt.core.values import LeftInFile, TensorValue, left_in_file
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats import saved_states
-from elastic_ckpt.formats.model_states import index_unpartitioned, saved_shape
+from elastic_ckpt.formats.model_states import index_unpartitioned
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_states import (
     FRESH,
@@ -27,6 +27,7 @@ from elastic_ckpt.formats.saved_states import (
     notes_and_warnings,
     read_groups,
     resolve_codebooks,
+    saved_shape,
     sort_states,
     with_group_step,
 )

@@ -1,0 +1,61 @@
+"""Jobs that load checkpoints without optimizer files, and compare with what a test expects of the weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+import elastic_ckpt
+from tests.distributed import foreign, foreign_jobs
+from tests.distributed import model as models
+from tests.distributed import truth as oracle
+from tests.distributed.facts import Loaded, Refused, attempt
+from tests.distributed.model import build_engine, close
+from tests.distributed.parallel_models import Parallel
+
+
+def load(targets: list[dict[str, Any]]) -> list[Loaded | Refused]:
+    """Load the ``sources`` of each target into an engine of its ``setup``, which DeepSpeed's own loader never gets.
+
+    Of each source: ``folder``; ``config`` (``"elastic_checkpoint"``); ``arguments`` of the load; ``expected``: a file
+    with the weights by name, as they were saved; ``refused``: whether the load should be.
+    """
+    elastic_ckpt.install()
+    facts: list[Loaded | Refused] = []
+    for target in targets:
+        setup = target["setup"]
+        is_parallel = isinstance(setup, Parallel)
+        engine = foreign.build(setup, seed=8) if is_parallel else build_engine(setup, models.TinyLM(seed=8))
+        for source in target["sources"]:
+            settings = {"mode": "require", "report": False, **source.get("config", {})}
+            engine.config["elastic_checkpoint"] = engine._config._param_dict["elastic_checkpoint"] = settings
+            start = partial(engine.load_checkpoint, source["folder"], **source["arguments"])
+            if source.get("refused"):
+                facts.append(attempt(source, engine, start))
+                continue
+            start()
+            found = foreign_jobs.gather(engine, setup) if is_parallel else _gathered(engine)
+            where = f"{source['folder']} -> {setup.name}"
+            facts.append(Loaded(source, where, engine.elastic_report, _differences(found, source["expected"])))
+            for param in engine.module.parameters():  # leave other values for the next load to replace
+                param.data.fill_(0.5)
+        close(engine)
+    return facts
+
+
+def _gathered(engine: Any) -> dict[str, Any]:
+    oracle.relink(engine)
+    found = oracle.gather(engine, [])
+    return {**found, "buffers": {name: value for name, value in found["buffers"].items() if name != "scratch"}}
+
+
+def _differences(found: dict[str, Any], path: str) -> dict[str, str]:
+    """Weights are the saved ones in the live dtype, and masters these in fp32; buffers are as saved."""
+    expected = torch.load(path, weights_only=False)
+    weights = {name: value.to(found["weights"][name].dtype) for name, value in expected["weights"].items()}
+    masters = {name: value.float() for name, value in weights.items()}
+    wanted = {"masters": masters, "weights": weights, "buffers": expected["buffers"]}
+    wanted |= {key: expected[key] for key in ("counters",) if key in expected}
+    return oracle.compare(found, wanted)
