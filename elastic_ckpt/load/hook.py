@@ -112,9 +112,11 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
     """Load what was found; leave to DeepSpeed's own loader what only that restores. Collective."""
     engine = call.engine
     if found is None:
-        if call.config.mode == "require" or (call.arguments.tag and is_url(os.fspath(call.arguments.load_dir))):
-            problem, expected = "there is no DeepSpeed checkpoint to load", "one, since tag or mode asks for it"
-            raise errors.NotFoundError(problem, call.arguments.load_dir, expected, "none")
+        if policy.is_asked or (call.arguments.tag and is_url(os.fspath(call.arguments.load_dir))):
+            problem = "there is no DeepSpeed checkpoint to load"
+            expected = "one, since tag, mode, load_universal or --universal-checkpoint asks for it"
+            remedy = "check the path; to begin a run in an empty folder, leave the flag or the option out"
+            raise errors.NotFoundError(problem, call.arguments.load_dir, expected, "none", remedy=remedy)
         with seen_through(None), screened_loads(call):
             return own()
     with collector_off(), distributed.together("load the checkpoint"):
@@ -232,7 +234,7 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
         if not call.config.trust_pickle:
             screen_folder(found, own_files)
     if distributed.rank() == 0:
-        logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
+        logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", "; ".join((why, *found.notes)))
     return None
 
 
@@ -246,6 +248,8 @@ class RetryPolicy:
     def __init__(self, call: LoadCall, prefer_universal: bool) -> None:
         self._load_dir, self._engine = os.fspath(call.arguments.load_dir) or os.curdir, call.engine
         self._tag, self._config, self._prefer_universal = call.arguments.tag, call.config, prefer_universal
+        #: Whether the user asks for a checkpoint: there has to be one, and a lone one needs no ``latest`` file.
+        self.is_asked = prefer_universal or call.config.mode == "require"
         self._deadline = time.monotonic() + call.config.wait_for_files
         self._pause = _FIRST_PAUSE
         every_tag = call.config.on_damage != "error"
@@ -267,19 +271,22 @@ class RetryPolicy:
         tag, config = self._tag, self._config
 
         def look() -> tuple[CheckpointInfo | None, list[str]]:
+            options = (self._prefer_universal, config.trust_pickle, self.is_asked)
             try:
-                return detect.find_checkpoint(self._load_dir, tag, self._prefer_universal, config.trust_pickle), []
+                return detect.find_checkpoint(self._load_dir, tag, *options), []
             except errors.NotFoundError:
                 # where DeepSpeed's own loader returns without a checkpoint: scripts that start a run rely on it
-                asks = self._prefer_universal or config.mode == "require" or config.on_damage != "error"
+                asks = self.is_asked or config.on_damage != "error"
                 latest = (os.path.join(self._load_dir, name) for name in (detect.LATEST, detect.LATEST_UNIVERSAL))
                 if tag is not None or asks or any(map(exists, latest)):
+                    raise
+                if detect.look_at(self._load_dir, "") is not None:  # a run that is resumed with another path in mind
                     raise
                 return None, detect.list_tags(self._load_dir)
 
         while True:
             found, tags = self.nodes.look("look for a checkpoint", look)
-            expected = bool(tags) or tag is not None or config.mode == "require"
+            expected = bool(tags) or tag is not None or self.is_asked
             if found is not None or not expected or not self._wait("there is no checkpoint yet"):
                 break
         if tags and distributed.rank() == 0:
