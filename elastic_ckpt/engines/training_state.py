@@ -24,6 +24,7 @@ from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.coordinates import follow_topology
 from elastic_ckpt.engines.data_position import POSITION_KEY, counted_samples, position_of, registered, take_position
+from elastic_ckpt.engines.schedules import apply_schedule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.report import DATA_POSITION
 
@@ -145,7 +146,10 @@ class TrainingStateCommit:
         scheduler.load_state_dict(state)
         why = "" if plan.saved_groups else "by the order of param groups, which the checkpoint does not record"
         outcomes = [Outcome("lr scheduler", "restored", (), why)]
-        if without := [number for number, source in enumerate(plan.group_sources) if not source]:
+        without = [number for number, source in enumerate(plan.group_sources) if not source]
+        if without and plan.restores_states:
+            without = apply_schedule(scheduler, groups, without, (saved, before), plan.saved_rates)
+        if without:
             rates = ", ".join(f"{groups[number]['lr']:g}" for number in without)
             kept = f"the schedule so far was not applied to these param groups, which continue from lr {rates}"
             outcomes.append(Outcome("lr scheduler", "fresh", tuple(map(str, without)), kept))

@@ -30,7 +30,7 @@ from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.planning.matching import Matching, StateMatching, match_parameters, match_states
-from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, with_own_values
+from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, rates_of_members, with_own_values
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.read_items import read_items, rows_in_order
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, ReshardPlan, resolve
@@ -112,18 +112,20 @@ def plan_load(
         hyperparameters=hyperparameters,
         saved_groups=len(metadata.groups),
         group_sources=sources,
-        outcomes=_outcomes(found, sources if options.optimizer_states else ()),
+        saved_rates=rates_of_members(metadata, local_state) if options.scheduler else (),
+        outcomes=_outcomes(found, sources if options.optimizer_states else (), options.scheduler),
         notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes()),
     )
 
 
-def _outcomes(found: Matched, sources: Sequence[Sequence[int]]) -> tuple[Outcome, ...]:
+def _outcomes(found: Matched, sources: Sequence[Sequence[int]], scheduler: bool) -> tuple[Outcome, ...]:
     matching = found.parameters
     outcomes = [Outcome(MASTER, "restored", tuple(sorted(matching.restored)))]
     outcomes += [Outcome(key, "restored", names) for key, names in found.states.restored.items()]
     for kind in (BUFFER, FROZEN):
         outcomes.append(Outcome(kind, "restored", tuple(sorted(name for name, key in matching.wholes if key == kind))))
-    for what, reason in (("restored", ""), ("fresh", "hyperparameters of the live group stay")):
+    stay = "hyperparameters of the live group stay" + scheduler * ", but for what the restored lr scheduler sets"
+    for what, reason in (("restored", ""), ("fresh", stay)):
         numbers = [str(n) for n, source in enumerate(sources) if (not source) == (what == "fresh")]
         outcomes.append(Outcome("param groups", what, tuple(numbers), reason))
     restored = (outcome for outcome in outcomes if outcome.names)
