@@ -127,7 +127,7 @@ class ElasticConfig(BaseModel):
     param_groups: Literal["match", "keep_live"] = Field(
         "match",
         description="match: each live param group takes the hyperparameters of the saved group that its members were "
-        "in; keep_live: all keep those of the live run",
+        "in; keep_live: all keep those of the live run, but for what a restored lr scheduler sets",
     )
     states: dict[str, Literal["replicated", "elementwise", "fresh"]] = Field(
         dict.fromkeys(NON_SHARD_KEYS, "replicated"),

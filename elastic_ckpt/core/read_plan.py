@@ -252,5 +252,6 @@ class LoadPlan:
     group_sources: tuple[tuple[int, ...], ...] = ()  # per live group, the saved ones; empty if the live values stay
     #: Per live group, what its members were trained with; ``None`` if none is in the checkpoint.
     saved_rates: tuple[SavedRate | None, ...] = ()
+    replaces_live_values: bool = False  # whether some of ``hyperparameters`` are others than the live ones
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()

@@ -37,6 +37,12 @@ _BASES = ("base_lrs", "max_lrs", "min_lrs", "eta_mins")
 _NESTED = "_schedulers"
 
 
+def keys_set_by(scheduler: Any) -> frozenset[str]:
+    """The hyperparameters that a scheduler sets in each param group."""
+    cycles = getattr(_active(scheduler), "cycle_momentum", False) is True
+    return frozenset({"lr", "momentum", "betas"} if cycles else {"lr"})
+
+
 def apply_schedule(
     scheduler: Any,
     groups: Sequence[dict[str, Any]],

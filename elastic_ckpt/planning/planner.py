@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
@@ -33,6 +34,7 @@ from elastic_ckpt.planning.matching import Matching, StateMatching, match_parame
 from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, rates_of_members, with_own_values
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.read_items import read_items, rows_in_order
+from elastic_ckpt.planning.replaced_values import describe_replaced
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, ReshardPlan, resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 
@@ -51,9 +53,10 @@ class LoadOptions:
     strict: bool = True
     optimizer_states: bool = True
     scheduler: bool = False
+    scheduled: frozenset[str] = frozenset()  # hyperparameters that it sets
 
     @classmethod
-    def of(cls, config: ElasticConfig, **more: bool) -> LoadOptions:
+    def of(cls, config: ElasticConfig, **more: Any) -> LoadOptions:
         """The options of a configuration, and ``more`` that depend on a live engine."""
         return cls(config, ShardingRules.of(config), **more)
 
@@ -102,6 +105,7 @@ def plan_load(
     metadata, resharding, states = found.metadata, found.resharding, found.states
     model, names, (sources, hyperparameters) = local_state.model, found.parameters.names, found.groups
     builder = PlanBuilder(metadata, local_state, resharding.transfers, may_change=config.on_change == "warn")
+    replaced = describe_replaced(local_state, hyperparameters if options.optimizer_states else (), options.scheduled)
     return LoadPlan(
         reads=builder.build(found.parameters, states),
         replica_checks=compare_replicas(metadata, model, resharding, names, options.optimizer_states, found.saved),
@@ -114,7 +118,8 @@ def plan_load(
         group_sources=sources,
         saved_rates=rates_of_members(metadata, local_state) if options.scheduler else (),
         outcomes=_outcomes(found, sources if options.optimizer_states else (), options.scheduler),
-        notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes()),
+        notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes(), *([replaced] if replaced else ())),
+        replaces_live_values=bool(replaced),
     )
 
 
