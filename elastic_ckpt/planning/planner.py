@@ -117,19 +117,29 @@ def plan_load(
         saved_groups=len(metadata.groups),
         group_sources=sources,
         saved_rates=rates_of_members(metadata, local_state) if options.scheduler else (),
-        outcomes=_outcomes(found, sources if options.optimizer_states else (), options.scheduler),
+        outcomes=_outcomes(found, sources if options.optimizer_states else (), _of_live_groups(local_state, options)),
         notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes(), *([replaced] if replaced else ())),
         replaces_live_values=bool(replaced),
     )
 
 
-def _outcomes(found: Matched, sources: Sequence[Sequence[int]], scheduler: bool) -> tuple[Outcome, ...]:
+def _of_live_groups(local_state: LocalState, options: LoadOptions) -> str:
+    """What becomes of param groups whose hyperparameters are not restored, in words."""
+    stay = "hyperparameters of the live group stay"
+    if options.scheduler:
+        return f"{stay}, but for what the restored lr scheduler sets"
+    if any("initial_lr" in group.hyperparameters for group in local_state.groups):  # torch's schedules set it
+        stay += ", and the lr, too, until the schedule outside of the engine sets it after the first step; "
+        stay += '"states": {"betas": "fresh"} keeps single ones'
+    return stay
+
+
+def _outcomes(found: Matched, sources: Sequence[Sequence[int]], stay: str) -> tuple[Outcome, ...]:
     matching = found.parameters
     outcomes = [Outcome(MASTER, "restored", tuple(sorted(matching.restored)))]
     outcomes += [Outcome(key, "restored", names) for key, names in found.states.restored.items()]
     for kind in (BUFFER, FROZEN):
         outcomes.append(Outcome(kind, "restored", tuple(sorted(name for name, key in matching.wholes if key == kind))))
-    stay = "hyperparameters of the live group stay" + scheduler * ", but for what the restored lr scheduler sets"
     for what, reason in (("restored", ""), ("fresh", stay)):
         numbers = [str(n) for n, source in enumerate(sources) if (not source) == (what == "fresh")]
         outcomes.append(Outcome("param groups", what, tuple(numbers), reason))

@@ -22,6 +22,7 @@ PAGES = [
     ("recipe-fewer-nodes.md", "", 1, 1),
     ("recipe-slurm.md", "", 1, 0),
     ("recipe-8bit.md", "", 2, 2),
+    ("recipe-hyperparameters.md", "", 2, 2),
     ("recipe-experts.md", "", 1, 0),
     ("recipe-fsdp.md", "", 1, 0),
     ("recipe-loss-jumped.md", "", 1, 1),

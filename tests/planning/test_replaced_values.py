@@ -67,3 +67,22 @@ def test_groups_that_change_alike_are_named_together() -> None:
     kept = plan_load(metadata, state, LoadOptions(ElasticConfig(states={"weight_decay": "fresh"})))
     assert not kept.replaces_live_values and not [note for note in kept.notes if "replace those" in note]
     assert kept.hyperparameters[0]["weight_decay"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("values", "scheduler", "said"),
+    [
+        ({}, False, "hyperparameters of the live group stay"),
+        ({}, True, "but for what the restored lr scheduler sets"),
+        ({"initial_lr": 0.1}, True, "but for what the restored lr scheduler sets"),
+        ({"initial_lr": 0.1}, False, "until the schedule outside of the engine sets it after the first step"),
+    ],
+)
+def test_groups_that_keep_their_values_say_whose_lr_the_first_step_has(
+    values: dict[str, Any], scheduler: bool, said: str
+) -> None:
+    metadata = saved(TWO, hyperparameters=(ADAM,))
+    state = replace(live(TWO), groups=(LiveGroup(("a.weight", "b.weight"), {**ADAM, **values}),))
+    options = LoadOptions(ElasticConfig(param_groups="keep_live"), scheduler=scheduler)
+    (outcome,) = [each for each in plan_load(metadata, state, options).outcomes if each.role == "param groups"]
+    assert outcome.what == "fresh" and said in outcome.reason
