@@ -127,7 +127,7 @@ class ElasticConfig(BaseModel):
     param_groups: Literal["match", "keep_live"] = Field(
         "match",
         description="match: each live param group takes the hyperparameters of the saved group that its members were "
-        "in; keep_live: all keep those of the live run",
+        "in; keep_live: all keep those of the live run, but for what a restored lr scheduler sets",
     )
     states: dict[str, Literal["replicated", "elementwise", "fresh"]] = Field(
         dict.fromkeys(NON_SHARD_KEYS, "replicated"),
@@ -267,10 +267,22 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
         raise ConfigError(problem, None, expected, found) from (None if key == _SECRET else error)
 
 
+def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
+    """Refuse options of elastic_ckpt under ``"zero_optimization"``, where DeepSpeed has a switch of the same name."""
+    zero = ds_config.get("zero_optimization")
+    section = zero.get(CONFIG_KEY) if isinstance(zero, Mapping) else None
+    if isinstance(section, Mapping):
+        problem = f'"{CONFIG_KEY}" under "zero_optimization" is a switch of DeepSpeed\'s own, and takes no options'
+        right = f'"{CONFIG_KEY}": {{...}} at the top level of the DeepSpeed config'
+        found = f"an object with {', '.join(map(repr, section)) or 'nothing'}"
+        raise ConfigError(problem, None, right, found, remedy=f"write {right}")
+
+
 def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
     section = ds_config.get("checkpoint")
     keys = [("", key, value) for key, value in ds_config.items()]
     keys += [(' under "checkpoint"', *item) for item in section.items()] if isinstance(section, Mapping) else []
+    refuse_misplaced(ds_config)
     for where, key, value in keys:
         if key in (*_WRONG_KEYS, "universal" if where else "load_universal"):
             right = _LOAD_UNIVERSAL

@@ -5,10 +5,10 @@ usage: python -m elastic_ckpt.run [--universal-checkpoint[=auto|require|off]] [-
 Run a training script with elastic_ckpt installed: engine.load_checkpoint restores checkpoints of any topology.
 
   -m                       script is the name of a module, as in python -m
-  --universal-checkpoint   auto (the default), require, or off
+  --universal-checkpoint   auto (the default), require, or off; also among the script's arguments, if it has no such one
 
 examples:
-  torchrun --nproc_per_node 4 -m elastic_ckpt.run train.py --my-args
+  torchrun --nproc_per_node 4 -m elastic_ckpt.run train.py --my-args --universal-checkpoint
   deepspeed --module elastic_ckpt.run train.py --my-args
   torchrun --nproc_per_node 2 -m elastic_ckpt.run --universal-checkpoint=require -m my_package.train
 """
@@ -30,8 +30,8 @@ from typing import Any
 
 from elastic_ckpt.config import VARIABLE
 from elastic_ckpt.load.installation import install, variables
+from elastic_ckpt.load.installation._elastic_ckpt_flag import FLAGS, MODES, take_flag
 
-_MODES = ("auto", "require", "off")
 _USAGE = (__doc__ or "").partition("\n\n")[2]
 
 
@@ -53,10 +53,10 @@ def main(arguments: list[str]) -> None:
             run = _run_module
         elif flag in ("--local_rank", "--local-rank") and argument != flag:
             forwarded.append(argument)
-        elif flag == "--universal-checkpoint":
-            if argument == flag and words and words[0] in _MODES:  # and not the script's name
+        elif flag in FLAGS:
+            if argument == flag and words and words[0] in MODES:  # and not the script's name
                 mode = words.popleft()
-            if mode and mode not in _MODES:
+            if mode and mode not in MODES:
                 sys.exit(f"elastic_ckpt.run: --universal-checkpoint={mode}: choose auto, require or off\n\n{_USAGE}")
             os.environ[VARIABLE] = mode or "auto"
         else:
@@ -67,6 +67,7 @@ def main(arguments: list[str]) -> None:
     script = words.popleft()
     sys.argv = [script, *forwarded, *words]
     os.environ.update(variables())  # for processes that the script starts
+    take_flag(sys.argv[1:])
     install()
     run(script)
 

@@ -101,7 +101,7 @@ def test_a_script_runs_as_main_with_its_own_arguments_and_the_hook_installed(fol
         "elsewhere": False,
         "neighbour": "beside the script",
         "patched": True,
-        "mode": "auto",
+        "mode": "off",  # no parser takes the flag
         "flag": False,
         "pickles": True,
     }
@@ -160,6 +160,8 @@ def test_spawned_processes_threads_and_what_runs_at_exit_find_the_scripts_classe
         (["--universal-checkpoint=require"], "require"),
         (["--universal-checkpoint", "--universal-checkpoint", "off"], "off"),
         (["--universal-checkpoint"], "auto"),
+        (["--universal_checkpoint"], "auto"),
+        (["--universal_checkpoint=require"], "require"),
     ],
 )
 def test_a_mode_may_be_a_word_of_its_own(words: list[str], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

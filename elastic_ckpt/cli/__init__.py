@@ -125,6 +125,8 @@ class LazyCommands(_Brief, TyperGroup):
             info = next(info for info in app.registered_commands if info.name == name)
             info.cls = BriefCommand
             command = get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
+            if name == "exec":
+                rest = importlib.import_module("elastic_ckpt.cli.environment").with_value(rest)
         return name, command, rest
 
 

@@ -14,11 +14,22 @@ from elastic_ckpt.cli.output import EXIT_FOUND, Answer, AsJson, os_errors_end_th
 from elastic_ckpt.config import VARIABLE, Mode
 from elastic_ckpt.engines import versions
 from elastic_ckpt.load import installation
+from elastic_ckpt.load.installation._elastic_ckpt_flag import FLAGS, MODES
 from elastic_ckpt.report import literal, table
 
 _VERDICTS = {-1: "too old", 0: "tried", 1: "not tried"}
 #: As shells end where a file is no command, and where there is none.
 _EXIT_NOT_EXECUTABLE, _EXIT_NO_COMMAND = 126, 127
+
+
+def with_value(words: list[str]) -> list[str]:
+    """The words of ``exec``, in which ``--universal-checkpoint`` has its hyphen, and the value that it may lack."""
+    flag, equals, value = words[0].partition("=") if words else ("", "", "")
+    if flag not in FLAGS:
+        return words
+    if not equals and words[1:2] and words[1] in MODES:
+        return [FLAGS[0], *words[1:]]
+    return [f"{FLAGS[0]}={value or 'auto'}", *words[1:]]
 
 
 @app.command("doctor", epilog="Example: elastic-ckpt doctor")

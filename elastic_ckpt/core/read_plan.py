@@ -229,6 +229,14 @@ def names_with(outcomes: Iterable[Outcome], what: str) -> tuple[str, ...]:
     return tuple(sorted({name for outcome in tensors for name in outcome.names}))
 
 
+@dataclass(frozen=True, slots=True)
+class SavedRate:
+    """The learning rate with which the members of a live param group were saved."""
+
+    group: int  # the saved one that they were in, or the first of several
+    lr: float | None  # ``None``: not one number
+
+
 @dataclass(frozen=True)
 class LoadPlan:
     """Everything that one rank reads, checks, commits and reports in a load."""
@@ -242,5 +250,8 @@ class LoadPlan:
     hyperparameters: tuple[Mapping[str, Any], ...] = ()  # per live group, the values to set
     saved_groups: int = 0
     group_sources: tuple[tuple[int, ...], ...] = ()  # per live group, the saved ones; empty if the live values stay
+    #: Per live group, what its members were trained with; ``None`` if none is in the checkpoint.
+    saved_rates: tuple[SavedRate | None, ...] = ()
+    replaces_live_values: bool = False  # whether some of ``hyperparameters`` are others than the live ones
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()

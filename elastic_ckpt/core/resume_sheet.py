@@ -74,12 +74,16 @@ def in_order(deviations: Iterable[Deviation]) -> list[Deviation]:
     return sorted(deviations, key=lambda each: COMPONENTS.index(each.component))
 
 
-def goes_on(saved: ResumeSheet, live: ResumeSheet, deviations: Iterable[Deviation]) -> str:
-    """In words, the components that both sheets tell and that do not deviate."""
+def goes_on(saved: ResumeSheet, live: ResumeSheet, deviations: Iterable[Deviation], replaced: bool = False) -> str:
+    """In words, the components that both sheets tell and that do not deviate.
+
+    ``replaced``: whether hyperparameters are the saved ones because a load has replaced other ones.
+    """
     rates = dict.fromkeys(f"{group['lr']:g}" for group in live.groups if isinstance(group.get("lr"), int | float))
     told = {BATCH: f"batch {live.global_batch}"}
     if saved.groups and live.groups:
-        told |= {LR: f"lr {shortened(rates)}", HYPERPARAMETERS: HYPERPARAMETERS}
+        which = " (the saved ones, which replaced live ones: see the note)" if replaced else ""
+        told |= {LR: f"lr {shortened(rates)}", HYPERPARAMETERS: HYPERPARAMETERS + which}
     if saved.data and live.data:
         told[DATA] = f"{DATA} ({', '.join(f'{key} {value}' for key, value in live.data.items())})"
     told |= {PRECISION: f"{PRECISION} {live.precision}", CODE: CODE}

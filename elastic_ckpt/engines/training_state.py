@@ -24,6 +24,7 @@ from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.coordinates import follow_topology
 from elastic_ckpt.engines.data_position import POSITION_KEY, counted_samples, position_of, registered, take_position
+from elastic_ckpt.engines.schedules import apply_schedule, keys_set_by
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.report import DATA_POSITION
 
@@ -83,6 +84,8 @@ class TrainingStateCommit:
         is_saved = saved.lr_scheduler is not None
         #: Whether the lr scheduler's state is restored; ``None`` is the state of some.
         self.loads_scheduler = wanted and (is_saved or (hasattr(live, "state_dict") and live.state_dict() is None))
+        #: Hyperparameters that the restored lr scheduler sets, whatever is in the param groups.
+        self.scheduled = keys_set_by(live) if self.loads_scheduler else frozenset()
         own = {}  # DeepSpeed's own schedulers that the engine has, by their keys in a checkpoint
         if not arguments.load_module_only:
             if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
@@ -145,7 +148,10 @@ class TrainingStateCommit:
         scheduler.load_state_dict(state)
         why = "" if plan.saved_groups else "by the order of param groups, which the checkpoint does not record"
         outcomes = [Outcome("lr scheduler", "restored", (), why)]
-        if without := [number for number, source in enumerate(plan.group_sources) if not source]:
+        without = [number for number, source in enumerate(plan.group_sources) if not source]
+        if without and plan.restores_states:
+            without = apply_schedule(scheduler, groups, without, (saved, before), plan.saved_rates)
+        if without:
             rates = ", ".join(f"{groups[number]['lr']:g}" for number in without)
             kept = f"the schedule so far was not applied to these param groups, which continue from lr {rates}"
             outcomes.append(Outcome("lr scheduler", "fresh", tuple(map(str, without)), kept))

@@ -26,14 +26,16 @@ _OWN_TAG = re.compile(r"(?:global_step|step-|iter_)(\d+)")
 
 
 def find_checkpoint(
-    load_dir: str, tag: str | None, prefer_universal: bool, trust_pickle: bool = False
+    load_dir: str, tag: str | None, prefer_universal: bool, trust_pickle: bool = False, without_latest: bool = False
 ) -> CheckpointInfo | None:
     """The checkpoint in a folder, or ``None`` where the folder contains nothing of DeepSpeed's.
 
     With a tag, only that tag's folder. Without one, what ``latest_universal`` or ``latest`` names; if both name one,
     ``latest``, or with ``prefer_universal`` (``load_universal`` in the DeepSpeed config, or ``--universal-checkpoint``)
-    the universal one, unless the native one has been trained further. Raises :class:`NotFoundError` if there are
-    checkpoints, but not the requested one, :class:`DamagedError` if a ``latest`` file cannot be read.
+    the universal one, unless the native one has been trained further. ``without_latest``: where neither file is there,
+    a folder that is a checkpoint itself, or the only checkpoint in it, is taken, with a note. Raises
+    :class:`NotFoundError` if there are checkpoints, but not the requested one, :class:`DamagedError` if a ``latest``
+    file cannot be read.
     """
     if tag is not None:
         found = look_at(load_dir, str(tag))
@@ -50,9 +52,7 @@ def find_checkpoint(
         elif named is not None and not choices:
             raise _misled(load_dir, latest, named)
     if not choices:
-        if (found := _without_latest(load_dir)) is None and list_tags(load_dir):
-            raise _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
-        return found
+        return _of_dcp(load_dir) or _unnamed(load_dir, without_latest)
     if len(choices) < 2 or choices[0].folder == choices[1].folder:
         return choices[0]
     steps = [global_steps(each, trust_pickle) for each in choices]
@@ -62,7 +62,36 @@ def find_checkpoint(
     return replace(choices[0], notes=(note,))
 
 
-def _without_latest(load_dir: str) -> CheckpointInfo | None:
+def _unnamed(load_dir: str, may_take: bool) -> CheckpointInfo | None:
+    """The checkpoint that a folder is itself, or the only one in it, if ``may_take``; ``None``: there is none.
+
+    Raises :class:`NotFoundError` if there is one that may not be taken, or there are several.
+    """
+    itself, tags = look_at(load_dir, ""), list_tags(load_dir)
+    if itself is not None and not tags:
+        if not may_take:
+            raise _is_itself_a_tag(load_dir, itself)
+        return replace(itself, notes=(f"{load_dir} has no file {LATEST!r} and is a checkpoint itself: loaded it",))
+    if itself is None and len(tags) == 1 and may_take:
+        found = look_at(load_dir, tags[0])
+        note = f"{load_dir} has no file {LATEST!r}: loaded {tags[0]}, the only checkpoint in it"
+        return None if found is None else replace(found, notes=(note,))
+    if tags:
+        raise _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
+    return None
+
+
+def _is_itself_a_tag(load_dir: str, found: CheckpointInfo) -> NotFoundError:
+    """The error for a ``load_dir`` that is the folder of a tag, which DeepSpeed's own loader would pass over."""
+    problem = "load_dir is the folder of a checkpoint, not the folder that has it under a tag, and loads nothing"
+    expected = f"the folder that save_checkpoint was given, with a file {LATEST!r}, or a tag"
+    around, tag = os.path.split(absolute(load_dir))
+    remedy = f"load_checkpoint({around!r}, tag={tag!r}); or --universal-checkpoint, which takes this folder itself"
+    files = f"the files of a {found.format} checkpoint"
+    return NotFoundError(problem, load_dir, expected, files, remedy=remedy)
+
+
+def _of_dcp(load_dir: str) -> CheckpointInfo | None:
     """A folder of ``torch.distributed.checkpoint``: this one, the tracked iteration of Megatron, or the last step."""
     if not is_folder(load_dir):
         return None

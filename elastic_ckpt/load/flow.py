@@ -127,7 +127,8 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             warnings = _compare_runs(call, at.data_degree, checkpoint)
             host = training_state.TrainingStateCommit(engine, checkpoint.training_state, arguments, at)
             warnings += tuple(checkpoint.training_state.left_out.values())
-            wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": host.loads_scheduler}
+            wanted: dict[str, Any] = {"optimizer_states": with_states, "strict": strict}
+            wanted |= {"scheduler": host.loads_scheduler, "scheduled": host.scheduled}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             planned.append((plan, host, warnings))
             return RankPlan.of(plan, at.mp_rank, config, found.folder, host.runs_code)
@@ -233,7 +234,8 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         raise as_partial_load_error(cause) from cause
     compat.record_counts(call.engine)
     compares_run = call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
-    same, other = compare_run(call.engine, ready.found.folder) if compares_run else ("", ())
+    replaced = ready.plan.replaces_live_values
+    same, other = compare_run(call.engine, ready.found.folder, replaced) if compares_run else ("", ())
     of_stages = [outcomes for _, _, outcomes, _ in sorted(everybody, key=itemgetter(1)) if outcomes]
     call.engine.elastic_report = report = LoadReport(
         source=ready.checkpoint.metadata.source,

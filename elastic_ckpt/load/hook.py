@@ -6,7 +6,6 @@ After damage it waits for files that appear late, then takes the newest older ch
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import os
 import time
@@ -15,22 +14,25 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from elastic_ckpt import distributed, errors
-from elastic_ckpt.config import ElasticConfig, flag_given, read_config, requires_elastic
+from elastic_ckpt.config import flag_given, requires_elastic
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.formats import CheckpointInfo, detect
 from elastic_ckpt.formats.pickled import collector_off
+from elastic_ckpt.load.agreed_config import agreed_config
 from elastic_ckpt.load.data_position import check_position, save_checkpoint, with_position
 from elastic_ckpt.load.fallback import check_objects, deepspeed_loads_it_right, objects_for_deepspeed, on_own_disks
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
+from elastic_ckpt.load.installation import with_flags
 from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
 from elastic_ckpt.load.trainer_hook import unwatch_trainer, watch_trainer
-from elastic_ckpt.patches import aligned_partitions, argument, pipeline_stages, unwrap, wrap
+from elastic_ckpt.patches import aligned_partitions, argument, config_errors, pipeline_stages, unwrap, wrap
 from elastic_ckpt.storage import VIEW, absolute, exists, is_url, seen_through
 from elastic_ckpt.storage.local import look_again, pinned
 
@@ -44,9 +46,11 @@ def patch_engine() -> None:
     wrap(DeepSpeedEngine, "load_checkpoint", errors.printable_errors()(_load_checkpoint))
     wrap(DeepSpeedEngine, "save_checkpoint", save_checkpoint)
     wrap(DeepSpeedEngine, "__init__", _initialize)
+    wrap(deepspeed, "add_config_arguments", with_flags)
     DeepSpeedEngine.elastic_report = None
     aligned_partitions.watch_alignment()
     pipeline_stages.watch_pipe()
+    config_errors.watch_config()
     watch_pretrained()
 
 
@@ -55,9 +59,11 @@ def unpatch_engine() -> None:
     if unwrap(DeepSpeedEngine, "load_checkpoint"):
         unwrap(DeepSpeedEngine, "save_checkpoint")
         unwrap(DeepSpeedEngine, "__init__")
+        unwrap(deepspeed, "add_config_arguments")
         del DeepSpeedEngine.elastic_report
         aligned_partitions.unwatch_alignment()
         pipeline_stages.unwatch_pipe()
+        config_errors.unwatch_config()
         unwatch_pretrained()
         unwatch_trainer()
 
@@ -82,7 +88,7 @@ def _decide_and_load(own: Callable[..., Any], engine: Any, arguments: LoadArgume
     """Decide, the same way on every rank, who loads; then load."""
     engine.elastic_report = None
     distributed.begin_load()
-    call = LoadCall(engine, arguments, _read_config(engine, arguments))
+    call = LoadCall(engine, arguments, agreed_config(engine, arguments))
     if call.config.mode == "off":
         if is_url(os.fspath(arguments.load_dir or "")):
             raise no_other_loader(errors.ConfigError('"mode" is "off", so that DeepSpeed\'s own loader is called'))
@@ -112,9 +118,11 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
     """Load what was found; leave to DeepSpeed's own loader what only that restores. Collective."""
     engine = call.engine
     if found is None:
-        if call.config.mode == "require" or (call.arguments.tag and is_url(os.fspath(call.arguments.load_dir))):
-            problem, expected = "there is no DeepSpeed checkpoint to load", "one, since tag or mode asks for it"
-            raise errors.NotFoundError(problem, call.arguments.load_dir, expected, "none")
+        if policy.is_asked or (call.arguments.tag and is_url(os.fspath(call.arguments.load_dir))):
+            problem = "there is no DeepSpeed checkpoint to load"
+            expected = "one, since tag, mode, load_universal or --universal-checkpoint asks for it"
+            remedy = "check the path; to begin a run in an empty folder, leave the flag or the option out"
+            raise errors.NotFoundError(problem, call.arguments.load_dir, expected, "none", remedy=remedy)
         with seen_through(None), objects_for_deepspeed(call):
             return own()
     with collector_off(), distributed.together("load the checkpoint"):
@@ -142,59 +150,6 @@ def no_other_loader(error: errors.ElasticCkptError) -> errors.ElasticCkptError:
     """An error about a checkpoint in an object store, with what remains to be done."""
     error.remedy = "DeepSpeed's own loader reads folders alone: elastic-ckpt fetch URL FOLDER --all brings all files"
     return error
-
-
-def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
-    """The configuration; :class:`ConfigError` on every rank if it is wrong, or ranks disagree about it. Collective."""
-    configs: list[ElasticConfig] = []
-    mine: dict[str, Any] = {}
-
-    def digest() -> bytes:
-        configs.append(read_config(compat.ds_config(engine)))
-        mine.update(_meaning(arguments, configs[0]), use_node_local_storage=bool(engine.use_node_local_storage()))
-        return hashlib.sha256(repr(mine).encode()).digest()
-
-    def call() -> tuple[dict[str, Any], str, Any]:
-        """With what two paths of one folder have in common."""
-        try:
-            path, status = os.path.realpath(arguments.load_dir), os.stat(arguments.load_dir)
-            return mine, path, (status.st_dev, status.st_ino, status.st_mtime_ns)
-        except (OSError, TypeError, ValueError):  # of no folder, or of what is none
-            return mine, str(arguments.load_dir), None
-
-    if len(set(distributed.all_gather("read the configuration", digest))) == 1:
-        return configs[0]
-    (first, path, inode), *others = distributed.all_gather("read the configuration", call)
-    for rank, (other, other_path, other_inode) in enumerate(others, 1):
-        differ = {key for key, value in first.items() if other[key] != value}
-        if first["use_node_local_storage"] or path == other_path or (inode is not None and inode == other_inode):
-            differ.discard("load_dir")
-        if keys := sorted(differ):
-            problem = f"ranks call load_checkpoint with different arguments or options: {', '.join(keys)}"
-            here, there = ({key: values[key] for key in keys} for values in (first, other))
-            expected, found = f"{here}, as on rank 0", f"{there} on rank {rank}"
-            remedy = "give every rank the same arguments and the same DeepSpeed config"
-            raise errors.ConfigError(problem, None, expected, found, remedy=remedy, rank=rank)
-    return configs[0]
-
-
-def _meaning(arguments: LoadArguments, config: ElasticConfig) -> dict[str, Any]:
-    """Arguments and options in a form that is equal where they mean the same."""
-    load_dir, tag = arguments.load_dir, arguments.tag
-    if isinstance(load_dir, (str, os.PathLike)):
-        load_dir = os.path.normpath(load_dir)
-    elif config.mode != "off":
-        problem, expected = "load_checkpoint was given no folder", "load_dir as a str or a Path"
-        remedy = "give the folder that save_checkpoint was given; without one, do not call load_checkpoint"
-        raise errors.ConfigError(problem, None, expected, repr(load_dir)[:200], remedy=remedy)
-    return {
-        **{key: bool(value) for key, value in vars(arguments).items()},
-        "others": arguments.others,
-        "load_dir": load_dir,
-        "tag": None if tag is None else os.path.normpath(str(tag)),
-        **config.model_dump(exclude={"report", "storage_options"}),
-        "storage_options": f"digest {hashlib.sha256(repr(config.storage_options).encode()).hexdigest()[:8]}",
-    }
 
 
 def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bool) -> Prepared | None:
@@ -232,7 +187,7 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
         if not call.config.trust_pickle:
             check_objects(found, own_files)
     if distributed.rank() == 0:
-        logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
+        logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", "; ".join((why, *found.notes)))
     return None
 
 
@@ -246,6 +201,8 @@ class RetryPolicy:
     def __init__(self, call: LoadCall, prefer_universal: bool) -> None:
         self._load_dir, self._engine = os.fspath(call.arguments.load_dir) or os.curdir, call.engine
         self._tag, self._config, self._prefer_universal = call.arguments.tag, call.config, prefer_universal
+        #: Whether the user asks for a checkpoint: there has to be one, and a lone one needs no ``latest`` file.
+        self.is_asked = prefer_universal or call.config.mode == "require"
         self._deadline = time.monotonic() + call.config.wait_for_files
         self._pause = _FIRST_PAUSE
         every_tag = call.config.on_damage != "error"
@@ -267,19 +224,22 @@ class RetryPolicy:
         tag, config = self._tag, self._config
 
         def look() -> tuple[CheckpointInfo | None, list[str]]:
+            options = (self._prefer_universal, config.trust_pickle, self.is_asked)
             try:
-                return detect.find_checkpoint(self._load_dir, tag, self._prefer_universal, config.trust_pickle), []
+                return detect.find_checkpoint(self._load_dir, tag, *options), []
             except errors.NotFoundError:
                 # where DeepSpeed's own loader returns without a checkpoint: scripts that start a run rely on it
-                asks = self._prefer_universal or config.mode == "require" or config.on_damage != "error"
+                asks = self.is_asked or config.on_damage != "error"
                 latest = (os.path.join(self._load_dir, name) for name in (detect.LATEST, detect.LATEST_UNIVERSAL))
                 if tag is not None or asks or any(map(exists, latest)):
+                    raise
+                if detect.look_at(self._load_dir, "") is not None:  # a run that is resumed with another path in mind
                     raise
                 return None, detect.list_tags(self._load_dir)
 
         while True:
             found, tags = self.nodes.look("look for a checkpoint", look)
-            expected = bool(tags) or tag is not None or config.mode == "require"
+            expected = bool(tags) or tag is not None or self.is_asked
             if found is not None or not expected or not self._wait("there is no checkpoint yet"):
                 break
         if tags and distributed.rank() == 0:

@@ -57,10 +57,11 @@ def write_sheet(engine: Any, given: Mapping[str, Any]) -> None:
         logger.warning("elastic_ckpt could not write the resume sheet %s: %s", path, error)
 
 
-def compare_run(engine: Any, folder: str) -> tuple[str, tuple[str, ...]]:
+def compare_run(engine: Any, folder: str, replaced: bool = False) -> tuple[str, tuple[str, ...]]:
     """In words, what of the run that saved a loaded checkpoint goes on, and what is another now. Local.
 
-    Neither generators, which a load does not touch, nor losses, of which there are none yet.
+    Neither generators, which a load does not touch, nor losses, of which there are none yet. ``replaced``: whether
+    saved hyperparameters have replaced other ones, of the engine as it was built.
     """
     try:
         saved = read_sheet(folder)
@@ -70,7 +71,7 @@ def compare_run(engine: Any, folder: str) -> tuple[str, tuple[str, ...]]:
             return "", (f"not compared: the resume sheet is one of step {saved.step}",)
         live = sheet_of(engine)
         found = [each for each in compare_sheets(saved, live) if each.component not in (RNG, LOSSES)]
-        return goes_on(saved, live, found), tuple(map(str, found))
+        return goes_on(saved, live, found, replaced), tuple(map(str, found))
     except Exception as error:  # what was loaded is right without it
         logger.warning("elastic_ckpt could not compare the resume sheet of %s: %s", folder, error)
         return "", ()

@@ -2,8 +2,8 @@
 
 DeepSpeed's ``type:regex`` counts layers of one kind, each as one, and silently ignores what follows a second colon.
 Here each alternative ``regex:weight`` weighs the layers whose class or function name it matches: case-insensitively,
-anywhere in the name, first alternative first. Unmatched layers weigh nothing. DeepSpeed handles a ``type:`` without
-weights, and every other method.
+anywhere in the name, first alternative first. Unmatched layers weigh nothing. ``weighted_type:`` means the same.
+DeepSpeed handles a ``type:`` without weights, and every other method.
 
 Stages are consecutive layers. Of all partitions, :func:`partition_weights` takes the one with the lightest heaviest
 stage, then the least sum of squared weights, then of squared layer counts, then with each cut as late as possible.
@@ -30,6 +30,8 @@ from elastic_ckpt.errors import ConfigError, listed
 from elastic_ckpt.patches import argument, unwrap, wrap
 
 _METHOD = "_partition_layers"
+#: How a method of ours begins. DeepSpeed knows ``type:``, too.
+_PREFIXES = ("type:", _OWN_PREFIX := "weighted_type:")
 #: Between alternatives; a bar in a group belongs to the group.
 _BAR = re.compile(r"\|(?![^(]*\))")
 #: At most three digits of exponent: "1e-999999999" is a fraction that fills the memory.
@@ -84,9 +86,13 @@ def _alternatives(method: str) -> Iterator[tuple[str, str]]:
 
 
 def is_weighted(method: Any) -> bool:
-    """Whether a partition method is ours: ``type:`` with a number, valid or not, after an alternative."""
-    for _, weight in _alternatives(method) if isinstance(method, str) and method.lower().startswith("type:") else ():
-        with suppress(ValueError):
+    """Whether a partition method is ours: ``weighted_type:``, or ``type:`` with a number after an alternative."""
+    if not isinstance(method, str) or not method.lower().startswith(_PREFIXES):
+        return False
+    if method.lower().startswith(_OWN_PREFIX):
+        return True
+    for _, weight in _alternatives(method):
+        with suppress(ValueError):  # valid as a weight or not, which layer_weights says
             float(weight)
             return True
     return False

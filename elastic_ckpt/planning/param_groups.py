@@ -19,7 +19,7 @@ from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.chunks import ChunkSource
 from elastic_ckpt.core.local_state import SAVED_OPTIMIZER, FlatPartition, LiveGroup, LocalState
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
-from elastic_ckpt.core.read_plan import Outcome
+from elastic_ckpt.core.read_plan import Outcome, SavedRate
 from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.core.text import config_text
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
@@ -102,6 +102,17 @@ def match_groups(
         sources.append(tuple(found))
         hyperparameters.append(taken)
     return tuple(sources), tuple(hyperparameters)
+
+
+def rates_of_members(metadata: CheckpointMetadata, local_state: LocalState) -> tuple[SavedRate | None, ...]:
+    """Per live group, the learning rate with which its members were saved; ``None`` if none was."""
+    rates: list[SavedRate | None] = []
+    for live in local_state.groups:
+        sources = sorted({metadata.parameters[name].group for name in live.names if name in metadata.parameters})
+        found = [metadata.groups[source].get("lr") for source in sources]
+        is_one = bool(found) and isinstance(found[0], (int, float)) and all(rate == found[0] for rate in found)
+        rates.append(SavedRate(sources[0], found[0] if is_one else None) if sources else None)
+    return tuple(rates)
 
 
 def _mixed(

@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
@@ -30,9 +31,10 @@ from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.planning.matching import Matching, StateMatching, match_parameters, match_states
-from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, with_own_values
+from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, rates_of_members, with_own_values
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.read_items import read_items, rows_in_order
+from elastic_ckpt.planning.replaced_values import describe_replaced
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, ReshardPlan, resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 
@@ -51,9 +53,10 @@ class LoadOptions:
     strict: bool = True
     optimizer_states: bool = True
     scheduler: bool = False
+    scheduled: frozenset[str] = frozenset()  # hyperparameters that it sets
 
     @classmethod
-    def of(cls, config: ElasticConfig, **more: bool) -> LoadOptions:
+    def of(cls, config: ElasticConfig, **more: Any) -> LoadOptions:
         """The options of a configuration, and ``more`` that depend on a live engine."""
         return cls(config, ShardingRules.of(config), **more)
 
@@ -102,6 +105,7 @@ def plan_load(
     metadata, resharding, states = found.metadata, found.resharding, found.states
     model, names, (sources, hyperparameters) = local_state.model, found.parameters.names, found.groups
     builder = PlanBuilder(metadata, local_state, resharding.transfers, may_change=config.on_change == "warn")
+    replaced = describe_replaced(local_state, hyperparameters if options.optimizer_states else (), options.scheduled)
     return LoadPlan(
         reads=builder.build(found.parameters, states),
         replica_checks=compare_replicas(metadata, model, resharding, names, options.optimizer_states, found.saved),
@@ -112,18 +116,31 @@ def plan_load(
         hyperparameters=hyperparameters,
         saved_groups=len(metadata.groups),
         group_sources=sources,
-        outcomes=_outcomes(found, sources if options.optimizer_states else ()),
-        notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes()),
+        saved_rates=rates_of_members(metadata, local_state) if options.scheduler else (),
+        outcomes=_outcomes(found, sources if options.optimizer_states else (), _of_live_groups(local_state, options)),
+        notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes(), *([replaced] if replaced else ())),
+        replaces_live_values=bool(replaced),
     )
 
 
-def _outcomes(found: Matched, sources: Sequence[Sequence[int]]) -> tuple[Outcome, ...]:
+def _of_live_groups(local_state: LocalState, options: LoadOptions) -> str:
+    """What becomes of param groups whose hyperparameters are not restored, in words."""
+    stay = "hyperparameters of the live group stay"
+    if options.scheduler:
+        return f"{stay}, but for what the restored lr scheduler sets"
+    if any("initial_lr" in group.hyperparameters for group in local_state.groups):  # torch's schedules set it
+        stay += ", and the lr, too, until the schedule outside of the engine sets it after the first step; "
+        stay += '"states": {"betas": "fresh"} keeps single ones'
+    return stay
+
+
+def _outcomes(found: Matched, sources: Sequence[Sequence[int]], stay: str) -> tuple[Outcome, ...]:
     matching = found.parameters
     outcomes = [Outcome(MASTER, "restored", tuple(sorted(matching.restored)))]
     outcomes += [Outcome(key, "restored", names) for key, names in found.states.restored.items()]
     for kind in (BUFFER, FROZEN):
         outcomes.append(Outcome(kind, "restored", tuple(sorted(name for name, key in matching.wholes if key == kind))))
-    for what, reason in (("restored", ""), ("fresh", "hyperparameters of the live group stay")):
+    for what, reason in (("restored", ""), ("fresh", stay)):
         numbers = [str(n) for n, source in enumerate(sources) if (not source) == (what == "fresh")]
         outcomes.append(Outcome("param groups", what, tuple(numbers), reason))
     restored = (outcome for outcome in outcomes if outcome.names)

@@ -15,7 +15,9 @@ from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecay
 from torch.optim import lr_scheduler
 
 from elastic_ckpt.core.local_state import RankCoordinates
+from elastic_ckpt.core.read_plan import SavedRate
 from elastic_ckpt.core.values import BatchSizes, TrainingState
+from elastic_ckpt.engines.schedules import apply_schedule
 from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, fit_scheduler
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.param_groups import transferable
@@ -315,3 +317,95 @@ def test_a_scheduler_that_fails_half_loaded_leaves_live_tensors_in_place() -> No
     commit.undo_schedulers()
     assert group["lr"] is rate and rate == 0.25
     assert scheduler.base_lrs[0] is base and base == 0.25 and scheduler.last_epoch == 0
+
+
+# --- groups that keep the live run's hyperparameters -----------------------------------------------------------------
+
+#: Schedules that have a formula for the rate at a position, whatever the rates so far.
+OF_POSITION = ["LambdaLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR"]
+OF_POSITION += ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle"]
+WITH_FORMULA = [*OF_POSITION, "StepLR", "MultiStepLR", "CosineAnnealingLR", "PolynomialLR"]
+
+
+def kept(make: Factory, names: list[str], steps: int, rates: Mapping[str, float], monkeypatch: Any) -> Any:
+    """A run whose groups all keep their own values, now with other ``rates``; and the rates that are not known."""
+    old = optimizer_of(names)
+    scheduler = make(old, names)
+    advance(old, scheduler, LOSSES[:steps])
+    state = copy.deepcopy(scheduler.state_dict())
+    of_members = [SavedRate(number, group["lr"]) for number, group in enumerate(old.param_groups)]
+    monkeypatch.setattr(f"{__name__}.RATES", rates)
+    optimizer = optimizer_of(names)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.7  # the live run's
+    restored = make(optimizer, names)
+    before = copy.deepcopy(restored.state_dict())
+    restored.load_state_dict(fit_scheduler(copy.deepcopy(state), before, [()] * len(names), len(names)))
+    groups = optimizer.param_groups
+    return optimizer, restored, apply_schedule(restored, groups, range(len(names)), (state, before), of_members)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("steps", [1, 5, 8])
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_groups_that_keep_their_values_have_the_rates_of_the_restored_schedule(
+    kind: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, names = FACTORIES[kind], ["a", "b"]
+    reference = optimizer_of(names)
+    expected = advance(reference, uninterrupted := make(reference, names), LOSSES[:steps])
+    momenta = [{key: group.get(key) for key in ("momentum", "betas")} for group in reference.param_groups]
+    optimizer, scheduler, unknown = kept(make, names, steps, RATES, monkeypatch)
+    assert unknown == []
+    assert [group["lr"] for group in optimizer.param_groups] == expected[-1]
+    assert [{key: group.get(key) for key in momenta[0]} for group in optimizer.param_groups] == momenta
+    if kind != "OneCycle":  # which has none before its first step
+        assert list(scheduler.get_last_lr()) == expected[-1]
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.7}
+    assert advance(optimizer, scheduler, LOSSES[steps:]) == advance(reference, uninterrupted, LOSSES[steps:])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("steps", [1, 5, 8])
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_new_rates_are_those_of_a_run_that_always_had_them(
+    kind: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, of schedules without a formula, the saved rates where the state has no other ones, or the live rates."""
+    make, names, others = FACTORIES[kind], ["a", "b"], {key: rate / 8 for key, rate in RATES.items()}
+    old = optimizer_of(names)
+    saved_rates = advance(old, make(old, names), LOSSES[:steps])[-1]
+    optimizer, scheduler, unknown = kept(make, names, steps, others, monkeypatch)
+    found = [group["lr"] for group in optimizer.param_groups]
+    reference = optimizer_of(names)
+    expected = advance(reference, make(reference, names), LOSSES)
+    if kind in WITH_FORMULA or kind == "SequentialLR":
+        assert unknown == [] and found == pytest.approx(expected[steps - 1], rel=1e-12)
+        assert advance(optimizer, scheduler, LOSSES[steps:]) == [
+            pytest.approx(rates, rel=1e-12) for rates in expected[steps:]
+        ]
+    elif kind == "ReduceLROnPlateau":
+        assert unknown == [] and found == saved_rates
+    else:
+        begun = optimizer_of(names)
+        make(begun, names)
+        assert unknown == [0, 1] and found == [group["lr"] for group in begun.param_groups]
+
+
+def test_a_group_of_new_parameters_goes_on_from_its_own_rate_where_there_is_no_formula_of_the_position() -> None:
+    optimizer = optimizer_of(["a", "new"])
+    scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
+    state = {**scheduler.state_dict(), "last_epoch": 5}
+    scheduler.load_state_dict(state)
+    assert apply_schedule(scheduler, optimizer.param_groups, [1], (state, state), [SavedRate(0, 0.1), None]) == [1]
+    assert optimizer.param_groups[1]["lr"] == RATES["new"]
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
+    rate = torch.tensor(0.25)
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=rate, capturable=False, foreach=False)
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    state = {**scheduler.state_dict(), "last_epoch": 1}
+    scheduler.load_state_dict(copy.deepcopy(state))
+    assert apply_schedule(scheduler, optimizer.param_groups, [0], (state, state), [None]) == []
+    assert optimizer.param_groups[0]["lr"] is rate and rate == 0.125

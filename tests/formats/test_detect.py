@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,8 +41,10 @@ def point(root: Path, tag: str, name: str = "latest") -> None:
     (root / name).write_text(tag)
 
 
-def find(root: Path, tag: str | None = None, prefer_universal: bool = False) -> CheckpointInfo | None:
-    return find_checkpoint(str(root), tag, prefer_universal)
+def find(
+    root: Path, tag: str | None = None, prefer_universal: bool = False, without_latest: bool = False
+) -> CheckpointInfo | None:
+    return find_checkpoint(str(root), tag, prefer_universal, without_latest=without_latest)
 
 
 def found_at(root: Path, tag: str | None = None, prefer_universal: bool = False) -> CheckpointInfo:
@@ -176,6 +178,54 @@ def test_tags_without_a_latest_file_are_an_error_that_lists_them(tmp_path: Path)
     assert "'latest'" in str(caught.value.expected)
     assert "step4" in str(caught.value.found)
     assert caught.value.file == str(tmp_path / "latest")
+
+
+@pytest.mark.parametrize("make", [native, universal])
+def test_a_folder_that_is_a_checkpoint_itself_is_taken_with_a_note_where_one_is_asked_for(
+    tmp_path: Path, make: Callable[..., Path]
+) -> None:
+    folder = make(tmp_path, "step4")
+    found = find(folder, without_latest=True)
+    assert found is not None and (found.format, found.folder, found.tag) == (make.__name__, str(folder), "")
+    assert found.notes == (f"{folder} has no file 'latest' and is a checkpoint itself: loaded it",)
+    with pytest.raises(NotFoundError, match="load_dir is the folder of a checkpoint") as caught:
+        find(folder)
+    assert caught.value.found == f"the files of a {make.__name__} checkpoint"
+    assert f"load_checkpoint({str(tmp_path)!r}, tag='step4')" in str(caught.value.remedy)
+    assert "--universal-checkpoint" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize("make", [native, universal])
+def test_the_only_checkpoint_in_a_folder_is_taken_with_a_note_where_one_is_asked_for(
+    tmp_path: Path, make: Callable[..., Path]
+) -> None:
+    make(tmp_path, "step4")
+    (tmp_path / ".git").mkdir()
+    found = find(tmp_path, without_latest=True)
+    assert found is not None and (found.format, found.tag) == (make.__name__, "step4")
+    assert found.notes == (f"{tmp_path} has no file 'latest': loaded step4, the only checkpoint in it",)
+    assert found.folder == str(tmp_path / "step4")
+    native(tmp_path, "step8")
+    with pytest.raises(NotFoundError, match="step8"):
+        find(tmp_path, without_latest=True)
+
+
+def test_a_checkpoint_with_others_in_it_is_not_chosen_over_them(tmp_path: Path) -> None:
+    folder = native(tmp_path, "step4")
+    native(folder, "step5")
+    with pytest.raises(NotFoundError, match="step5"):
+        find(folder, without_latest=True)
+
+
+def test_a_latest_file_counts_where_a_checkpoint_is_asked_for(tmp_path: Path) -> None:
+    folder = native(tmp_path, "step4")
+    native(folder, "step5")
+    point(folder, "step5")
+    found = find(folder, without_latest=True)
+    assert found is not None and (found.tag, found.notes) == ("step5", ())
+    point(tmp_path, "gone")
+    with pytest.raises(NotFoundError, match="gone"):
+        find(tmp_path, without_latest=True)
 
 
 @pytest.mark.parametrize("name", ["latest", "latest_universal"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, flag_given, flags, read_config
-from elastic_ckpt.load.installation import add_arguments
+from elastic_ckpt.load.installation import add_arguments, install, uninstall
 
 
 @pytest.fixture(autouse=True)
@@ -121,14 +121,45 @@ def test_a_parser_that_has_the_flag_keeps_it(conflicts: str) -> None:
     assert read().trust_pickle
 
 
-@pytest.mark.parametrize("arguments", [["--universal_checkpoint"], ["--universal_checkpoint=require"]])
-def test_a_wrong_flag_is_answered_with_the_right_one(
-    parser: argparse.ArgumentParser, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parser.parse_known_args(arguments)
-    assert caught.value.code == 2
-    assert "did you mean --universal-checkpoint?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "mode"),
+    [
+        (["--universal_checkpoint"], "auto"),
+        (["--universal_checkpoint=require"], "require"),
+        (["--universal_checkpoint", "off"], "off"),
+    ],
+)
+def test_the_flag_may_have_an_underscore(parser: argparse.ArgumentParser, arguments: list[str], mode: str) -> None:
+    assert parser.parse_args(arguments).universal_checkpoint == mode
+    assert read().mode == mode
+    flags.clear()
+    assert add_arguments(megatron_parser()).parse_args(arguments).universal_checkpoint
+    assert read().mode == mode
+    assert "universal_checkpoint" not in parser.format_help()
+
+
+def test_deepspeeds_own_arguments_bring_the_flags_once_elastic_ckpt_is_installed() -> None:
+    import deepspeed
+
+    uninstall()
+    install()
+    try:
+        parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+        parser.add_argument("--universal-folder")
+        assert parser.parse_args(["--deepspeed", "--universal-checkpoint=require"]).universal_checkpoint == "require"
+        assert read().mode == "require"
+        namespace = parser.parse_args(["--universal_checkpoint", "--elastic-trust-pickle"])
+        assert (namespace.universal_checkpoint, namespace.elastic_trust_pickle, read().mode) == ("auto", True, "auto")
+        assert not [name for name in vars(parser.parse_args([])) if name.startswith(("elastic", "universal_c"))]
+        assert "--universal-checkpoint" in parser.format_help()
+        both = add_arguments(deepspeed.add_config_arguments(argparse.ArgumentParser()))
+        assert both.parse_args([]).universal_checkpoint is None
+        own = deepspeed.add_config_arguments(argparse.ArgumentParser())
+        own.add_argument("--universal-checkpoint", type=int)  # after DeepSpeed's
+        assert own.parse_args(["--universal-checkpoint", "3"]).universal_checkpoint == 3
+    finally:
+        uninstall()
+    assert "--universal-checkpoint" not in deepspeed.add_config_arguments(argparse.ArgumentParser()).format_help()
 
 
 def test_the_answer_takes_no_name_that_a_script_may_want(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ from elastic_ckpt import install, uninstall
 from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.load import hook
+from elastic_ckpt.load.agreed_config import agreed_config
 
 OWN = "load_checkpoint"
 
@@ -60,6 +61,8 @@ def test_what_trains_is_deepspeeds_own(original: Any) -> None:
     install()
     after = everything()
     assert {key for key in after if after[key] is not before.get(key)} == {
+        "deepspeed.add_config_arguments",
+        "deepspeed.runtime.config.DeepSpeedConfig.__init__",
         "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint",
         "deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint",
         "deepspeed.runtime.engine.DeepSpeedEngine.__init__",
@@ -159,7 +162,7 @@ def test_the_package_exports_what_the_documentation_names() -> None:
 
 
 def read_on_two_ranks(monkeypatch: pytest.MonkeyPatch, *calls: LoadArguments, node_local: bool = False) -> None:
-    """What the first rank's ``_read_config`` does, given what another rank sends it."""
+    """What the first rank's ``agreed_config`` does, given what another rank sends it."""
     engine = SimpleNamespace(use_node_local_storage=lambda: node_local)
     sent: list[Any] = []
 
@@ -169,9 +172,9 @@ def read_on_two_ranks(monkeypatch: pytest.MonkeyPatch, *calls: LoadArguments, no
 
     monkeypatch.setattr(hook.compat, "ds_config", lambda engine: {})
     monkeypatch.setattr(hook.distributed, "all_gather", of_the_other)
-    hook._read_config(engine, calls[1])
+    agreed_config(engine, calls[1])
     monkeypatch.setattr(hook.distributed, "all_gather", lambda doing, work: [work(), sent.pop(0)])
-    hook._read_config(engine, calls[0])
+    agreed_config(engine, calls[0])
 
 
 def test_ranks_sent_to_different_folders_hear_of_that_before_anybody_looks(monkeypatch: pytest.MonkeyPatch) -> None:

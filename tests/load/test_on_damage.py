@@ -33,10 +33,12 @@ FOUND = CheckpointInfo("native", "/x/step4", "step4", sort_names([], is_universa
 MODEL = "mp_rank_00_model_states.pt"
 
 
-def attempts(folder: Path, tag: str | None = None, node_local: bool = False, **section: Any) -> RetryPolicy:
+def attempts(
+    folder: Path, tag: str | None = None, node_local: bool = False, flag: bool = False, **section: Any
+) -> RetryPolicy:
     engine = SimpleNamespace(use_node_local_storage=lambda: node_local)
     call = LoadCall(engine, LoadArguments(str(folder), tag), ElasticConfig(**section))
-    return RetryPolicy(call, prefer_universal=False)
+    return RetryPolicy(call, prefer_universal=flag)
 
 
 def save(folder: Path, tag: str, step: int | None) -> None:
@@ -99,6 +101,30 @@ def test_tags_that_no_latest_names_are_listed_and_a_script_starts_fresh(
     (folder / "latest").write_text("global_step31")
     with pytest.raises(NotFoundError, match="global_step31"):
         attempts(folder).find()
+
+
+@pytest.mark.parametrize("options", [{}, PREVIOUS])
+def test_a_lone_checkpoint_that_no_latest_names_is_loaded_where_one_is_asked_for(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """The folder of a tag, and the folder that has nothing else in it, whatever is to be done after damage."""
+    save(tmp_path, "global_step30", 30)
+    itself = tmp_path / "global_step30"
+    for folder, tag in ((tmp_path, "global_step30"), (itself, "")):
+        for asked in ({"flag": True}, {"mode": "require"}):
+            found = attempts(folder, **asked, **options).find()
+            assert found is not None and (found.folder, found.tag) == (str(itself), tag)
+            assert [note for note in found.notes if "no file 'latest'" in note]
+    with pytest.raises(NotFoundError, match="load_dir is the folder of a checkpoint"):
+        attempts(itself, **options).find()
+
+
+def test_after_a_damaged_lone_checkpoint_nothing_is_left(tmp_path: Path) -> None:
+    save(tmp_path, "global_step30", 30)
+    tried = attempts(tmp_path / "global_step30", flag=True, **PREVIOUS)
+    found, error = tried.find(), DamagedError("a file is torn", file="/x/a.pt")
+    assert not tried.recover(error, found)
+    assert f"elastic-ckpt latest {tmp_path}" in str(error.remedy)
 
 
 def test_each_rank_finds_the_tag_in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

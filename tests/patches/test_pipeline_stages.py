@@ -184,6 +184,8 @@ NAMES = ["EmbedPipe", "TransformerLayer", None, "TransformerLayer", "Head"]
     [
         ("type:embed:2|transformer:1", [2, 1, 0, 1, 0]),
         ("TYPE:EMBED:2|Transformer:1", [2, 1, 0, 1, 0]),
+        ("weighted_type:embed:2|transformer:1", [2, 1, 0, 1, 0]),
+        ("Weighted_Type:transformer:0.1|head:2.50", [0, "0.1", 0, "0.1", "2.5"]),
         ("type:transformer:1", [0, 1, 0, 1, 0]),
         ("type:embed:0|transformer:1", [0, 1, 0, 1, 0]),
         ("type:transformer:0.1|head:2.50", [0, "0.1", 0, "0.1", "2.5"]),
@@ -249,6 +251,9 @@ def test_methods_without_weights_are_deepspeeds(method: str) -> None:
         ("type:e{99999999999999}:2", ["does not compile"]),
         ("type:embed:2|decoder:1", ["'decoder'", "EmbedPipe, Head, TransformerLayer"]),
         ("type:embed:0|transformer:0.0", ["weigh nothing"]),
+        ("weighted_type:embed|transformer:1", ["a weight", "'embed:'"]),
+        ("weighted_type:transformer", ["a weight", "'transformer:'"]),
+        ("weighted_type:", ["a regex"]),
     ],
 )
 def test_other_methods_are_refused_by_name(method: str, words: list[str]) -> None:

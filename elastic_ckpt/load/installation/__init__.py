@@ -16,6 +16,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.util import cache_from_source
@@ -25,14 +26,14 @@ from typing import Any
 from elastic_ckpt import config
 from elastic_ckpt.config import VARIABLE
 from elastic_ckpt.engines import versions
+from elastic_ckpt.load.installation._elastic_ckpt_flag import FLAGS, MODES
 
 _HERE = Path(__file__).parent
 _MODULE = "_elastic_ckpt_startup"
 _PTH = f"{_MODULE}.pth"
 _warn_of_newer = cache(versions.warn_of_newer)  # once, however often a script installs
-_FLAG = "--universal-checkpoint"
-#: A common misspelling, which a script that parses only known arguments would silently ignore.
-_WRONG_FLAG = "--universal_checkpoint"
+_FLAG, _UNDERSCORED = FLAGS
+_PICKLE_FLAG = "--elastic-trust-pickle"
 
 
 def install() -> None:
@@ -63,8 +64,6 @@ class _SetFlag(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, given: str | None = None
     ) -> None:
-        if given == _WRONG_FLAG:
-            parser.error(f"unknown argument {given}: did you mean {_FLAG}?")
         value = self.const if self.nargs == 0 else values
         setattr(namespace, self.dest, value)
         config.flags["mode" if self.nargs else "trust_pickle"] = value
@@ -74,31 +73,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add elastic_ckpt's flags to a training script's parser, beside ``deepspeed.add_config_arguments``, and return it.
 
     Parsing sets them for the whole process; they override the DeepSpeed config. A parser with its own
-    ``--universal-checkpoint``, such as Megatron-DeepSpeed's, keeps it.
+    ``--universal-checkpoint``, such as Megatron-DeepSpeed's, keeps it. After :func:`install`,
+    ``deepspeed.add_config_arguments`` adds them, too.
     """
+    return _add_missing(parser, {"default": None}, {"default": False})
+
+
+def with_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """``deepspeed.add_config_arguments`` with elastic_ckpt's flags, which are left out of the namespace if not given.
+
+    They are added as the parser begins to parse: a script may add arguments of these names until then.
+    """
+    parser = original(parser)
+    parse_known_args = parser.parse_known_args
+
+    def with_missing(*args: Any, **kwargs: Any) -> Any:
+        _add_missing(parser, {"default": argparse.SUPPRESS}, {"default": argparse.SUPPRESS})
+        return parse_known_args(*args, **kwargs)
+
+    parser.parse_known_args = with_missing  # type: ignore[method-assign]
+    return parser
+
+
+def _add_missing(
+    parser: argparse.ArgumentParser, of_mode: dict[str, Any], of_pickle: dict[str, Any]
+) -> argparse.ArgumentParser:
+    """Add the flags that a parser lacks, each with some options of its own."""
     # whatever the parser does about conflicts: with "resolve", its own flag would be removed
     group = parser.add_argument_group(
         "elastic_ckpt", "loading checkpoints at another topology", conflict_handler="error"
     )
+    mode: dict[str, Any] = {"action": _SetFlag, "nargs": "?", "const": "auto", "choices": MODES}
+    meaning = "elastic loading: auto (also without a value), require, or off; prefers a universal checkpoint"
     with suppress(argparse.ArgumentError):  # it has its own
-        group.add_argument(
-            _FLAG,
-            action=_SetFlag,
-            nargs="?",
-            const="auto",
-            choices=("auto", "require", "off"),
-            help="elastic loading: auto (also without a value), require, or off; prefers a universal checkpoint",
-        )
+        group.add_argument(_FLAG, **mode, **of_mode, help=meaning)
     with suppress(argparse.ArgumentError):
-        group.add_argument(_WRONG_FLAG, action=_SetFlag, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    group.add_argument(
-        "--elastic-trust-pickle",
-        action=_SetFlag,
-        nargs=0,
-        const=True,
-        default=False,
-        help="let checkpoint files run code while they are read; only for files you trust",
-    )
+        group.add_argument(_UNDERSCORED, **mode, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    pickle: dict[str, Any] = {"action": _SetFlag, "nargs": 0, "const": True}
+    with suppress(argparse.ArgumentError):
+        meaning = "let checkpoint files run code while they are read; only for files you trust"
+        group.add_argument(_PICKLE_FLAG, **pickle, **of_pickle, help=meaning)
     return parser
 
 

@@ -1,0 +1,63 @@
+"""Hyperparameters of the live run that the saved ones replace: maybe changed on purpose, which a load undoes. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.values import PerRank, TensorValue
+
+#: What optimizers count or estimate in their param groups as they step, and begin anew in a new one.
+_OF_STEPS = frozenset(
+    {"step", "k", "d", "d_max", "d_hat", "d_numerator", "d_denom", "weight_sum", "lr_max", "lr_sum"}
+    | {"scheduled_lr", "train_mode", "n_avg", "sk_l1", "gsq_weighted", "numerator_weighted"}
+)
+_LR, _INITIAL = "lr", "initial_lr"
+
+
+def describe_replaced(
+    local_state: LocalState, hyperparameters: Sequence[Mapping[str, Any]], scheduled: Collection[str]
+) -> str:
+    """In words, which live values are replaced, and the config lines that keep them; empty if none is.
+
+    ``hyperparameters``: per live group, the values to set; ``scheduled``: those that a restored schedule sets anyway.
+    """
+    known = (local_state.defaults | {_INITIAL}) - _OF_STEPS - set(scheduled)
+    numbers: dict[str, list[int]] = {}
+    keys = set[str]()
+    for number, (group, values) in enumerate(zip(local_state.groups, hyperparameters, strict=False)):
+        live = group.hyperparameters
+        # an engine may not know of its schedule, which torch's mark with this value
+        changed = dict(_changed(live, values, known - {_LR} if _INITIAL in live else known))
+        keys |= changed.keys()
+        if changed:
+            numbers.setdefault(", ".join(changed.values()), []).append(number)
+    if not numbers:
+        return ""
+    where = "; ".join(f"{text} (param groups {', '.join(map(str, at))})" for text, at in numbers.items())
+    keep_all = '"elastic_checkpoint": {"param_groups": "keep_live"}'
+    # a schedule goes on from the rates that its own state has
+    single = sorted(keys - {_INITIAL})
+    fresh = json.dumps(dict.fromkeys(single, "fresh"))
+    ways = [f'"elastic_checkpoint": {{"states": {fresh}}}'] * bool(single) + [f"{keep_all} for all hyperparameters"]
+    text = f"saved hyperparameters replace those of the live run (live -> saved): {where}"
+    return f"{text}; to keep the live ones: {', or '.join(ways)}"
+
+
+def _changed(live: Mapping[str, Any], saved: Mapping[str, Any], known: Set[str]) -> Iterator[tuple[str, str]]:
+    for key in sorted(known & live.keys() & saved.keys()):
+        mine, other = _plain(live[key]), _plain(saved[key])
+        if mine is not None and other is not None and mine != other:
+            yield key, f"{key} {live[key]} -> {saved[key]}"
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared: a number, a text, or a list of them; ``None``: it is of another kind."""
+    if isinstance(value, (list, tuple)):
+        elements = [_plain(each) for each in value]
+        return None if None in elements else elements
+    if isinstance(value, (PerRank, TensorValue)) or not isinstance(value, (bool, int, float, str)):
+        return None
+    return value

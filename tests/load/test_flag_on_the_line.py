@@ -1,0 +1,182 @@
+"""``--universal-checkpoint`` as people type it: anywhere on the line of a script, whatever its parser knows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elastic_ckpt
+from elastic_ckpt.load.installation import _elastic_ckpt_flag as flag
+
+REPO = Path(elastic_ckpt.__file__).resolve().parents[1]
+PARSERS = {
+    "plain": "parser = argparse.ArgumentParser()",
+    "own": "parser = argparse.ArgumentParser(); parser.add_argument('--universal-checkpoint', action='store_true')",
+    "added": "parser = elastic_ckpt.add_arguments(argparse.ArgumentParser())",
+    "with_deepspeed": "import deepspeed; parser = deepspeed.add_config_arguments(argparse.ArgumentParser())",
+}
+SCRIPT = """\
+import argparse, json, sys
+import elastic_ckpt
+{parser}
+parser.add_argument("--steps", type=int, default=1)
+parser.add_argument("--local_rank", type=int, default=0)
+parsed = vars(parser.parse_args())
+from elastic_ckpt.config import flag_given, read_config
+print("FACTS" + json.dumps([parsed["steps"], read_config({{}}).mode, flag_given(), sys.argv[1:]]))
+"""
+RUN = f"{sys.executable} -m elastic_ckpt.run"
+EXEC = f"{sys.executable} -m elastic_ckpt exec"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scripts")
+    for name, parser in PARSERS.items():
+        (folder / f"{name}.py").write_text(SCRIPT.format(parser=parser))
+    return folder
+
+
+def typed(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A line, run as it is typed."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("ELASTIC_CKPT", "PYTHONPATH")}
+    environment |= {"PYTHONPATH": str(REPO), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    words = shlex.split(line)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "mode", "given"),
+    [
+        (f"{RUN} plain.py --universal-checkpoint", "auto", True),
+        (f"{RUN} plain.py --universal_checkpoint=require --steps 3", "require", True),
+        (f"{RUN} own.py --universal-checkpoint", "auto", False),  # the script's own, which it hands to DeepSpeed
+        (f"{RUN} added.py --universal-checkpoint=require", "require", True),
+        (f"{RUN} with_deepspeed.py --deepspeed --universal_checkpoint=require", "require", True),
+        (f"{EXEC} -- {sys.executable} plain.py --steps 3 --universal-checkpoint", "auto", True),
+        (f"{EXEC} --universal_checkpoint -- {sys.executable} plain.py", "auto", True),
+        (f"{EXEC} -- {sys.executable} own.py --universal-checkpoint", "auto", False),
+        # through launchers, which take it as an argument of the script's
+        (
+            f"{EXEC} -- {sys.executable} -m torch.distributed.run plain.py --universal-checkpoint require",
+            "require",
+            True,
+        ),
+    ],
+    ids=lambda value: value.replace(sys.executable, "python") if isinstance(value, str) else "",
+)
+def test_lines_as_they_are_typed(line: str, mode: str, given: bool, folder: Path) -> None:
+    done = typed(line, folder)
+    facts = [text.removeprefix("FACTS") for text in done.stdout.splitlines() if text.startswith("FACTS")]
+    assert done.returncode == 0 and len(facts) == 1, done.stderr[-3000:]
+    words = shlex.split(line.partition(".py ")[2])
+    assert json.loads(facts[0]) == [3 if "--steps" in line else 1, mode, given, words]
+
+
+def test_other_arguments_and_modes_that_do_not_exist_end_the_script(folder: Path) -> None:
+    done = typed(f"{RUN} plain.py --universal-checkpoint --stops 3", folder)
+    assert done.returncode == 2 and "unrecognized arguments: --stops 3" in done.stderr
+    done = typed(f"{RUN} plain.py --universal-checkpoint=on", folder)
+    assert done.returncode == 2 and "'on' (choose from auto, require, off)" in done.stderr
+
+
+# --- what parsers do, in this process --------------------------------------------------------------------------------
+
+Made = Callable[[Sequence[str]], type[argparse.ArgumentParser]]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """A class of parsers that is watched, on a line with some words."""
+    monkeypatch.setenv(flag.VARIABLE, "1")
+
+    def make(words: Sequence[str]) -> type[argparse.ArgumentParser]:
+        class Parser(argparse.ArgumentParser):
+            pass
+
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        flag._watch(Parser, taken := flag._Taken(flag.split_flag(words)[1]))
+        assert taken is not None
+        return Parser
+
+    return make
+
+
+def counts() -> str:
+    return os.environ[flag.VARIABLE]
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        (["--universal-checkpoint", "data"], "auto"),
+        (["data", "--universal-checkpoint"], "auto"),
+        (["--universal_checkpoint", "--lr", "1", "data"], "auto"),
+        (["--universal-checkpoint=off", "data"], "off"),
+        (["data", "--universal-checkpoint", "require"], "require"),
+        (["--universal-checkpoint", "data", "--universal_checkpoint=require"], "require"),
+    ],
+)
+def test_a_parser_without_the_flag_does_not_see_it(words: list[str], mode: str, made: Made) -> None:
+    parser = made(words)()
+    parser.add_argument("data")
+    parser.add_argument("--lr")
+    for given in (None, sys.argv[1:]):
+        assert parser.parse_args(given).data == "data" and counts() == mode
+    assert sys.argv[1:] == words
+
+
+def test_what_a_first_parser_leaves_over_is_for_the_second(made: Made) -> None:
+    kind = made(["--config", "x", "--universal-checkpoint=require"])
+    first, second, third = kind(), kind(), kind()
+    first.add_argument("--config")
+    second.add_argument("--universal-checkpoint")
+    found, left = first.parse_known_args()
+    assert (found.config, left, counts()) == ("x", ["--universal-checkpoint=require"], "require")
+    assert second.parse_args(left).universal_checkpoint == "require" and counts() == "1"
+    first.parse_known_args()
+    third.parse_args(left)
+    assert counts() == "require"
+
+
+def test_a_parser_of_dataclasses_refuses_nothing_of_ours(made: Made) -> None:
+    class HfArgumentParser(made(["--universal-checkpoint", "--other"])):  # type: ignore[misc]
+        pass
+
+    assert HfArgumentParser().parse_known_args()[1] == ["--other"] and counts() == "auto"
+
+
+@pytest.mark.parametrize(("command", "mode"), [("train", "1"), ("test", "auto")])
+def test_a_subcommand_may_take_it(command: str, mode: str, made: Made) -> None:
+    parser = made([command, "--universal-checkpoint"])()
+    commands = parser.add_subparsers()
+    commands.add_parser("train").add_argument("--universal-checkpoint", action="store_true")
+    commands.add_parser("test")
+    found = parser.parse_args()
+    assert counts() == mode and vars(found) == ({"universal_checkpoint": True} if command == "train" else {})
+
+
+def test_a_launcher_hands_it_on(made: Made) -> None:
+    parser = made(["--ranks", "2", "train.py", "--universal-checkpoint"])()
+    parser.add_argument("--ranks")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    assert parser.parse_args().arguments == ["--universal-checkpoint"] and counts() == "1"
+
+
+def test_parsers_of_other_words_are_left_alone(made: Made, capsys: Any) -> None:
+    parser = made(["--universal-checkpoint"])()
+    assert parser.parse_args([]) == argparse.Namespace() and counts() == "auto"
+    kind = made([])
+    with pytest.raises(SystemExit):
+        kind().parse_args(["--universal-checkpoint"])
+    assert "unrecognized arguments: --universal-checkpoint" in capsys.readouterr().err
