@@ -33,10 +33,12 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, p
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.calls import Call, Global
 from elastic_ckpt.formats.universal import common_optimizer_state
+from elastic_ckpt.formats.universal_states import SHARED_STATES
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
 from elastic_ckpt.storage import inherited, medium_of, open_stream
+from elastic_ckpt.tools.conversion.states import quantized_states, read_quantized, refusals, shared_states
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import OpenedCheckpoint
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
@@ -67,7 +69,7 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     rules = known_specs(metadata, metadata.parameters, reader.rules)
     tensors = [tensor for tensor in reader.tensors.values() if tensor.name in metadata.parameters]
     tensors.sort(key=lambda tensor: -tensor.nbytes)  # so that no thread is left with a large one at the end
-    nbytes = sum(tensor.nbytes for tensor in tensors)
+    nbytes, quantized = sum(tensor.nbytes for tensor in tensors), quantized_states(reader, tensors)
     with (
         output_folder(target, found.folder, metadata.files, LATEST_UNIVERSAL) as place,
         progress_bar("converting", nbytes, progress) as bar,
@@ -75,24 +77,33 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     ):
         notes = (*metadata.notes, *reader.notes, *reader.compare_copies(), *notes_on(metadata, rules))
         zero = place / UNIVERSAL_FOLDER
+        shared = shared_states(metadata, reader.options)
         for name in metadata.parameters:
             (zero / _checked(name, found.folder)).mkdir(parents=True)
-            for key, scalar in scalars_of(metadata, name).items():
-                save(scalar, zero / name / f"{_checked(key, found.folder)}.pt")
+            step = {key: value for key, value in scalars_of(metadata, name).items() if key == "step"}
+            for key, value in {**step, **shared.own.get(name, {})}.items():
+                save(value, zero / name / f"{_checked(key, found.folder)}.pt")
 
         def write(tensor: LogicalTensor) -> int:
             entries = tp_entries(rules.get(tensor.name), tensor)
             if tensor.name in metadata.stacked:
                 entries |= {"is_expert_param": True, "ep_num_experts": metadata.stacked[tensor.name]}
             path = zero / tensor.name / f"{_checked(tensor.key, found.folder)}.pt"
-            save({**entries, "param": reader.tensor(tensor)}, path)
+            state = quantized.get((tensor.name, tensor.key))
+            if state is None:
+                values = reader.tensor(tensor)
+            else:
+                values, scales = read_quantized(state, reader)
+                save(scales, path.with_name(f"{state.blocks.scales}.pt"))
+            save({**entries, "param": values}, path)
             return tensor.nbytes
 
         for path in models:
             with open_stream(path) as stream, (place / plain_name(os.path.basename(path))).open("wb") as written:
                 shutil.copyfileobj(stream, written)
         first = found.path(found.files.optimizer[min(found.files.optimizer)])
-        save(common_optimizer_state(open_pickled(first, opened.config.trust_pickle)), zero / UNIVERSAL_OPTIMIZER)
+        common = common_optimizer_state(open_pickled(first, opened.config.trust_pickle))
+        save({**common, SHARED_STATES: dict(shared.for_all)}, zero / UNIVERSAL_OPTIMIZER)
         for done in pool.map(write, tensors):  # an error cancels the others
             bar.update(done)
     files = sum(len(names) for _, _, names in os.walk(target))
@@ -103,13 +114,7 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
     """Raise :class:`UnsupportedError`, naming the reason, if a format cannot express a checkpoint that is whole."""
     refuse_without_masters(metadata)
     source, tensors, is_universal = metadata.source, metadata.tensors.items(), to == "universal"
-    parameters = metadata.parameters.values()
-    scalars = {key for saved in parameters for key, value in saved.scalars if value is not None} - {"step"}
-    coded = {key for (_, key), tensor in tensors if tensor.is_quantized}
-    replicated = {state.key for saved in parameters for state in saved.replicated}
     reasons: dict[str, Collection[str]] = {
-        "it has 8-bit states": coded,
-        "it has states of whole partitions": replicated,
         "it has states of unknown layout": metadata.states.opaque,
         "it has damaged states": metadata.states.damaged,
         "it has experts, whose names are those of DeepSpeed's own layers": [*filter(expert_name, metadata.parameters)],
@@ -117,6 +122,9 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
     if not is_universal:
         unread = {str(key) for group in metadata.groups for key, value in group.items() if any(left_in_file(value))}
         reasons["it has hyperparameters that hold tensors, arrays or objects"] = unread
+        reasons["it has 8-bit states"] = {key for (_, key), tensor in tensors if tensor.is_quantized}
+        replicated = (state.key for saved in metadata.parameters.values() for state in saved.replicated)
+        reasons["it has states of whole partitions"] = {*replicated}
     else:
         reasons |= {
             "it is a universal checkpoint already": [source.tag] * source.is_universal,
@@ -127,8 +135,8 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
                 name for name, saved in metadata.saved_names.items() if name != saved
             ],
             "it has states with a shape of their own": {key for (_, key), tensor in tensors if tensor.has_own_shape},
-            "it has scalar states beside the step": scalars,
             "it has hyperparameters of which each rank has its own": differing(metadata.groups),
+            **refusals(metadata),
         }
     for what, names in reasons.items():
         if names:

@@ -1,0 +1,268 @@
+"""Optimizer states of universal checkpoints: their files, what all parameters share, and the kind of each state.
+
+DeepSpeed's converter writes elementwise states and the step. ``elastic-ckpt convert`` writes more, all of which is read
+without its marks too, as anybody may save it:
+
+- ``zero/<parameter>/state1.pt`` has 8-bit codes in the parameter's shape, and ``absmax1.pt`` their scales, in blocks of
+  256 or 2048 elements counted from the parameter's first. Blocks of ZeRO's flat tensors have their borders elsewhere,
+  and some are shared by neighbours: ``quantized_runs`` beside the scales then has a row for each
+  :class:`~elastic_ckpt.core.chunks.QuantizedRun`. Nothing is quantized again.
+- ``elastic_ckpt_shared_states`` in ``zero/optimizer_state.pt`` has what is one for every parameter with states, whole:
+  codebooks, tables, and scalars beside the step. A file of that name in a parameter's folder counts more.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from elastic_ckpt.core.checksums import Records
+from elastic_ckpt.core.chunks import QuantizedChunks, QuantizedRun
+from elastic_ckpt.core.metadata import MASTER, TensorMetadata
+from elastic_ckpt.core.shard_specs import COLUMN, ROW, VOCABULARY, ShardSpec
+from elastic_ckpt.core.state_kinds import (
+    BLOCK_NUMELS,
+    COMPANIONS,
+    ELEMENTWISE,
+    REPLICATED,
+    BlockFormat,
+    Codebook,
+    StateOptions,
+)
+from elastic_ckpt.core.strided import Shape
+from elastic_ckpt.core.values import TensorValue
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.saved_states import (
+    ELEMENTWISE_NAMES,
+    OPAQUE,
+    Digest,
+    RankStates,
+    SavedKind,
+    StatesOfOne,
+    classify,
+    sort_states,
+)
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
+from elastic_ckpt.formats.values import read_numbers
+
+CONVERT_AGAIN = "convert the native checkpoint again"
+#: Entry of ``zero/optimizer_state.pt``.
+SHARED_STATES = "elastic_ckpt_shared_states"
+#: Entries beside ``param`` in the file of the scales.
+BLOCK_NUMEL, RUNS = "block_numel", "quantized_runs"
+_RUN_FIELDS = 6
+_MOST_RUNS = 1 << 22
+#: Fused parts of a parameter, of which a file may claim any number.
+_MOST_SUB_PARAMETERS = 1 << 10
+_SCALES = {scales: codes for codes, (scales, _) in COMPANIONS.items()}
+_CODEBOOKS = {codebook: codes for codes, (_, codebook) in COMPANIONS.items()}
+NO_STATES = StatesOfOne({})
+
+
+class QuantizedLayout(NamedTuple):
+    """How a parameter's codes are divided into blocks, as recorded beside its scales."""
+
+    block_numel: int
+    runs: tuple[QuantizedRun, ...]
+
+
+class StateFile(NamedTuple):
+    """One ``zero/<name>/<key>.pt``: a parameter's whole tensor or scalar. Without its path, as ranks exchange many."""
+
+    key: str
+    nbytes: int
+    tensor: TensorRef | None
+    scalar: float | None  # ``None`` of a tensor, and of a state that the optimizer does not use
+    rule: ShardSpec | None = None  # how it is sharded, if known
+    is_concatenated: bool = False  # for want of a rule, DeepSpeed's converter concatenated the shards (dimension 0)
+    records: Records = Records()
+    #: Of a small tensor that others may have too, its values; of scales, the layout of their codes, if recorded; of a
+    #: scalar, its dtype if it is a tensor. One field, as each is some bytes of a message.
+    noted: Digest | Codebook | QuantizedLayout | str | None = None
+
+    @property
+    def layout(self) -> QuantizedLayout | None:
+        return self.noted if isinstance(self.noted, QuantizedLayout) else None
+
+    @property
+    def value(self) -> float | TensorValue | None:
+        """The scalar as it was saved."""
+        return TensorValue(self.noted, (), (self.scalar,)) if isinstance(self.noted, str) else self.scalar
+
+
+def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> StateFile:  # noqa: B008  frozen
+    """Read one parameter's file; a :class:`DamagedError` if it contains neither a dense tensor nor a number."""
+    folder, base = os.path.split(file.path)
+    is_parameters = isinstance(file.tree, dict) and "param" in file.tree
+    value = file.tree["param"] if is_parameters else file.tree
+    name, key = os.path.basename(folder), base.removesuffix(".pt")
+    if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
+        if not value.is_contiguous:
+            problem = f"{key} of this parameter was saved as a view that is not contiguous"
+            raise DamagedError(problem, file.path, parameter=name)
+        rule = _rule_of(name, file.tree)
+        is_concatenated = is_parameters and rule is None and file.tree.get("cat_dim") == 0
+        layout = _layout_of(file, name, value) if is_parameters and key in _SCALES else None
+        noted = layout or _small(file, key, value, options)
+        return StateFile(key, file.nbytes, value, None, rule, is_concatenated, file.records, noted)
+    scalars = dict(sort_states(file, {key: value}, options).scalars)
+    is_flag = isinstance(value, bool) and key == "step"
+    if key not in scalars or is_flag:
+        problem, found = f"{key} of this parameter is neither a tensor nor a number", type(value).__name__
+        expected = "a tensor, or a dict with 'param'"
+        raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=CONVERT_AGAIN)
+    scalar, dtype = scalars[key], None
+    if isinstance(scalar, TensorValue):
+        scalar, dtype = scalar.elements[0], scalar.dtype
+    return StateFile(key, file.nbytes, None, scalar, noted=dtype)
+
+
+def _small(file: PickledFile, key: str, ref: TensorRef, options: StateOptions) -> Digest | Codebook | None:
+    """The values of a small tensor, in short, unless it has the name of what is elementwise."""
+    if key == MASTER or (key in ELEMENTWISE_NAMES and options.layout(key) is None):
+        return None
+    found = sort_states(file, {key: ref}, options)
+    return found.codebooks.get(key) or found.digests.get(key)
+
+
+def _layout_of(file: PickledFile, name: str, scales: TensorRef) -> QuantizedLayout | None:
+    """The layout beside some scales; ``None`` if blocks are counted from the parameter's first element."""
+    block_numel, ref = file.tree.get(BLOCK_NUMEL), file.tree.get(RUNS)
+    if ref is None:
+        return None
+    rows: list[list[int]] = []
+    is_table = isinstance(ref, TensorRef) and ref.dtype == "int64" and ref.is_contiguous and len(ref.shape) == 2
+    if is_table and ref.shape[1] == _RUN_FIELDS and ref.shape[0] <= _MOST_RUNS:
+        (numbers,) = read_numbers(file, [ref])
+        rows = numbers.reshape(ref.shape).tolist()
+    runs = tuple(QuantizedRun(*row) for row in rows)
+    is_sound = block_numel in BLOCK_NUMELS and (runs or not scales.numel)
+    is_sound = is_sound and all(
+        min(run.start, run.position, run.origin) >= 0
+        and min(run.numel, run.rows) > 0
+        and (run.rows == 1 or run.stride >= run.numel)
+        for run in runs
+    )
+    if not is_sound or sum(len(run.blocks(block_numel)) for run in runs) != scales.numel:
+        problem = "what is recorded of the 8-bit blocks of this parameter does not fit its scales"
+        expected = f"{RUNS!r} of {_RUN_FIELDS} columns with {scales.numel} blocks, and {BLOCK_NUMEL!r}"
+        found = f"{len(runs)} runs in blocks of {block_numel!r}"[:200]
+        raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=CONVERT_AGAIN)
+    return QuantizedLayout(block_numel, runs)
+
+
+def _rule_of(name: str, tree: Any) -> ShardSpec | None:
+    """The rule that DeepSpeed's converter notes beside a tensor; its default, dimension 0, means nothing."""
+    if not isinstance(tree, dict):
+        return None
+    pattern = f"^{re.escape(name)}$"
+    if tree.get("vocab_tensor") or "vocab_divisibility_padding_tensor" in tree:
+        return ShardSpec(pattern=pattern, kind=VOCABULARY)
+    if isinstance(count := tree.get("param_n_sub_params"), int) and 0 < count <= _MOST_SUB_PARAMETERS:
+        return ShardSpec(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * count)
+    noted = tree.get("sub_param_shape")
+    dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
+    widths = shape[dim] if isinstance(shape, list | tuple) and isinstance(dim, int) and 0 <= dim < len(shape) else None
+    if isinstance(widths, list | tuple) and widths and all(isinstance(width, int) and width > 0 for width in widths):
+        parts = [width // math.gcd(*widths) for width in widths]
+        return ShardSpec(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=parts)
+    return ShardSpec(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
+
+
+@dataclass(frozen=True)
+class ParameterStates:
+    """The tensor states of one parameter, those that it shares with others included."""
+
+    states: StatesOfOne
+    shared: frozenset[str]  # keys of those
+
+    def in_shape(self, shape: Shape) -> ParameterStates:
+        """The same with elementwise states in the parameter's shape; from stage 3, DeepSpeed writes flat ones."""
+        tensors = {key: _in_shape(ref, shape) for key, ref in self.states.tensors.items()}
+        return replace(self, states=replace(self.states, tensors=tensors))
+
+
+def _in_shape(ref: TensorRef, shape: Shape) -> TensorRef:
+    if ref.shape != (math.prod(shape),):
+        return ref
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return TensorRef(ref.dtype, shape, stride, ref.byte_offset)
+
+
+def states_by_name(
+    files: Mapping[tuple[str, str], StateFile], shared: StatesOfOne = NO_STATES
+) -> dict[str, ParameterStates]:
+    """The states of every parameter that has any file beside that of its master; ``shared``: those of all of them."""
+    own: dict[str, dict[str, StateFile]] = {}
+    for (name, key), file in files.items():
+        if key != MASTER:
+            own.setdefault(name, {})[key] = file
+    return {name: _with_shared(of_one, shared) for name, of_one in own.items()}
+
+
+def _with_shared(files: Mapping[str, StateFile], shared: StatesOfOne) -> ParameterStates:
+    tensors = {key: file.tensor for key, file in files.items() if file.tensor is not None}
+    # a codebook is nothing to a parameter whose values are plain
+    codes = {key for key in COMPANIONS if key in tensors and tensors[key].dtype == "uint8"}
+    useless = {codebook for codebook, of in _CODEBOOKS.items() if of not in codes}
+    added = {key: ref for key, ref in shared.tensors.items() if key not in files and key not in useless}
+    digests = {key: shared.digests[key] for key in added if key in shared.digests}
+    codebooks = {key: shared.codebooks[key] for key in added if key in shared.codebooks}
+    digests |= {key: file.noted for key, file in files.items() if isinstance(file.noted, Digest)}
+    codebooks |= {key: file.noted for key, file in files.items() if isinstance(file.noted, Codebook)}
+    noted = {codes: files[scales].layout for scales, codes in _SCALES.items() if scales in files}
+    block_numels = {key: layout.block_numel for key, layout in noted.items() if layout is not None}
+    states = StatesOfOne(tensors | added, digests=digests, codebooks=codebooks, block_numels=block_numels)
+    return ParameterStates(states, frozenset(added))
+
+
+def kinds_of(
+    parameters: Mapping[str, tuple[str, Shape, StatesOfOne]], options: StateOptions
+) -> list[tuple[list[str], dict[str, SavedKind]]]:
+    """Parameters that keep the same states, and these states' kinds; given the (folder, shape, states) of each.
+
+    A parameter's shape alone does not tell: a table of 256 elements looks like a state of a bias that has as many.
+    """
+    alike: dict[frozenset[tuple[str, ...]], list[str]] = {}
+    for name, (_, _, states) in parameters.items():
+        signature = ((key, "codes" if ref.dtype == "uint8" else "values") for key, ref in states.tensors.items())
+        noted = ((key, "noted") for key in states.block_numels)
+        alike.setdefault(frozenset((*signature, *noted)), []).append(name)
+    found: list[tuple[list[str], dict[str, SavedKind]]] = []
+    words: dict[str, set[str]] = {}
+    for names in alike.values():
+        ranks = [RankStates(path, shape, -1, states) for path, shape, states in map(parameters.__getitem__, names)]
+        kinds = classify(ranks, options) if ranks[0].tensors else {}
+        found.append((names, kinds))
+        for key, kind in kinds.items():
+            words.setdefault(key, set()).add(kind.kind)
+    why = "one value for each element of some parameters, but one tensor for others"
+    for key in (key for key, every in words.items() if {ELEMENTWISE, REPLICATED} <= every):
+        for _, kinds in found:
+            if key in kinds:
+                kinds[key] = SavedKind(OPAQUE, why=why)
+    return found
+
+
+def quantized_tensor(
+    name: str,
+    key: str,
+    shape: Shape,
+    places: tuple[int, TensorRef, int, TensorRef],
+    blocks: BlockFormat,
+    planes: int = 1,
+    layout: QuantizedLayout | None = None,
+) -> TensorMetadata:
+    """A quantized state; ``places``: file and tensor of its codes, and of its scales."""
+    file, codes, scales_file, scales = places
+    numel = math.prod(shape)
+    runs = layout.runs if layout is not None else ()
+    if layout is None and numel:
+        runs = tuple(QuantizedRun(plane * numel, numel, 1, numel, -1, 0) for plane in range(planes))
+    source = QuantizedChunks(runs, blocks, file, codes.byte_offset, scales_file, scales.byte_offset)
+    return TensorMetadata(name, key, (planes, *shape) if planes > 1 else shape, codes.dtype, (source,))
