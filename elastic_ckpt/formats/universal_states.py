@@ -78,12 +78,19 @@ class StateFile(NamedTuple):
     nbytes: int
     tensor: TensorRef | None
     scalar: float | None  # ``None`` of a tensor, and of a state that the optimizer does not use
+    #: Of a small tensor that others may have too, its values; of scales, the layout of their codes, if recorded; of a
+    #: scalar, its dtype if it is a tensor.
+    noted: Digest | Codebook | QuantizedLayout | str | None = None
     rule: ShardSpec | None = None  # how it is sharded, if known
     is_concatenated: bool = False  # for want of a rule, DeepSpeed's converter concatenated the shards (dimension 0)
     records: Records = Records()
-    #: Of a small tensor that others may have too, its values; of scales, the layout of their codes, if recorded; of a
-    #: scalar, its dtype if it is a tensor. One field, as each is some bytes of a message.
-    noted: Digest | Codebook | QuantizedLayout | str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:  # without trailing defaults: each is some bytes of a message
+        fields, defaults = list(self), list(self._field_defaults.values())
+        while defaults and fields[-1] == defaults[-1]:
+            fields.pop()
+            defaults.pop()
+        return StateFile, tuple(fields)
 
     @property
     def layout(self) -> QuantizedLayout | None:
@@ -109,7 +116,7 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
         is_concatenated = is_parameters and rule is None and file.tree.get("cat_dim") == 0
         layout = _layout_of(file, name, value) if is_parameters and key in _SCALES else None
         noted = layout or _small(file, key, value, options)
-        return StateFile(key, file.nbytes, value, None, rule, is_concatenated, file.records, noted)
+        return StateFile(key, file.nbytes, value, None, noted, rule, is_concatenated, file.records)
     scalars = dict(sort_states(file, {key: value}, options).scalars)
     is_flag = isinstance(value, bool) and key == "step"
     if key not in scalars or is_flag:
@@ -119,7 +126,7 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
     scalar, dtype = scalars[key], None
     if isinstance(scalar, TensorValue):
         scalar, dtype = scalar.elements[0], scalar.dtype
-    return StateFile(key, file.nbytes, None, scalar, noted=dtype)
+    return StateFile(key, file.nbytes, None, scalar, dtype)
 
 
 def _small(file: PickledFile, key: str, ref: TensorRef, options: StateOptions) -> Digest | Codebook | None:

@@ -9,23 +9,48 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
-from tests.distributed.test_optimizers import LOOSE, assert_exact, assert_requantized, bnb, load, save, source
+from tests.distributed.test_optimizers import (
+    LOOSE,
+    assert_exact,
+    assert_requantized,
+    bnb,
+    configured,
+    load,
+    save,
+    source,
+)
 
 SAVED = [bnb(name, stage) for name in ("AdamW8bit", "Lion8bit") for stage in (1, 2, 3)]
+#: Two averages in one state; beside the step, a count, a factor and a norm of each partition, and a table.
+OTHERS = [
+    bnb("AdEMAMix8bit", 3),
+    bnb("AdEMAMix", 2),
+    bnb("LAMB8bit", 1),
+    Setup(1, optimizer="nadam"),
+    *[Setup(stage, optimizer="unknown") for stage in (1, 3)],
+]
+MAPPED = [Setup(stage, optimizer="mapped") for stage in (1, 2, 3)]
+BY_NAME, BY_SIZE = {"my_map": "replicated"}, {"numel<=256": "replicated"}
 
 
 @pytest.fixture(scope="module")
 def universal(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """8-bit checkpoints of two ranks as universal ones, with their truth beside them."""
     folder = tmp_path_factory.mktemp("universal_states")
-    save(launch, folder / "native", SAVED)
-    for setup in SAVED:
+    save(launch, folder / "native", [*SAVED, *OTHERS, *MAPPED])
+    config = folder / "config.json"
+    config.write_text(json.dumps({"elastic_checkpoint": {"states": BY_NAME}}))
+    for setup in [*SAVED, *OTHERS]:
         convert(folder / "native" / f"{setup.name}-dp2", folder / setup.name)
+    for setup in MAPPED:
+        convert(folder / "native" / f"{setup.name}-dp2", folder / setup.name, "--config", str(config))
     return folder
 
 
@@ -50,3 +75,73 @@ def test_at_the_saved_topology_8_bit_states_come_back_bit_by_bit(launch: Launch,
 def test_at_another_degree_they_are_within_the_bound(degree: int, launch: Launch, universal: Path) -> None:
     for found in load(launch, degree, targets(universal, SAVED, LOOSE)):
         assert_requantized(found)
+
+
+def test_states_of_other_optimizers_come_back(launch: Launch, universal: Path) -> None:
+    whole = [setup for setup in OTHERS if "8bit" not in setup.optimizer]
+    for found in load(launch, 3, targets(universal, whole, 1e-5)):
+        assert_exact(found)
+    for found in load(launch, 3, targets(universal, [bnb("AdEMAMix8bit", 3), bnb("LAMB8bit", 1)], LOOSE)):
+        assert_requantized(found)
+
+
+@pytest.mark.parametrize("degree", [1, 3])
+def test_a_map_that_the_config_names_is_whole_on_every_rank(degree: int, launch: Launch, universal: Path) -> None:
+    """By its name, and by its size; from one stage into the others."""
+    sources = [source(str(universal / setup.name)) for setup in MAPPED]
+    live = [configured(MAPPED[0], states=BY_NAME), configured(MAPPED[2], states=BY_SIZE)]
+    for found in load(launch, degree, [(setup, sources) for setup in live]):
+        assert_exact(found)
+
+
+def test_folders_made_by_hand_are_read(launch: Launch, universal: Path, tmp_path: Path) -> None:
+    """A file for each state, in each parameter's folder: blocks are counted from the parameter's first element."""
+    eight_bit, mapped = bnb("AdamW8bit", 1), MAPPED[2]
+    for setup in (eight_bit, mapped):
+        by_hand(universal / setup.name, tmp_path / setup.name)
+    quantized = targets(tmp_path, [eight_bit], LOOSE)
+    into_three = [(bnb("AdamW8bit", 3), quantized[0][1])]
+    live = configured(mapped, states=BY_NAME)
+    maps = [(live, [source(str(tmp_path / mapped.name))])]
+    for found in load(launch, 3, [*quantized, *into_three]):
+        assert_requantized(found)
+    for found in load(launch, 3, maps):
+        assert_exact(found)
+
+
+def by_hand(converted: Path, target: Path) -> None:
+    """The checkpoint as somebody else would write it, with bitsandbytes' own quantization, and its truth."""
+    shutil.copytree(converted, target)
+    truth = torch.load(target / "truth.pt", weights_only=False)
+    zero = target / "step4_universal" / "zero"
+    common = torch.load(zero / "optimizer_state.pt", weights_only=False)
+    shared = common.pop("elastic_ckpt_shared_states")
+    torch.save(common, zero / "optimizer_state.pt")
+    for folder in filter(Path.is_dir, zero.iterdir()):
+        if not (folder / "step.pt").exists() and not (folder / "trail.pt").exists():
+            continue  # it has no states
+        for key in shared.keys() - {"qmap1", "qmap2"}:
+            torch.save(shared[key], folder / f"{key}.pt")
+        for number in (1, 2):
+            file = folder / f"state{number}.pt"
+            if file.exists() and torch.load(file)["param"].dtype == torch.uint8:
+                values = truth["states"][folder.name, f"state{number}"].float()
+                codes, made = quantize_blockwise(values.reshape(-1), code=shared[f"qmap{number}"], blocksize=256)
+                torch.save({"param": codes.reshape(values.shape[1:])}, file)
+                torch.save(made.absmax, folder / f"absmax{number}.pt")
+                torch.save(shared[f"qmap{number}"], folder / f"qmap{number}.pt")
+                read = dequantize_blockwise(codes, made).reshape(values.shape)
+                truth["states"][folder.name, f"state{number}"] = read
+    torch.save(truth, target / "truth.pt")
+
+
+def test_what_no_shape_tells_is_refused_with_the_line_that_settles_it(launch: Launch, universal: Path) -> None:
+    words = ("my_map", '"states": {"my_map": "replicated"}')
+    cases = [
+        {"setup": setup, "folder": str(universal / setup.name), "words": words, "model": "WideLM"}
+        for setup in (MAPPED[0], MAPPED[2])
+    ]
+    for refused in launch(2, "refusal_jobs.refuse", cases):
+        (text,) = refused.texts
+        assert refused.kinds and refused.changed == set(), text
+        assert all(word in text for word in refused.case["words"]) and "two conversions" not in text, text
