@@ -227,11 +227,13 @@ def _is_fused(group: Mapping[str, Any]) -> bool:
     return "bias_correction" in group and not _OF_OTHERS & group.keys()
 
 
-def classify(ranks: Sequence[RankStates], options: StateOptions) -> dict[str, SavedKind]:
+def classify(
+    ranks: Sequence[RankStates], options: StateOptions, shared: frozenset[str] = frozenset()
+) -> dict[str, SavedKind]:
     """The kinds of all states of one flat partition that are tensors on any of the ``ranks``.
 
-    Scales and quantization maps belong to their quantized states and have no kind. Raises :class:`MismatchError` if the
-    user's declaration contradicts the tensors.
+    ``shared``: states that the checkpoint itself records as replicated. Scales and quantization maps belong to their
+    quantized states and have no kind. Raises :class:`MismatchError` if the user's declaration contradicts the tensors.
     """
     tensors = {key: ref for key, ref in ranks[0].tensors.items() if all(key in rank.tensors for rank in ranks)}
     others = {key for rank in ranks for key in rank.tensors} - tensors.keys()
@@ -244,7 +246,15 @@ def classify(ranks: Sequence[RankStates], options: StateOptions) -> dict[str, Sa
         if word is not None and not (is_map and word == REPLICATED):
             raise _contradiction(ranks, key, word, "a quantization map" if is_map else "scales of 8-bit blocks")
     kinds |= {key: SavedKind(OPAQUE, why="a tensor on some ranks, and none on others") for key in others - companions}
-    return kinds | {key: _kind(ranks, key, options) for key in tensors if key not in codes | companions}
+    for key in tensors.keys() - codes - companions:
+        if key not in shared or options.schema.get(key) == FRESH:
+            kinds[key] = _kind(ranks, key, options)
+        elif options.schema.get(key) == ELEMENTWISE:
+            raise _contradiction(ranks, key, ELEMENTWISE, "recorded as one tensor for all")
+        else:
+            is_declared = options.layout(key) == REPLICATED
+            kinds[key] = SavedKind(REPLICATED, why="" if is_declared else "the checkpoint records it as such")
+    return kinds
 
 
 def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions) -> SavedKind:

@@ -23,20 +23,19 @@ from elastic_ckpt.core.metadata import (
     ITEMSIZE,
     MASTER,
     CheckpointMetadata,
-    ReplicatedState,
     SavedParameter,
     SourceFile,
     TensorMetadata,
 )
 from elastic_ckpt.core.shard_specs import DeclaredSpecs
-from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, BlockFormat, StateOptions
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
 from elastic_ckpt.formats.merging import shard_by_shard
-from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors, weights_crc32s
+from elastic_ckpt.formats.metadata_builder import Tensors, module_tensors, weights_crc32s
 from elastic_ckpt.formats.model_states import ModelShard, grid_of, model_indexer
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.objects import materialise
@@ -44,10 +43,7 @@ from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state, refuse_features
 from elastic_ckpt.formats.saved_states import (
-    ELEMENTWISE_NAMES,
-    MOST_VALUES,
     NESTED,
-    SavedKind,
     StatesOfOne,
     read_groups,
     sort_states,
@@ -57,12 +53,9 @@ from elastic_ckpt.formats.universal_states import (
     CONVERT_AGAIN,
     NO_STATES,
     SHARED_STATES,
-    ParameterStates,
     StateFile,
+    StatesBuilder,
     index_state,
-    kinds_of,
-    quantized_tensor,
-    states_by_name,
 )
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.storage import exists, file_names, folder_names
@@ -154,7 +147,7 @@ def _model_files(found: CheckpointInfo) -> dict[tuple[int, int], str]:
     return dict(sorted(names.items()))
 
 
-class _Builder(MetadataBuilder):
+class _Builder(StatesBuilder):
     """Builds metadata, given model-states files by model- and data-parallel rank, and files by parameter and key."""
 
     def __init__(
@@ -165,16 +158,8 @@ class _Builder(MetadataBuilder):
         states: Mapping[tuple[str, str], StateFile],
         options: MetadataOptions,
     ) -> None:
-        zero = found.path(UNIVERSAL_FOLDER)
-        files = (
-            SourceFile(f"{zero}/{name}/{key}.pt", f.nbytes, records=f.records) for (name, key), f in states.items()
-        )
-        of_optimizer = [optimizer.file] if optimizer.file is not None else []
-        named = states_by_name(states, optimizer.shared)
-        pairs = ((f"{zero}/{name}", each.states) for name, each in named.items())
-        super().__init__(found, [*models.values(), *files, *of_optimizer], options.states, pairs)
+        super().__init__(found, list(models.values()), states, (optimizer.shared, optimizer.file), options.states)
         self._models, self._optimizer, self._states = list(models.values()), optimizer, states
-        self._named = named
         self._ranks = [[models[rank] for rank in of_one] for _, of_one in groupby(models, key=itemgetter(0))]
         for rank in self._ranks:
             model_states.check_same_save(rank)
@@ -185,13 +170,11 @@ class _Builder(MetadataBuilder):
             _refuse_wrong_data(first, optimizer)
         self.grid = grid_of(firsts, found.folder, options.coordinates)
         self._stateful = {name for (name, key), item in states.items() if item.tensor is not None and key != MASTER}
-        self._file_of = {place: number for number, place in enumerate(states, start=len(self._models))}
 
     def of_files(self) -> CheckpointMetadata:
         optimizer, first = self._optimizer, self._models[0]
         self._add_parameters()
-        self._add_masters()
-        self._add_states()
+        self.add_masters_and_states()
         self._add_module()
         if optimizer.scalars is None:
             self.notes.append(_NO_OPTIMIZER_FILE)
@@ -213,11 +196,7 @@ class _Builder(MetadataBuilder):
 
     def _add_parameters(self) -> None:
         """The parameters of all pipeline stages, of the shapes in their files or, if flat (from stage 3), as listed."""
-        of_all = dict(self._optimizer.shared.scalars)
-        own: dict[str, dict[str, Any]] = {name: {**of_all} for name in self._named}
-        for (name, key), item in self._states.items():
-            if item.tensor is None:
-                own.setdefault(name, {})[key] = item.value
+        own = self.scalars_by_name()
         group_of = {flat: number for number, inside in enumerate(self._optimizer.members) for flat in inside}
         for model in self._models:
             steps = float(int(model.counters["global_steps"]) - int(model.counters["skipped_steps"]))
@@ -242,72 +221,10 @@ class _Builder(MetadataBuilder):
             where, names = (self._models[0].path, expected, "none of these"), shortened(unlisted)
             raise DamagedError(problem, *where, parameter=names, remedy=CONVERT_AGAIN)
 
-    def _add_masters(self) -> None:
-        for (name, key), item in self._states.items():
-            if key == MASTER and item.tensor is not None and name in self.parameters:
-                self._add_tensor(name, key, item, dense_tensor(*self._checked(name, key, item.tensor)))
-
-    def _checked(self, name: str, key: str, ref: TensorRef, planes: int = 1) -> tuple[str, str, TensorRef, int, Shape]:
-        """The arguments of a dense tensor, which has the parameter's shape in each plane or, from stage 3, is flat."""
-        shape, file = self.parameters[name].shape, self._file_of[name, key]
-        whole = (planes, *shape) if planes > 1 else shape
-        if ref.numel != math.prod(whole) or (len(ref.shape) > 1 and ref.shape != whole):
-            problem = f"{key} of this parameter does not have the shape that the model-states file lists"
-            remedy = f"files of two conversions are mixed, or vocabulary padding was stripped: {CONVERT_AGAIN}"
-            both = f"{shape}, the same for {MASTER} and states", ref.shape
-            raise MismatchError(problem, self._files[file].path, *both, parameter=name, remedy=remedy)
-        return name, key, ref, file, whole
-
-    def _add_tensor(self, name: str, key: str, item: StateFile, tensor: TensorMetadata) -> None:
-        is_divided = item.is_concatenated and name in self._local_shapes
-        path = self._files[self._file_of[name, key]].path
-        self.tensors.add({(name, key): _divided(tensor, self._local_shapes[name], path) if is_divided else tensor})
-
-    def _add_states(self) -> None:
-        """The states of the parameters, by their kinds."""
-        folder = self._found.path(UNIVERSAL_FOLDER)
-        known = ((name, each) for name, each in self._named.items() if name in self.parameters)
-        named = {name: each.in_shape(self.parameters[name].shape) for name, each in known}
-        for name, each in named.items():
-            self._refuse_other_shapes(name, each)
-        given = {name: (f"{folder}/{name}", self.parameters[name].shape, each.states) for name, each in named.items()}
-        for names, found in kinds_of(given, self._options):
-            kinds = self._with_damaged_maps(found)
-            self.record(kinds)
-            elementwise = {key: kind for key, kind in kinds.items() if kind.kind == ELEMENTWISE}
-            replicated = [key for key, kind in kinds.items() if kind.kind == REPLICATED]
-            for name in names:
-                for key, kind in elementwise.items():
-                    self._add_state(name, key, kind, named[name])
-                if replicated:
-                    whole = tuple(self._replicated(name, key, named[name]) for key in replicated)
-                    self.parameters[name] = replace(self.parameters[name], replicated=whole)
-
-    def _refuse_other_shapes(self, name: str, each: ParameterStates) -> None:
-        """Refuse states that are known to be elementwise, and are not."""
-        for key, ref in each.states.tensors.items():
-            if key in ELEMENTWISE_NAMES and self._options.layout(key) is None and key not in each.shared:
-                is_planes = len(ref.shape) == len(self.parameters[name].shape) + 1 and 1 < ref.shape[0] <= MOST_VALUES
-                self._checked(name, key, ref, ref.shape[0] if is_planes else 1)
-
-    def _replicated(self, name: str, key: str, each: ParameterStates) -> ReplicatedState:
-        ref, digest = each.states.tensors[key], each.states.digests.get(key)
-        file = len(self._files) - 1 if key in each.shared else self._file_of[name, key]
-        crc32, differs = (0, True) if digest is None else (digest.crc32, False)
-        return ReplicatedState(key, ref.dtype, ref.shape, file, ref.byte_offset, crc32, differs)
-
-    def _add_state(self, name: str, key: str, kind: SavedKind, each: ParameterStates) -> None:
-        ref, item = each.states.tensors[key], self._states[name, key]
-        _, _, _, file, whole = self._checked(name, key, ref, kind.planes)
-        if not kind.block_numel:
-            self._add_tensor(name, key, item, dense_tensor(name, key, ref, file, whole))
-            return
-        scales, codebook = COMPANIONS[key]
-        blocks = BlockFormat(kind.block_numel, scales, self._codebooks[codebook])
-        places = file, ref, self._file_of[name, scales], each.states.tensors[scales]
-        layout = self._states[name, scales].layout
-        tensor = quantized_tensor(name, key, self.parameters[name].shape, places, blocks, kind.planes, layout)
-        self._add_tensor(name, key, item, tensor)
+    def add_tensor(self, tensor: TensorMetadata, item: StateFile) -> None:
+        shapes = self._local_shapes.get(tensor.name) if item.is_concatenated else None
+        path = self._files[self.file_of[tensor.name, tensor.key]].path
+        super().add_tensor(tensor if shapes is None else _divided(tensor, shapes, path), item)
 
     @cached_property
     def _local_shapes(self) -> dict[str, tuple[Shape, ...]]:

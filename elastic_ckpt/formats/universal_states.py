@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.chunks import QuantizedChunks, QuantizedRun
-from elastic_ckpt.core.metadata import MASTER, TensorMetadata
+from elastic_ckpt.core.metadata import MASTER, ReplicatedState, SourceFile, TensorMetadata
 from elastic_ckpt.core.shard_specs import COLUMN, ROW, VOCABULARY, ShardSpec
 from elastic_ckpt.core.state_kinds import (
     BLOCK_NUMELS,
@@ -35,10 +35,15 @@ from elastic_ckpt.core.state_kinds import (
 )
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TensorValue
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.formats.base import CheckpointInfo
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor
+from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import (
     ELEMENTWISE_NAMES,
+    FRESH,
+    MOST_VALUES,
     OPAQUE,
     Digest,
     RankStates,
@@ -217,7 +222,8 @@ def _with_shared(files: Mapping[str, StateFile], shared: StatesOfOne) -> Paramet
     # a codebook is nothing to a parameter whose values are plain
     codes = {key for key in COMPANIONS if key in tensors and tensors[key].dtype == "uint8"}
     useless = {codebook for codebook, of in _CODEBOOKS.items() if of not in codes}
-    added = {key: ref for key, ref in shared.tensors.items() if key not in files and key not in useless}
+    useless = useless.union(files, _SCALES, ELEMENTWISE_NAMES)
+    added = {key: ref for key, ref in shared.tensors.items() if key not in useless}
     digests = {key: shared.digests[key] for key in added if key in shared.digests}
     codebooks = {key: shared.codebooks[key] for key in added if key in shared.codebooks}
     digests |= {key: file.noted for key, file in files.items() if isinstance(file.noted, Digest)}
@@ -228,23 +234,31 @@ def _with_shared(files: Mapping[str, StateFile], shared: StatesOfOne) -> Paramet
     return ParameterStates(states, frozenset(added))
 
 
-def kinds_of(
-    parameters: Mapping[str, tuple[str, Shape, StatesOfOne]], options: StateOptions
-) -> list[tuple[list[str], dict[str, SavedKind]]]:
-    """Parameters that keep the same states, and these states' kinds; given the (folder, shape, states) of each.
+class _Given(NamedTuple):
+    """What is to be classified of one parameter."""
+
+    path: str  # of its folder
+    shape: Shape
+    states: ParameterStates
+
+
+def kinds_of(parameters: Mapping[str, _Given], options: StateOptions) -> list[tuple[list[str], dict[str, SavedKind]]]:
+    """Parameters that keep the same states, and these states' kinds.
 
     A parameter's shape alone does not tell: a table of 256 elements looks like a state of a bias that has as many.
     """
     alike: dict[frozenset[tuple[str, ...]], list[str]] = {}
-    for name, (_, _, states) in parameters.items():
-        signature = ((key, "codes" if ref.dtype == "uint8" else "values") for key, ref in states.tensors.items())
-        noted = ((key, "noted") for key in states.block_numels)
+    for name, (_, _, each) in parameters.items():
+        signature = ((key, "codes" if ref.dtype == "uint8" else "values") for key, ref in each.states.tensors.items())
+        noted = ((key, "noted") for key in each.states.block_numels)
         alike.setdefault(frozenset((*signature, *noted)), []).append(name)
     found: list[tuple[list[str], dict[str, SavedKind]]] = []
     words: dict[str, set[str]] = {}
     for names in alike.values():
-        ranks = [RankStates(path, shape, -1, states) for path, shape, states in map(parameters.__getitem__, names)]
-        kinds = classify(ranks, options) if ranks[0].tensors else {}
+        ranks = [
+            RankStates(each.path, each.shape, -1, each.states.states) for each in map(parameters.__getitem__, names)
+        ]
+        kinds = classify(ranks, options, parameters[names[0]].states.shared) if ranks[0].tensors else {}
         found.append((names, kinds))
         for key, kind in kinds.items():
             words.setdefault(key, set()).add(kind.kind)
@@ -256,20 +270,103 @@ def kinds_of(
     return found
 
 
-def quantized_tensor(
-    name: str,
-    key: str,
-    shape: Shape,
-    places: tuple[int, TensorRef, int, TensorRef],
-    blocks: BlockFormat,
-    planes: int = 1,
-    layout: QuantizedLayout | None = None,
-) -> TensorMetadata:
-    """A quantized state; ``places``: file and tensor of its codes, and of its scales."""
-    file, codes, scales_file, scales = places
-    numel = math.prod(shape)
-    runs = layout.runs if layout is not None else ()
-    if layout is None and numel:
-        runs = tuple(QuantizedRun(plane * numel, numel, 1, numel, -1, 0) for plane in range(planes))
-    source = QuantizedChunks(runs, blocks, file, codes.byte_offset, scales_file, scales.byte_offset)
-    return TensorMetadata(name, key, (planes, *shape) if planes > 1 else shape, codes.dtype, (source,))
+class StatesBuilder(MetadataBuilder):
+    """Builds the metadata of masters and states, given files by parameter and key, and what the optimizer's has.
+
+    Files of the model come first, then these, then that of the optimizer.
+    """
+
+    def __init__(
+        self,
+        found: CheckpointInfo,
+        models: Sequence[SourceFile],
+        states: Mapping[tuple[str, str], StateFile],
+        of_optimizer: tuple[StatesOfOne, SourceFile | None],
+        options: StateOptions,
+    ) -> None:
+        zero, (shared, optimizer) = found.path(UNIVERSAL_FOLDER), of_optimizer
+        paths = ((f"{zero}/{name}/{key}.pt", file) for (name, key), file in states.items())
+        files = [*models, *(SourceFile(path, file.nbytes, records=file.records) for path, file in paths)]
+        self._by_name, self._zero, self._state_files, self._shared = (
+            states_by_name(states, shared),
+            zero,
+            states,
+            shared,
+        )
+        pairs = ((f"{zero}/{name}", each.states) for name, each in self._by_name.items())
+        super().__init__(found, files if optimizer is None else [*files, optimizer], options, pairs)
+        self.file_of = {place: number for number, place in enumerate(states, start=len(models))}
+        self.opaque |= {key: why for key, why in shared.opaque.items() if options.schema.get(key) != FRESH}
+
+    def scalars_by_name(self) -> dict[str, dict[str, Any]]:
+        """The scalar states in files, those of all parameters included."""
+        found: dict[str, dict[str, Any]] = {name: dict(self._shared.scalars) for name in self._by_name}
+        for (name, key), file in self._state_files.items():
+            if file.tensor is None:
+                found.setdefault(name, {})[key] = file.value
+        return found
+
+    def add_masters_and_states(self) -> None:
+        """Add the masters and states of the parameters, by their kinds."""
+        for (name, key), file in self._state_files.items():
+            if key == MASTER and file.tensor is not None and name in self.parameters:
+                shape = self._checked(name, key, file.tensor)
+                self.add_tensor(dense_tensor(name, key, file.tensor, self.file_of[name, key], shape), file)
+        known = ((name, each) for name, each in self._by_name.items() if name in self.parameters)
+        given = {name: self._given(name, each) for name, each in known}
+        for names, found in kinds_of(given, self._options):
+            kinds = self._with_damaged_maps(found)
+            self.record(kinds)
+            elementwise = {key: kind for key, kind in kinds.items() if kind.kind == ELEMENTWISE}
+            replicated = [key for key, kind in kinds.items() if kind.kind == REPLICATED]
+            for name in names:
+                for key, kind in elementwise.items():
+                    self._add_elementwise(name, key, kind, given[name].states.states)
+                if replicated:
+                    whole = tuple(self._replicated(name, key, given[name].states) for key in replicated)
+                    self.parameters[name] = replace(self.parameters[name], replicated=whole)
+
+    def add_tensor(self, tensor: TensorMetadata, _: StateFile) -> None:
+        """Add the tensor that is in a file."""
+        self.tensors.add({(tensor.name, tensor.key): tensor})
+
+    def _given(self, name: str, each: ParameterStates) -> _Given:
+        """What is to be classified. Raises :class:`MismatchError` for what is known to be elementwise, and is not."""
+        shape = self.parameters[name].shape
+        for key, ref in each.states.tensors.items():
+            if key in ELEMENTWISE_NAMES and self._options.layout(key) is None:
+                is_planes = len(ref.shape) == len(shape) + 1 and 1 < ref.shape[0] <= MOST_VALUES
+                self._checked(name, key, ref, ref.shape[0] if is_planes else 1)
+        return _Given(f"{self._zero}/{name}", shape, each.in_shape(shape))
+
+    def _checked(self, name: str, key: str, ref: TensorRef, planes: int = 1) -> Shape:
+        """The shape of a tensor, which is the parameter's in each plane; in the file, it may be flat (from stage 3)."""
+        shape = self.parameters[name].shape
+        whole = (planes, *shape) if planes > 1 else shape
+        if ref.numel != math.prod(whole) or (len(ref.shape) > 1 and ref.shape != whole):
+            problem = f"{key} of this parameter does not have the shape that the model-states file lists"
+            remedy = f"files of two conversions are mixed, or vocabulary padding was stripped: {CONVERT_AGAIN}"
+            path, expected = self._files[self.file_of[name, key]].path, f"{shape}, the same for {MASTER} and states"
+            raise MismatchError(problem, path, expected, ref.shape, parameter=name, remedy=remedy)
+        return whole
+
+    def _replicated(self, name: str, key: str, each: ParameterStates) -> ReplicatedState:
+        ref, digest = each.states.tensors[key], each.states.digests.get(key)
+        file = len(self._files) - 1 if key in each.shared else self.file_of[name, key]
+        crc32, differs = (0, True) if digest is None else (digest.crc32, False)
+        return ReplicatedState(key, ref.dtype, ref.shape, file, ref.byte_offset, crc32, differs)
+
+    def _add_elementwise(self, name: str, key: str, kind: SavedKind, states: StatesOfOne) -> None:
+        ref, file, item = states.tensors[key], self.file_of[name, key], self._state_files[name, key]
+        shape = self._checked(name, key, ref, kind.planes)
+        if not kind.block_numel:
+            self.add_tensor(dense_tensor(name, key, ref, file, shape), item)
+            return
+        scales, codebook = COMPANIONS[key]
+        blocks = BlockFormat(kind.block_numel, scales, self._codebooks[codebook])
+        numel, layout = math.prod(self.parameters[name].shape), self._state_files[name, scales].layout
+        planes = range(kind.planes if numel else 0)
+        runs = tuple(QuantizedRun(plane * numel, numel, 1, numel, -1, 0) for plane in planes)
+        of_scales = self.file_of[name, scales], states.tensors[scales].byte_offset
+        source = QuantizedChunks(runs if layout is None else layout.runs, blocks, file, ref.byte_offset, *of_scales)
+        self.add_tensor(TensorMetadata(name, key, shape, ref.dtype, (source,)), item)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from elastic_ckpt.cli import app
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
+from tests.distributed.parallel_models import Parallel
 from tests.distributed.test_optimizers import (
     LOOSE,
     assert_exact,
@@ -62,12 +64,16 @@ def convert(native: Path, target: Path, *options: str) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-def targets(folder: Path, setups: Iterable[Setup], loss: float) -> list[tuple[Setup, list[dict[str, Any]]]]:
-    return [(setup, [source(str(folder / setup.name), loss)]) for setup in setups]
+def targets(
+    folder: Path, setups: Iterable[Setup], loss: float, **options: Any
+) -> list[tuple[Setup, list[dict[str, Any]]]]:
+    sources = {setup: [source(str(folder / setup.name), loss)] for setup in setups}
+    return [(configured(setup, **options) if options else setup, found) for setup, found in sources.items()]
 
 
 def test_at_the_saved_topology_8_bit_states_come_back_bit_by_bit(launch: Launch, universal: Path) -> None:
-    for found in load(launch, 2, targets(universal, SAVED, 1e-5)):
+    """Also if nothing may change: blocks that neighbours share are known to be the same."""
+    for found in load(launch, 2, targets(universal, SAVED, 1e-5, on_change="error")):
         assert_exact(found)
 
 
@@ -133,6 +139,36 @@ def by_hand(converted: Path, target: Path) -> None:
                 read = dequantize_blockwise(codes, made).reshape(values.shape)
                 truth["states"][folder.name, f"state{number}"] = read
     torch.save(truth, target / "truth.pt")
+
+
+LLAMA = Parallel("megatron", "llama", tp=2, stage=1)
+
+
+@pytest.fixture(scope="module")
+def parallel(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tensor-parallel checkpoint with rows, columns, gated halves and a vocabulary in 8 bits, and its conversion."""
+    folder = tmp_path_factory.mktemp("parallel_states")
+    launch(2, "universal_states_jobs.save", {"folder": str(folder / "native"), "setups": [LLAMA]})
+    native = folder / "native" / f"{LLAMA.name}-dp1"
+    torch.save({}, native / "truth.pt")
+    convert(native, folder / "universal", "--tp-preset", "megatron-core")
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (2, 2), (4, 2)])
+def test_at_any_tensor_parallel_degree_they_are_what_the_native_checkpoint_gives(
+    ranks: int, tp: int, launch: Launch, parallel: Path
+) -> None:
+    target = {
+        "setup": replace(LLAMA, tp=tp),
+        "config": {"elastic_checkpoint": {"tp_preset": "megatron-core"}},
+        "native": str(parallel / "native" / f"{LLAMA.name}-dp1"),
+        "universal": str(parallel / "universal"),
+    }
+    for found in launch(ranks, "universal_states_jobs.load", [target]):
+        assert found.formats == ["native", "universal"] and found.differences == [], found.where
+        assert found.coded > 0 and found.requantized[0] == found.requantized[1], found.where
+        assert (found.requantized[0] > 0) == (ranks != 2), found.where
 
 
 def test_what_no_shape_tells_is_refused_with_the_line_that_settles_it(launch: Launch, universal: Path) -> None:

@@ -69,7 +69,9 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     rules = known_specs(metadata, metadata.parameters, reader.rules)
     tensors = [tensor for tensor in reader.tensors.values() if tensor.name in metadata.parameters]
     tensors.sort(key=lambda tensor: -tensor.nbytes)  # so that no thread is left with a large one at the end
-    nbytes, quantized = sum(tensor.nbytes for tensor in tensors), quantized_states(reader, tensors)
+    quantized = quantized_states(reader, tensors)
+    sizes = {(each.name, each.key): quantized.get((each.name, each.key), each).nbytes for each in tensors}
+    nbytes = sum(sizes.values())
     with (
         output_folder(target, found.folder, metadata.files, LATEST_UNIVERSAL) as place,
         progress_bar("converting", nbytes, progress) as bar,
@@ -96,7 +98,7 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
                 values, scales = read_quantized(state, reader)
                 save(scales, path.with_name(f"{state.blocks.scales}.pt"))
             save({**entries, "param": values}, path)
-            return tensor.nbytes
+            return sizes[tensor.name, tensor.key]
 
         for path in models:
             with open_stream(path) as stream, (place / plain_name(os.path.basename(path))).open("wb") as written:
@@ -235,6 +237,8 @@ def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, ShardSpec | None]
         yield f"buffers and frozen weights of pipeline layers are lost: {listed(in_layers)}"
     if len(in_layers) < len(kept):
         yield "buffers and frozen weights are in the model-states files, from which elastic_ckpt alone restores them"
+    if any(tensor.is_quantized for tensor in metadata.tensors.values()):
+        yield "8-bit states are for elastic_ckpt alone: DeepSpeed's universal format knows no scales"
     if metadata.source.zero_stage == 3:
         saved_names = (metadata.saved_names.get(name, name) for name in metadata.parameters)
         if metadata.source.tp > 1 and not all(map(metadata.declared.is_recorded, saved_names)):

@@ -40,6 +40,7 @@ class QuantizedState:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its codes."""
         return self.logical.numel
 
 
