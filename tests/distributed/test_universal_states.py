@@ -171,13 +171,34 @@ def test_at_any_tensor_parallel_degree_they_are_what_the_native_checkpoint_gives
         assert (found.requantized[0] > 0) == (ranks != 2), found.where
 
 
-def test_what_no_shape_tells_is_refused_with_the_line_that_settles_it(launch: Launch, universal: Path) -> None:
+def test_what_no_shape_tells_is_refused_with_the_line_that_settles_it(
+    launch: Launch, universal: Path, tmp_path: Path
+) -> None:
+    setups = (MAPPED[0], MAPPED[2])
+    for setup in setups:
+        by_hand(universal / setup.name, tmp_path / setup.name)
     words = ("my_map", '"states": {"my_map": "replicated"}')
     cases = [
-        {"setup": setup, "folder": str(universal / setup.name), "words": words, "model": "WideLM"}
-        for setup in (MAPPED[0], MAPPED[2])
+        {"setup": setup, "folder": str(tmp_path / setup.name), "words": words, "model": "WideLM"} for setup in setups
     ]
     for refused in launch(2, "refusal_jobs.refuse", cases):
         (text,) = refused.texts
         assert refused.kinds and refused.changed == set(), text
         assert all(word in text for word in refused.case["words"]) and "two conversions" not in text, text
+
+
+def test_the_commands_know_these_states(universal: Path) -> None:
+    """What they read is what the native checkpoint has, dequantized; checksums are right."""
+    for setup in (SAVED[0], MAPPED[0]):
+        native, converted = (str(universal / name) for name in (f"native/{setup.name}-dp2", setup.name))
+        for words in (["diff", native, converted], ["verify", "--full", converted], ["inspect", converted]):
+            result = CliRunner().invoke(app, words, catch_exceptions=False)
+            assert result.exit_code == 0, result.output
+    assert "replicated" in result.output and "my_map" in result.output
+
+
+def test_deepspeed_loads_what_is_shared_by_all_beside_the_states_that_it_knows(launch: Launch, universal: Path) -> None:
+    """A map and a count are where DeepSpeed's loader does not look: it restores masters and momentum."""
+    target = {"setup": MAPPED[0], "folder": str(universal / MAPPED[0].name)}
+    for differences in launch(3, "universal_states_jobs.deepspeed_loads", target):
+        assert differences == {}

@@ -16,9 +16,11 @@ from torch import nn
 
 import elastic_ckpt
 from tests.distributed import parallel_models
-from tests.distributed.jobs import CONTINUE_TO, SAVE_AT
-from tests.distributed.model import close
-from tests.distributed.optimizer_truth import BLOCKS, decode_flat
+from tests.distributed import truth as plain
+from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
+from tests.distributed.model import WideLM, build_engine, close
+from tests.distributed.optimizer_jobs import masters
+from tests.distributed.optimizer_truth import BLOCKS, decode_flat, decoded
 from tests.distributed.parallel_jobs import declared_by_megatron
 from tests.distributed.parallel_models import Parallel, build, folder_name, place_of, train
 from tests.distributed.truth import base_of
@@ -93,3 +95,16 @@ def states_of(engine: Any) -> States:
             values, _ = decode_flat(state, key, flat.numel())
             found[f"group {number}", f"values of {key}"] = values[:, : flat.numel() - padding]
     return found
+
+
+def deepspeed_loads(target: dict[str, Any]) -> dict[str, str]:
+    """What differs in masters and elementwise states after DeepSpeed's own loader has read a universal folder."""
+    elastic_ckpt.uninstall()
+    engine = build_engine(target["setup"], WideLM(seed=8))
+    engine._config.load_universal_checkpoint = True
+    assert engine.load_checkpoint(target["folder"])[0] is not None
+    truth = truth_of(target["folder"])
+    states, _ = decoded(engine, set())
+    found = {"masters": masters(engine), "states": states}
+    close(engine)
+    return plain.compare(found, {kind: truth[kind] for kind in found})
