@@ -79,7 +79,12 @@ def test_at_the_saved_topology_8_bit_states_come_back_bit_by_bit(launch: Launch,
 
 @pytest.mark.parametrize("degree", [1, 3, 4])
 def test_at_another_degree_they_are_within_the_bound(degree: int, launch: Launch, universal: Path) -> None:
-    for found in load(launch, degree, targets(universal, SAVED, LOOSE)):
+    """Into their own stage, and into others; one rank holds everything without ZeRO, too."""
+    pairs = [(0, 2), (2, 1), (5, 3)]  # of setups: into stage 3, 2, and 1
+    crossed = [(SAVED[live], [source(str(universal / SAVED[saved].name), LOOSE)]) for saved, live in pairs]
+    if degree == 1:
+        crossed = [(bnb("AdamW8bit", 0), [source(str(universal / SAVED[0].name), LOOSE)])]
+    for found in load(launch, degree, targets(universal, SAVED, LOOSE) + crossed):
         assert_requantized(found)
 
 
@@ -202,3 +207,19 @@ def test_deepspeed_loads_what_is_shared_by_all_beside_the_states_that_it_knows(l
     target = {"setup": MAPPED[0], "folder": str(universal / MAPPED[0].name)}
     for differences in launch(3, "universal_states_jobs.deepspeed_loads", target):
         assert differences == {}
+
+
+def test_a_map_goes_to_a_folder_of_dcp_and_back(launch: Launch, universal: Path, tmp_path: Path) -> None:
+    """Beside the states of each parameter, as ``get_state_dict`` has it; 8-bit states are refused."""
+    native = universal / "native" / f"{MAPPED[2].name}-dp2"
+    words = ["convert", str(native), str(tmp_path / "dcp"), "--to", "dcp", "--config", str(universal / "config.json")]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    shutil.copy(native / "truth.pt", tmp_path / "dcp" / "truth.pt")
+    for states in (BY_NAME, BY_SIZE):
+        live = configured(MAPPED[0], states=states)
+        for found in load(launch, 2, [(live, [source(str(tmp_path / "dcp"), 1.0)])]):
+            assert found.differences == {} and found.states == {}, found.where
+    words = ["convert", str(universal / "native" / f"{SAVED[0].name}-dp2"), str(tmp_path / "8bit"), "--to", "dcp"]
+    refused = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert refused.exit_code == 3 and "8-bit states (state1, state2)" in refused.output.replace("\n", " ")

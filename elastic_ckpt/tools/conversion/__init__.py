@@ -125,8 +125,7 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
         unread = {str(key) for group in metadata.groups for key, value in group.items() if any(left_in_file(value))}
         reasons["it has hyperparameters that hold tensors, arrays or objects"] = unread
         reasons["it has 8-bit states"] = {key for (_, key), tensor in tensors if tensor.is_quantized}
-        replicated = (state.key for saved in metadata.parameters.values() for state in saved.replicated)
-        reasons["it has states of whole partitions"] = {*replicated}
+        reasons |= refusals(metadata)
     else:
         reasons |= {
             "it is a universal checkpoint already": [source.tag] * source.is_universal,

@@ -167,6 +167,19 @@ def _value(value: Any, metadata: CheckpointMetadata, options: ReadOptions) -> An
     return found
 
 
+def replicated_states(metadata: CheckpointMetadata, options: ReadOptions) -> dict[str, dict[str, torch.Tensor]]:
+    """The states of whole partitions, by parameter and key; equal ones are one tensor."""
+    read: dict[tuple[str, str, tuple[int, ...], int], torch.Tensor] = {}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, saved in metadata.parameters.items():
+        for state in saved.replicated:
+            identity = state.key, state.dtype, state.shape, state.crc32
+            if identity not in read:
+                read[identity] = _value(state, metadata, options)
+            found.setdefault(name, {})[state.key] = read[identity]
+    return found
+
+
 def refusals(metadata: CheckpointMetadata) -> dict[str, list[str]]:
     """What no file of a universal checkpoint can express, by why."""
     parameters = metadata.parameters.values()
