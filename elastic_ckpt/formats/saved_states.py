@@ -246,7 +246,7 @@ def classify(
         if word is not None and not (is_map and word == REPLICATED):
             raise _contradiction(ranks, key, word, "a quantization map" if is_map else "scales of 8-bit blocks")
     kinds |= {key: SavedKind(OPAQUE, why="a tensor on some ranks, and none on others") for key in others - companions}
-    for key in tensors.keys() - codes - companions:
+    for key in (key for key in tensors if key not in codes | companions):
         if key not in shared or options.schema.get(key) == FRESH:
             kinds[key] = _kind(ranks, key, options)
         elif options.schema.get(key) == ELEMENTWISE:

@@ -129,7 +129,7 @@ def shared_states(metadata: CheckpointMetadata, options: ReadOptions) -> SharedS
         for key, value in common(dict(saved.scalars)).items():
             if key != _STEP:
                 values.setdefault(key, {})[name] = repr(value), value
-        for key in metadata.keys_by_name.get(name, ()):
+        for key in sorted(metadata.keys_by_name.get(name, ())):
             if (blocks := metadata.tensors[name, key].blocks) is not None:
                 values.setdefault(COMPANIONS[key][1], {})[name] = blocks.codebook, blocks.codebook
     for_all: dict[str, Any] = {}
