@@ -291,7 +291,11 @@ def _divided(tensor: TensorMetadata, shapes: tuple[Shape, ...], path: str) -> Te
 
 def _index_optimizer(file: PickledFile, options: StateOptions) -> OptimizerFile:
     """Read the optimizer's file."""
-    shared = sort_states(file, file.section(SHARED_STATES) if SHARED_STATES in file.tree else {}, options)
+    saved = file.tree.get(SHARED_STATES, {})
+    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
+        problem, expected = "the states that all parameters share are no dictionary", "tensors and numbers by name"
+        raise DamagedError(problem, file.path, expected, type(saved).__name__, remedy=CONVERT_AGAIN)
+    shared = sort_states(file, saved, options)
     groups = file.section("param_groups")
     states = file.tree.get("optimizer_state_dict", {}).get("state", {})
     scalars = {int(flat): plain_numbers(file, values) for flat, values in _scalars(states).items()}

@@ -153,11 +153,12 @@ def _layout_of(file: PickledFile, name: str, scales: TensorRef) -> QuantizedLayo
         (numbers,) = read_numbers(file, [ref])
         rows = numbers.reshape(ref.shape).tolist()
     runs = tuple(QuantizedRun(*row) for row in rows)
-    is_sound = block_numel in BLOCK_NUMELS and (runs or not scales.numel)
+    is_sound = type(block_numel) is int and block_numel in BLOCK_NUMELS and (runs or not scales.numel)
     is_sound = is_sound and all(
         min(run.start, run.position, run.origin) >= 0
         and min(run.numel, run.rows) > 0
         and (run.rows == 1 or run.stride >= run.numel)
+        and run.total_numel <= scales.numel * block_numel
         for run in runs
     )
     if not is_sound or sum(len(run.blocks(block_numel)) for run in runs) != scales.numel:

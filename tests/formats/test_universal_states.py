@@ -97,6 +97,12 @@ def test_what_the_file_records_as_shared_needs_no_config_and_is_said(tmp_path: P
         read(zero, schema={"my_map": "elementwise"})
 
 
+@pytest.mark.parametrize("shared", [[], {1: MAP}])
+def test_shared_states_that_are_no_dictionary_are_damage(shared: Any, tmp_path: Path) -> None:
+    with pytest.raises(DamagedError, match="share are no dictionary"):
+        read(written(tmp_path, shared))
+
+
 def quantize(folder: Path, scales: torch.Tensor, **noted: Any) -> None:
     torch.save({"param": torch.zeros(30, 20, dtype=torch.uint8)}, folder / "state1.pt")
     torch.save({"param": scales, **noted}, folder / "absmax1.pt")
@@ -126,6 +132,8 @@ RUN = [0, 600, 1, 600, 0, 0]
     ("rows", "block_numel"),
     [
         ([RUN], 255),
+        ([RUN], 256.0),
+        ([[0, 1 << 62, 1 << 62, 1 << 62, 0, 0]], 256),
         ([RUN], None),
         ([[0, 100, 1, 100, 0, 0]], 256),
         ([RUN, RUN], 256),
