@@ -28,7 +28,13 @@ class BlockCode:
 
     format: BlockFormat
     position: int  # of the first in the quantized tensor, in block ``position // format.numel``
-    scales_offset: int  # of block 0's scale (fp32) in the chunk's file
+    scales_offset: int  # of block 0's scale (fp32) in the file of scales; below zero if that lacks the first blocks
+    scales_file: int = -1  # index of that file; -1: the chunk's own
+    origin: int = -1  # chunks of one number are of one quantized tensor; -1: those of one file and ``scales_offset``
+
+    def moved(self, files: int) -> BlockCode:
+        """The same where ``files`` more files come before that of the scales."""
+        return self if self.scales_file < 0 else replace(self, scales_file=self.scales_file + files)
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as FlatRange
@@ -69,7 +75,10 @@ class ListedChunks:
 
     def moved(self, files: int) -> ListedChunks:
         """The same chunks where ``files`` more files come before theirs."""
-        return ListedChunks(tuple(replace(chunk, file=chunk.file + files) for chunk in self.chunks))
+        chunks = self.chunks
+        codes = (chunk.code and chunk.code.moved(files) for chunk in chunks)
+        pairs = zip(chunks, codes, strict=True)
+        return ListedChunks(tuple(replace(chunk, file=chunk.file + files, code=code) for chunk, code in pairs))
 
     def tile(self, numel: int) -> bool:
         """Whether each of ``numel`` elements is known to be in exactly one chunk."""
@@ -266,8 +275,88 @@ class BoxChunks:
             yield StorageChunk(FlatRange(at, at + numel), box.file, box.byte_offset + run * numel * self.itemsize)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedRun:
+    """Rows of a tensor, equally far apart, that follow each other where they were quantized."""
+
+    start: int  # first element of the first row, in the tensor
+    numel: int  # elements of a row
+    rows: int
+    stride: int  # elements of the tensor from one row to the next
+    origin: int  # number of the quantized tensor; -1: no other run is of it
+    position: int  # of the first element in it
+
+    @property
+    def total_numel(self) -> int:
+        return self.rows * self.numel
+
+    @property
+    def stop(self) -> int:
+        """One past the last element in the tensor."""
+        return self.start + (self.rows - 1) * self.stride + self.numel
+
+    def blocks(self, block_numel: int) -> range:
+        """The quantization blocks that it has elements of."""
+        return range(self.position // block_numel, -(-(self.position + self.total_numel) // block_numel))
+
+    def within(self, start: int, stop: int) -> range:
+        """Its rows that have some of the elements ``[start, stop)`` of the tensor."""
+        if self.rows == 1:
+            return range(self.start < stop and self.start + self.numel > start)
+        first = (start - self.start - self.numel) // self.stride + 1
+        last = -((self.start - stop) // self.stride)
+        return range(max(first, 0), max(min(last, self.rows), 0))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedChunks:
+    """The chunks of a tensor whose codes are whole in one file, and whose scales are in another, run by run."""
+
+    runs: tuple[QuantizedRun, ...]
+    format: BlockFormat
+    file: int  # of the codes, the first of which is at ``byte_offset``; a code takes a byte
+    byte_offset: int
+    scales_file: int
+    scales_offset: int  # of the first run's scales, which those of the others follow
+
+    def __iter__(self) -> Iterator[StorageChunk]:
+        return iter(self.within(0, max((run.stop for run in self.runs), default=0)))
+
+    def __bool__(self) -> bool:
+        return bool(self.runs)
+
+    @property
+    def blocks(self) -> BlockFormat | None:
+        return self.format if self.runs else None
+
+    def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
+        found, offset = list[StorageChunk](), self.scales_offset
+        for run in self.runs:
+            blocks = run.blocks(self.format.numel)
+            first_scale = offset - blocks.start * _SCALE_NBYTES
+            offset += len(blocks) * _SCALE_NBYTES
+            for row in run.within(start, stop):
+                at, position = run.start + row * run.stride, run.position + row * run.numel
+                code = BlockCode(self.format, position, first_scale, self.scales_file, run.origin)
+                found.append(StorageChunk(FlatRange(at, at + run.numel), self.file, self.byte_offset + at, code))
+        return sorted(found, key=lambda chunk: chunk.range.start)
+
+    def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
+        return iter(self) if self.file in files else iter(())
+
+    def moved(self, files: int) -> QuantizedChunks:
+        return replace(self, file=self.file + files, scales_file=self.scales_file + files)
+
+    def tile(self, numel: int) -> bool:
+        """Whether each of ``numel`` elements is in exactly one row."""
+        if sum(run.total_numel for run in self.runs) != numel:
+            return False
+        rows = ((run.start + row * run.stride, run.numel) for run in self.runs for row in range(run.rows))
+        return _tile(sorted(rows), numel)
+
+
 #: Where the elements of a tensor, or of one tensor-parallel shard of it, are; methods as of :class:`ListedChunks`.
-ChunkSource = ListedChunks | PartitionedChunks | BoxChunks
+ChunkSource = ListedChunks | PartitionedChunks | BoxChunks | QuantizedChunks
 
 
 def boxed(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -> ChunkSource:

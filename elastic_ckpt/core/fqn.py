@@ -197,12 +197,26 @@ def with_slices(metadata: CheckpointMetadata) -> CheckpointMetadata:
             tensor = tensors.pop((name, key))
             if tensor.has_own_shape:
                 raise cannot_slice(key, name)
+            planes = tensor.shape[: len(tensor.shape) - len(saved.shape)]
             for part in parts:
-                start, elements = part.range.start * ITEMSIZE[tensor.dtype], FlatRange(0, part.range.numel)
-                chunks = (replace(each, range=elements, byte_offset=each.byte_offset + start) for each in tensor.chunks)
-                sources = chunks_of(*chunks)
-                tensors[part.name, key] = replace(tensor, name=part.name, shape=part.shape, sources=sources)
+                sources = chunks_of(*_sliced(tensor, part.range, math.prod(saved.shape)))
+                tensors[part.name, key] = replace(tensor, name=part.name, shape=(*planes, *part.shape), sources=sources)
     return replace(metadata, parameters=parameters, tensors=tensors)
+
+
+def _sliced(tensor: TensorMetadata, wanted: FlatRange, numel: int) -> Iterator[StorageChunk]:
+    """The chunks of a range of each plane of a tensor, whose planes have ``numel`` elements."""
+    (source,) = tensor.sources
+    for plane in range(math.prod(tensor.shape) // max(numel, 1)):
+        start, stop = plane * numel + wanted.start, plane * numel + wanted.stop
+        to_slice = plane * wanted.numel - start
+        for chunk in source.within(start, stop) if wanted.numel else ():
+            inside = FlatRange(max(chunk.range.start, start), min(chunk.range.stop, stop))
+            skipped = inside.start - chunk.range.start
+            code = chunk.code and replace(chunk.code, position=chunk.code.position + skipped)
+            byte_offset = chunk.byte_offset + skipped * ITEMSIZE[tensor.dtype]
+            elements = FlatRange(inside.start + to_slice, inside.stop + to_slice)
+            yield StorageChunk(elements, chunk.file, byte_offset, code)
 
 
 def with_stacks(metadata: CheckpointMetadata) -> CheckpointMetadata:

@@ -158,7 +158,9 @@ class ReadPlan:
     @property
     def files_read(self) -> set[int]:
         """Indices of the files with bytes to read."""
-        return {item.file for item in chain(self.items, *(each.sources for each in self.requantize_items))}
+        sources = [source for each in self.requantize_items for source in each.sources]
+        scales = {source.code.scales_file for source in sources if source.code is not None} - {-1}
+        return {item.file for item in chain(self.items, sources)} | scales
 
     def by_flat(self) -> dict[int, tuple[list[int], ReadPlan]]:
         """Per flat partition (``-1``: buffers and frozen parameters), the numbers of its targets, and their plan."""

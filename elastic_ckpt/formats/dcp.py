@@ -6,7 +6,9 @@ Counters follow from the optimizer's step, and what has no home in a DeepSpeed e
 
 from __future__ import annotations
 
+import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,10 +20,13 @@ from elastic_ckpt.core.metadata import (
     MASTER,
     WEIGHTS,
     CheckpointMetadata,
+    ReplicatedState,
     SavedParameter,
     TensorMetadata,
     is_floating,
 )
+from elastic_ckpt.core.state_kinds import REPLICATED, StateOptions
+from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TensorValue, TrainingState
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
@@ -39,7 +44,7 @@ from elastic_ckpt.formats.dcp_entries import (
 from elastic_ckpt.formats.dcp_metadata import DcpContents, DcpFile, read_dcp_file, read_dcp_metadata
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder
 from elastic_ckpt.formats.naming import DCP_METADATA
-from elastic_ckpt.formats.saved_states import FRESH
+from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, FRESH
 
 #: Key of the client state for what has no home in a DeepSpeed engine.
 CLIENT_KEY = "dcp"
@@ -70,6 +75,8 @@ def dcp_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> 
     tensors, names = contents.tensors, list(contents.files)
     # small entries, beside hyperparameters: scalar states, and the client state's objects
     states = {entry for entry in entries.states.values() if entry not in tensors or not tensors[entry][1]}
+    replicated = _replicated_keys(entries, contents, options.states)
+    states |= {entry for (_, key), entry in entries.states.items() if key in replicated}
     others = {entry for entry in entries.others if entry not in tensors and _EXTRA_STATE not in entry}
     wanted = groups | states | (others if options.with_client_state else set())
 
@@ -82,6 +89,22 @@ def dcp_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> 
         return Fitted(builder.of_entries(), found.path(DCP_METADATA), builder.training_state())
 
     return FolderReading(len(names), read, fit)
+
+
+def _replicated_keys(entries: Entries, contents: DcpContents, options: StateOptions) -> frozenset[str]:
+    """States that are one tensor for all parameters, as the user says by their names, or by their size."""
+    shapes: dict[str, list[tuple[Shape, Shape]]] = {}
+    for (name, key), entry in entries.states.items():
+        if entry in contents.tensors and name in entries.weights and contents.tensors[entry][1]:
+            own = contents.tensors[entries.weights[name]][1]
+            shapes.setdefault(key, []).append((contents.tensors[entry][1], own))
+    found = {key for key in shapes if options.layout(key) == REPLICATED}
+    for key in shapes.keys() - options.schema.keys() - ELEMENTWISE_NAMES:
+        is_small = max(math.prod(shape) for shape, _ in shapes[key]) <= options.max_numel
+        is_elementwise = all(own in (shape, shape[1:]) for shape, own in shapes[key])
+        if is_small and not is_elementwise and len({shape for shape, _ in shapes[key]}) == 1:
+            found.add(key)
+    return frozenset(found)
 
 
 class _Builder(MetadataBuilder):
@@ -111,6 +134,8 @@ class _Builder(MetadataBuilder):
                     box = Box(item.offsets, item.sizes, number, byte_offset)
                     self._boxes.setdefault(item.name, []).append(box)
         self._scalars: dict[str, dict[str, Any]] = {}
+        self._replicated_keys = _replicated_keys(entries, contents, options.states)
+        self._replicated: dict[str, list[ReplicatedState]] = {}
 
     def of_entries(self) -> CheckpointMetadata:
         """The metadata; which of the untrained weights are buffers, the live model tells."""
@@ -127,7 +152,8 @@ class _Builder(MetadataBuilder):
             self._scalars = {name: {_STEP: step} for name, _ in states}
         for name, group in members.items():
             shape, scalars = self._contents.tensors[weights[name]][1], self._scalars.get(name, {})
-            self.parameters[name] = SavedParameter(shape, group, tuple(sorted(scalars.items())))
+            replicated = tuple(self._replicated.get(name, ()))
+            self.parameters[name] = SavedParameter(shape, group, tuple(sorted(scalars.items())), replicated)
         # of weights alone, which are trained is not known
         dtypes = {self._contents.tensors[weights[name]][0] for name in members or weights}
         self.notes += self._notes(set(filter(is_floating, dtypes)))
@@ -195,7 +221,9 @@ class _Builder(MetadataBuilder):
         """A tensor of the parameter's shape (or planes of it), a number, or a tensor of another shape."""
         dtype, shape = self._contents.tensors.get(entry, ("", None))
         own = self._contents.tensors[self._entries.weights[name]][1]
-        if shape is None or (shape == () and (own or key == _STEP)):
+        if key in self._replicated_keys and shape:
+            self._add_replicated(name, key, entry)
+        elif shape is None or (shape == () and (own or key == _STEP)):
             value = self._values[entry]
             if self._with_states and isinstance(value, ElasticCkptError):
                 raise value
@@ -208,6 +236,19 @@ class _Builder(MetadataBuilder):
         else:
             tensor = self._tensor(name, key, entry, has_own_shape=own not in (shape, shape[1:]))
             self.tensors.add({(name, key): tensor})
+
+    def _add_replicated(self, name: str, key: str, entry: str) -> None:
+        """A state that is never sharded, which one file has whole."""
+        import torch  # noqa: PLC0415  for these alone
+
+        (dtype, shape), value = self._contents.tensors[entry], self._values.get(entry)
+        boxes = self._boxes.get(entry, [])
+        if len(boxes) != 1 or not isinstance(value, torch.Tensor):
+            self.opaque[key] = f"{dtype} of shape {shape} in {len(boxes)} parts, for a state that is never sharded"
+            return
+        crc32 = zlib.crc32(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+        found = ReplicatedState(key, dtype, shape, boxes[0].file, boxes[0].byte_offset, crc32)
+        self._replicated.setdefault(name, []).append(found)
 
     def _notes(self, dtypes: set[str]) -> Iterator[str]:
         others, values = self._entries.others, self._values

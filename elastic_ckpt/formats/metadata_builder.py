@@ -179,11 +179,10 @@ class MetadataBuilder:
             RankStates(self._files[file].path, alone[1] if alone else (flat.partition_numel,), each, flat.states)
             for file, flat, each in zip(files, flats, touched, strict=True)
         ]
-        kinds = classify(ranks, self._options) if any(flat.states.tensors for flat in flats) else {}
+        has_tensors = any(flat.states.tensors for flat in flats)
+        kinds = self._with_damaged_maps(classify(ranks, self._options)) if has_tensors else {}
         for key, kind in kinds.items():
-            if kind.block_numel and (why := self._damaged_maps.get(COMPANIONS[key][1])):
-                kinds[key] = replace(kind, kind=DAMAGED, why=why)
-            elif kind.kind == OPAQUE and alone and key not in COMPANIONS:
+            if kind.kind == OPAQUE and alone and key not in COMPANIONS:
                 kinds[key] = replace(kind, kind=PER_PARAMETER)
             # files share what they have in common
             refs = {id(ref): ref for ref in (flat.states.tensors.get(key) for flat in flats) if ref is not None}
@@ -191,14 +190,23 @@ class MetadataBuilder:
             if view is not None and kinds[key].kind in (ELEMENTWISE, PER_PARAMETER, TOUCHED):
                 why = f"a view of shape {view.shape} and strides {view.stride}"
                 kinds[key] = replace(kind, kind=OPAQUE, why=why)
-        self._kinds |= kinds
-        self.opaque |= {key: kind.why for key, kind in kinds.items() if kind.kind == OPAQUE}
-        where = f" ({alone[0]})" if alone else ""
-        self._damaged |= {key: f"{kind.why}{where}" for key, kind in kinds.items() if kind.kind == DAMAGED}
+        self.record(kinds, alone[0] if alone else "")
         for flat in flats:
             opaque = flat.states.opaque.items()
             self.opaque |= {key: why for key, why in opaque if self._options.schema.get(key) != FRESH}
         return kinds
+
+    def _with_damaged_maps(self, kinds: Mapping[str, SavedKind]) -> dict[str, SavedKind]:
+        """Kinds of which those of quantized states without a sound map are :data:`DAMAGED`."""
+        maps = {key: self._damaged_maps.get(COMPANIONS[key][1]) for key, kind in kinds.items() if kind.block_numel}
+        return dict(kinds) | {key: replace(kinds[key], kind=DAMAGED, why=why) for key, why in maps.items() if why}
+
+    def record(self, kinds: Mapping[str, SavedKind], name: str = "") -> None:
+        """Record the kinds of some states, and which are opaque or damaged; ``name``: whose they are, if of one."""
+        self._kinds |= kinds
+        self.opaque |= {key: kind.why for key, kind in kinds.items() if kind.kind == OPAQUE}
+        where = f" ({name})" if name else ""
+        self._damaged |= {key: f"{kind.why}{where}" for key, kind in kinds.items() if kind.kind == DAMAGED}
 
     def _partitioned(
         self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], kind: SavedKind, files: range

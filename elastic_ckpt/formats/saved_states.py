@@ -53,7 +53,7 @@ ELEMENTWISE_NAMES = frozenset(
     | {"acc_delta", "variance", "prev", "step_size", "state1", "state2"}
 )
 _CODES_DTYPES = frozenset({"uint8", "int8"})
-_MOST_VALUES = 8  # values per element, at most: AdEMAMix has two in one state
+MOST_VALUES = 8  # values per element, at most: AdEMAMix has two in one state
 
 
 class Digest(NamedTuple):
@@ -87,6 +87,7 @@ class StatesOfOne:
     codebooks: Mapping[str, Codebook] = field(default_factory=dict)
     #: Tensors without dimensions, also in ``scalars``: states if the parameter has no dimensions either.
     points: Mapping[str, TensorRef] = field(default_factory=dict)
+    block_numels: Mapping[str, int] = field(default_factory=dict)  # of codes, where the file records them
 
 
 class RankStates(NamedTuple):
@@ -229,11 +230,13 @@ def _is_fused(group: Mapping[str, Any]) -> bool:
     return "bias_correction" in group and not _OF_OTHERS & group.keys()
 
 
-def classify(ranks: Sequence[RankStates], options: StateOptions) -> dict[str, SavedKind]:
+def classify(
+    ranks: Sequence[RankStates], options: StateOptions, shared: frozenset[str] = frozenset()
+) -> dict[str, SavedKind]:
     """The kinds of all states of one flat partition that are tensors on any of the ``ranks``.
 
-    Scales and quantization maps belong to their quantized states and have no kind. Raises :class:`MismatchError` if the
-    user's declaration contradicts the tensors.
+    ``shared``: states that the checkpoint itself records as replicated. Scales and quantization maps belong to their
+    quantized states and have no kind. Raises :class:`MismatchError` if the user's declaration contradicts the tensors.
     """
     tensors = {key: ref for key, ref in ranks[0].tensors.items() if all(key in rank.tensors for rank in ranks)}
     others = {key for rank in ranks for key in rank.tensors} - tensors.keys()
@@ -246,7 +249,15 @@ def classify(ranks: Sequence[RankStates], options: StateOptions) -> dict[str, Sa
         if word is not None and not (is_map and word == REPLICATED):
             raise _contradiction(ranks, key, word, "a quantization map" if is_map else "scales of 8-bit blocks")
     kinds |= {key: SavedKind(OPAQUE, why="a tensor on some ranks, and none on others") for key in others - companions}
-    return kinds | {key: _kind(ranks, key, options) for key in tensors if key not in codes | companions}
+    for key in (key for key in tensors if key not in codes | companions):
+        if key not in shared or options.schema.get(key) == FRESH:
+            kinds[key] = _kind(ranks, key, options)
+        elif options.schema.get(key) == ELEMENTWISE:
+            raise _contradiction(ranks, key, ELEMENTWISE, "recorded as one tensor for all")
+        else:
+            is_declared = options.layout(key) == REPLICATED
+            kinds[key] = SavedKind(REPLICATED, why="" if is_declared else "the checkpoint records it as such")
+    return kinds
 
 
 def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions) -> SavedKind:
@@ -257,12 +268,7 @@ def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions)
         raise _contradiction(ranks, key, REPLICATED, f"8-bit codes of {ranks[0].numel} elements")
     scales_key, planes = COMPANIONS[key][0], _planes(ranks, key)
     if planes is not None:
-        scales = [states.tensors.get(scales_key) for states in ranks]
-        counts = [each.numel if each is not None and each.dtype == "float32" else 0 for each in scales]
-        block_numels = {
-            None if count % planes else block_numel_of(states.numel, count // planes)
-            for states, count in zip(ranks, counts, strict=True)
-        }
+        block_numels = {_block_numel(states, key, planes) for states in ranks}
         if len(block_numels) == 1 and (block_numel := block_numels.pop()) is not None:
             return SavedKind(ELEMENTWISE, planes, block_numel)
     shapes = [
@@ -274,6 +280,15 @@ def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions)
         return SavedKind(OPAQUE, why=f"{what}: quantized tensor-wise (block_wise=False)")
     different = next((f", {shape} on another rank" for shape in shapes if shape != shapes[0]), "")
     return SavedKind(DAMAGED, why=f"{what}{different}")
+
+
+def _block_numel(rank: RankStates, key: str, planes: int) -> int | None:
+    """Elements of the blocks of quantized codes, as recorded or by the number of scales; ``None`` if that fits none."""
+    scales = rank.tensors.get(COMPANIONS[key][0])
+    count = scales.numel if scales is not None and scales.dtype == "float32" else 0
+    if key in rank.states.block_numels:
+        return rank.states.block_numels[key]
+    return None if count % planes else block_numel_of(rank.numel, count // planes)
 
 
 def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions) -> SavedKind:
@@ -325,7 +340,7 @@ def _planes(ranks: Sequence[RankStates], key: str) -> int | None:
     for states in ranks:
         shape, own = states.tensors[key].shape, states.shape
         leading = shape[: len(shape) - len(own)]
-        if leading + own != shape or len(leading) > 1 or (leading and not 1 < leading[0] <= _MOST_VALUES):
+        if leading + own != shape or len(leading) > 1 or (leading and not 1 < leading[0] <= MOST_VALUES):
             return None
         found.add(leading[0] if leading else 1)
     return found.pop() if len(found) == 1 else None

@@ -9,35 +9,54 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import accumulate, chain, groupby
 from operator import itemgetter, or_
-from typing import Any, NamedTuple
+from typing import Any
 
-from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import NameStates, with_slices
-from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, SourceFile, TensorMetadata
-from elastic_ckpt.core.shard_specs import COLUMN, ROW, VOCABULARY, DeclaredSpecs, ShardSpec
+from elastic_ckpt.core.metadata import (
+    ITEMSIZE,
+    MASTER,
+    CheckpointMetadata,
+    SavedParameter,
+    SourceFile,
+    TensorMetadata,
+)
+from elastic_ckpt.core.shard_specs import DeclaredSpecs
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
 from elastic_ckpt.formats.merging import shard_by_shard
-from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors, weights_crc32s
+from elastic_ckpt.formats.metadata_builder import Tensors, module_tensors, weights_crc32s
 from elastic_ckpt.formats.model_states import ModelShard, grid_of, model_indexer
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state, refuse_features
-from elastic_ckpt.formats.saved_states import read_groups
+from elastic_ckpt.formats.saved_states import (
+    NESTED,
+    StatesOfOne,
+    read_groups,
+    sort_states,
+)
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
+from elastic_ckpt.formats.universal_states import (
+    CONVERT_AGAIN,
+    NO_STATES,
+    SHARED_STATES,
+    StateFile,
+    StatesBuilder,
+    index_state,
+)
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.storage import exists, file_names, folder_names
 
@@ -46,27 +65,13 @@ _PARTITIONS = frozenset(
     {"base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups"}
     | {"fp32_groups_flat_partition", "optimizer_state_dict"}
 )
-_CONVERT_AGAIN, _LOAD_NATIVE = "convert the native checkpoint again", "load the native checkpoint instead"
-#: Fused parts of a parameter, of which a file may claim any number.
-_MOST_SUB_PARAMETERS = 1 << 10
+_LOAD_NATIVE = "load the native checkpoint instead"
 #: Marks that each parameter has its own data, whatever DeepSpeed's converter would have made of such a run.
 TRUE_ORDER = "elastic_ckpt_true_order"
 _NO_OPTIMIZER_FILE = (
     "the universal checkpoint has no zero/optimizer_state.pt (BLOOM's have none): the optimizer's step was taken from "
     "the counters, hyperparameters of the live param groups stay, and whether Adam or AdamW saved it is not known"
 )
-
-
-class StateFile(NamedTuple):
-    """One ``zero/<name>/<key>.pt``: a parameter's whole tensor or scalar. Without its path, as ranks exchange many."""
-
-    key: str
-    nbytes: int
-    tensor: TensorRef | None
-    scalar: float | None
-    rule: ShardSpec | None = None  # how it is sharded, if known
-    is_concatenated: bool = False  # for want of a rule, DeepSpeed's converter concatenated the shards (dimension 0)
-    records: Records = Records()
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class OptimizerFile:
     loss_scaler: Any = None  # DeepSpeed's object
     overflow: bool = False
     in_true_order: bool = False  # whether its writer guarantees that each parameter has its own data (TRUE_ORDER)
+    shared: StatesOfOne = NO_STATES  # of every parameter that has states
+    file: SourceFile | None = None  # with the tensors of these
 
 
 def list_parameters(found: CheckpointInfo) -> tuple[bool, list[str]]:
@@ -99,9 +106,10 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
         if position >= files:
             folder = found.path(os.path.join(UNIVERSAL_FOLDER, names[position - files]))
             listed = sorted(file for file in file_names(folder) if file.endswith(".pt"))
-            return [index_state(open_one(f"{folder}/{file}")) for file in listed]
+            return [index_state(open_one(f"{folder}/{file}"), options.states) for file in listed]
         if position == len(paths):
-            return _index_optimizer(open_one(found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))))
+            optimizer_path = found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
+            return _index_optimizer(open_one(optimizer_path), options.states)
         return index_model(open_one(paths[position]))
 
     def fit(items: Sequence[Any], opened: Mapping[str, PickledFile], _: NameStates) -> Fitted:
@@ -135,11 +143,11 @@ def _model_files(found: CheckpointInfo) -> dict[tuple[int, int], str]:
     if not names:
         problem, file = "a file of the universal checkpoint is missing", found.path("mp_rank_00_model_states.pt")
         expected = "the model-states files that DeepSpeed's converter copies"
-        raise DamagedError(problem, file, expected, "none", remedy=_CONVERT_AGAIN)
+        raise DamagedError(problem, file, expected, "none", remedy=CONVERT_AGAIN)
     return dict(sorted(names.items()))
 
 
-class _Builder(MetadataBuilder):
+class _Builder(StatesBuilder):
     """Builds metadata, given model-states files by model- and data-parallel rank, and files by parameter and key."""
 
     def __init__(
@@ -150,11 +158,7 @@ class _Builder(MetadataBuilder):
         states: Mapping[tuple[str, str], StateFile],
         options: MetadataOptions,
     ) -> None:
-        zero = found.path(UNIVERSAL_FOLDER)
-        files = (
-            SourceFile(f"{zero}/{name}/{key}.pt", f.nbytes, records=f.records) for (name, key), f in states.items()
-        )
-        super().__init__(found, [*models.values(), *files])
+        super().__init__(found, list(models.values()), states, (optimizer.shared, optimizer.file), options.states)
         self._models, self._optimizer, self._states = list(models.values()), optimizer, states
         self._ranks = [[models[rank] for rank in of_one] for _, of_one in groupby(models, key=itemgetter(0))]
         for rank in self._ranks:
@@ -170,7 +174,7 @@ class _Builder(MetadataBuilder):
     def of_files(self) -> CheckpointMetadata:
         optimizer, first = self._optimizer, self._models[0]
         self._add_parameters()
-        self._add_states()
+        self.add_masters_and_states()
         self._add_module()
         if optimizer.scalars is None:
             self.notes.append(_NO_OPTIMIZER_FILE)
@@ -192,10 +196,7 @@ class _Builder(MetadataBuilder):
 
     def _add_parameters(self) -> None:
         """The parameters of all pipeline stages, of the shapes in their files or, if flat (from stage 3), as listed."""
-        step_files: dict[str, dict[str, float]] = {}
-        for (name, key), item in self._states.items():
-            if item.scalar is not None:
-                step_files.setdefault(name, {})[key] = item.scalar
+        own = self.scalars_by_name()
         group_of = {flat: number for number, inside in enumerate(self._optimizer.members) for flat in inside}
         for model in self._models:
             steps = float(int(model.counters["global_steps"]) - int(model.counters["skipped_steps"]))
@@ -203,7 +204,7 @@ class _Builder(MetadataBuilder):
                 for name, local in named_shapes:
                     counted = {"step": steps} if name in self._stateful else {}
                     shared = counted if self._optimizer.scalars is None else self._optimizer.scalars.get(flat, {})
-                    scalars = {**shared, **step_files.get(name, {})}
+                    scalars = {**shared, **own.get(name, {})}
                     master = self._states.get((name, MASTER))
                     saved = local if master is None or master.tensor is None else master.tensor.shape
                     shape = saved if len(saved) > 1 or len(local) == 1 else local
@@ -218,27 +219,19 @@ class _Builder(MetadataBuilder):
             problem = "the model-states files of the universal checkpoint do not list all parameters that have states"
             expected = "every parameter whose folder below zero has states, in param_shapes"
             where, names = (self._models[0].path, expected, "none of these"), shortened(unlisted)
-            raise DamagedError(problem, *where, parameter=names, remedy=_CONVERT_AGAIN)
+            raise DamagedError(problem, *where, parameter=names, remedy=CONVERT_AGAIN)
 
-    def _add_states(self) -> None:
-        """The masters and states of the parameters."""
-        local = {} if self._optimizer.in_true_order else self._local_shapes()
-        for file, ((name, key), item) in enumerate(self._states.items(), start=len(self._models)):
-            if (ref := item.tensor) is None or name not in self.parameters:
-                continue
-            shape, path = self.parameters[name].shape, self._files[file].path
-            if ref.numel != math.prod(shape) or (len(ref.shape) > 1 and ref.shape != shape):  # from stage 3, it is flat
-                problem = f"{key} of this parameter does not have the shape that the model-states file lists"
-                remedy = f"files of two conversions are mixed, or vocabulary padding was stripped: {_CONVERT_AGAIN}"
-                expected = f"{shape}, the same for {MASTER} and states"
-                raise MismatchError(problem, path, expected, ref.shape, parameter=name, remedy=remedy)
-            tensor = dense_tensor(name, key, ref, file, shape)
-            is_divided = item.is_concatenated and name in local
-            self.tensors.add({(name, key): _divided(tensor, local[name], path) if is_divided else tensor})
+    def add_tensor(self, tensor: TensorMetadata, item: StateFile) -> None:
+        shapes = self._local_shapes.get(tensor.name) if item.is_concatenated else None
+        path = self._files[self.file_of[tensor.name, tensor.key]].path
+        super().add_tensor(tensor if shapes is None else _divided(tensor, shapes, path), item)
 
+    @cached_property
     def _local_shapes(self) -> dict[str, tuple[Shape, ...]]:
-        """The shape that each tensor-parallel rank lists of a parameter without a recorded layout."""
+        """The shape that each rank lists of a parameter whose shards DeepSpeed's converter put together unrecorded."""
         found: dict[str, tuple[Shape, ...]] = {}
+        if self._optimizer.in_true_order:
+            return found
         for stage in self.grid.stages if self.grid.tp > 1 else ():
             models = [self._ranks[rank][0] for rank in stage]
             ranks = [dict(chain.from_iterable(model.param_shapes)) for model in models]
@@ -276,12 +269,16 @@ def _refuse_wrong_data(model: ModelShard, optimizer: OptimizerFile) -> None:
 
 def _divided(tensor: TensorMetadata, shapes: tuple[Shape, ...], path: str) -> TensorMetadata:
     """The shards that DeepSpeed's converter concatenated, whatever is fused in them; ``shapes`` by rank."""
+    if tensor.is_quantized:
+        problem = "how the tensor-parallel shards of this parameter's 8-bit states were put together is not recorded"
+        remedy = f"{_LOAD_NATIVE}, or elastic-ckpt convert --to universal"
+        raise UnsupportedError(problem, path, parameter=f"{tensor.name} ({tensor.key})", remedy=remedy)
     (chunk,) = tensor.chunks or (StorageChunk(FlatRange(0, 0), 0, 0),)
     numels = [math.prod(shape) for shape in shapes]
     if len({shape[1:] for shape in (tensor.shape, *shapes)}) > 1 or sum(numels) != chunk.range.numel:
         problem = "DeepSpeed's converter concatenated the tensor-parallel shards of this parameter, but the shapes in "
         problem += "the model-states files do not add up to its tensor"
-        expected, remedy = " + ".join(map(str, shapes)), f"files of two conversions are mixed: {_CONVERT_AGAIN}"
+        expected, remedy = " + ".join(map(str, shapes)), f"files of two conversions are mixed: {CONVERT_AGAIN}"
         raise MismatchError(problem, path, expected, tensor.shape, parameter=tensor.name, remedy=remedy)
     starts = accumulate(numels, initial=0)
     offsets = (chunk.byte_offset + start * ITEMSIZE[tensor.dtype] for start in starts)
@@ -292,48 +289,14 @@ def _divided(tensor: TensorMetadata, shapes: tuple[Shape, ...], path: str) -> Te
     return replace(tensor, shape=shapes[0], sources=sources, shards=shapes)
 
 
-def index_state(file: PickledFile) -> StateFile:
-    """Read one parameter's file; a :class:`DamagedError` if it contains neither a dense tensor nor a number."""
-    folder, base = os.path.split(file.path)
-    is_parameters = isinstance(file.tree, dict) and "param" in file.tree
-    value = file.tree["param"] if is_parameters else file.tree
-    name, key = os.path.basename(folder), base.removesuffix(".pt")
-    if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
-        if not value.is_contiguous:
-            problem = f"{key} of this parameter was saved as a view that is not contiguous"
-            raise DamagedError(problem, file.path, parameter=name)
-        rule = _rule_of(name, file.tree)
-        is_concatenated = is_parameters and rule is None and file.tree.get("cat_dim") == 0
-        return StateFile(key, file.nbytes, value, None, rule, is_concatenated, file.records)
-    scalar = plain_numbers(file, {key: value})[key]
-    if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
-        problem, found = f"{key} of this parameter is neither a tensor nor a number", type(scalar).__name__
-        expected = "a tensor, or a dict with 'param'"
-        raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=_CONVERT_AGAIN)
-    return StateFile(key, file.nbytes, None, scalar)
-
-
-def _rule_of(name: str, tree: Any) -> ShardSpec | None:
-    """The rule that DeepSpeed's converter notes beside a tensor; its default, dimension 0, means nothing."""
-    if not isinstance(tree, dict):
-        return None
-    pattern = f"^{re.escape(name)}$"
-    if tree.get("vocab_tensor") or "vocab_divisibility_padding_tensor" in tree:
-        return ShardSpec(pattern=pattern, kind=VOCABULARY)
-    if isinstance(count := tree.get("param_n_sub_params"), int) and 0 < count <= _MOST_SUB_PARAMETERS:
-        return ShardSpec(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * count)
-    noted = tree.get("sub_param_shape")
-    dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
-    widths = shape[dim] if isinstance(shape, list | tuple) and isinstance(dim, int) and 0 <= dim < len(shape) else None
-    if isinstance(widths, list | tuple) and widths and all(isinstance(width, int) and width > 0 for width in widths):
-        parts = [width // math.gcd(*widths) for width in widths]
-        return ShardSpec(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=parts)
-    return ShardSpec(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
-
-
 @opened_once
-def _index_optimizer(file: PickledFile) -> OptimizerFile:
+def _index_optimizer(file: PickledFile, options: StateOptions) -> OptimizerFile:
     """Read the optimizer's file."""
+    saved = file.tree.get(SHARED_STATES, {})
+    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
+        problem, expected = "the states that all parameters share are no dictionary", "tensors and numbers by name"
+        raise DamagedError(problem, file.path, expected, type(saved).__name__, remedy=CONVERT_AGAIN)
+    shared = sort_states(file, saved, options)
     groups = file.section("param_groups")
     states = file.tree.get("optimizer_state_dict", {}).get("state", {})
     scalars = {int(flat): plain_numbers(file, values) for flat, values in _scalars(states).items()}
@@ -345,6 +308,8 @@ def _index_optimizer(file: PickledFile) -> OptimizerFile:
         loss_scaler=file.tree.get("loss_scaler"),
         overflow=bool(file.tree.get("overflow", False)),
         in_true_order=file.tree.get(TRUE_ORDER) is True,
+        shared=shared,
+        file=SourceFile(file.path, file.nbytes, records=file.records) if shared.tensors else None,
     )
 
 
@@ -368,6 +333,10 @@ def common_optimizer_state(file: PickledFile) -> dict[str, Any]:
 def _scalars(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
     """Each flat tensor's states without dimensions."""
     return {
-        flat: {key: value for key, value in state.items() if not isinstance(value, TensorRef) or not value.shape}
+        flat: {
+            key: value
+            for key, value in state.items()
+            if key != NESTED and (not isinstance(value, TensorRef) or not value.shape)
+        }
         for flat, state in states.items()
     }

@@ -177,17 +177,18 @@ def parts_of(item: RequantizeItem, staging_nbytes: int) -> Iterator[RequantizeIt
             yield part
 
 
-def scales_of(item: ReadItem) -> tuple[int, int]:
-    """Byte offset and size, in their file, of the scales of quantized elements."""
+def scales_of(item: ReadItem) -> tuple[int, int, int]:
+    """File, byte offset and size of the scales of quantized elements."""
     assert item.code is not None
     first, stop = item.code.position // item.code.format.numel, item.code.format.blocks(item.code.position + item.numel)
     itemsize = ITEMSIZE[SCALE_DTYPE]
-    return item.code.scales_offset + first * itemsize, (stop - first) * itemsize
+    file = item.code.scales_file if item.code.scales_file >= 0 else item.file
+    return file, item.code.scales_offset + first * itemsize, (stop - first) * itemsize
 
 
 def read_sizes(item: RequantizeItem) -> list[int]:
     """Bytes of each read of an item: of its sources, and of their scales."""
-    scales = (scales_of(source)[1] for source in item.sources if source.code is not None)
+    scales = (scales_of(source)[2] for source in item.sources if source.code is not None)
     return [*(source.nbytes for source in item.sources), *scales]
 
 

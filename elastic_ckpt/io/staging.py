@@ -245,9 +245,11 @@ def _source(item: ReadItem, read: ReadBytes) -> tuple[torch.Tensor, torch.Tensor
     raw = torch.frombuffer(read(item.file, item.byte_offset, item.nbytes), dtype=getattr(torch, item.dtype))
     if item.code is None:
         return raw, raw, None
-    scales = torch.frombuffer(read(item.file, *scales_of(item)), dtype=torch.float32)
+    file, byte_offset, nbytes = scales_of(item)
+    scales = torch.frombuffer(read(file, byte_offset, nbytes), dtype=torch.float32)
     if not torch.isfinite(scales).all():
-        found = f"{scales[~torch.isfinite(scales)][0].item()} near byte {item.code.scales_offset}"
+        near = item.code.scales_offset if item.code.scales_file < 0 else byte_offset
+        found = f"{scales[~torch.isfinite(scales)][0].item()} near byte {near}"
         remedy = "the run that saved it had diverged, or the file is damaged: take another tag"
         raise DamagedError("the scale of an 8-bit block is not finite", None, "finite numbers", found, remedy=remedy)
     within = item.code.position % item.code.format.numel

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.checksums import PartialSum
+from elastic_ckpt.core.chunks import QuantizedChunks
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFile
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import DamagedError, listed
@@ -82,8 +83,8 @@ def ranges_read(plan: ReadPlan, options: ReadOptions, keys: set[Key]) -> dict[Ke
             itemsize = ITEMSIZE[item.dtype]
             add(item.file, item.byte_offset, item.numel * itemsize, item.file_stride * itemsize, item.rows)
     for source in sources:
-        if source.file in files and source.code is not None:
-            add(source.file, *scales_of(source), 0, 1)
+        if source.code is not None and (scales := scales_of(source))[0] in files:
+            add(*scales, 0, 1)
     return {key: np.array(rows, np.int64) for key, rows in by_key.items()}
 
 
@@ -147,6 +148,12 @@ def _damaged(metadata: CheckpointMetadata, keys: Sequence[Key], found: int) -> D
         for tensor in metadata.tensors.values()
         for chunk in tensor.chunks_in({file})
         if source.records.index(chunk.byte_offset) == number
+    }
+    names |= {
+        f"{source.format.scales} of {tensor.name}"
+        for tensor in metadata.tensors.values()
+        for source in tensor.sources
+        if isinstance(source, QuantizedChunks) and source.scales_file == file
     }
     others = len({other for other, _ in keys}) - 1
     problem = "bytes of the checkpoint are not those that were saved: the checksum of a record differs"

@@ -191,7 +191,8 @@ def split_plane(plane: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeI
             assert codes.code is not None
             scales = codes.code.scales_offset + codes.code.position // step * ITEMSIZE[SCALE_DTYPE]
             to_scales = plane.scales_target, plane.scales_start + first, last - first
-            copies += [replace(codes, code=None), ReadItem(item.file, scales, *to_scales, SCALE_DTYPE)]
+            file = codes.code.scales_file if codes.code.scales_file >= 0 else item.file
+            copies += [replace(codes, code=None), ReadItem(file, scales, *to_scales, SCALE_DTYPE)]
         for left, right in ((start // step, first), (last, end)):
             if rest and left < right and left <= rest[-1][1]:
                 rest[-1] = rest[-1][0], max(right, rest[-1][1])
@@ -206,16 +207,18 @@ def requantized_blocks(item: RequantizeItem) -> int:
     if (live := item.blocks) is None:
         return 0
     sources: dict[int, set[tuple[int, int, int]]] = {}
+    of_values = (-1, -1, -1)  # and of codes of another codebook
     for source in item.sources:
         code, start = source.code, source.target_offset
         while start < source.target_stop:
-            stop, block = source.target_stop, (-1, -1, -1)  # of values, and of codes of another codebook
+            stop, block = source.target_stop, of_values
             if code is not None and code.format.codebook == live.codebook:
                 position = code.position + start - source.target_offset
                 number = position // code.format.numel
                 stop = min(stop, start + (number + 1) * code.format.numel - position)
-                block = source.file, code.scales_offset, number
+                file = (source.file, code.scales_offset) if code.origin < 0 else (-2, code.origin)
+                block = *file, number
             for at in range((start - item.start) // live.numel, live.blocks(stop - item.start)):
                 sources.setdefault(at, set()).add(block)
             start = stop
-    return sum(len(found) > 1 or (-1, -1, -1) in found for found in sources.values())
+    return sum(len(found) > 1 or of_values in found for found in sources.values())

@@ -178,6 +178,18 @@ class LogicalReader:
         :class:`DamagedError` if a file cannot be read.
         """
         tensor = self.metadata.tensors[logical.name, logical.key]
+        items, scale = self.items_of(logical, wanted)
+        requantize: tuple[RequantizeItem, ...] = ()
+        if tensor.is_quantized or scale is not None:
+            requantize = (RequantizeItem(0, 0, wanted.numel, None, -1, 0, rows_in_order(items), scale),)
+            items = []
+        target = TargetTensor(logical.key, 0, logical.name, wanted.numel, logical.dtype)
+        plan = ReadPlan(self.metadata.files, (target,), in_file_order(items), requantize)
+        execute(plan, [out], self.options)
+
+    def items_of(self, logical: LogicalTensor, wanted: FlatRange) -> tuple[list[ReadItem], float | None]:
+        """The items that read the elements ``wanted``, and so many times their sum each is (``None``: as it is)."""
+        tensor = self.metadata.tensors[logical.name, logical.key]
         plane_numel = logical.numel // logical.planes
         transfers = {} if tensor.has_own_shape else self.resharding.transfers
         sources = transfers.get((tensor.name, tensor.key)) or transfers.get((tensor.name, "")) or copied(0, plane_numel)
@@ -186,13 +198,7 @@ class LogicalReader:
             base = plane * plane_numel
             inside = FlatRange(max(wanted.start - base, 0), min(wanted.stop - base, plane_numel))
             items += read_items(tensor, sources, inside, 0, base - wanted.start, plane, logical.planes)
-        requantize: tuple[RequantizeItem, ...] = ()
-        if tensor.is_quantized or sources.scale is not None:
-            requantize = (RequantizeItem(0, 0, wanted.numel, None, -1, 0, rows_in_order(items), sources.scale),)
-            items = []
-        target = TargetTensor(logical.key, 0, logical.name, wanted.numel, logical.dtype)
-        plan = ReadPlan(self.metadata.files, (target,), in_file_order(items), requantize)
-        execute(plan, [out], self.options)
+        return items, sources.scale
 
 
 @printable_errors()

@@ -353,7 +353,7 @@ def spans_of(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
     spans: dict[str, list[Span]] = {}
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         for chunk in tensor.chunks:
-            code, numel = chunk.code, chunk.range.numel
+            code, numel, file = chunk.code, chunk.range.numel, chunk.file
             if not numel or (code is None and tensor.dtype not in _FLOATS):
                 continue
             if code is None:
@@ -363,6 +363,7 @@ def spans_of(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
                 size = ITEMSIZE["float32"]
                 first, last = code.position // code.format.numel, (code.position + numel - 1) // code.format.numel
                 offset, nbytes = code.scales_offset + first * size, (last - first + 1) * size
+                file = code.scales_file if code.scales_file >= 0 else file
                 span = Span(offset, nbytes, "float32", tensor.name, code.format.scales, first)
-            spans.setdefault(metadata.files[chunk.file].path, []).append(span)
+            spans.setdefault(metadata.files[file].path, []).append(span)
     return spans

@@ -19,6 +19,8 @@ from elastic_ckpt.core.chunks import (
     ListedChunks,
     PartitionedChunks,
     PartitionRule,
+    QuantizedChunks,
+    QuantizedRun,
     StorageChunk,
     boxed,
     by_rank,
@@ -183,3 +185,46 @@ def test_boxes_with_a_hole_or_an_overlap_do_not_tile() -> None:
     assert not BoxChunks((2, 4), 4, (first, first)).tile(8)
     assert not BoxChunks((2, 4), 4, (first,)).tile(8)
     assert isinstance(boxed((4, 2), 4, (first, Box((2, 0), (2, 2), 1, 0))), ListedChunks)
+
+
+@st.composite
+def quantized(draw: st.DrawFn) -> tuple[QuantizedChunks, list[int], dict[int, tuple[int, int]]]:
+    """A quantized tensor cut into runs of rows; the scales in its file, and of each element which one, and its origin."""
+    rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    cuts = sorted({0, width, *draw(st.lists(st.integers(0, width), max_size=2))})
+    block, begin, runs = draw(st.sampled_from([2, 4])), 1000, list[QuantizedRun]()
+    scale_of: dict[int, tuple[int, int]] = {}
+    scales = list[int]()
+    for origin, (left, right) in enumerate(pairwise(cuts)):
+        run = QuantizedRun(left, right - left, rows, width, origin, draw(st.integers(0, 9)))
+        for row, column in product(range(rows), range(run.numel)):
+            number = (run.position + row * run.numel + column) // block
+            at = len(scales) + number - run.position // block
+            scale_of[left + row * width + column] = begin + 4 * at, origin
+        scales += run.blocks(block)
+        runs.append(run)
+    blocks = BlockFormat(block, "absmax1", CODEBOOK)
+    shuffled = QuantizedChunks(tuple(runs), blocks, 3, 500, 7, begin)
+    return shuffled, scales, scale_of
+
+
+@given(quantized(), st.data())
+def test_each_code_has_its_own_blocks_scale(
+    case: tuple[QuantizedChunks, list[int], dict[int, tuple[int, int]]], data: st.DataObject
+) -> None:
+    chunks, scales, scale_of = case
+    numel = len(scale_of)
+    assert chunks.tile(numel) and not chunks.tile(numel + 1) and chunks and chunks.blocks == chunks.format
+    start = data.draw(st.integers(0, numel - 1))
+    stop = data.draw(st.integers(start + 1, numel))
+    assert chunks.within(start, stop) == overlapping(list(chunks), start, stop)
+    assert list(chunks.in_files({7})) == [] and list(chunks.in_files({3})) == list(chunks)
+    found = {}
+    for chunk in chunks.moved(2):
+        assert (chunk.file, chunk.code and chunk.code.scales_file) == (5, 9) and chunk.code is not None
+        assert chunk.byte_offset == 500 + chunk.range.start
+        for at in range(chunk.range.start, chunk.range.stop):
+            number = (chunk.code.position + at - chunk.range.start) // chunk.code.format.numel
+            found[at] = chunk.code.scales_offset + 4 * number, chunk.code.origin
+    assert found == scale_of
+    assert {offset for offset, _ in found.values()} <= {1000 + 4 * at for at in range(len(scales))}

@@ -45,6 +45,30 @@ class Wanderer(torch.optim.Optimizer):
                 param.sub_(state["trail"].to(group["dtype"]) * factor, alpha=group["lr"])
 
 
+class Mapped(torch.optim.Optimizer):
+    """Momentum, a count that is a tensor, and a map of 256 equal elements, which tells by nothing that it is one.
+
+    The map belongs to the whole tensor, changes with every step, and scales each update.
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state |= {"trail": torch.zeros_like(param), "my_map": torch.ones(256), "count": torch.zeros(())}
+                state["count"] += 1
+                state["my_map"].mul_(0.75)
+                state["trail"].mul_(0.9).add_(param.grad)
+                param.sub_(state["trail"] * state["my_map"][int(state["count"])], alpha=group["lr"])
+
+
 class FusedAdam(torch.optim.Optimizer):
     """Adam as apex keeps it: moments in the state, the step count in the param group."""
 

@@ -349,6 +349,7 @@ _ELSEWHERE = {
     "cpulion": ("deepspeed.ops.lion", "DeepSpeedCPULion"),
     "cpuadagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad"),
     "unknown": ("tests.distributed.custom_optimizers", "Wanderer"),
+    "mapped": ("tests.distributed.custom_optimizers", "Mapped"),
     "apex": ("tests.distributed.custom_optimizers", "FusedAdam"),
 }
 _TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -49,7 +49,7 @@ def everything(engine: Any) -> dict[str, Any]:
         states |= oracle.muon_momentum(engine)
     if engine.zero_optimization_stage() == 0:
         states |= oracle.whole_states(engine)
-    return {**held, "states": states, "scales": scales}
+    return {**held, "states": states, "scales": scales, "maps": oracle.maps(engine)}
 
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:
@@ -129,12 +129,14 @@ def other_differences(engine: Any, now: dict[str, Any], truth: dict[str, Any]) -
         wrong = {key: live[key] for key, value in saved.items() if key in live and list_of(live[key]) != list_of(value)}
         found |= {"groups": f"{wrong} instead of {saved}"} if wrong else {}
     table = torch.linspace(0.5, 1.5, 100)
+    if now["maps"] != truth["maps"]:
+        found["maps"] = "are other ones"
     if not all(torch.equal(here, table) for here in oracle.tables(engine)):
         found["table"] = "is another one"
     if engine.elastic_report.mine.blocks != oracle.numel_of_blocks(engine):
         found["blocks"] = f"{engine.elastic_report.mine} instead of {oracle.numel_of_blocks(engine)}"
     if any(count != 1 for count in oracle.shared_maps(engine).values()):
-        found["maps"] = f"are not shared: {oracle.shared_maps(engine)}"
+        found["codebooks"] = f"are not shared: {oracle.shared_maps(engine)}"
     return found
 
 

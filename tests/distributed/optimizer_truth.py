@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.distributed.truth import base_of
 
 BLOCKS = {"state1": ("absmax1", "qmap1"), "state2": ("absmax2", "qmap2")}
-NOT_ELEMENTWISE = {"step", "mu_product", "absmax1", "absmax2", "qmap1", "qmap2", "unorm_vec", "table"}
+NOT_ELEMENTWISE = {"step", "mu_product", "absmax1", "absmax2", "qmap1", "qmap2", "unorm_vec", "table", "my_map"}
 States = dict[tuple[str, str], torch.Tensor]
 
 
@@ -156,6 +156,12 @@ def scalars(engine: Any) -> dict[str, list[float]]:
 def tables(engine: Any) -> list[torch.Tensor]:
     """The table of every tensor on this rank, of an optimizer that has one."""
     return [state["table"] for state in base_of(engine).state.values() if "table" in state]
+
+
+def maps(engine: Any) -> list[list[float]]:
+    """The distinct 256-element maps on this rank, of an optimizer that has them."""
+    found = {tuple(state["my_map"].tolist()) for state in base_of(engine).state.values() if "my_map" in state}
+    return sorted(map(list, found))
 
 
 def shared_maps(engine: Any) -> dict[str, int]:

@@ -17,6 +17,7 @@ from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     CheckpointMetadata,
+    ReplicatedState,
     SavedParameter,
     SourceFacts,
     SourceFile,
@@ -24,6 +25,7 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
 )
 from elastic_ckpt.core.shard_specs import ShardSpec
+from elastic_ckpt.core.values import PerRank
 from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.sharding.rules import ShardingRules
@@ -68,8 +70,12 @@ def test_what_the_format_has_no_place_for_is_named() -> None:
         ({"states": StateFacts(damaged={"absmax1": "cut"})}, "damaged states (absmax1)"),
         ({"tensors": {**metadata().tensors, ("w", "row"): whole}}, "shape of their own (row)"),
         (
-            {"parameters": {"w": SavedParameter((4,), 0, (("mu_product", 0.5), ("step", 1.0)))}},
-            "beside the step (mu_product)",
+            {"parameters": {"w": SavedParameter((4,), 0, (("d", PerRank(((0, 0.5), (1, 0.25)))), ("step", 1.0)))}},
+            "each rank has its own (d)",
+        ),
+        (
+            {"parameters": {"w": SavedParameter((4,), 0, (), (ReplicatedState("t", "int8", (3,), 0, 8, 0, True),))}},
+            "differ between ranks (t)",
         ),
     ]
     for changes, says in cases:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +27,13 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, p
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.calls import Call, Global
 from elastic_ckpt.formats.universal import common_optimizer_state
+from elastic_ckpt.formats.universal_states import SHARED_STATES
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
 from elastic_ckpt.storage import inherited, medium_of
 from elastic_ckpt.tools.conversion.rewriting import rewrite, save
+from elastic_ckpt.tools.conversion.states import quantized_states, read_quantized, refusals, shared_states
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import OpenedCheckpoint
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
@@ -49,20 +51,18 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     converted exactly, or the target exists. Nothing is left of it.
     """
     target, started = target.absolute(), time.monotonic()
-    metadata, found, named = opened.metadata, opened.found, opened.found.files
+    metadata, found = opened.metadata, opened.found
     refuse_unconvertible(metadata)
-    names, kept = (*named.model.values(), *named.model_zero3.values()), {file.path for file in metadata.files}
-    models = [path for path in map(found.path, names) if path in kept]
-    if open_pickled(models[0], opened.config.trust_pickle).tree.get("param_shapes") is None:
-        why = "its model-states files do not list the parameters of the optimizer"
-        raise _unconvertible(why, "universal", models[0])
+    models = _model_files(opened)
     metadata = with_stacks(metadata)
     options = read_options(opened.config, medium_of(found.folder, opened.config.reading.storage))
     reader = LogicalReader(metadata, opened.config, replace(options, threads=1))
     rules = known_specs(metadata, metadata.parameters, reader.rules)
     tensors = [tensor for tensor in reader.tensors.values() if tensor.name in metadata.parameters]
     tensors.sort(key=lambda tensor: -tensor.nbytes)  # so that no thread is left with a large one at the end
-    nbytes = sum(tensor.nbytes for tensor in tensors)
+    quantized = quantized_states(reader, tensors)
+    sizes = {(each.name, each.key): quantized.get((each.name, each.key), each).nbytes for each in tensors}
+    nbytes = sum(sizes.values())
     with (
         output_folder(target, found.folder, metadata.files, LATEST_UNIVERSAL) as place,
         progress_bar("converting", nbytes, progress) as bar,
@@ -70,43 +70,63 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     ):
         notes = (*metadata.notes, *reader.notes, *reader.compare_copies(), *notes_on(metadata, rules))
         zero = place / UNIVERSAL_FOLDER
+        shared = shared_states(metadata, reader.options)
         for name in metadata.parameters:
             (zero / _checked(name, found.folder)).mkdir(parents=True)
-            for key, scalar in scalars_of(metadata, name).items():
-                save(scalar, zero / name / f"{_checked(key, found.folder)}.pt")
+            step = {key: value for key, value in scalars_of(metadata, name).items() if key == "step"}
+            for key, value in {**step, **shared.own.get(name, {})}.items():
+                save(value, zero / name / f"{_checked(key, found.folder)}.pt")
 
         def write(tensor: LogicalTensor) -> int:
             entries = tp_entries(rules.get(tensor.name), tensor)
             if tensor.name in metadata.stacked:
                 entries |= {"is_expert_param": True, "ep_num_experts": metadata.stacked[tensor.name]}
             path = zero / tensor.name / f"{_checked(tensor.key, found.folder)}.pt"
-            save({**entries, "param": reader.tensor(tensor)}, path)
-            return tensor.nbytes
+            state = quantized.get((tensor.name, tensor.key))
+            if state is None:
+                values = reader.tensor(tensor)
+            else:
+                values, scales = read_quantized(state, reader)
+                save(scales, path.with_name(f"{state.blocks.scales}.pt"))
+            save({**entries, "param": values}, path)
+            return sizes[tensor.name, tensor.key]
 
-        skips = opened.config.on_unreadable_entry == "skip"
-        for path in models:
-            written = place / plain_name(os.path.basename(path))
-            unread = rewrite(path, written, trust_pickle=opened.config.trust_pickle, skip_unreadable=skips)
-            notes += tuple(f"left out of the client state: {key}" for key in unread)
+        notes += _write_model_files(opened, models, place)
         first = found.path(found.files.optimizer[min(found.files.optimizer)])
-        save(common_optimizer_state(open_pickled(first, opened.config.trust_pickle)), zero / UNIVERSAL_OPTIMIZER)
+        common = common_optimizer_state(open_pickled(first, opened.config.trust_pickle))
+        save({**common, SHARED_STATES: dict(shared.for_all)}, zero / UNIVERSAL_OPTIMIZER)
         for done in pool.map(write, tensors):  # an error cancels the others
             bar.update(done)
     files = sum(len(names) for _, _, names in os.walk(target))
     return WriteReport(str(target), len(tensors), files, nbytes, time.monotonic() - started, notes)
 
 
+def _model_files(opened: OpenedCheckpoint) -> list[str]:
+    """The model-states files; :class:`UnsupportedError` if they do not list what the optimizer updates."""
+    found, read = opened.found, {file.path for file in opened.metadata.files}
+    names = (*found.files.model.values(), *found.files.model_zero3.values())
+    models = [path for path in map(found.path, names) if path in read]
+    if open_pickled(models[0], opened.config.trust_pickle).tree.get("param_shapes") is None:
+        why = "its model-states files do not list the parameters of the optimizer"
+        raise _unconvertible(why, "universal", models[0])
+    return models
+
+
+def _write_model_files(opened: OpenedCheckpoint, models: Sequence[str], place: Path) -> tuple[str, ...]:
+    """Write the model-states files anew; returns notes on what is left out."""
+    skips, notes = opened.config.on_unreadable_entry == "skip", list[str]()
+    for path in models:
+        written = place / plain_name(os.path.basename(path))
+        unread = rewrite(path, written, trust_pickle=opened.config.trust_pickle, skip_unreadable=skips)
+        notes += [f"left out of the client state: {key}" for key in unread]
+    return tuple(dict.fromkeys(notes))
+
+
 def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") -> None:
     """Raise :class:`UnsupportedError`, naming the reason, if a format cannot express a checkpoint that is whole."""
     refuse_without_masters(metadata)
     source, tensors, is_universal = metadata.source, metadata.tensors.items(), to == "universal"
-    parameters = metadata.parameters.values()
-    scalars = {key for saved in parameters for key, value in saved.scalars if value is not None} - {"step"}
-    coded = {key for (_, key), tensor in tensors if tensor.is_quantized}
-    replicated = {state.key for saved in parameters for state in saved.replicated}
     reasons: dict[str, Collection[str]] = {
-        "it has 8-bit states": coded,
-        "it has states of whole partitions": replicated,
         "it has states of unknown layout": metadata.states.opaque,
         "it has damaged states": metadata.states.damaged,
         "it has experts, whose names are those of DeepSpeed's own layers": [*filter(expert_name, metadata.parameters)],
@@ -114,6 +134,8 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
     if not is_universal:
         unread = {str(key) for group in metadata.groups for key, value in group.items() if any(left_in_file(value))}
         reasons["it has hyperparameters that hold tensors, arrays or objects"] = unread
+        reasons["it has 8-bit states"] = {key for (_, key), tensor in tensors if tensor.is_quantized}
+        reasons |= refusals(metadata)
     else:
         reasons |= {
             "it is a universal checkpoint already": [source.tag] * source.is_universal,
@@ -124,8 +146,8 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
                 name for name, saved in metadata.saved_names.items() if name != saved
             ],
             "it has states with a shape of their own": {key for (_, key), tensor in tensors if tensor.has_own_shape},
-            "it has scalar states beside the step": scalars,
             "it has hyperparameters of which each rank has its own": differing(metadata.groups),
+            **refusals(metadata),
         }
     for what, names in reasons.items():
         if names:
@@ -180,6 +202,8 @@ def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, ShardSpec | None]
         yield f"buffers and frozen weights of pipeline layers are lost: {listed(in_layers)}"
     if len(in_layers) < len(kept):
         yield "buffers and frozen weights are in the model-states files, from which elastic_ckpt alone restores them"
+    if any(tensor.is_quantized for tensor in metadata.tensors.values()):
+        yield "8-bit states are for elastic_ckpt alone: DeepSpeed's universal format knows no scales"
     if metadata.source.zero_stage == 3:
         saved_names = (metadata.saved_names.get(name, name) for name in metadata.parameters)
         if metadata.source.tp > 1 and not all(map(metadata.declared.is_recorded, saved_names)):

@@ -26,6 +26,7 @@ from elastic_ckpt.formats.pickled import open_file
 from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.conversion import refuse_unconvertible
+from elastic_ckpt.tools.conversion.states import replicated_states
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, plain, scalars_of
 from elastic_ckpt.tools.opened import OpenedCheckpoint
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
@@ -54,7 +55,7 @@ def convert_to_dcp(opened: OpenedCheckpoint, target: Path, progress: bool | None
         # without copying ahead, DCP writes each tensor before it asks for the next; other threads would lose errors
         writer = dcp.FileSystemWriter(place, thread_count=1, sync_files=False, per_thread_copy_ahead=0)
         try:
-            state_dict = _state_dict(tensors, metadata, adamw)
+            state_dict = _state_dict(tensors, metadata, adamw, replicated_states(metadata, reader.options))
             written = dcp.save(state_dict, storage_writer=writer, planner=planner, **_ALONE)
         except CheckpointException as error:  # which is no Exception
             raise next(iter(error.failures.values()))[0] from error
@@ -72,7 +73,10 @@ def _paths_of(tensor: LogicalTensor, metadata: CheckpointMetadata) -> Iterator[t
 
 
 def _state_dict(
-    tensors: Mapping[tuple[str, ...], LogicalTensor], metadata: CheckpointMetadata, adamw: Mapping[str, Any]
+    tensors: Mapping[tuple[str, ...], LogicalTensor],
+    metadata: CheckpointMetadata,
+    adamw: Mapping[str, Any],
+    replicated: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
     """The state dict, its large tensors without memory."""
     names: list[list[str]] = [[] for _ in metadata.groups]
@@ -82,6 +86,7 @@ def _state_dict(
         for key, value in scalars_of(metadata, name).items():
             is_number = key == "step" and not isinstance(value, torch.Tensor)  # torch counts steps in float32
             states.setdefault(name, {})[key] = torch.tensor(value, dtype=torch.float32) if is_number else value
+        states.setdefault(name, {}).update(replicated.get(name, {}))
     groups = [
         {**_lacking(values, adamw), **plain(common(values)), "params": members}
         for values, members in zip(metadata.groups, names, strict=True)
