@@ -87,17 +87,17 @@ def _stored(remote: RemoteFolder, tag: str | None) -> tuple[Entry, ...]:
     return tuple(remote.entries())
 
 
-def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> CheckpointInfo:
+def locate(folder: str, tag: str | None, trust_pickle: bool = False, without_latest: bool = True) -> CheckpointInfo:
     """The checkpoint in a folder with a ``latest`` file, in that of a tag, or the newest in a framework's folders.
 
-    Without a ``latest`` file, a lone tag is taken, as ``load_checkpoint`` does with ``--universal-checkpoint``. A
+    ``without_latest``: a lone tag needs no such file, as with ``--universal-checkpoint`` in ``load_checkpoint``. A
     framework's folders are those of Hugging Face's Trainer (``checkpoint-60``), Accelerate and Lightning; a tag may be
     the name of one of them. Raises :class:`NotFoundError` if there is none.
     """
     path = absolute(folder)
     itself = None if tag is not None else look_at(os.path.dirname(path), os.path.basename(path))
     find = partial(find_checkpoint, prefer_universal=False, trust_pickle=trust_pickle)
-    found = itself or find(path, tag, without_latest=True)
+    found = itself or find(path, tag, without_latest=without_latest)
     others = list[str]()
     if found is None and is_folder(path):
         every = []

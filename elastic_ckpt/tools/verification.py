@@ -108,7 +108,7 @@ def verify(
     ShardingRules.of(config)  # a missing preset is an error at once, not after an hour of reading
     path, misled = absolute(folder), list[Finding]()
     try:
-        found = locate(path, tag, config.trust_pickle)
+        found = locate(path, tag, config.trust_pickle, without_latest=False)  # its loss is a finding
     except (NotFoundError, DamagedError) as error:
         tags = list_tags(path) if tag is None else []
         for pointer in (LATEST_UNIVERSAL, LATEST):  # where one of them can be read, it counts
