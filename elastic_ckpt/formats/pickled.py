@@ -22,8 +22,7 @@ from isal import isal_zlib
 
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, refuse_used_up
 from elastic_ckpt.formats.naming import DCP_METADATA
-from elastic_ckpt.formats.torch_archive import archive
-from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
+from elastic_ckpt.formats.torch_archive.archive import ArchiveTree, Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Listing
 from elastic_ckpt.formats.torch_archive.tree import refusals
 from elastic_ckpt.formats.work_budget import WorkBudget
@@ -36,7 +35,7 @@ _BLOCK_NBYTES, _MOST_BLOCKS = io.DEFAULT_BUFFER_SIZE, 64
 
 
 @dataclass(frozen=True)
-class BudgetedFile(archive.PickledFile):
+class PickledFile(ArchiveTree):
     """A file's object tree, and the door to its small tensors, which is open once for many of them."""
 
     #: Those of a file of which this is one of several archives.
@@ -69,12 +68,8 @@ class BudgetedFile(archive.PickledFile):
             raise unreadable(self.path, f"Bad CRC-32 of the {view.nbytes} bytes of a tensor at byte {byte_offset}")
 
 
-#: The name by which formats and tools know it.
-PickledFile = BudgetedFile
-
-
 class SmallReads:
-    """Reads a file bit by bit, charged to its budget, and keeps the blocks that were read last."""
+    """Reads a file in small pieces, charged to its budget, and keeps the blocks that were read last."""
 
     def __init__(self, path: str, file_nbytes: int) -> None:
         self.budget = WorkBudget(path, file_nbytes)
@@ -181,7 +176,7 @@ def open_whole(path: str) -> PickledFile:
         return of_archive(read_archive_tree(stream, path, trust_pickle=False, by_piece=False))
 
 
-def of_archive(tree: archive.PickledFile, shared_reads: SmallReads | None = None) -> PickledFile:
+def of_archive(tree: ArchiveTree, shared_reads: SmallReads | None = None) -> PickledFile:
     """What was read of an archive, with a budget: its own, or that of the file of which it is a part."""
     return PickledFile(**vars(tree), shared_reads=shared_reads)
 

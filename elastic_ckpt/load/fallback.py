@@ -33,7 +33,7 @@ from elastic_ckpt.formats import CheckpointInfo, saved_config
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.objects import read_objects
-from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled
+from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled, opened_once
 from elastic_ckpt.formats.same_save import compare_counts
 from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.archive import screen
@@ -307,6 +307,7 @@ def _partition_numels(file: PickledFile, zero3: bool) -> Iterator[int]:
         yield next(flat, ref.numel + padding)
 
 
+@opened_once
 def _steps(file: PickledFile) -> frozenset[int]:
     counted = (value for value in saved_config.base_state(file).get("state", {}).values() if isinstance(value, Mapping))
     steps = (value["step"] for value in counted if "step" in value)

@@ -49,7 +49,7 @@ class Trees:
 
 
 @dataclass(frozen=True)
-class PickledFile:
+class ArchiveTree:
     """A file's object tree, with each tensor replaced by a :class:`TensorRef`."""
 
     path: str
@@ -91,7 +91,7 @@ class PickledFile:
 
 def read_archive_tree(
     stream: BinaryIO, path: str, trust_pickle: bool, known: Trees | None = None, *, by_piece: bool = True
-) -> PickledFile:
+) -> ArchiveTree:
     """Read an open file; ``by_piece``: refuse tensors and nestings that cannot be read piece by piece.
 
     With ``trust_pickle`` its pickles may run code. Otherwise a zip archive shares the tree of one in ``known``, if
@@ -105,7 +105,7 @@ def read_archive_tree(
     tree = _read_legacy(stream, unpickle)
     if by_piece:
         check_tree(own_entries(tree))
-    return PickledFile(path, size_of(stream), tree)
+    return ArchiveTree(path, size_of(stream), tree)
 
 
 def _is_legacy(stream: BinaryIO) -> bool:
@@ -115,7 +115,7 @@ def _is_legacy(stream: BinaryIO) -> bool:
     return begin == _LEGACY_MAGIC
 
 
-def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_piece: bool) -> PickledFile:
+def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_piece: bool) -> ArchiveTree:
     directory = Directory(stream, known.layouts)
     order = directory.read_record("byteorder", 16) if directory.find("byteorder") else b"little"
     if order != b"little":
@@ -155,7 +155,7 @@ def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_
         tree, kept = known.trees[digest, offsets], Records.of(records)
         if not directory.has_read_headers:
             known.whole[key] = tree, kept
-    return PickledFile(path, directory.nbytes, tree, directory.root, kept, directory.surplus_nbytes)
+    return ArchiveTree(path, directory.nbytes, tree, directory.root, kept, directory.surplus_nbytes)
 
 
 def most_pickle_nbytes(file_nbytes: int, trust_pickle: bool) -> int:
