@@ -118,8 +118,7 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
     is_old = "ds_version" not in file.tree and "csr_tensor_module_names" in file.tree
     if is_old and not weights_alone:
         refuse_old(file, ["csr_tensor_module_names"])
-    lacks_names = "num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys()
-    lacks_names |= is_old
+    lacks_names = is_old or ("num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys())
     buffer_names = () if lacks_names else tuple(map(str, file.section("buffer_names")))
     module = module_entries(file.section("module"))
     for name, value in module.items():
