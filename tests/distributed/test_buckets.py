@@ -91,7 +91,7 @@ def test_what_is_not_there_is_said(bucket: Bucket, saved: Path, launch: Launch) 
         "no such bucket": {**case, "url": "s3://nobody/run"},
         "there is no DeepSpeed checkpoint": {**case, "url": "s3://bucket/nothing"},
         "the checkpoint to load is not there": {**case, "arguments": {"tag": "step5"}},
-        "one, since tag or mode asks for it": {
+        "there is no DeepSpeed checkpoint to load": {
             **case,
             "url": "s3://bucket/nothing",
             "arguments": {"tag": "step5"},
