@@ -38,7 +38,6 @@ class Global:
     error: ElasticCkptError | None = field(default=None, compare=False)  # raised when the object is wanted
     copies: bool = True  # whether the result of ``call`` may be as large as its arguments
     is_function: bool = False  # no class or value: refused wherever it is not called
-    takes_functions: bool = False  # whose arguments name a function, which it checks
 
     def __repr__(self) -> str:
         return self.name

@@ -176,15 +176,9 @@ def _closed_list() -> dict[str, Global]:
         calls[f"{core}.multiarray.scalar"] = _numpy_scalar
         calls[f"{core}.numeric._frombuffer"] = _numpy_buffer
     functions = {"builtins.getattr", "_codecs.encode", "torch.serialization._get_layout", *REBUILD}
-    functions |= {path for path in calls if path.startswith("numpy.core.") or path.startswith("numpy._core.")}
+    functions |= {path for path in calls if path.startswith(("numpy.core.", "numpy._core."))}
     return {
-        path: Global(
-            path,
-            call,
-            copies=path not in REBUILD,
-            is_function=path in functions,
-            takes_functions=path.endswith("._rebuild_from_type") or path.endswith("._rebuild_from_type_v2"),
-        )
+        path: Global(path, call, copies=path not in REBUILD, is_function=path in functions)
         for path, call in calls.items()
     }
 

@@ -227,7 +227,8 @@ class Unpickler:
             return Call(function, arguments)
         if type(function) is not Global:
             raise pickle.UnpicklingError(f"{described(function)} is called")
-        passed = None if function.takes_functions else next(filter(_is_function, arguments), None)
+        # functions that rebuild tensors look at each of their arguments
+        passed = next(filter(_is_function, arguments), None) if function.copies else None
         if passed is not None:
             return self.refused(unsafe_error(f"{passed} in the arguments of {function}"))
         if function.users is not None:
