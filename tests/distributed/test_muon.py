@@ -1,4 +1,4 @@
-"""DeepSpeed's Muon in each class of optimizer that DeepSpeed wraps it in."""
+"""DeepSpeed's Muon in each class of optimizer that DeepSpeed wraps it in, and with each auxiliary Adam."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
 
 IN_BF16_OPTIMIZER = Setup(1, "bf16_fp32acc", optimizer="muon")
-#: ZeRO-2 keeps momenta of whole parameters, ``BF16_Optimizer`` as much as the partition.
+SCATTERED = (("reduce_scatter", False),)
+#: ZeRO-2 keeps momenta of whole parameters, the others as much as the partition; with ``torch_adam``, the auxiliary
+#: optimizer counts its steps in tensors.
 EVERY = [
     IN_BF16_OPTIMIZER,
     Setup(2, "bf16", optimizer="muon"),
+    Setup(1, optimizer="muon_torch_adam"),
+    Setup(3, optimizer="muon_torch_adam", zero=SCATTERED),
+    Setup(1, "bf16_fp32acc", optimizer="muon_torch_adam"),
 ]
 
 
