@@ -17,10 +17,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -183,11 +183,14 @@ class _Comparison:
 
     def _is_mixed(self, model: PickledFile, optimizers: Sequence[PickledFile]) -> bool:
         """Whether counters and optimizer states may be of two saves."""
-        tree = model.tree
+        tree, flats = model.tree, defaultdict[Any, set[float]](set)
+        for file in optimizers:
+            for number, step in _steps_of_flats(file).items():
+                flats[number].add(step)
         _, why = compare_counts(
             tree["global_steps"],
             tree.get("skipped_steps") or 0,
-            frozenset(chain.from_iterable(map(_steps, optimizers))),
+            list(flats.values()),
             [file.section("optimizer_state_dict").get("loss_scaler") for file in optimizers],
             str(tree.get("ds_version")),
             saved_config.counts_ahead(model),
@@ -308,6 +311,11 @@ def _partition_numels(file: PickledFile, zero3: bool) -> Iterator[int]:
 
 
 def _steps(file: PickledFile) -> frozenset[int]:
-    counted = (value for value in saved_config.base_state(file).get("state", {}).values() if isinstance(value, Mapping))
-    steps = (value["step"] for value in counted if "step" in value)
-    return frozenset(int(plain_numbers(file, {"step": step})["step"]) for step in steps)
+    return frozenset(_steps_of_flats(file).values())
+
+
+def _steps_of_flats(file: PickledFile) -> dict[Any, int]:
+    """What an optimizer has counted, by the number of the flat tensor."""
+    states = saved_config.base_state(file).get("state", {}).items()
+    steps = {number: state["step"] for number, state in states if isinstance(state, Mapping) and "step" in state}
+    return {number: int(plain_numbers(file, {"step": step})["step"]) for number, step in steps.items()}

@@ -335,7 +335,9 @@ class RetryPolicy:
             again = not partly or moved  # which the new save replaces
             if again and self._older is None and self._wait(cause.problem):
                 return True
-            if self._config.on_damage != "error" and not (missing and self._tag is not None):
+            if self._config.on_damage != "error" and isinstance(cause, errors.MixedSavesError):
+                error.remedy = f'{error.remedy}; "on_damage" goes back for proven damage alone'
+            elif self._config.on_damage != "error" and not (missing and self._tag is not None):
                 why_not = self._fall_back(cause, found)
                 if why_not is None:
                     return True
@@ -371,7 +373,9 @@ class RetryPolicy:
         if self._older is None:
             return "; ".join((why, *self._skipped))
         if distributed.rank() == 0:
-            logger.warning("elastic_ckpt %s; %s", skipped, why)
+            last, step = self._steps[0], self._steps[-1]
+            lost = f"steps {step + 1} to {last}" if last > step else f"all steps after {step}"
+            logger.error("elastic_ckpt %s; %s: %s are lost, and trained again", skipped, why, lost)
         self._skipped = (*self._skipped, skipped)
         self._older = replace(self._older, notes=(*self._skipped, why))
         return None
