@@ -249,8 +249,8 @@ def universal_flag(engine: Any, value: bool) -> Iterator[None]:
 def replaced_loads(engine: Any, folder: str, read: Callable[[str], Any]) -> Iterator[None]:
     """Lets DeepSpeed's loader have what ``read`` makes of each file that it asks for, whatever its checkpoint engine.
 
-    That engine's own ``load``, which unpickles, is not called. Parts of DeepSpeed call :func:`torch.load`, which is
-    replaced for files below ``folder``, on this thread.
+    That engine's own ``load``, which unpickles, is not called; without an optimizer, ZeRO-3 has no checkpoint engine.
+    Parts of DeepSpeed call :func:`torch.load`, which is replaced for files below ``folder``, on this thread.
     """
     files, original, thread = engine.checkpoint_engine, torch.load, threading.get_ident()
     root = os.path.join(os.path.realpath(folder), "")
@@ -264,13 +264,15 @@ def replaced_loads(engine: Any, folder: str, read: Callable[[str], Any]) -> Iter
             return read(os.fspath(file))
         return original(file, *args, **kwargs)
 
-    files.load = load
+    if files is not None:
+        files.load = load
     torch.load = load_by_torch  # type: ignore[assignment]
     try:
         yield
     finally:
         torch.load = original
-        del files.load
+        if files is not None:
+            del files.load
 
 
 def commit_pending_save(engine: Any) -> None:

@@ -112,7 +112,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
     """Load what was found; leave to DeepSpeed's own loader what only that restores. Collective."""
     engine = call.engine
     if found is None:
-        if call.config.mode == "require" or (call.arguments.tag and is_url(os.fspath(call.arguments.load_dir))):
+        if call.config.mode == "require" or call.arguments.tag is not None:  # DeepSpeed's has an assert without words
             problem, expected = "there is no DeepSpeed checkpoint to load", "one, since tag or mode asks for it"
             raise errors.NotFoundError(problem, call.arguments.load_dir, expected, "none")
         with seen_through(None), objects_for_deepspeed(call):
