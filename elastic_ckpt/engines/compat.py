@@ -95,6 +95,20 @@ def dp_group_of(engine: Any) -> Any:
     return _first(engine.optimizer, "dp_process_group") or engine.seq_data_parallel_group
 
 
+def sharded_base_weights(engine: Any) -> dict[str, int]:
+    """Degree of sharding by name, of the frozen weights of ``deepspeed.linear.OptimizedLinear`` that ranks share out.
+
+    Each rank holds other values under one name, beside what ZeRO partitions.
+    """
+    found: dict[str, int] = {}
+    for name, module in engine.module.named_modules():
+        of_deepspeed = type(module).__module__.startswith("deepspeed.linear.")
+        degree = getattr(module, "zero_shards", 1) if of_deepspeed and not getattr(module, "disabled", False) else 1
+        if degree > 1:
+            found[f"{name}.weight" if name else "weight"] = degree
+    return found
+
+
 def keeps_own_masters(engine: Any) -> bool:
     """Whether an optimizer without ZeRO keeps fp32 masters beside fp16 or bf16 weights."""
     return hasattr(engine.optimizer, "refresh_fp32_params")

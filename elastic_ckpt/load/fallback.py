@@ -129,6 +129,7 @@ class _Comparison:
             # unknown which parameters the states belong to
             (self.with_states and not arguments.load_module_strict and without_zero)
             or compat.swaps_states(engine)
+            or (self.stage < 3 and compat.sharded_base_weights(engine))  # one rank's shard, on every rank
             or is_folder(self.found.path(SWAPPED_FOLDER))
             # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one lacks
             or (self.stage == 3 and not arguments.has_optimizer)

@@ -129,6 +129,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             warnings += tuple(checkpoint.training_state.left_out.values())
             wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": host.loads_scheduler}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
+            adapter.check(plan, checkpoint.metadata.source.zero_stage)
             planned.append((plan, host, warnings))
             return RankPlan.of(plan, at.mp_rank, config, found.folder, host.runs_code)
 
