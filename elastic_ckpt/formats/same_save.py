@@ -50,6 +50,8 @@ def with_progress_compared(
 ) -> CheckpointMetadata:
     """The metadata, with a note if the optimizer has not counted the steps of the counters, as after a reset.
 
+    It is a warning if the counters are at 0.
+
     ``scalers``: the loss scaler of each model-parallel rank, if the states are in other files than the counters. Raises
     :class:`MixedSavesError` with ``check_shards`` if files of two saves may be mixed: counts are one apart or, under
     ZeRO-3 where no weights tell, any number, and nothing in the files explains it.
@@ -60,7 +62,10 @@ def with_progress_compared(
     if not metadata.source.by_rank:  # of a universal checkpoint each parameter has files of its own
         flats = frozenset({frozenset(chain.from_iterable(flats))} if flats else ())
     exact = metadata.source.zero_stage == 3
-    odd_steps, why = compare_counts(counted, skipped, flats, scalers, model.ds_version, model.ahead, exact, kind)
+    recorded, has_schedule = model.ahead, model.has_schedule
+    odd_steps, why = compare_counts(
+        counted, skipped, flats, scalers, model.ds_version, recorded, exact, kind, has_schedule
+    )
     # Prodigy and D-Adaptation (d0) find their rate themselves, and count no step of rate zero
     counts_all = not any({"d", "d0"} & group.keys() for group in metadata.groups)
     if why is not None and scalers and check_shards and counts_all:
@@ -71,9 +76,13 @@ def with_progress_compared(
     if not odd_steps:
         return metadata
     found = f"at step {_shown(chain.from_iterable(flats))}, counters at {counted - skipped}"
-    if not counted:
-        reason = "no step was counted, as where something else than engine.step steps"
-    elif counts_all and _only_began_later(counted - skipped, flats):
+    if not counted:  # of an unfinished save over one from before the first step, too: a user has to know
+        reason = (
+            "no step was counted, as where something else than engine.step steps (Lightning Fabric); if that is not "
+        )
+        reason += "so here, the model-states files are of an older save"
+        return replace(metadata, warnings=(*metadata.warnings, f"optimizer states are {found}: {reason}"))
+    if counts_all and _only_began_later(counted - skipped, flats):
         reason = "parameters were added during the run"
     else:
         reason = "as after a reset of the optimizer"
@@ -109,6 +118,7 @@ def compare_counts(
     recorded: Mapping[str, Collection[int]],
     exact: bool,
     kind: str = PLAIN,
+    has_schedule: bool = False,
 ) -> tuple[set[float], tuple[str, str] | None]:
     """By how many steps the optimizer is ahead, where nothing explains it; and how files may be of two saves.
 
@@ -129,8 +139,9 @@ def compare_counts(
     explained: Mapping[str, Collection[int]] = {"step": step, "cur_iter": {0}, **recorded}
     odd_steps = {each - expected for each in steps} - set(explained["step"])
     odd = {each - counted for each in scaled} - set(explained["cur_iter"])
-    if not counted:  # no step has touched the counters, which may not be what counts
+    if not counted and (recorded or not has_schedule):  # no step has touched the counters; nothing shows that one would
         return odd_steps, None
+    exact = exact and counted > 0
     near, near_steps = (  # one step apart from a count that is explained
         any(abs(each - known) == 1 for each in found for known in explained[key])
         for key, found in (("cur_iter", odd), ("step", odd_steps))

@@ -196,6 +196,7 @@ class _Comparison:
             str(tree.get("ds_version")),
             saved_config.counts_ahead(model),
             exact=self.stage == 3,
+            has_schedule=tree.get("lr_scheduler") is not None,
         )
         return self.with_states and why is not None
 
