@@ -85,8 +85,8 @@ class ElasticConfig(BaseModel):
     on_damage: Literal["error", "previous"] | Annotated[int, Field(ge=0)] = Field(
         "error",
         description="when the checkpoint is damaged or incomplete, or latest names none: error: refuse it; previous: "
-        "load the newest complete checkpoint of load_dir that is older, with a warning. A number is the same, for "
-        "checkpoints at most so many steps older",
+        "load the newest complete checkpoint of load_dir that is older, and log as an error which steps are lost. A "
+        "number is the same, for checkpoints at most so many steps older. What may be of two saves is always refused",
     )
     fallback_dirs: list[Annotated[str, Field(min_length=1)]] = Field(
         [],

@@ -89,6 +89,13 @@ class SavedOverError(DamagedError):
     """A file was replaced or rewritten while it was being loaded: the folder may be whole in a moment."""
 
 
+class MixedSavesError(DamagedError):
+    """Files may be of two saves: what they count or hold does not fit together, which a change of the run explains too.
+
+    Damage is not proven, so that ``"on_damage"`` never goes back for it.
+    """
+
+
 class ConflictingCopiesError(DamagedError):
     """Nodes or folders have different files under one name: which belongs to the save is not known."""
 

@@ -20,7 +20,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, WEIGHTS
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, TargetTensor
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.distributed import can_broadcast
-from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
+from elastic_ckpt.engines.compat import base_optimizer, has_optimizer, sharded_base_weights
 from elastic_ckpt.engines.coordinates import expert_fqns, model_of, stacked_experts
 from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, dtype_name, tensor_of
 from elastic_ckpt.errors import UnsupportedError
@@ -133,6 +133,20 @@ class EngineAdapter(ABC):
             groups=tuple(groups),
             model=model_of(self._engine, self.dp_group, self._experts, self._stacked),
         )
+
+    def check(self, plan: LoadPlan, saved_zero_stage: int) -> None:
+        """Raise :class:`UnsupportedError` if ranks differ in what the checkpoint has once. Local; changes nothing."""
+        if self.zero_stage == saved_zero_stage == 3:  # which broadcasts one rank's values when the engine is built
+            return
+        sharded = sharded_base_weights(self._engine)
+        for name in (target.name for target in plan.reads.targets if target.key == FROZEN and target.name in sharded):
+            problem = "each rank has another shard of this frozen weight, and the checkpoint has one rank's alone"
+            found = f"deepspeed.linear.OptimizedLinear with base_weight_sharding: {sharded[name]}"
+            remedy = "the other shards are in no file: build the base weights from where the run took them, and save "
+            remedy += "with exclude_frozen_parameters=True, whose checkpoints load"
+            raise UnsupportedError(
+                problem, None, "a weight that is whole on each rank", found, parameter=name, remedy=remedy
+            )
 
     def param(self, flat: int) -> OptimizerParam:
         """What the base optimizer updates in place of one flat partition."""

@@ -36,6 +36,8 @@ except ImportError:  # before 0.17.2
 
 #: Key of the map of all ranks' shards in the ``conversion`` of AutoTP's record (since 0.19.7).
 AFFINE_MAP = getattr(constants, "AFFINE_MAP", None)
+#: Lists of the flat fp32 masters of ZeRO-3, 1 and 2, one of which an optimizer has.
+_FLAT_MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 #: Optimizers that step once, on gradients of zeros, when they are built.
 _STEP_WHEN_BUILT = frozenset({"FP16_Optimizer", "FP16_UnfusedOptimizer"})
 
@@ -79,8 +81,7 @@ def _first(owner: Any, *names: str) -> Any:
 
 def flat_master_numels(engine: Any) -> list[int]:
     """Elements of each flat fp32 master of this rank, padding included, in ZeRO-3, 1 and 2; none without ZeRO."""
-    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-    return [master.numel() for master in _first(engine.optimizer, *names) or ()]
+    return [master.numel() for master in _first(engine.optimizer, *_FLAT_MASTERS) or ()]
 
 
 def partition_group(engine: Any) -> Any:
@@ -92,6 +93,20 @@ def partition_group(engine: Any) -> Any:
 def dp_group_of(engine: Any) -> Any:
     """The process group over which the optimizer is partitioned, else the data-parallel group."""
     return _first(engine.optimizer, "dp_process_group") or engine.seq_data_parallel_group
+
+
+def sharded_base_weights(engine: Any) -> dict[str, int]:
+    """Degree of sharding by name, of the frozen weights of ``deepspeed.linear.OptimizedLinear`` that ranks share out.
+
+    Each rank holds other values under one name, beside what ZeRO partitions.
+    """
+    found: dict[str, int] = {}
+    for name, module in engine.module.named_modules():
+        of_deepspeed = type(module).__module__.startswith("deepspeed.linear.")
+        degree = getattr(module, "zero_shards", 1) if of_deepspeed and not getattr(module, "disabled", False) else 1
+        if degree > 1:
+            found[f"{name}.weight" if name else "weight"] = degree
+    return found
 
 
 def keeps_own_masters(engine: Any) -> bool:
@@ -186,6 +201,12 @@ def ds_config(engine: Any) -> Mapping[str, Any]:
     return engine._config._param_dict or {}
 
 
+def _updated(engine: Any) -> Sequence[torch.Tensor]:
+    """The tensors that the base optimizer updates: flat masters, which ZeRO-3 keeps out of the param groups."""
+    in_groups = chain(*(group["params"] for group in base_optimizer(engine).param_groups))
+    return _first(engine.optimizer, *_FLAT_MASTERS) or [param for param in in_groups if param.requires_grad]
+
+
 def record_counts(engine: Any) -> None:
     """Let saves state by how many steps the optimizer's counts are ahead of the counters, if not as in a new run.
 
@@ -199,8 +220,12 @@ def record_counts(engine: Any) -> None:
     states = [state for state in getattr(base, "state", {}).values() if isinstance(state, dict) and state]
     counted = [each["step"] for each in states if "step" in each]
     counted = counted or [group["step"] for group in base.param_groups if "step" in group]
-    if not states and not counted and any("betas" in group for group in base.param_groups):
-        counted = [0]
+    if states:
+        has_waiting = any(not base.state.get(each) for each in _updated(engine))  # a param group that was added
+    else:
+        has_waiting = not counted and any("betas" in group for group in base.param_groups)
+    if has_waiting and (counted or not states):
+        counted = [*counted, 0]
     numbers = (each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each for each in counted)
     steps = {int(number) for number in numbers if isinstance(number, (int, float)) and math.isfinite(number)}
     new = {"step": {int(type(engine.optimizer).__name__ in _STEP_WHEN_BUILT)}, "cur_iter": {0}}
@@ -238,8 +263,8 @@ def universal_flag(engine: Any, value: bool) -> Iterator[None]:
 def replaced_loads(engine: Any, folder: str, read: Callable[[str], Any]) -> Iterator[None]:
     """Lets DeepSpeed's loader have what ``read`` makes of each file that it asks for, whatever its checkpoint engine.
 
-    That engine's own ``load``, which unpickles, is not called. Parts of DeepSpeed call :func:`torch.load`, which is
-    replaced for files below ``folder``, on this thread.
+    That engine's own ``load``, which unpickles, is not called; without an optimizer, ZeRO-3 has no checkpoint engine.
+    Parts of DeepSpeed call :func:`torch.load`, which is replaced for files below ``folder``, on this thread.
     """
     files, original, thread = engine.checkpoint_engine, torch.load, threading.get_ident()
     root = os.path.join(os.path.realpath(folder), "")
@@ -253,13 +278,15 @@ def replaced_loads(engine: Any, folder: str, read: Callable[[str], Any]) -> Iter
             return read(os.fspath(file))
         return original(file, *args, **kwargs)
 
-    files.load = load
+    if files is not None:
+        files.load = load
     torch.load = load_by_torch  # type: ignore[assignment]
     try:
         yield
     finally:
         torch.load = original
-        del files.load
+        if files is not None:
+            del files.load
 
 
 def commit_pending_save(engine: Any) -> None:

@@ -14,6 +14,7 @@ copied here. Attributes of ``bitsandbytes.optim.optimizer.Optimizer8bit`` used: 
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -74,27 +75,29 @@ class StateSchema:
         steps_in_group: bool = False,  # whether each param group also has a ``step`` entry, which stays 0
         known: tuple[()] | None = None,  # states and scalars without ``describe``: unknown, or ``()`` to be left alone
     ) -> None:
-        self._base, self._describe, self._known, self.family = base, describe, known, family
-        self._step, self._scalars, self._steps_in_group = step, scalars, steps_in_group
+        self._base, self.describe, self._known, self.family = base, describe, known, family
+        self.step, self._scalars, self._steps_in_group = step, scalars, steps_in_group
         self.optimizer = class_name(base)
         #: Whether weight decay is decoupled, if param groups do not record it: of DeepSpeed's and apex's optimizers.
         self.decoupled = bool(base.adam_w_mode) if describe and hasattr(base, "adam_w_mode") else None
         # optional in DeepSpeed's CPU optimizers, always so in apex's
         self._wide = wide or getattr(base, "fp32_optimizer_states", False)
+        #: By updated tensor, the scalar states that :meth:`allocate` has removed, whose types are the live optimizer's.
+        self._removed: dict[torch.Tensor, dict[str, Any]] = {}
 
     def states(self, param: OptimizerParam) -> tuple[LiveState, ...] | None:
         """The tensor states of one flat tensor, or ``None`` if unknown. Changes nothing."""
-        if self._describe is None:
+        if self.describe is None:
             return self._known
-        states = self._describe(self._base.param_groups[param.group], param)
+        states = self.describe(self._base.param_groups[param.group], param)
         dtype = _MASTER_DTYPE if self._wide else dtype_name(param.master)
         return tuple(replace(state, dtype=dtype) if state.dtype == _MASTER_DTYPE else state for state in states)
 
     def scalars(self, param: OptimizerParam) -> tuple[str, ...] | None:
         """The sorted scalar states of one flat tensor (``step``), or ``None`` if unknown."""
-        if self._describe is None:
+        if self.describe is None:
             return self._known
-        uncounted = self._step is None or self._base.param_groups[param.group].get("use_muon")
+        uncounted = self.step is None or self._base.param_groups[param.group].get("use_muon")
         return tuple(sorted((*self._scalars, *(() if uncounted else ("step",)))))
 
     def allocate(self, param: OptimizerParam, targets: Sequence[TargetTensor]) -> None:
@@ -104,8 +107,8 @@ class StateSchema:
         first would write each page twice.
         """
         master, state = param.master, self._base.state[param.master]
-        for key in set(state) - {target.key for target in targets}:
-            del state[key]
+        removed = {key: state.pop(key) for key in set(state) - {target.key for target in targets}}
+        self._removed[master] = {key: value for key, value in removed.items() if getattr(value, "numel", int)() <= 1}
         for target in targets:
             planes = (target.planes,) if target.planes > 1 else ()
             shape = planes + tuple(master.shape) if target.layout == state_kinds.ELEMENTWISE else target.shape
@@ -119,24 +122,49 @@ class StateSchema:
                 state[target.key] = torch.zeros(shape, dtype=dtype, device=master.device)
 
     def set_scalars(self, param: OptimizerParam, values: Mapping[str, Any]) -> None:
-        """Set scalar states, each a separate object, since optimizers update them in place; unlisted ones as saved."""
+        """Set scalar states, each a separate object, since optimizers update them in place.
+
+        Each has the type of the live one; where there is none, that which the live optimizer is known to make; of an
+        unknown optimizer, the saved one.
+        """
         group, state = self._base.param_groups[param.group], self._base.state[param.master]
+        live = {**self._removed.pop(param.master, {}), **state}
         if self._steps_in_group:
             group.setdefault("step", 0)
         on_device = group.get("capturable") or group.get("fused")  # as in torch.optim.adam._init_group
         for key, value in values.items():
-            if self._describe is None:
+            if self.step != IN_GROUP and (same := _of_same_type(live.get(key), value)) is not None:
+                state[key] = same
+            elif self.describe is None:
                 is_on_host = key == "step" and not on_device  # as torch.optim.Optimizer.load_state_dict places them
                 device = "cpu" if is_on_host else param.master.device
                 state[key] = tensor_of(value, device) if isinstance(value, TensorValue) else value
             elif value is None:
                 state[key] = None
-            elif self._step == TENSOR or self._step is None:
+            elif self.step == TENSOR or self.step is None:
                 wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
                 dtype, device = torch.float64 if wide else torch.float32, param.master.device if on_device else "cpu"
                 state[key] = torch.tensor(float(value), dtype=dtype, device=device)
             else:
-                (group if self._step == IN_GROUP else state)[key] = int(value)
+                (group if self.step == IN_GROUP else state)[key] = int(value)
+
+
+def _of_same_type(live: Any, saved: Any) -> Any:
+    """A saved number as the live optimizer keeps it; ``None`` where it keeps none, or of a type that cannot hold it."""
+    if saved is None or (isinstance(saved, TensorValue) and saved.shape):
+        return None
+    number = saved.elements[0] if isinstance(saved, TensorValue) else saved
+    if isinstance(number, complex) or not math.isfinite(number):
+        return None
+    if isinstance(live, torch.Tensor) and not live.dim():
+        if live.dtype.is_floating_point:
+            return torch.tensor(float(number), dtype=live.dtype, device=live.device)
+        same = torch.tensor(number).to(live.dtype)
+        return same.to(live.device) if same.item() == number else None
+    if type(live) in (int, float):
+        same = type(live)(number)
+        return same if same == number else None
+    return None
 
 
 def tensor_of(value: TensorValue, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -167,12 +195,28 @@ def _adafactor(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
     )
 
 
-def _deepspeed_muon(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
-    if not group["use_muon"]:
-        return _PLAIN_ADAM(group, param)
-    # the dtype follows the gradients; a restored buffer keeps the saved one until the next step
-    touched = LiveState("momentum_buffer", "", state_kinds.TOUCHED)
-    return (touched if param.keeps_touched else LiveState("momentum_buffer", _MASTER_DTYPE),)
+def _deepspeed_muon(base: Any) -> StateSchema:
+    """DeepSpeed's Muon, whose auxiliary Adam updates the other param groups, with the same ``state``.
+
+    Adam is an optimizer of its own since DeepSpeed 0.19 (``"torch_adam"`` chooses which), else a part of Muon's step.
+    """
+    auxiliary = getattr(base, "aux_optimizer", None)
+    if auxiliary is not None and class_name(auxiliary) not in KNOWN:
+        problem, name = "Muon's auxiliary optimizer is not a known one", class_name(auxiliary)
+        raise UnsupportedError(problem, None, "torch's Adam or AdamW, FusedAdam or DeepSpeedCPUAdam", name)
+    of_auxiliary = None if auxiliary is None else KNOWN[class_name(auxiliary)](base)
+    describe_auxiliary = _PLAIN_ADAM if of_auxiliary is None else of_auxiliary.describe
+    assert describe_auxiliary is not None, "all known optimizers are described"
+
+    def describe(group: Group, param: OptimizerParam) -> tuple[LiveState, ...]:
+        if not group["use_muon"]:
+            return describe_auxiliary(group, param)
+        # the dtype follows the gradients; a restored buffer keeps the saved one until the next step
+        touched = LiveState("momentum_buffer", "", state_kinds.TOUCHED)
+        return (touched if param.keeps_touched else LiveState("momentum_buffer", _MASTER_DTYPE),)
+
+    wide = getattr(auxiliary, "fp32_optimizer_states", False)
+    return StateSchema(base, describe, step=INT if of_auxiliary is None else of_auxiliary.step, wide=wide)
 
 
 #: Makes a schema of a base optimizer, by these arguments.
@@ -202,7 +246,7 @@ KNOWN: dict[str, Callable[[Any], StateSchema]] = {
     # CPULion keeps a second tensor that it never uses
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _listed(describe=_PLAIN_ADAM, step=INT),
     "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": _listed(describe=_plain("exp_avg_sq"), step=INT),
-    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": _listed(describe=_deepspeed_muon, step=INT),
+    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": _deepspeed_muon,
     "apex.optimizers.fused_adam.FusedAdam": _listed(describe=_PLAIN_ADAM, family="adam", step=IN_GROUP, wide=True),
 }
 

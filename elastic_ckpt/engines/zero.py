@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -44,6 +45,9 @@ LISTS = {
     FP16_Optimizer: ("fp32_groups_flat", "fp16_groups", "fp16_groups"),
     FP16_UnfusedOptimizer: ("fp32_groups", "fp16_groups", "fp16_groups"),
 }
+#: Optimizers whose Muon momenta are of whole parameters, all that have elements in the partition, unless offloaded. Any
+#: other keeps as many elements as its master has: ``BF16_Optimizer`` exchanges pieces of matrices between ranks.
+_KEEPS_TOUCHED = frozenset({DeepSpeedZeroOptimizer})
 #: float32, or the result of ``bf16_master_weights_and_grads`` and ``fp16_master_weights_and_grads``.
 _MASTER_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -72,10 +76,30 @@ class Zero012Adapter(EngineAdapter):
             masters, members = [*chain(*masters)], [[param] for params in members for param in params]
         self._offsets = compat.flat_offsets(optimizer, members)
         # Muon orthogonalizes whole gradients on every rank that has some of their elements; offloaded, it gathers them
-        self.keeps_touched = bool(partitions) and not getattr(optimizer, "cpu_offload", False)
+        self.keeps_touched = type(optimizer) in _KEEPS_TOUCHED and not optimizer.cpu_offload
         self.replicated = not partitions
         stage = engine.zero_optimization_stage() if partitions else 0
         super().__init__(engine, schema, stage, masters, list(groups), members, numbered, compat.dp_group_of(engine))
+
+    def local_state(self) -> LocalState:
+        for flat, master in enumerate(self.masters):
+            momentum = self.base.state.get(master, {}).get("momentum_buffer")
+            if momentum is not None and self.base.param_groups[self.groups[flat]].get("use_muon"):
+                self._check_momentum(flat, momentum)
+        return super().local_state()
+
+    def _check_momentum(self, flat: int, momentum: torch.Tensor) -> None:
+        """Compare the size of a live Muon momentum with what is known of the class of optimizer."""
+        touched = {place.index for place in self.placements(flat)} if self.keeps_touched else ()
+        numel = sum(self.members[flat][index].numel() for index in touched)
+        numel = numel if self.keeps_touched else self.masters[flat].numel()
+        if momentum.numel() != numel:
+            problem = f"Muon's momentum in {type(self.optimizer).__name__} is not laid out as in known versions"
+            name, found = (
+                self._names_of(self.members[flat])[0],
+                f"{momentum.numel()} of DeepSpeed {deepspeed.__version__}",
+            )
+            raise UnsupportedError(problem, None, f"{numel} elements", found, parameter=name)
 
     def placements(self, flat: int) -> Iterable[Placement]:
         numels = [param.numel() for param in self.members[flat]]

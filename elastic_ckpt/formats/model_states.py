@@ -102,6 +102,7 @@ class ModelShard(SourceFile):
     stacked: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)  # plain values among the run's arguments
     ahead: Mapping[str, frozenset[int]] = field(default_factory=dict)  # see :func:`.counts_ahead`
+    has_schedule: bool = False  # whether the engine had an lr scheduler, which ``engine.step`` steps
 
     @property
     def buffers(self) -> list[str]:
@@ -152,6 +153,7 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
         stacked=_stacked_experts(file),
         run=run,
         ahead=counts_ahead(file),
+        has_schedule=tree.get("lr_scheduler") is not None,
     )
 
 

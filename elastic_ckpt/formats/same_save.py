@@ -6,20 +6,23 @@ ZeRO-1/2 saves the low-precision weights whole in the model-states file, and Dee
 fp32 masters, so a few elements of each shard, rounded, must equal them. ZeRO-3 saves none: only counts are compared.
 
 Counts are not those of the counters after a reset, or where the run began elsewhere. How far they are apart then stays
-the same, and saves after a load by elastic_ckpt state it (``elastic_ckpt.engines.compat.record_counts``).
+the same, and saves after a load by elastic_ckpt state it (``elastic_ckpt.engines.compat.record_counts``). Param groups
+that were added during the run have counted less, and where something else than ``engine.step`` steps, as in Lightning
+Fabric, the counters stay at 0 and tell nothing. So a difference is a suspicion, not a proof.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.values import numbers
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, MismatchError, UnsupportedError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, MixedSavesError, UnsupportedError
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import agrees_when_rounded, to_numbers
@@ -28,7 +31,7 @@ from elastic_ckpt.storage import open_stream
 _NO_STEP_WHEN_BUILT = (0, 13, 5)  # from this release on, ZeRO's optimizers do not step once when they are built
 #: Error, problem and remedy where masters are not those of their weights.
 _OTHER_RUN = (
-    DamagedError,
+    MixedSavesError,
     "the fp32 masters in this file are not those of the weights saved beside it",
     "the file is of another run, or weights were changed by hand before the save; "
     'if that was meant: "elastic_checkpoint": {"verify": "bytes"}',
@@ -47,58 +50,84 @@ def with_progress_compared(
 ) -> CheckpointMetadata:
     """The metadata, with a note if the optimizer has not counted the steps of the counters, as after a reset.
 
+    It is a warning if the counters are at 0.
+
     ``scalers``: the loss scaler of each model-parallel rank, if the states are in other files than the counters. Raises
-    :class:`DamagedError` with ``check_shards`` if files of two saves may be mixed: counts are one apart or, under
+    :class:`MixedSavesError` with ``check_shards`` if files of two saves may be mixed: counts are one apart or, under
     ZeRO-3 where no weights tell, any number, and nothing in the files explains it.
     """
     kind = PLAIN if model.optimizer is None else model.optimizer.kind
     counted, skipped = int(model.counters["global_steps"]), int(model.counters["skipped_steps"])
-    steps = _optimizer_steps(metadata, counted - skipped)
+    flats = _optimizer_steps(metadata, counted - skipped)
+    if not metadata.source.by_rank:  # of a universal checkpoint each parameter has files of its own
+        flats = frozenset({frozenset(chain.from_iterable(flats))} if flats else ())
     exact = metadata.source.zero_stage == 3
-    odd_steps, why = compare_counts(counted, skipped, steps, scalers, model.ds_version, model.ahead, exact, kind)
+    recorded, has_schedule = model.ahead, model.has_schedule
+    odd_steps, why = compare_counts(
+        counted, skipped, flats, scalers, model.ds_version, recorded, exact, kind, has_schedule
+    )
     # Prodigy and D-Adaptation (d0) find their rate themselves, and count no step of rate zero
     counts_all = not any({"d", "d0"} & group.keys() for group in metadata.groups)
     if why is not None and scalers and check_shards and counts_all:
         problem = "optimizer states and counters are of different steps: files of two saves may be mixed in this folder"
         remedy = "take another tag; if the optimizer was reset during the run, or the run began without ZeRO in fp16 "
         remedy += 'or bf16, or with DeepSpeed before 0.13, which explains it: "elastic_checkpoint": {"verify": "bytes"}'
-        raise DamagedError(problem, model.path, *why, remedy=remedy)
+        raise MixedSavesError(problem, model.path, *why, remedy=remedy)
     if not odd_steps:
         return metadata
-    found = f"at step {_shown(steps)}, counters at {counted - skipped}"
-    note = f"optimizer states are {found}: as after a reset of the optimizer"
+    found = f"at step {_shown(chain.from_iterable(flats))}, counters at {counted - skipped}"
+    if not counted:  # of an unfinished save over one from before the first step, too: a user has to know
+        reason = (
+            "no step was counted, as where something else than engine.step steps (Lightning Fabric); if that is not "
+        )
+        reason += "so here, the model-states files are of an older save"
+        return replace(metadata, warnings=(*metadata.warnings, f"optimizer states are {found}: {reason}"))
+    if counts_all and _only_began_later(counted - skipped, flats):
+        reason = "parameters were added during the run"
+    else:
+        reason = "as after a reset of the optimizer"
+    note = f"optimizer states are {found}: {reason}"
     return replace(metadata, notes=(*metadata.notes, note))
 
 
-def _optimizer_steps(metadata: CheckpointMetadata, expected: int) -> frozenset[float]:
-    """The steps that parameters have counted."""
-    steps = {number for saved in metadata.parameters.values() for number in numbers(dict(saved.scalars).get("step"))}
+def _optimizer_steps(metadata: CheckpointMetadata, expected: int) -> frozenset[frozenset[float]]:
+    """The steps that parameters have counted: those of all ranks, for each flat tensor that has a count."""
+    counts = {frozenset(numbers(dict(saved.scalars).get("step"))) for saved in metadata.parameters.values()}
+    steps = counts - {frozenset()}
     if expected == 1 and not steps and not metadata.state_keys and any("betas" in group for group in metadata.groups):
-        return frozenset({0})  # of an optimizer that counts, but has not begun
+        return frozenset({frozenset({0.0})})  # of an optimizer that counts, but has not begun
     if metadata.source.zero_stage == 3 and any("bias_correction" in group for group in metadata.groups):
         # a step that is kept in the group counts each of its sub-groups
-        steps = {step for step in steps if not expected or step % expected}
+        multiples = (frozenset(step for step in each if not expected or step % expected) for each in steps)
+        steps = {each for each in multiples if each}
     return frozenset(steps)
+
+
+def _only_began_later(expected: int, flats: Collection[Collection[float]]) -> bool:
+    """Whether a flat tensor has counted all steps, on all ranks, and others less: those of groups that were added."""
+    furthest = max(chain.from_iterable(flats), default=None)
+    return furthest == expected and {expected} in [set(steps) for steps in flats]
 
 
 def compare_counts(
     counted: int,
     skipped: int,
-    steps: Collection[float],
+    flats: Collection[Collection[float]],
     scalers: Sequence[Any],
     ds_version: str,
     recorded: Mapping[str, Collection[int]],
     exact: bool,
     kind: str = PLAIN,
+    has_schedule: bool = False,
 ) -> tuple[set[float], tuple[str, str] | None]:
     """By how many steps the optimizer is ahead, where nothing explains it; and how files may be of two saves.
 
     The latter is what was expected and found; ``exact``: of any two saves, not of neighbours. ``counted`` and
-    ``skipped`` are the counters of the model-states files, ``steps`` what the optimizer has counted, ``scalers`` loss
-    scalers if its states are in other files. ``recorded``: by how many steps counts are ahead, as far as the run has
-    recorded it. ``kind`` is that of an optimizer without ZeRO.
+    ``skipped`` are the counters of the model-states files, ``flats`` what the optimizer has counted of each flat tensor
+    on any rank, ``scalers`` loss scalers if its states are in other files. ``recorded``: by how many steps counts are
+    ahead, as far as the run has recorded it. ``kind`` is that of an optimizer without ZeRO.
     """
-    expected = counted - skipped
+    expected, steps = counted - skipped, set(chain.from_iterable(flats))
     saved = (each if isinstance(each, Mapping) else getattr(each, "__dict__", {}) for each in scalers)
     dynamic = (values for values in saved if values.get("dynamic_loss_scale", values.get("dynamic")))
     scaled = {values["cur_iter"] for values in dynamic if isinstance(values.get("cur_iter"), int)}
@@ -110,12 +139,17 @@ def compare_counts(
     explained: Mapping[str, Collection[int]] = {"step": step, "cur_iter": {0}, **recorded}
     odd_steps = {each - expected for each in steps} - set(explained["step"])
     odd = {each - counted for each in scaled} - set(explained["cur_iter"])
+    if not counted and (recorded or not has_schedule):  # no step has touched the counters; nothing shows that one would
+        return odd_steps, None
+    exact = exact and counted > 0
     near, near_steps = (  # one step apart from a count that is explained
         any(abs(each - known) == 1 for each in found for known in explained[key])
         for key, found in (("cur_iter", odd), ("step", odd_steps))
     )
     if near:
         return odd_steps, (f"a loss scaler at step {counted}, from global_steps", f"at step {_shown(scaled)}")
+    if "step" not in recorded and _only_began_later(expected, flats):
+        return odd_steps, None
     # a scaler counts the steps that overflow, too: where it agrees, all files are of one save
     if (odd or not scaled) and (near_steps or (exact and odd_steps)):
         wanted = f"optimizer step {expected}, from global_steps and skipped_steps"
@@ -123,8 +157,8 @@ def compare_counts(
     return odd_steps, None
 
 
-def _shown(steps: Collection[float]) -> str:
-    return ", ".join(f"{step:g}" for step in sorted(steps))
+def _shown(steps: Iterable[float]) -> str:
+    return ", ".join(f"{step:g}" for step in sorted(set(steps)))
 
 
 def spot_check(
@@ -133,7 +167,7 @@ def spot_check(
     """Compare a few masters in each of some files with the low-precision weights saved beside them. Local.
 
     ``files`` are indices in ``metadata.files``, ``weights`` the entries of ``path`` by parameter: none under ZeRO-3.
-    Raises :class:`DamagedError`, or :class:`MismatchError` without ZeRO, where parameters are matched by their order.
+    Raises :class:`MixedSavesError`; without ZeRO, where parameters are matched by order, :class:`MismatchError`.
     """
     checked: Counter[int] = Counter()
     # without partitions, values also prove which parameter is which: compare all of them

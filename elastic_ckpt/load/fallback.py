@@ -17,10 +17,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -129,6 +129,7 @@ class _Comparison:
             # unknown which parameters the states belong to
             (self.with_states and not arguments.load_module_strict and without_zero)
             or compat.swaps_states(engine)
+            or (self.stage < 3 and compat.sharded_base_weights(engine))  # one rank's shard, on every rank
             or is_folder(self.found.path(SWAPPED_FOLDER))
             # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one lacks
             or (self.stage == 3 and not arguments.has_optimizer)
@@ -183,15 +184,19 @@ class _Comparison:
 
     def _is_mixed(self, model: PickledFile, optimizers: Sequence[PickledFile]) -> bool:
         """Whether counters and optimizer states may be of two saves."""
-        tree = model.tree
+        tree, flats = model.tree, defaultdict[Any, set[float]](set)
+        for file in optimizers:
+            for number, step in _steps_of_flats(file).items():
+                flats[number].add(step)
         _, why = compare_counts(
             tree["global_steps"],
             tree.get("skipped_steps") or 0,
-            frozenset(chain.from_iterable(map(_steps, optimizers))),
+            list(flats.values()),
             [file.section("optimizer_state_dict").get("loss_scaler") for file in optimizers],
             str(tree.get("ds_version")),
             saved_config.counts_ahead(model),
             exact=self.stage == 3,
+            has_schedule=tree.get("lr_scheduler") is not None,
         )
         return self.with_states and why is not None
 
@@ -309,6 +314,11 @@ def _partition_numels(file: PickledFile, zero3: bool) -> Iterator[int]:
 
 @opened_once
 def _steps(file: PickledFile) -> frozenset[int]:
-    counted = (value for value in saved_config.base_state(file).get("state", {}).values() if isinstance(value, Mapping))
-    steps = (value["step"] for value in counted if "step" in value)
-    return frozenset(int(plain_numbers(file, {"step": step})["step"]) for step in steps)
+    return frozenset(_steps_of_flats(file).values())
+
+
+def _steps_of_flats(file: PickledFile) -> dict[Any, int]:
+    """What an optimizer has counted, by the number of the flat tensor."""
+    states = saved_config.base_state(file).get("state", {}).items()
+    steps = {number: state["step"] for number, state in states if isinstance(state, Mapping) and "step" in state}
+    return {number: int(plain_numbers(file, {"step": step})["step"]) for number, step in steps.items()}

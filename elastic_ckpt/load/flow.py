@@ -130,6 +130,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             wanted: dict[str, Any] = {"optimizer_states": with_states, "strict": strict}
             wanted |= {"scheduler": host.loads_scheduler, "scheduled": host.scheduled}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
+            adapter.check(plan, checkpoint.metadata.source.zero_stage)
             planned.append((plan, host, warnings))
             return RankPlan.of(plan, at.mp_rank, config, found.folder, host.runs_code)
 

@@ -118,7 +118,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
     """Load what was found; leave to DeepSpeed's own loader what only that restores. Collective."""
     engine = call.engine
     if found is None:
-        if policy.is_asked or (call.arguments.tag and is_url(os.fspath(call.arguments.load_dir))):
+        if policy.is_asked or call.arguments.tag is not None:  # of a tag that is not there, DeepSpeed's asserts
             problem = "there is no DeepSpeed checkpoint to load"
             expected = "one, since tag, mode, load_universal or --universal-checkpoint asks for it"
             remedy = "check the path; to begin a run in an empty folder, leave the flag or the option out"
@@ -295,7 +295,9 @@ class RetryPolicy:
             again = not partly or moved  # which the new save replaces
             if again and self._older is None and self._wait(cause.problem):
                 return True
-            if self._config.on_damage != "error" and not (missing and self._tag is not None):
+            if self._config.on_damage != "error" and isinstance(cause, errors.MixedSavesError):
+                error.remedy = f'{error.remedy}; "on_damage" goes back for proven damage alone'
+            elif self._config.on_damage != "error" and not (missing and self._tag is not None):
                 why_not = self._fall_back(cause, found)
                 if why_not is None:
                     return True
@@ -331,7 +333,9 @@ class RetryPolicy:
         if self._older is None:
             return "; ".join((why, *self._skipped))
         if distributed.rank() == 0:
-            logger.warning("elastic_ckpt %s; %s", skipped, why)
+            last, step = self._steps[0], self._steps[-1]
+            lost = f"steps {step + 1} to {last}" if last > step else f"all steps after {step}"
+            logger.error("elastic_ckpt %s; %s: %s are lost, and trained again", skipped, why, lost)
         self._skipped = (*self._skipped, skipped)
         self._older = replace(self._older, notes=(*self._skipped, why))
         return None

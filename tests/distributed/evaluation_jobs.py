@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,3 +86,18 @@ def error_of(load: Callable[[], Any]) -> list[str]:
     except elastic_ckpt.ElasticCkptError as error:
         return [kind.__name__ for kind in type(error).__mro__]
     return []
+
+
+def without_checkpoint(arguments: dict[str, Any]) -> list[SimpleNamespace]:
+    """What loads from a folder without checkpoint return or raise, with and without a tag."""
+    elastic_ckpt.install()
+    facts = []
+    for setup, has_optimizer in arguments["engines"]:
+        engine = models.build_engine(setup) if has_optimizer else build_evaluation_engine(setup)
+        for tag in (None, "step4"):
+            found = SimpleNamespace(engine=(setup, has_optimizer), tag=tag, returned=None)
+            load = partial(engine.load_checkpoint, arguments["folder"], tag=tag)
+            found.error = error_of(lambda found=found, load=load: setattr(found, "returned", load()))
+            facts.append(found)
+        close(engine)
+    return facts

@@ -400,7 +400,10 @@ def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:
     _padding["value"] = 3e38 if is_aligned else 0.0
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16, torch.bfloat16]
-    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "momentum": 0.9}}} if setup.optimizer == "muon" else {}
+    muon: dict[str, Any] = {}
+    if setup.optimizer.startswith("muon"):
+        torch_adam = {"torch_adam": True} if setup.optimizer == "muon_torch_adam" else {}
+        muon["optimizer"] = {"type": "Muon", "params": {"lr": 1e-2, "momentum": 0.9, **torch_adam}}
     optimizer = None if muon else build_optimizer(model, setup)
     scheduler = None if muon else torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
     config = {

@@ -42,7 +42,7 @@ def save(arguments: dict[str, Any]) -> None:
 def everything(engine: Any) -> dict[str, Any]:
     """Masters, decoded states, scalars and groups of a whole job. Collective."""
     is_muon = "Muon" in type(plain.base_of(engine)).__name__ and engine.zero_optimization_stage() in (1, 2)
-    is_muon = is_muon and not engine.optimizer.cpu_offload
+    is_muon = is_muon and not getattr(engine.optimizer, "cpu_offload", True)  # which BF16_Optimizer has not
     held = {"masters": masters(engine), "scalars": oracle.scalars(engine), "groups": plain.hyperparameters(engine)}
     states, scales = oracle.decoded(engine, {"momentum_buffer"} if is_muon else set())
     if is_muon:

@@ -47,3 +47,15 @@ def test_a_folder_without_masters_has_the_weights_below_zero3(launch: Launch, na
             assert "own weights, saved in float32" in " | ".join(report.notes)
         # and not DeepSpeed's AttributeError, even at the saved topology
         assert "UnsupportedError" in found.custom_load_fn
+
+
+def test_a_folder_without_checkpoint_begins_a_run_unless_a_tag_is_asked_for(launch: Launch, tmp_path: Path) -> None:
+    """DeepSpeed has no words for the latter, and no checkpoint engine in ZeRO-3 without an optimizer."""
+    engines = [(setup, has_optimizer) for setup in (Setup(0), Setup(3)) for has_optimizer in (False, True)]
+    (tmp_path / "step4").mkdir()
+    for folder in (tmp_path, tmp_path / "none"):
+        for found in launch(2, "evaluation_jobs.without_checkpoint", {"engines": engines, "folder": str(folder)}):
+            if found.tag is None:
+                assert found.returned == (None, None), (found.engine, found.error)
+            else:
+                assert found.error[0] == "NotFoundError", (found.engine, found.error)

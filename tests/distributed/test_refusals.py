@@ -76,7 +76,7 @@ DAMAGED: dict[str, tuple[str, str, Any, str, Words]] = {
     "universal: a folder for a file": ("universal", Z1, damage.put("zero/back.weight/exp_avg.pt", Path.mkdir), "DamagedError", ["exp_avg.pt", "a folder"]),
     "noise for a pickle": ("native", Z1, damage.rewrite_pickle(RANK1), "DamagedError", [RANK1]),
     "code in a pickle": ("native", Z1, damage.edit(MODEL, damage.plant_bomb), "UnsafePickleError", [MODEL, "print", "trust_pickle"]),
-    "shard of another run": ("native", Z1, FromRun("other data", Z1, (RANK1,)), "DamagedError", [RANK1, "not those of the weights"]),
+    "shard of another run": ("native", Z1, FromRun("other data", Z1, (RANK1,)), "MixedSavesError", [RANK1, "not those of the weights"]),
     "shard of another step": ("native", Z1, FromRun("shorter", Z1, (RANK1,)), "DamagedError", [RANK1, "another save", "step"]),
     "zero3 shard of another step": ("native", Z3, FromRun("shorter", Z3, (RANK1,)), "DamagedError", [RANK1, "another save"]),
     "model states of another step": ("native", Z3, FromRun("shorter", Z3, (MODEL3,)), "DamagedError", [MODEL3, "counters"]),

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.engines.adapter import EngineAdapter
+from elastic_ckpt.engines.zero import Zero012Adapter
+from elastic_ckpt.errors import UnsupportedError
 
 Group = dict[str, Any]
 
@@ -65,3 +68,23 @@ def test_a_live_tensor_like_the_saved_one_is_filled_in_place_and_no_other() -> N
     group = restored({"a": like, "b": other}, {"a": STEP, "b": STEP})
     assert group["a"] is like and like == 2
     assert (group["b"].dtype, group["b"].item(), other.item()) == (torch.int32, 2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("keeps_touched", "numel", "is_known"), [(True, 9, True), (True, 6, False), (False, 6, True), (False, 9, False)]
+)
+def test_the_size_of_muons_momentum_is_that_known_of_the_class_of_optimizer(
+    keeps_touched: bool, numel: int, is_known: bool
+) -> None:
+    """A partition of six elements, on the first of two ranks, of parameters of five and four."""
+    adapter: Any = object.__new__(Zero012Adapter)
+    adapter.members = [[torch.nn.Parameter(torch.zeros(5)), torch.nn.Parameter(torch.zeros(4))]]
+    adapter.masters, adapter.keeps_touched, adapter.optimizer = [torch.zeros(6)], keeps_touched, SimpleNamespace()
+    adapter._parts = {param: [SimpleNamespace(name=name)] for param, name in zip(adapter.members[0], "ab", strict=True)}
+    adapter.placements = lambda flat: [Placement(0, FlatRange(0, 5), 0), Placement(1, FlatRange(0, 1), 5)]
+    if is_known:
+        adapter._check_momentum(0, torch.zeros(numel))
+        return
+    with pytest.raises(UnsupportedError, match="Muon's momentum") as caught:
+        adapter._check_momentum(0, torch.zeros(numel))
+    assert caught.value.parameter == "a" and str(numel) in str(caught.value.found)

@@ -86,6 +86,13 @@ CASES += [(name, (3, 4)) for name in MATRIX_MAKERS]
 EVERY: dict[str, Make] = {**MAKERS, **MATRIX_MAKERS}
 
 
+class Lion(torch.optim.Optimizer):
+    """An optimizer of the user's own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+
 def gradients(shape: Shape, count: int = 3, seed: int = 5) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(count)]
@@ -364,6 +371,53 @@ def test_the_schema_names_the_class_and_tells_the_kind_of_weight_decay_where_the
     for decoupled in (True, False):
         optimizer = MuonWithAuxAdam([{"params": [param], "use_muon": False}], adam_w_mode=decoupled)
         assert schema_of(optimizer).decoupled is decoupled
+
+
+@pytest.mark.parametrize("auxiliary", [None, "Adam", "AdamW"])
+def test_muons_auxiliary_adam_keeps_its_steps_as_it_does_elsewhere(auxiliary: str | None) -> None:
+    """An int in Muon's own code, a tensor in torch's Adam, which raises at the next step if it is none."""
+    param = parameter((12,))
+    adam = None if auxiliary is None else getattr(optim, auxiliary)
+    optimizer = MuonWithAuxAdam([{"params": [param], "use_muon": False, "lr": 0.1, "amsgrad": True}], adam)
+    step(optimizer, param, gradients((12,)))
+    before, stepped = dict(optimizer.state[param]), stepped_of(param)
+    schema = schema_of(optimizer)
+    assert set(described(schema, stepped, (12,))) == before.keys() - {"step"}
+    optimizer.state.clear()
+    schema.allocate(stepped, targets_of(schema, stepped, (12,)))
+    schema.set_scalars(stepped, {"step": 3.0})
+    assert type(optimizer.state[param]["step"]) is type(before["step"]) and optimizer.state[param]["step"] == 3
+    step(optimizer, param, gradients((12,)))
+
+
+def test_muon_with_an_unknown_auxiliary_optimizer_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="auxiliary") as caught:
+        schema_of(MuonWithAuxAdam([{"params": [parameter((4,))], "use_muon": False, "lr": 0.1}], Lion))
+    assert "Lion" in str(caught.value.found)
+
+
+@pytest.mark.parametrize("saved", [7, 7.0, TensorValue("float32", (), (7.0,)), TensorValue("int64", (), (7,))])
+@pytest.mark.parametrize("live", [3, 3.0, torch.tensor(3.0), torch.tensor(3), torch.tensor(3, dtype=torch.float64)])
+@pytest.mark.parametrize("make", [Lion, optim.AdamW])
+def test_a_scalar_state_has_the_type_of_the_live_one(make: Any, live: Any, saved: Any) -> None:
+    param = parameter((3,))
+    optimizer = make([param])
+    optimizer.state[param] = {"step": live, "old": 1}
+    schema = schema_of(optimizer)
+    schema.allocate(stepped_of(param), ())
+    schema.set_scalars(stepped_of(param), {"step": saved})
+    found = optimizer.state[param]["step"]
+    assert type(found) is type(live) and found == 7 and optimizer.state[param].keys() == {"step"}
+    assert getattr(found, "dtype", None) == getattr(live, "dtype", None)
+
+
+def test_what_the_live_type_cannot_hold_is_as_saved() -> None:
+    param = parameter((3,))
+    for live, saved in ((3, 0.5), (torch.tensor(3), 0.5), (3, float("inf")), (3, TensorValue("int64", (1,), (7,)))):
+        optimizer = Lion([param])
+        optimizer.state[param]["k"] = live
+        schema_of(optimizer).set_scalars(stepped_of(param), {"k": saved})
+        assert type(optimizer.state[param]["k"]) is (torch.Tensor if isinstance(saved, TensorValue) else float)
 
 
 @pytest.mark.parametrize("name", sorted(name for name in KNOWN if name.startswith("deepspeed.ops.")))
@@ -699,13 +753,6 @@ def test_a_number_of_scales_tells_the_size_of_blocks() -> None:
 
 
 # --- unknown optimizers, and those that are refused -------------------------------------------------------------
-
-
-class Lion(torch.optim.Optimizer):
-    """An optimizer of the user's own."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
 
 
 def test_an_unknown_optimizer_takes_what_the_checkpoint_has() -> None:

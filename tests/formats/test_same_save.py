@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
@@ -21,7 +23,7 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
-from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, MismatchError, MixedSavesError, UnsupportedError
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -38,10 +40,12 @@ def model_of(
     kind: str | None = None,
     version: str = "0.19.8",
     ahead: Mapping[str, frozenset[int]] = MappingProxyType({}),
+    has_schedule: bool = False,
 ) -> Any:
     optimizer = None if kind is None else SimpleNamespace(kind=kind)
     counters = {"global_steps": steps, "skipped_steps": skipped}
-    return SimpleNamespace(counters=counters, path="file", optimizer=optimizer, ds_version=version, ahead=ahead)
+    facts = {"optimizer": optimizer, "ds_version": version, "ahead": ahead, "has_schedule": has_schedule}
+    return SimpleNamespace(counters=counters, path="file", **facts)
 
 
 def in_stage(stage: int, metadata: CheckpointMetadata) -> CheckpointMetadata:
@@ -96,6 +100,8 @@ def test_counts_that_are_explained_agree(stage: int, metadata: Any, model: Any, 
         (1, at_steps(7.0), model_of(7), [scaler(7), scaler(8)], "step 7, 8"),
         (3, in_groups(at_steps(22.0), bias_correction=True), model_of(7), BESIDE, "step 22"),
         (2, in_groups(at_steps(8.0), bias_correction=True), model_of(7), BESIDE, "step 8"),
+        # the engine steps its schedule: an unfinished save over one from before the first step
+        (3, at_steps(1.0), model_of(0, has_schedule=True), BESIDE, "step 1"),
     ],
 )
 def test_files_of_two_saves_are_refused(stage: int, metadata: Any, model: Any, scalers: Any, found: str) -> None:
@@ -122,6 +128,40 @@ def test_what_weights_or_the_scaler_show_to_be_one_save_is_noted(
     compared = with_progress_compared(metadata, model, True, scalers)
     assert compared.notes[0] == "before" and "as after a reset" in compared.notes[1]
     assert replace(compared, notes=metadata.notes) == metadata
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("scalers", [BESIDE, [scaler(0)], [scaler(7)]])
+def test_a_count_that_no_step_has_touched_proves_nothing(stage: int, scalers: Any) -> None:
+    """Lightning Fabric calls the optimizer's own step, and ``global_steps`` stays 0."""
+    after_a_load = model_of(0, ahead={"step": frozenset({6})}, has_schedule=True)
+    for steps, model in ((1.0, model_of(0)), (7.0, model_of(0)), (7.0, after_a_load)):
+        compared = with_progress_compared(in_stage(stage, at_steps(steps)), model, True, scalers)
+        (warning,) = compared.warnings
+        assert "no step was counted" in warning and "older save" in warning
+
+
+@given(
+    stage=st.sampled_from([1, 3]),
+    began=st.lists(st.integers(1, 6), min_size=0, max_size=2),
+    loaded_at=st.integers(7, 9),
+    saves=st.tuples(st.integers(10, 20), st.integers(10, 20)),
+    is_recorded=st.booleans(),
+)
+def test_groups_that_began_later_are_no_damage_and_two_saves_of_them_are(
+    stage: int, began: list[int], loaded_at: int, saves: tuple[int, int], is_recorded: bool
+) -> None:
+    """``began``: after which step a group was added; the last load may have recorded how far counts are apart."""
+    starts = (0, *began)
+    ahead = {"step": frozenset(-start for start in starts)} if is_recorded and began else {}
+    of_model, of_optimizer = saves
+    found = in_stage(stage, at_steps(*(float(of_optimizer - start) for start in starts)))
+    checked = lambda: with_progress_compared(found, model_of(of_model, ahead=ahead), True, BESIDE)  # noqa: E731
+    if of_model == of_optimizer:
+        assert not any("reset" in note for note in checked().notes)
+    elif stage == 3:
+        with pytest.raises(MixedSavesError, match="different steps"):
+            checked()
 
 
 # --- masters against weights ------------------------------------------------------------------------------------
@@ -162,7 +202,7 @@ def test_masters_of_their_weights_pass(tmp_path: Path, stage: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "error", "says"), [(0, MismatchError, "without names"), (1, DamagedError, "not those of the weights")]
+    ("stage", "error", "says"), [(0, MismatchError, "without names"), (1, MixedSavesError, "not those of the weights")]
 )
 def test_masters_of_other_weights_are_named(tmp_path: Path, stage: int, error: type[Exception], says: str) -> None:
     metadata, *weights = checkpoint(tmp_path, stage, 12, wrong=3)

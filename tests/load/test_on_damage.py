@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from elastic_ckpt.errors import (
     DamagedError,
     ElasticCkptError,
     MismatchError,
+    MixedSavesError,
     NotFoundError,
     PartialLoadError,
     SavedOverError,
@@ -198,6 +200,20 @@ def test_nothing_else_is_tried(
     before = error.remedy
     assert not attempts(folder, tag, **section).recover(error, found and look_at(str(folder), found))
     assert error.remedy == before
+
+
+def test_on_a_suspicion_it_never_goes_back_and_else_rank_0_logs_which_steps_are_lost(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried, suspicion = attempts(folder, **PREVIOUS), MixedSavesError("it may be", remedy="look")
+    assert not tried.recover(suspicion, tried.find())
+    assert suspicion.remedy == 'look; "on_damage" goes back for proven damage alone'
+    assert not caplog.records and tried.find().tag == "global_step30"  # type: ignore[union-attr]
+    for lost in ("steps 21 to 30", "steps 11 to 30"):
+        caplog.clear()
+        assert tried.recover(DamagedError("torn"), tried.find())
+        (record,) = caplog.records
+        assert record.levelno == logging.ERROR and f"{lost} are lost" in record.getMessage()
 
 
 def test_no_further_back_than_allowed(folder: Path) -> None:

@@ -1,0 +1,87 @@
+"""Jobs whose optimizer counts other steps than the engine: parameters that train later, and steps beside the engine."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import elastic_ckpt
+from elastic_ckpt.errors import ElasticCkptError
+from tests.distributed import truth as oracle
+from tests.distributed.facts import log_lines
+from tests.distributed.model import TinyLM, batch, build_engine, close, train
+
+#: Steps of each phase.
+STEPS = 2
+
+
+def phase(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
+    """Resume each case, if it has a save, train on, save, and write down the truth.
+
+    Of each case: ``folder``; ``setup``; ``trains``: the parameters that train, by the beginnings of their names, one
+    param group for each; ``beside``: whether the optimizer is stepped beside the engine, as Lightning Fabric does.
+    """
+    facts = []
+    for case in cases:
+        elastic_ckpt.install()
+        engine = build(case)
+        found = SimpleNamespace(case=case, error=None, differences=[], lines=[])
+        done = case["after"]
+        if done:
+            with log_lines() as found.lines:
+                try:
+                    engine.load_checkpoint(case["folder"])
+                except ElasticCkptError as error:
+                    found.error = str(error)
+            truth = torch.load(os.path.join(case["folder"], "truth.pt"))
+            found.differences = different(truth, held(engine))
+        for step in range(done, done + STEPS):
+            train_beside(engine, step) if case["beside"] else train(engine, step, step + 1)
+        engine.save_checkpoint(case["folder"], tag=f"after{done + STEPS}")
+        found.steps = engine.global_steps
+        truth = held(engine)
+        if dist.get_rank() == 0:
+            torch.save(truth, os.path.join(case["folder"], "truth.pt"))
+        close(engine)
+        elastic_ckpt.uninstall()
+        dist.barrier()
+        facts.append(found)
+    return facts
+
+
+def build(case: dict[str, Any]) -> Any:
+    """An engine of a model some of whose parameters train."""
+    model = TinyLM(seed=case["after"])
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith(tuple(case["trains"])))
+    return build_engine(case["setup"], model)
+
+
+def held(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
+    """Masters of what trains, and states of what has stepped. Collective."""
+    found = {}
+    if oracle.base_of(engine).state:
+        oracle.relink(engine)
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            found[name, "master"] = oracle.safe_get_full_fp32_param(param).clone()
+            for key in ("exp_avg", "exp_avg_sq") if oracle.base_of(engine).state else ():
+                with suppress(KeyError):  # of a group that has not stepped, on all ranks of ZeRO-3
+                    found[name, key] = oracle.safe_get_full_optimizer_state(param, key).clone()
+    return found
+
+
+def different(truth: dict[tuple[str, str], torch.Tensor], now: dict[tuple[str, str], torch.Tensor]) -> list[Any]:
+    return [key for key, value in truth.items() if key not in now or not torch.equal(value, now[key])]
+
+
+def train_beside(engine: Any, step: int) -> None:
+    loss = engine(batch(step, dist.get_world_size(), dist.get_rank()))
+    engine.backward(loss)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()

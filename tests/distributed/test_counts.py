@@ -1,0 +1,65 @@
+"""Optimizers that count other steps than the engine, without any damage: no load, no command accuses the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from elastic_ckpt import find_latest
+from elastic_ckpt.cli import app
+from tests.distributed.conftest import SUB_GROUPS, Launch
+from tests.distributed.model import Setup
+
+#: The first of two param groups, and both.
+FIRST, ALL = ("embedding", "hidden.weight", "back"), ("",)
+PREVIOUS = (("elastic_checkpoint", {"on_damage": "previous"}),)
+#: What trains in each of three phases, and whether the optimizer is stepped beside the engine, by name.
+CELLS: dict[str, tuple[Setup, tuple[tuple[str, ...], ...], bool]] = {
+    "unfrozen, fp32": (Setup(3, config=PREVIOUS), (FIRST, ALL, ALL), False),
+    "unfrozen, bf16": (Setup(3, "bf16", zero=SUB_GROUPS, config=PREVIOUS), (FIRST, ALL, ALL), False),
+    "beside the engine, ZeRO-3": (Setup(3, config=PREVIOUS), (ALL, ALL, ALL), True),
+    "beside the engine, ZeRO-2": (Setup(2, "bf16", config=PREVIOUS), (ALL, ALL, ALL), True),
+}
+
+
+@pytest.fixture(scope="module")
+def phases(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of all saves, and what each of three phases found, by cell: on 2, 3 and 2 ranks."""
+    folder = tmp_path_factory.mktemp("counts")
+    found: list[dict[str, Any]] = []
+    for number, ranks in enumerate((2, 3, 2)):
+        cases = [
+            {
+                "folder": str(folder / name),
+                "setup": setup,
+                "trains": trains[number],
+                "after": 2 * number,
+                "beside": beside,
+            }
+            for name, (setup, trains, beside) in CELLS.items()
+        ]
+        for name in CELLS:
+            (folder / name).mkdir(exist_ok=True)
+        found.append(dict(zip(CELLS, launch(ranks, "count_jobs.phase", cases)[: len(CELLS)], strict=True)))
+    return folder, found
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_each_save_resumes_bit_by_bit_and_none_goes_back(name: str, phases: Any) -> None:
+    for number, facts in enumerate(phases[1]):
+        found = facts[name]
+        assert found.error is None and found.differences == [], (number, found.error, found.differences)
+        assert not any("lost" in line or "mixed" in line for line in found.lines), found.lines
+        assert found.steps == (0 if CELLS[name][2] else 2 * number + 2)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_commands_call_each_save_whole(name: str, phases: Any) -> None:
+    folder = str(phases[0] / name)
+    assert find_latest(folder).endswith("after6")
+    for command in (["verify", folder], ["plan", folder, "--dp", "4"]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
