@@ -51,8 +51,9 @@ def find_checkpoint(
             choices.append(found)
         elif named is not None and not choices:
             raise _misled(load_dir, latest, named)
-    if not choices:
-        return _of_dcp(load_dir) or _unnamed(load_dir, without_latest)
+    if not choices:  # something else than a file may have its name
+        has_latest = any(exists(os.path.join(load_dir, latest)) for latest in (LATEST, LATEST_UNIVERSAL))
+        return _of_dcp(load_dir) or _unnamed(load_dir, without_latest and not has_latest)
     if len(choices) < 2 or choices[0].folder == choices[1].folder:
         return choices[0]
     steps = [global_steps(each, trust_pickle) for each in choices]

@@ -41,6 +41,7 @@ from elastic_ckpt.formats.saved_config import (
     stated_degrees,
 )
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, sort_states, with_strangers
+from elastic_ckpt.formats.stacked_experts import stacked_experts
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import read_bytes
 
@@ -50,7 +51,6 @@ MASTER_ENTRIES = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
 #: Entries that DeepSpeed leaves out before 0.19.4 if there are experts (``_save_moe_checkpoint``, engine.py), and
 #: DeeperSpeed 0.3.15 always.
 _ADDED_IN_0_19_4 = frozenset({"buffer_names", "param_shapes", "ds_config", "ds_version"})
-_MOST_EXPERTS = 1 << 17  # experts of a layer, of which a file may claim any number
 Shape = tuple[int, ...]
 _DEFAULTS = StateOptions()
 
@@ -150,7 +150,7 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
         lacks_names=lacks_names,
         stated=stated_degrees(tree, saved_config(file) or {}, run),
         declared=declared_by(tree.get("universal_checkpoint_info")),
-        stacked=_stacked_experts(file),
+        stacked=stacked_experts(file),
         run=run,
         ahead=counts_ahead(file),
         has_schedule=tree.get("lr_scheduler") is not None,
@@ -165,25 +165,6 @@ def module_entries(module: Any) -> dict[str, Any]:
             found |= {f"{name}.{key}": each for key, each in module_entries(value).items()}
         else:
             found[str(name)] = value
-    return found
-
-
-def _stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Where AutoEP's stacked experts are."""
-    found: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for layer in file.tree.get("ds_autoep_layers") or file.tree.get("autoep_layers") or ():
-        local, ep, count = (int(layer[key]) for key in ("num_local_experts", "ep_size", "num_experts"))
-        local, ep = (local, ep) if 0 < local * ep == count <= _MOST_EXPERTS else (0, 0)
-        placed = tuple(tuple(range(rank * local, (rank + 1) * local)) for rank in range(ep))
-        if layer.get("expert_placement"):
-            ranks = sorted(layer["expert_placement"]["ranks"], key=lambda each: each["rank"])
-            placed = tuple(tuple(map(int, each["experts"])) for each in ranks)
-        experts = sorted(chain.from_iterable(placed))
-        if not 0 < count <= _MOST_EXPERTS or experts != list(range(count)) or len({*map(len, placed)}) > 1:
-            problem = "experts of AutoEP are not placed on one expert-parallel rank each, in equal numbers"
-            name, expected = f"{layer['expert_key_prefix']}.*", f"{layer['num_experts']} experts on {ep} ranks"
-            raise LayoutError(problem, file.path, expected, str(placed)[:200], parameter=name, remedy=AT_ITS_TOPOLOGY)
-        found |= {f"{layer['expert_key_prefix']}.{weight}": placed for weight in ("w1", "w2", "w3")}
     return found
 
 

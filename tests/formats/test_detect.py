@@ -446,3 +446,13 @@ def test_metadata_of_dcp_beside_files_of_deepspeed_is_not_the_checkpoint(tmp_pat
     (tmp_path / "dcp" / ".metadata").touch()
     found = look_at(str(tmp_path), "dcp")
     assert found is not None and found.format == "dcp"
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_a_lone_checkpoint_is_not_taken_where_latest_is_no_file(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    native(tmp_path, "step4")
+    found = find_checkpoint(str(tmp_path), None, False, without_latest=True)
+    assert found is not None and found.tag == "step4"
+    make(tmp_path / "latest")
+    with pytest.raises((NotFoundError, DamagedError)):
+        find_checkpoint(str(tmp_path), None, False, without_latest=True)

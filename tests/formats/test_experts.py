@@ -18,9 +18,10 @@ from elastic_ckpt.formats.assembling import _refuse_different_experts
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.merging import index_expert
 from elastic_ckpt.formats.metadata_builder import weights_crc32s
-from elastic_ckpt.formats.model_states import _stacked_experts, index_unpartitioned
+from elastic_ckpt.formats.model_states import index_unpartitioned
 from elastic_ckpt.formats.partitioned import PartitionGroup, check_experts, is_across, partition_groups
 from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.stacked_experts import stacked_experts
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.zero0 import _degree, unpartitioned_metadata
 from elastic_ckpt.planning.live_names import name_states
@@ -167,17 +168,17 @@ def placed(*experts: tuple[int, ...], **more: Any) -> Any:
 
 def test_stacked_experts_are_on_the_ranks_that_the_file_lists() -> None:
     every = [f"moe.experts.{weight}" for weight in ("w1", "w2", "w3")]
-    assert _stacked_experts(placed((3, 0), (1, 2))) == dict.fromkeys(every, ((3, 0), (1, 2)))
+    assert stacked_experts(placed((3, 0), (1, 2))) == dict.fromkeys(every, ((3, 0), (1, 2)))
     without = placed()
     without.tree["ds_autoep_layers"][0]["expert_placement"] = None
-    assert _stacked_experts(without) == dict.fromkeys(every, ((0, 1), (2, 3)))
-    assert _stacked_experts(SimpleNamespace(tree={})) == {}  # type: ignore[arg-type]
+    assert stacked_experts(without) == dict.fromkeys(every, ((0, 1), (2, 3)))
+    assert stacked_experts(SimpleNamespace(tree={})) == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("experts", [[(0, 1), (1, 2)], [(0, 1), (2,)], [(0, 1, 2), (3,)], [(0, 1), (2, 4)], [(0, 1)]])
 def test_stacked_experts_that_are_replicated_missing_or_in_unequal_numbers_are_refused(experts: Any) -> None:
     with pytest.raises(LayoutError, match=r"(?s)one expert-parallel rank each, in equal numbers.*moe\.experts"):
-        _stacked_experts(placed(*experts))
+        stacked_experts(placed(*experts))
 
 
 def test_checksums_of_weights_are_stated_beside_experts_where_records_are_whole_tensors() -> None:

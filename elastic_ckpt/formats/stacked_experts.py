@@ -1,0 +1,32 @@
+"""Where a checkpoint of AutoEP has the experts that it stacks in one parameter."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, LayoutError
+from elastic_ckpt.formats.pickled import PickledFile
+
+_MOST_EXPERTS = 1 << 17  # experts of a layer, of which a file may claim any number
+
+
+def stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The experts on each expert-parallel rank, by the parameter in which they are stacked.
+
+    Raises :class:`LayoutError` if a file does not place each of them on one rank.
+    """
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for layer in file.tree.get("ds_autoep_layers") or file.tree.get("autoep_layers") or ():
+        local, ep, count = (int(layer[key]) for key in ("num_local_experts", "ep_size", "num_experts"))
+        local, ep = (local, ep) if 0 < local * ep == count <= _MOST_EXPERTS else (0, 0)
+        placed = tuple(tuple(range(rank * local, (rank + 1) * local)) for rank in range(ep))
+        if layer.get("expert_placement"):
+            ranks = sorted(layer["expert_placement"]["ranks"], key=lambda each: each["rank"])
+            placed = tuple(tuple(map(int, each["experts"])) for each in ranks)
+        experts = sorted(chain.from_iterable(placed))
+        if not 0 < count <= _MOST_EXPERTS or experts != list(range(count)) or len({*map(len, placed)}) > 1:
+            problem = "experts of AutoEP are not placed on one expert-parallel rank each, in equal numbers"
+            name, expected = f"{layer['expert_key_prefix']}.*", f"{layer['num_experts']} experts on {ep} ranks"
+            raise LayoutError(problem, file.path, expected, str(placed)[:200], parameter=name, remedy=AT_ITS_TOPOLOGY)
+        found |= {f"{layer['expert_key_prefix']}.{weight}": placed for weight in ("w1", "w2", "w3")}
+    return found
