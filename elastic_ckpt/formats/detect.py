@@ -109,7 +109,7 @@ def _of_dcp(load_dir: str) -> CheckpointInfo | None:
 
 
 def look_at(load_dir: str, tag: str) -> CheckpointInfo | None:
-    """What one tag's folder contains, or ``None``."""
+    """What one tag's folder contains, or ``None``; :class:`DamagedError` if it was universal and has no parameter."""
     folder = absolute(os.path.join(load_dir, tag))
     if not is_folder(folder):
         return None
@@ -118,7 +118,11 @@ def look_at(load_dir: str, tag: str) -> CheckpointInfo | None:
         exists(os.path.join(parameters, UNIVERSAL_OPTIMIZER))  # which BLOOM's lacks
         or any(exists(os.path.join(parameters, name, f"{MASTER}.pt")) for name in folder_names(parameters))
     )
-    files = sort_names(file_names(folder), is_universal)
+    names = file_names(folder)
+    files = sort_names(names, is_universal)
+    if files.model and files.of_weights_alone and UNIVERSAL_FOLDER in names:  # not what it is without that folder
+        problem = "a universal checkpoint has lost its parameters: no folder of one is in the folder that has them"
+        raise DamagedError(problem, parameters, "a folder for each parameter, with its master and states", "none")
     if is_universal or files.optimizer or files.model or files.model_zero3 or files.layers:
         return CheckpointInfo("universal" if is_universal else "native", folder, tag, files)
     return CheckpointInfo("dcp", folder, tag, files) if exists(os.path.join(folder, DCP_METADATA)) else None

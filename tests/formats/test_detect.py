@@ -456,3 +456,17 @@ def test_a_lone_checkpoint_is_not_taken_where_latest_is_no_file(tmp_path: Path, 
     make(tmp_path / "latest")
     with pytest.raises((NotFoundError, DamagedError)):
         find_checkpoint(str(tmp_path), None, False, without_latest=True)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: (path / "weight").mkdir(parents=True)])
+def test_a_universal_checkpoint_without_parameters_is_not_one_of_weights_alone(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    folder = native(tmp_path, "step4", ZERO12[:1])
+    assert look_at(str(tmp_path), "step4") is not None
+    make(folder / "zero")
+    with pytest.raises(DamagedError, match="has lost its parameters") as caught:
+        look_at(str(tmp_path), "step4")
+    assert caught.value.file == str(folder / "zero")
+    (folder / ZERO12[1]).touch()
+    assert look_at(str(tmp_path), "step4") is not None, "a native one, whatever is beside it"
