@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Annotated, Any
 
 import typer
@@ -56,21 +57,35 @@ def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
         return
     yield _overview(found)
     rows = []
-    for each in found["contents"]:
+    for each in found["contents"][:_MOST_ROWS]:
         values = " to ".join(f"{value:g}" for value in each["values"])
         kind = each["kind"] + (f" = {values}" if values else "")
         sizes = (f"{each['numel']:,}", size(each["nbytes"])) if each["numel"] else ("", "")
-        rows.append((literal(title(each["key"])), kind, each["dtype"], f"{each['tensors']:,}", *sizes))
+        rows.append(
+            (literal(title(each["key"][:_MOST_NAME_LENGTH])), kind, each["dtype"], f"{each['tensors']:,}", *sizes)
+        )
     yield table("What it holds", "what", "kind", "dtype", ">number", ">elements", ">bytes", rows=rows)
     if found["groups"]:
         rows = []
-        for number, group in enumerate(found["groups"]):
+        for number, group in enumerate(found["groups"][:_MOST_ROWS]):
             known = group["hyperparameters"].items()
             saved = {key: value for key, value in known if value is not None and value is not False}
             ordered = {key: saved[key] for key in dict.fromkeys((*_FIRST, *saved)) if key in saved}
             rows.append((number, group["members"], f"{group['numel']:,}", literal(_pairs(ordered)) or "none saved"))
-        yield table("Param groups", ">group", ">members", ">elements", "hyperparameters", rows=rows)
+        more = len(found["groups"]) - len(rows)
+        yield table(
+            "Param groups" + (f" ({more} more with --json)" if more else ""),
+            ">group",
+            ">members",
+            ">elements",
+            "hyperparameters",
+            rows=rows,
+        )
     yield Text(_ABOUT, style="dim")
+
+
+#: Rows of a table, and characters of a name, that a terminal shows; JSON has all.
+_MOST_ROWS, _MOST_NAME_LENGTH = 500, 200
 
 
 def _overview(found: Mapping[str, Any]) -> Table:
@@ -78,7 +93,7 @@ def _overview(found: Mapping[str, Any]) -> Table:
     steps = f"step {run.get('global_steps', '?')}"
     if "global_samples" in run:
         steps += f" ({run['global_samples']} samples, {run['skipped_steps']} skipped)"
-    by = f", DeepSpeed {source['ds_version']}" if source["ds_version"] else ""
+    by = f", DeepSpeed {source['ds_version'][:_MOST_NAME_LENGTH]}" if source["ds_version"] else ""
     steps_of_rank = run["accumulation_steps"]
     batch = f"{run['micro_batch'] or '?'} a rank x {steps_of_rank or '?'} micro-batch{'es' * (steps_of_rank != 1)}"
     experts = Counter(found["experts"].values())
@@ -124,7 +139,8 @@ def _pairs(values: Any) -> str:
     if not isinstance(values, Mapping):
         return "" if values is None else type(values).__name__
     shown = ((key, f"{value:g}" if isinstance(value, float) else str(value)) for key, value in values.items())
-    return ", ".join(f"{key}={text if len(text) <= 60 else text[:57] + '...'}" for key, text in shown)
+    most = islice(shown, _MOST_ROWS)
+    return ", ".join(f"{str(key)[:60]}={text if len(text) <= 60 else text[:57] + '...'}" for key, text in most)
 
 
 @reads_checkpoint("verify", epilog="Example: elastic-ckpt verify /ckpt --full --tp-preset megatron-core")

@@ -17,6 +17,7 @@ import numpy as np
 
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError, UnsupportedError, refuse_used_up
+from elastic_ckpt.formats.numpy_objects import make_numpy, set_array_state, set_dtype_state
 from elastic_ckpt.formats.pickled import PickledFile, open_whole, unreadable
 from elastic_ckpt.formats.rebuilt_tensors import REBUILT, make_wrapper
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, refuse_errors, unsafe_error
@@ -229,7 +230,7 @@ def _called(call: Call) -> Any:
     if call.how == "tensor":
         return REBUILT[function.name](*args)
     if function.users is None and function.name in (ARRAY, BUFFER, DTYPE):
-        return _of_numpy(function.name, args)
+        return make_numpy(function.name, args)
     cls = _imported(function.name) if function.users is None else function.users
     if function.users is None and not isinstance(cls, type):
         return call
@@ -246,13 +247,6 @@ _INSTANCES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _of_numpy(name: str, args: tuple[Any, ...]) -> Any:
-    """An array or a dtype, before its state."""
-    if name == DTYPE:
-        return np.dtype(args[0], False, True)
-    return np.ndarray((0,), "b") if name == ARRAY else np.frombuffer(*args[:2]).reshape(args[2], order=args[3])
-
-
 def _set_state(call: Call, made: Any, state: Any) -> None:
     import torch  # noqa: PLC0415
 
@@ -260,6 +254,10 @@ def _set_state(call: Call, made: Any, state: Any) -> None:
     is_array = not call.is_users and call.name != NAMESPACE  # or a dtype, whose states were checked
     if isinstance(made, torch.Tensor) and type(made).__setstate__ is torch.Tensor.__setstate__:
         _set_attributes(made, state[0] if isinstance(state, tuple) else state or {})
+    elif type(made) is np.ndarray:
+        set_array_state(made, state)
+    elif isinstance(made, np.dtype) and call.is_users:
+        set_dtype_state(made, state)
     elif own is not None and (call.is_users or is_array):
         own(state)
     else:

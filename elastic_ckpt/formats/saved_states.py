@@ -26,7 +26,7 @@ from elastic_ckpt.core.state_kinds import (
     codebook,
 )
 from elastic_ckpt.core.values import merged
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import hyperparameters, read_bytes, read_numbers, tensor_values, to_numbers
@@ -195,7 +195,11 @@ def notes_and_warnings(
 
 @opened_once
 def read_groups(file: PickledFile, param_groups: Iterable[Mapping[str, Any]]) -> Groups:
-    """Hyperparameters of every param group."""
+    """Hyperparameters of every param group; :class:`DamagedError` if one has no name."""
+    param_groups = list(param_groups)
+    if unnamed := [key for group in param_groups for key in group if type(key) is not str]:
+        problem, expected = "a param group has an entry that is no hyperparameter of any optimizer", "names as keys"
+        raise DamagedError(problem, file.path, expected, f"a key of type {type(unnamed[0]).__name__}")
     groups = ({key: value for key, value in group.items() if key not in _NOT_READ} for group in param_groups)
     return tuple(hyperparameters(file, group) for group in groups)
 

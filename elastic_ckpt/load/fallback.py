@@ -170,7 +170,8 @@ class _Comparison:
         if len(counters) > 1 or len(versions) > 1 or len(facts) > 1:
             return None
         counted = counters.pop()
-        if counted[0] is None or (optimizers and self._is_mixed(models[0], optimizers)):
+        is_counted = counted[0] is not None and {int, type(None)}.issuperset(map(type, counted))
+        if not is_counted or (optimizers and self._is_mixed(models[0], optimizers)):
             return None
         if optimizers and with_optimizer:
             # DeepSpeed's loader zero-pads masters of another size, and shifts what follows

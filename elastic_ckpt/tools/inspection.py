@@ -130,8 +130,12 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
             text = "no such file, which has the param groups' hyperparameters: restore it, or convert again"
             yield Finding(ERROR, "missing", text, file=file)
     yield from _state_findings(metadata)
+    for name, saved in metadata.parameters.items():
+        for key, value in saved.scalars:
+            if isinstance(value, float) and not math.isfinite(value):
+                yield Finding(ERROR, "damaged", f"{key} is not a finite number: {value}", name)
     for error in state_errors(metadata):
-        yield of_error(error, level=ERROR if isinstance(error, DamagedError) else NOTE)
+        yield of_error(error, level=ERROR if isinstance(error, DamagedError) else UNCHECKED)
     for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
         yield Finding(NOTE, "reader", note)
 

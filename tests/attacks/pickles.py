@@ -163,6 +163,9 @@ TRICKS: dict[str, bytes] = {
     + call(name("deepspeed.runtime.zero.config", "ZeroStageEnum"), text("Evil"), text("os system"))
     + b".",
     "a member of an enum that it has not": b"\x80\x02" + call(name("deepspeed.runtime.zero.config", "ZeroStageEnum"), number(77)) + b".",
+    "a method of an enum as its member": b"\x80\x02" + call(GETATTR, name("deepspeed.runtime.zero.config", "ZeroStageEnum"), text("to_bytes")) + b".",
+    "the call of a member": b"\x80\x02" + call(call(GETATTR, name("deepspeed.runtime.zero.config", "ZeroStageEnum"), text("weights")), number(1)) + b".",
+    "a deque of bytes": b"\x80\x02" + call(name("collections", "deque"), b"B" + struct.pack("<I", 1 << 16) + bytes(1 << 16)) + b".",
     "a device that is none": b"\x80\x02" + call(name("torch", "device"), text("nowhere"), number(-5)) + b".",
     "an object of Python 2 with a state": b"\x80\x02"
     + call(name("copy_reg", "_reconstructor"), name("argparse", "Namespace"), name("__builtin__", "dict"), b"N")

@@ -13,7 +13,7 @@ import torch
 
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, Codebook, StateOptions
 from elastic_ckpt.core.values import LeftInFile, TensorValue, left_in_file
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats import saved_states
 from elastic_ckpt.formats.model_states import index_unpartitioned
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
@@ -495,3 +495,11 @@ def test_a_state_of_a_name_of_our_own_is_not_understood(tmp_path: Path, name: st
     states = sorted_of(tmp_path, {name: torch.zeros(4), "m": torch.zeros(4)})
     assert set(states.tensors) == {"m"}
     assert set(states.opaque) == {name}
+
+
+def test_a_hyperparameter_without_a_name_is_refused(tmp_path: Path) -> None:
+    torch.save({"groups": [{"lr": 0.1, 5: 1.0}]}, tmp_path / "file.pt")
+    file = open_pickled(str(tmp_path / "file.pt"))
+    with pytest.raises(DamagedError, match="no hyperparameter of any optimizer") as caught:
+        read_groups(file, file.tree["groups"])
+    assert caught.value.file == str(tmp_path / "file.pt")

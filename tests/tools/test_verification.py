@@ -40,7 +40,7 @@ from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.tools import inspection
 from elastic_ckpt.tools import verification as scan
 from elastic_ckpt.tools.comparison import check_copies
-from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding, check_metadata, kind_of, of_error
+from elastic_ckpt.tools.inspection import ERROR, NOTE, UNCHECKED, Finding, check_metadata, kind_of, of_error
 from elastic_ckpt.tools.verification import Record, Span, scan_file, spans_of
 from tests.unpartitioned import FILE, indexed
 
@@ -226,7 +226,16 @@ def test_states_that_are_damaged_or_not_understood() -> None:
     metadata = metadata_of([], {}, states=StateFacts({"odd": "a dict"}, {"state1": "no absmax1"}), notes=("hm",))
     found, notes = checked_metadata(metadata)
     assert [(finding.kind, finding.parameter) for finding in found] == [("damaged", "state1")]
-    assert [(note.kind, note.parameter) for note in notes] == [("not-checked", "odd"), ("reader", None)]
+    assert [(note.kind, note.parameter) for note in notes] == [("reader", None)]
+    unchecked = [each for each in check_metadata(metadata) if each.level == UNCHECKED]
+    assert [(each.kind, each.parameter) for each in unchecked] == [("not-checked", "odd")]
+
+
+@pytest.mark.parametrize("step", [float("nan"), float("inf")])
+def test_counts_that_no_load_takes_are_found(step: float) -> None:
+    saved = SavedParameter((2,), 0, (("step", step),))
+    found, _ = checked_metadata(metadata_of([tensor("w", (0, 2, 0))], {"w": saved}))
+    assert ("damaged", "w") in [(finding.kind, finding.parameter) for finding in found]
 
 
 def test_of_quantized_states_the_scales_are_looked_at() -> None:

@@ -17,7 +17,7 @@ import re
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cache, partial
 from typing import Any
 
@@ -55,7 +55,7 @@ PLAIN_CLASSES = frozenset(
     )
 )
 #: Their parts: long texts take long to become numbers, "1e999999999" an endless fraction.
-_PARTS, _LONGEST_TEXT = frozenset({int, float, bool, bytes, type(None), Global}), 1 << 10
+_PARTS, _LONGEST_TEXT = frozenset({int, float, bool, type(None), Global}), 1 << 10
 _FRACTION = re.compile(r"-?\d+(?:/\d+)?")
 #: What torch itself adds to the list of whoever imports it, and what starts to talk to other ranks where it is called.
 _COLLECTIVE = frozenset({"torch.distributed.device_mesh.DeviceMesh", "torch.distributed.device_mesh.init_device_mesh"})
@@ -283,8 +283,8 @@ def _of_python(name: str, *args: Any) -> Call:
     """An object of a class of Python's, whose arguments are small, and no containers."""
     refuse_errors(*args)
     for arg in args:
-        is_text = type(arg) is str and len(arg) <= _LONGEST_TEXT
-        is_text = is_text and (name != "fractions.Fraction" or _FRACTION.fullmatch(arg) is not None)
+        is_text = type(arg) in (str, bytes) and len(arg) <= _LONGEST_TEXT
+        is_text = is_text and (name != "fractions.Fraction" or _FRACTION.fullmatch(str(arg)) is not None)
         is_made = type(arg) is Call and arg.name in ("datetime.timedelta", "datetime.timezone")
         is_made = is_made or (type(arg) is Call and arg.is_users and name != "collections.deque")  # which walks through
         if not (is_text or is_made or type(arg) in _PARTS or (type(arg) is tuple and not arg)):
@@ -320,7 +320,8 @@ def _later(name: str, *kinds: type | tuple[type, ...], how: How = "call") -> Cal
 
 def _enum_member(enum: Any, name: Any) -> Call:
     """``getattr``, with which Python 3.11.0 to 3.11.3 (Debian 12's) pickle members of enums; only they may."""
-    if type(enum) is Global and type(name) is str and not name.startswith("_"):
+    is_method = type(name) is str and (hasattr(IntEnum, name) or hasattr(str, name))
+    if type(enum) is Global and type(name) is str and not name.startswith("_") and not is_method:
         is_users = isinstance(enum.users, type) and issubclass(enum.users, Enum)
         if enum.name in _ENUMS or is_users:
             return Call(Global(enum.name, users=enum.users), (name,), "member")

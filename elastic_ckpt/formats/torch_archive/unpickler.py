@@ -29,10 +29,11 @@ _MOST_LINE_NBYTES, _MOST_NUMBER_NBYTES = 1 << 16, 1 << 10
 #: Size that the arguments of all calls may have per byte of the pickle, and in addition: a few bytes pass a shared
 #: argument to a call that copies it.
 _MOST_COPIED, _MOST_MORE_COPIED = 16, 1 << 16
-#: Size of each part of an argument: characters and bytes, or items.
+#: Size of each part of an argument: characters and bytes, or items, which a dictionary or set keeps with their hashes.
 _PART_SIZES: dict[Any, int] = {
     **dict.fromkeys((str, bytes, bytearray), 1),
-    **dict.fromkeys((list, tuple, dict, set, frozenset, OrderedDict, Counter), 16),
+    **dict.fromkeys((list, tuple), 16),
+    **dict.fromkeys((dict, set, frozenset, OrderedDict, Counter), 64),
 }
 #: Containers, results of calls and unnumbered memo entries, which take up to 232 bytes for one of the pickle: one for
 #: so many bytes of the file, and so many more. Marks: one for each container that is being filled.
