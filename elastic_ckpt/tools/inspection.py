@@ -132,7 +132,7 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     yield from _state_findings(metadata)
     for name, saved in metadata.parameters.items():
         for key, value in saved.scalars:
-            if isinstance(value, float) and not math.isfinite(value):
+            if not all(map(math.isfinite, numbers(value))):
                 yield Finding(ERROR, "damaged", f"{key} is not a finite number: {value}", name)
     for error in state_errors(metadata):
         yield of_error(error, level=ERROR if isinstance(error, DamagedError) else UNCHECKED)
