@@ -30,6 +30,7 @@ from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TensorValue, TrainingState
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
+from elastic_ckpt.formats.classification import FRESH
 from elastic_ckpt.formats.dcp_entries import (
     SAVE_ALONE,
     WITHOUT_STATES,
@@ -44,7 +45,7 @@ from elastic_ckpt.formats.dcp_entries import (
 from elastic_ckpt.formats.dcp_metadata import DcpContents, DcpFile, read_dcp_file, read_dcp_metadata
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder
 from elastic_ckpt.formats.naming import DCP_METADATA
-from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, FRESH
+from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES
 
 #: Key of the client state for what has no home in a DeepSpeed engine.
 CLIENT_KEY = "dcp"

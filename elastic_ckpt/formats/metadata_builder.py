@@ -39,20 +39,19 @@ from elastic_ckpt.core.state_kinds import (
 from elastic_ckpt.core.values import merged
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
-from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.saved_states import (
+from elastic_ckpt.formats.classification import (
     DAMAGED,
     FRESH,
     OPAQUE,
+    UNKNOWN_LENGTHS,
+    Lengths,
     RankStates,
     SavedKind,
-    StatesOfOne,
     classify,
-    normal_groups,
     notes_and_warnings,
-    resolve_codebooks,
-    with_group_step,
 )
+from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.saved_states import StatesOfOne, normal_groups, resolve_codebooks, with_group_step
 from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
@@ -82,7 +81,7 @@ class MetadataBuilder:
     """Collects the metadata of one model-parallel rank, or of a universal checkpoint.
 
     ``files`` are those that chunks index; swap files follow. ``states`` are (path, optimizer states) of every flat
-    tensor, for their quantization maps.
+    tensor, for their quantization maps; ``lengths`` is what their lengths together tell of their kinds.
     """
 
     def __init__(
@@ -91,6 +90,7 @@ class MetadataBuilder:
         files: Iterable[SourceFile],
         options: StateOptions = StateOptions(),  # noqa: B008  frozen
         states: Iterable[tuple[str, StatesOfOne]] = (),
+        lengths: Lengths = UNKNOWN_LENGTHS,
     ) -> None:
         self.parameters: dict[str, SavedParameter] = {}
         self.tensors = TensorTable()
@@ -99,6 +99,7 @@ class MetadataBuilder:
         self._files = [SourceFile(file.path, file.nbytes, records=file.records) for file in files]
         self._options = options
         self._codebooks, self._damaged_maps = resolve_codebooks(states)
+        self._lengths = lengths
         self._kinds: dict[str, SavedKind] = {}
         self.opaque: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
@@ -180,7 +181,7 @@ class MetadataBuilder:
             for file, flat, each in zip(files, flats, touched, strict=True)
         ]
         has_tensors = any(flat.states.tensors for flat in flats)
-        kinds = self._with_damaged_maps(classify(ranks, self._options)) if has_tensors else {}
+        kinds = self._with_damaged_maps(classify(ranks, self._options, lengths=self._lengths)) if has_tensors else {}
         for key, kind in kinds.items():
             if kind.kind == OPAQUE and alone and key not in COMPANIONS:
                 kinds[key] = replace(kind, kind=PER_PARAMETER)
@@ -203,6 +204,10 @@ class MetadataBuilder:
 
     def record(self, kinds: Mapping[str, SavedKind], name: str = "") -> None:
         """Record the kinds of some states, and which are opaque or damaged; ``name``: whose they are, if of one."""
+        for key, kind in kinds.items():
+            known = self._kinds.setdefault(key, kind)
+            if {known.kind, kind.kind} == {ELEMENTWISE, REPLICATED}:
+                self.opaque[key] = "one value for each element of some parameters, but one tensor for others"
         self._kinds |= kinds
         self.opaque |= {key: kind.why for key, kind in kinds.items() if kind.kind == OPAQUE}
         where = f" ({name})" if name else ""

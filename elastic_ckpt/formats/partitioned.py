@@ -30,6 +30,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, LayoutError
 from elastic_ckpt.formats.base import CheckpointInfo
+from elastic_ckpt.formats.classification import RankStates, compare_lengths
 from elastic_ckpt.formats.merging import ExpertShard, with_module_files
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shapes, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard
@@ -53,17 +54,19 @@ def partitioned_metadata(
     ``own`` is this rank's model-states file if each takes buffers from its own; ``numbers`` the flat tensors to add.
     """
     first, before = optimizers[0], len(models)
-    states = ((shard.path, flat.states) for shard in optimizers for flat in shard.flats)
-    builder = MetadataBuilder(found, [*models, *optimizers], options, states)
+    flats = ((shard.path, flat) for shard in optimizers for flat in shard.flats)
+    partitions = [RankStates(path, (flat.partition_numel,), -1, flat.states) for path, flat in flats]
+    states = ((each.path, each.states) for each in partitions)
+    builder = MetadataBuilder(found, [*models, *optimizers], options, states, compare_lengths(partitions))
     for number in numbers:  # a param group of ZeRO-1/2, or a sub-group of ZeRO-3
         for divided in partition_groups(models[0], optimizers, number):
             ranks = divided.ranks
             shards = [optimizers[rank] for rank in ranks]
-            flats = [shard.flats[number] for shard in shards]
+            of_ranks = [shard.flats[number] for shard in shards]
             rules = (_rules_zero3 if first.zero_stage == 3 else _rules_zero12)(models[0], shards, number)
             group, files = shards[0].flat_groups[number], range(before + ranks.start, before + ranks.stop, ranks.step)
             hyperparameters = shards[0].groups[group] if shards[0].groups else {}
-            builder.add_flat(divided.shapes, rules, group, hyperparameters, flats, files, divided.stacked)
+            builder.add_flat(divided.shapes, rules, group, hyperparameters, of_ranks, files, divided.stacked)
     of_module, notes = module_tensors(models, own or 0, builder.parameters)
     builder.tensors.add(of_module)
     builder.notes += notes

@@ -37,19 +37,21 @@ from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.base import CheckpointInfo
+from elastic_ckpt.formats.classification import (
+    FRESH,
+    MOST_VALUES,
+    RankStates,
+    SavedKind,
+    classify,
+    compare_lengths,
+)
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import (
     ELEMENTWISE_NAMES,
-    FRESH,
-    MOST_VALUES,
-    OPAQUE,
     Digest,
-    RankStates,
-    SavedKind,
     StatesOfOne,
-    classify,
     sort_states,
 )
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -249,25 +251,18 @@ def kinds_of(parameters: Mapping[str, _Given], options: StateOptions) -> list[tu
     A parameter's shape alone does not tell: a table of 256 elements looks like a state of a bias that has as many.
     """
     alike: dict[frozenset[tuple[str, ...]], list[str]] = {}
-    for name, (_, _, each) in parameters.items():
+    partitions: dict[str, RankStates] = {}
+    for name, (path, shape, each) in parameters.items():
         signature = ((key, "codes" if ref.dtype == "uint8" else "values") for key, ref in each.states.tensors.items())
         noted = ((key, "noted") for key in each.states.block_numels)
         alike.setdefault(frozenset((*signature, *noted)), []).append(name)
+        partitions[name] = RankStates(path, shape, -1, each.states)
+    lengths = compare_lengths(partitions.values())
     found: list[tuple[list[str], dict[str, SavedKind]]] = []
-    words: dict[str, set[str]] = {}
     for names in alike.values():
-        ranks = [
-            RankStates(each.path, each.shape, -1, each.states.states) for each in map(parameters.__getitem__, names)
-        ]
-        kinds = classify(ranks, options, parameters[names[0]].states.shared) if ranks[0].tensors else {}
-        found.append((names, kinds))
-        for key, kind in kinds.items():
-            words.setdefault(key, set()).add(kind.kind)
-    why = "one value for each element of some parameters, but one tensor for others"
-    for key in (key for key, every in words.items() if {ELEMENTWISE, REPLICATED} <= every):
-        for _, kinds in found:
-            if key in kinds:
-                kinds[key] = SavedKind(OPAQUE, why=why)
+        every = [partitions[name] for name in names]
+        shared = parameters[names[0]].states.shared
+        found.append((names, classify(every, options, shared, lengths) if every[0].tensors else {}))
     return found
 
 

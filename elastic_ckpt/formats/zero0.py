@@ -12,17 +12,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from elastic_ckpt.core.chunks import group_rules
 from elastic_ckpt.core.flat_ranges import group_offsets
-from elastic_ckpt.core.fqn import ExpertRank, Members, NamedStates, NameStates, NumberedStates, expert_name
+from elastic_ckpt.core.fqn import ExpertRank, NamedStates, NameStates, NumberedStates, expert_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
+from elastic_ckpt.formats.classification import RankStates, compare_lengths
 from elastic_ckpt.formats.merging import ExpertShard
-from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, dense_tensor, module_tensors, weights_crc32s
+from elastic_ckpt.formats.metadata_builder import (
+    MetadataBuilder,
+    Shape,
+    Shapes,
+    dense_tensor,
+    module_tensors,
+    weights_crc32s,
+)
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState
 from elastic_ckpt.formats.module_weights import weights_alone
 from elastic_ckpt.formats.partitioned import degree_in_name
@@ -56,8 +65,8 @@ def unpartitioned_metadata(
         ep = _degree(found, model, experts, optimizers)
     local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
     all_states = list(optimizers) or [state for state in (model.optimizer,) if state is not None]
-    states = ((each.path, one) for each in all_states for one in each.states.values())
-    builder = MetadataBuilder(found, [model, *optimizers, *experts], options.states, states)
+    sources: list[_Source] = []
+    notes: list[str] = []
     for ep_rank, state in enumerate(all_states):
         shard, mine, files = model, None, dict[str, int]()
         if optimizers:
@@ -66,46 +75,86 @@ def unpartitioned_metadata(
         named = _member_names(shard, state, options, name_states, mine)
         if named is None:
             return weights_alone(found, model)
-        names, notes = named
+        names, more = named
+        notes += [note for note in more if note not in notes]
         if ep_rank:  # dense parameters are in each of these files
             of_experts = {name for name in shard.weights if name in shard.stacked or expert_name(name)}
             names = [[name if name in of_experts else None for name in group] for group in names]
-        added = _add_unpartitioned(builder, shard, state, names, first + ep_rank)
-        for name in added if files and state.kind == PLAIN else ():  # the weights are the masters
-            builder.tensors.add({(name, MASTER): dense_tensor(name, MASTER, shard.weights[name], files[name])})
-        builder.notes += [note for note in notes if note not in builder.notes]
+        of_groups = [_flats(shard, state, group, members) for group, members in enumerate(names)]
+        sources.append(_Source(shard, state, first + ep_rank, files, of_groups))
+    flats = ((each.state.path, flat) for each in sources for flat in chain.from_iterable(each.groups))
+    partitions = [RankStates(path, flat.shape, -1, flat.shard.states) for path, flat in flats]
+    states = ((each.path, each.states) for each in partitions)
+    files_of_all = [model, *optimizers, *experts]
+    builder = MetadataBuilder(found, files_of_all, options.states, states, compare_lengths(partitions))
+    for source in sources:
+        added = _add_unpartitioned(builder, source)
+        for name in added if source.weights and source.state.kind == PLAIN else ():  # the weights are the masters
+            master = dense_tensor(name, MASTER, source.model.weights[name], source.weights[name])
+            builder.tensors.add({(name, MASTER): master})
+    builder.notes += notes
     builder.tensors.add(module_tensors([model], 0, builder.parameters)[0])
     groups = merged_groups((range(at, at + 1), state.groups) for at, state in enumerate(all_states, start=first))
     return builder.build(model, 0, groups, frozen_recorded=model.frozen_recorded)
 
 
-def _add_unpartitioned(
-    builder: MetadataBuilder, model: ModelShard, state: UnpartitionedState, names: Members, file: int
-) -> list[str]:
+class _Flat(NamedTuple):
+    """One flat tensor of an optimizer that is whole, or one parameter."""
+
+    shapes: Shapes
+    shard: FlatShard
+
+    @property
+    def shape(self) -> Shape:
+        """That of the parameter, if it is one."""
+        return self.shapes[0][1] if len(self.shapes) == 1 else (self.shard.partition_numel,)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An optimizer that is whole in one file, and the model whose parameters it updates."""
+
+    model: ModelShard
+    state: UnpartitionedState
+    file: int  # of the optimizer
+    weights: Mapping[str, int]  # parameter -> file of its weight, if that is not the model's
+    groups: Sequence[Sequence[_Flat]]
+
+
+def _flats(model: ModelShard, state: UnpartitionedState, group: int, members: Sequence[str | None]) -> list[_Flat]:
+    """The flat tensors of one param group, whose ``members`` have these FQNs, or ``None`` if they are left out."""
+    masters: list[tuple[list[str], int, TensorRef]]
+    if state.kind == FUSED:
+        trained = [name for name in members if name is not None]
+        masters = [(trained, state.members[group][0], state.masters[group][0])] if trained else []
+    else:
+        own = state.masters[group] if state.masters else [model.weights[name] if name else None for name in members]
+        each = zip(members, state.members[group], own, strict=True)
+        masters = [([name], number, master) for name, number, master in each if name and master is not None]
+    flats: list[_Flat] = []
+    for trained, number, master in masters:
+        shapes, states = [(name, model.weights[name].shape) for name in trained], state.states.get(number)
+        flat = FlatShard(master, master.numel, states or StatesOfOne({}))
+        if states is not None and state.kind != FUSED and shapes[0][1] == ():
+            # elementwise states then have no dimensions either, and are no scalars
+            points = {key: ref for key, ref in states.points.items() if key in ELEMENTWISE_NAMES}
+            scalars = tuple((key, value) for key, value in states.scalars if key not in points)
+            flat = replace(flat, states=replace(states, tensors={**points, **states.tensors}, scalars=scalars))
+        flats.append(_Flat(shapes, flat))
+    return flats
+
+
+def _add_unpartitioned(builder: MetadataBuilder, source: _Source) -> list[str]:
     """Add masters and states of an optimizer that is whole in one file; returns the FQNs of all that were added."""
+    model, state = source.model, source.state
     every: list[str] = []
-    for group, members in enumerate(names):
-        masters: list[tuple[list[str], int, TensorRef]]
-        if state.kind == FUSED:
-            trained = [name for name in members if name is not None]
-            masters = [(trained, state.members[group][0], state.masters[group][0])] if trained else []
-        else:
-            own = state.masters[group] if state.masters else [model.weights[name] if name else None for name in members]
-            each = zip(members, state.members[group], own, strict=True)
-            masters = [([name], number, master) for name, number, master in each if name and master is not None]
+    for group, flats in enumerate(source.groups):
         added: list[str] = []
-        for trained, number, master in masters:
-            shapes, states = [(name, model.weights[name].shape) for name in trained], state.states.get(number)
-            flat = FlatShard(master, master.numel, states or StatesOfOne({}))
-            if states is not None and state.kind != FUSED and shapes[0][1] == ():
-                # elementwise states then have no dimensions either, and are no scalars
-                points = {key: ref for key, ref in states.points.items() if key in ELEMENTWISE_NAMES}
-                scalars = tuple((key, value) for key, value in states.scalars if key not in points)
-                flat = replace(flat, states=replace(states, tensors={**points, **states.tensors}, scalars=scalars))
+        for shapes, shard in flats:
             numels = [math.prod(shape) for _, shape in shapes]
             rules = group_rules(numels, group_offsets(numels), max(sum(numels), 1))
-            stacked = {name: model.stacked[name][0] for name in trained if name in model.stacked}
-            of_group = group, state.groups[group], [flat], range(file, file + 1), stacked
+            stacked = {name: model.stacked[name][0] for name, _ in shapes if name in model.stacked}
+            of_group = group, state.groups[group], [shard], range(source.file, source.file + 1), stacked
             added += builder.add_flat(shapes, rules, *of_group, is_alone=state.kind != FUSED)
         # DeepSpeed's FusedAdam, of which no class is saved, counts a group's steps in the state of its last tensor. It
         # alone keeps a step of 0 in each group beside those of its tensors; DeepSpeed's Lamb uses each tensor's

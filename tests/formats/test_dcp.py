@@ -28,10 +28,10 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.values import left_in_file
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.base import Checkpoint, MetadataOptions
+from elastic_ckpt.formats.classification import FRESH
 from elastic_ckpt.formats.dcp_entries import sort_entries
 from elastic_ckpt.formats.dcp_metadata import read_dcp_file, read_dcp_metadata
 from elastic_ckpt.formats.detect import find_checkpoint
-from elastic_ckpt.formats.saved_states import FRESH
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.load.metadata import read_checkpoint

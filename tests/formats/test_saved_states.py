@@ -15,16 +15,13 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, Codebook, Sta
 from elastic_ckpt.core.values import LeftInFile, TensorValue, left_in_file
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats import saved_states
+from elastic_ckpt.formats.classification import FRESH, OPAQUE, SavedKind, notes_and_warnings
 from elastic_ckpt.formats.model_states import index_unpartitioned
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_states import (
-    FRESH,
-    OPAQUE,
     Digest,
-    SavedKind,
     StatesOfOne,
     normal_groups,
-    notes_and_warnings,
     read_groups,
     resolve_codebooks,
     saved_shape,

@@ -77,12 +77,16 @@ def test_what_the_config_does_not_settle_is_opaque_and_what_it_leaves_out_is_fre
 
 
 def test_parameters_that_keep_other_states_do_not_make_a_table_elementwise(tmp_path: Path) -> None:
-    """The bias alone has a second momentum, so that nothing it has in common with others shows what its table is."""
+    """The bias alone has a second momentum, and as many elements as its table."""
     zero = written(tmp_path)
     for name in SHAPES:
         torch.save(MAP, zero / name / "my_map.pt")
     torch.save(torch.zeros(256), zero / "bias" / "second.pt")
-    assert "one tensor for others" in read(zero, max_numel=256).states.opaque["my_map"]
+    metadata = read(zero, max_numel=256, schema={"second": "elementwise"})
+    assert metadata.states.opaque == {} and ("bias", "my_map") not in metadata.tensors
+    assert {name: each.replicated[0].key for name, each in metadata.parameters.items()} == dict.fromkeys(
+        SHAPES, "my_map"
+    )
 
 
 def test_what_the_file_records_as_shared_needs_no_config_and_is_said(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -12,23 +13,24 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, TOUCHED, StateOptions
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.formats.saved_states import (
+from elastic_ckpt.formats.classification import (
     DAMAGED,
-    ELEMENTWISE_NAMES,
     FRESH,
     OPAQUE,
-    Digest,
+    UNKNOWN_LENGTHS,
     RankStates,
     SavedKind,
-    StatesOfOne,
     classify,
+    compare_lengths,
 )
+from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, Digest, StatesOfOne
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 
 Shape = tuple[int, ...]
 #: The same bytes, and ascending: what every rank has of a quantization map.
 TABLE = Digest(7, ascending=True)
 SAME = Digest(8, ascending=False)
+ZEROS = Digest(10, ascending=False, constant=True)
 PLAIN = SavedKind(ELEMENTWISE)
 N = 1000
 
@@ -177,10 +179,19 @@ def test_a_table_of_256_values_beside_a_partition_of_256_elements_is_not_cut() -
     assert "same ascending values on every rank" in kind.why
 
 
-@pytest.mark.parametrize("digests", [(SAME, SAME), (TABLE, Digest(9, ascending=True)), (TABLE, None), (None, None)])
+@pytest.mark.parametrize("digests", [(TABLE, Digest(9, ascending=True)), (TABLE, None), (None, None), (ZEROS, ZEROS)])
 def test_other_values_as_long_as_the_partition_are_elementwise(digests: Sequence[Digest | None]) -> None:
     held = ranks(256, *[{"mine": Saved((256,), digest=digest)} for digest in digests])
     assert classify(held, said()) == {"mine": PLAIN}
+
+
+def test_the_same_values_as_long_as_the_partition_may_be_a_table() -> None:
+    kind = kind_of(Saved((256,), digest=SAME), numel=256)
+    assert kind.kind == OPAQUE
+    assert "yet with the same values on every rank" in kind.why
+    assert kind_of(Saved((2,), digest=SAME), numel=2) == PLAIN  # few values are the same by chance
+    assert kind_of(Saved((256,), digest=SAME), numel=256, dp=1) == PLAIN
+    assert kind_of(Saved((256,), digest=SAME), numel=256, key="exp_avg") == PLAIN
 
 
 def test_ascending_values_of_a_known_elementwise_state_are_chance() -> None:
@@ -398,15 +409,85 @@ def test_a_table_that_all_ranks_share_is_not_called_elementwise(key: str) -> Non
     assert "quantization map" in str(error.found)
 
 
-@pytest.mark.parametrize("key", ["exp_avg", "mine"])
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("shape", [(N,), (2, N)])
-def test_a_state_as_long_as_its_partition_is_not_called_replicated(key: str, dp: int, shape: Shape) -> None:
-    options = said(**{key: "replicated"})
+def test_a_known_elementwise_state_is_not_called_replicated(dp: int, shape: Shape) -> None:
     for digest in (None, SAME):
-        state = {key: Saved(shape, digest=digest)}
-        error = refused(ranks(N, *[state] * dp), options, key, "replicated")
+        state = {"exp_avg": Saved(shape, digest=digest)}
+        error = refused(ranks(N, *[state] * dp), said(exp_avg="replicated"), "exp_avg", "replicated")
         assert f"as long as its partition ({N} elements)" in str(error.found)
+
+
+@pytest.mark.parametrize("digests", [(SAME, TABLE), (None, None), (SAME, None)])
+@pytest.mark.parametrize("shape", [(N,), (2, N)])
+def test_a_state_as_long_as_its_partition_that_differs_by_rank_is_not_called_replicated(
+    digests: Sequence[Digest | None], shape: Shape
+) -> None:
+    held = ranks(N, *[{"mine": Saved(shape, digest=digest)} for digest in digests])
+    error = refused(held, said(mine="replicated"), "mine", "replicated")
+    assert "of other values on other ranks" in str(error.found)
+
+
+@pytest.mark.parametrize("digest", [SAME, TABLE, ZEROS])
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_a_table_that_is_as_long_as_its_partition_is_replicated_where_the_user_says_so(digest: Digest, dp: int) -> None:
+    state = {"mine": Saved((256,), digest=digest)}
+    assert classify(ranks(256, *[state] * dp), said(mine="replicated")) == {"mine": SavedKind(REPLICATED)}
+
+
+# --- what all partitions tell together -----------------------------------------------------------------------------
+
+
+def of_all(numels: Sequence[int], length: int | None, dp: int, key: str = "mine") -> list[list[RankStates]]:
+    """Flat tensors with partitions of these sizes, and a state as long as each, or of one ``length``, on all ranks."""
+    states = [{key: Saved((length or numel,), digest=SAME if length else Digest(numel, False))} for numel in numels]
+    return [ranks(numel, *[state] * dp) for numel, state in zip(numels, states, strict=True)]
+
+
+@given(
+    st.lists(st.integers(16, 400), min_size=2, max_size=5).filter(lambda numels: len(set(numels)) > 1),
+    st.integers(1, 3),
+    st.sampled_from(["listed", "threshold", "unlisted"]),
+)
+def test_a_table_is_never_cut_where_a_partition_happens_to_be_as_long(numels: list[int], dp: int, word: str) -> None:
+    """Whichever flat tensor is as long as the table, and at every data-parallel degree."""
+    options = {"listed": said(mine="replicated"), "threshold": said(max_numel=400), "unlisted": said()}[word]
+    flats = of_all(numels, numels[0], dp)
+    lengths = compare_lengths(chain.from_iterable(flats))
+    kinds = {classify(flat, options, lengths=lengths)["mine"].kind for flat in flats}
+    assert kinds == {OPAQUE if word == "unlisted" and dp == 1 else REPLICATED}
+
+
+@given(
+    st.lists(st.integers(1, 400), min_size=2, max_size=5).filter(lambda numels: len(set(numels)) > 1),
+    st.integers(1, 3),
+    st.sampled_from([0, 100, 400]),
+)
+def test_a_state_that_is_as_long_as_each_of_several_lengths_is_elementwise(
+    numels: list[int], dp: int, most: int
+) -> None:
+    flats = of_all(numels, None, dp)
+    lengths = compare_lengths(chain.from_iterable(flats))
+    for flat in flats:
+        assert classify(flat, said(max_numel=most), lengths=lengths) == {"mine": PLAIN}
+        with pytest.raises(MismatchError, match="not a state of the kind"):
+            classify(flat, said(mine="replicated"), lengths=lengths)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_small_state_as_long_as_all_partitions_may_be_either(dp: int) -> None:
+    """All of one length: only the user knows."""
+    for digest in (SAME, ZEROS) if dp > 1 else (SAME, ZEROS, None):
+        flat = ranks(256, *[{"mine": Saved((256,), digest=digest)}] * dp)
+        lengths = compare_lengths([*flat, *flat])
+        assert classify(flat, said(max_numel=256), lengths=lengths)["mine"].kind == OPAQUE
+        assert classify(flat, said(max_numel=256, mine="elementwise"), lengths=lengths) == {"mine": PLAIN}
+        assert classify(flat, said(max_numel=256, mine="replicated"), lengths=lengths)["mine"].kind == REPLICATED
+
+
+def test_lengths_tell_nothing_of_known_elementwise_states() -> None:
+    for length in (None, 256):
+        assert compare_lengths(chain.from_iterable(of_all([256, 300], length, 1, key="exp_avg"))) == UNKNOWN_LENGTHS
 
 
 def test_a_state_of_different_shapes_is_not_called_replicated() -> None:
@@ -489,9 +570,12 @@ def test_the_size_counts_all_elements() -> None:
 
 
 @pytest.mark.parametrize("shape", [(N,), (2, N)])
-def test_a_state_as_long_as_its_partition_is_elementwise_before_it_is_small(shape: Shape) -> None:
-    assert kind_of(Saved(shape), said(max_numel=1 << 20)).kind == ELEMENTWISE
-    assert kind_of(Saved((5,)), said(max_numel=1 << 20), numel=5).kind == ELEMENTWISE
+@pytest.mark.parametrize("key", ["mine", "exp_avg"])
+def test_a_state_as_long_as_its_partition_that_differs_by_rank_is_elementwise_though_small(
+    shape: Shape, key: str
+) -> None:
+    held = ranks(N, *[{key: Saved(shape, digest=digest)} for digest in (SAME, TABLE)])
+    assert classify(held, said(max_numel=1 << 20))[key].kind == ELEMENTWISE
 
 
 # --- momentum of whole parameters -------------------------------------------------------------------------------
