@@ -62,11 +62,36 @@ class Mapped(torch.optim.Optimizer):
                     continue
                 state = self.state[param]
                 if not state:
-                    state |= {"trail": torch.zeros_like(param), "my_map": torch.ones(256), "count": torch.zeros(())}
+                    state |= {"trail": torch.zeros_like(param), "my_map": self.first_map(), "count": torch.zeros(())}
                 state["count"] += 1
                 state["my_map"].mul_(0.75)
                 state["trail"].mul_(0.9).add_(param.grad)
                 param.sub_(state["trail"] * state["my_map"][int(state["count"])], alpha=group["lr"])
+
+
+    def first_map(self) -> torch.Tensor:
+        return torch.ones(256)
+
+
+class MapOf211(Mapped):
+    """A map as long as a bias of ``WideLM``."""
+
+    numel = 211
+
+    def first_map(self) -> torch.Tensor:
+        return torch.rand(self.numel, generator=torch.Generator().manual_seed(7))
+
+
+class MapOf318(MapOf211):
+    """A map as long as a partition of the second param group of ``WideLM``, in ZeRO-1 over two ranks."""
+
+    numel = 318
+
+
+class MapOf319(MapOf211):
+    """A map as long as a partition of the second param group of ``WideLM``, in ZeRO-3 over two ranks."""
+
+    numel = 319
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -350,6 +350,7 @@ _ELSEWHERE = {
     "cpuadagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad"),
     "unknown": ("tests.distributed.custom_optimizers", "Wanderer"),
     "mapped": ("tests.distributed.custom_optimizers", "Mapped"),
+    **{f"map_of_{n}": ("tests.distributed.custom_optimizers", f"MapOf{n}") for n in (211, 318, 319)},
     "apex": ("tests.distributed.custom_optimizers", "FusedAdam"),
 }
 _TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
