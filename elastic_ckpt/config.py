@@ -132,7 +132,8 @@ class ElasticConfig(BaseModel):
     states: dict[str, Literal["replicated", "elementwise", "fresh"]] = Field(
         dict.fromkeys(NON_SHARD_KEYS, "replicated"),
         description="layouts of optimizer states by their exact names, in addition to the default. The key "
-        '"numel<=256" is about all states of unknown layout that have at most so many elements. '
+        '"numel<=256" is about all states of unknown layout that have at most so many elements, but for those that are '
+        "as long as each partition or parameter beside them. "
         "replicated: never sharded, the same tensor for every partition; elementwise: sharded like their parameters; "
         "fresh: not restored, nor is a hyperparameter of that name",
     )

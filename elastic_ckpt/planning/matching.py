@@ -152,7 +152,11 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
         # of whole tensors, no declaration settles what another state is
         foreign = metadata.source.foreign
         remedy = f'"elastic_checkpoint": {{"states": {{"{key}": "{"fresh" if foreign else "replicated"}"}}}}'
-        remedy += " leaves it out" if foreign else f' (or "elementwise", "fresh") says what it is; or {AT_ITS_TOPOLOGY}'
+        if foreign:
+            remedy += " leaves it out"
+        else:
+            remedy += ' (or "elementwise"; "fresh" for a known optimizer, which starts it anew) says what it is'
+            remedy += f"; or {AT_ITS_TOPOLOGY}"
         remedy += "; load_optimizer_states=False leaves all states out"
         yield metadata.error(UnsupportedError, problem, key, expected, description, remedy)
 
@@ -271,8 +275,10 @@ class _Matcher:
         for key in sorted(saved):
             name = next(name for name in members if (name, key) in metadata.tensors)
             tensor, shape = metadata.tensors[name, key], metadata.parameters[name].shape
-            if tensor.is_quantized or (tensor.has_own_shape and (local_state.zero_stage > 0 or len(flat.members) > 1)):
+            if tensor.is_quantized:
                 raise self._other_states(flat, members, saved)
+            if tensor.has_own_shape and (local_state.zero_stage > 0 or len(flat.members) > 1):
+                raise self._whole_state(key, members, tensor.shape)
             planes = 1 if tensor.has_own_shape or tensor.shape == shape else tensor.shape[0]
             layout = PER_PARAMETER if tensor.has_own_shape else ELEMENTWISE
             links.append(StateLink(LiveState(key, tensor.dtype, layout, planes, None, tensor.shape), key))
@@ -287,11 +293,26 @@ class _Matcher:
         same = len({(state.crc32, state.shape, state.dtype) for state in found}) == 1
         if len(found) != len(members) or not same or any(state.differs for state in found):
             problem = f"optimizer state {key!r} should be one for all partitions, but different values were saved"
-            differing = f"{len({state.crc32 for state in found})} different values, or differences between ranks"
-            remedy = f'if it is not a replicated state: "elastic_checkpoint": {{"states": {{"{key}": "elementwise"}}}} '
-            remedy += '(or "fresh"); or load at the topology it was saved with'
-            raise self.metadata.error(MismatchError, problem, members, "the same bytes everywhere", differing, remedy)
+            values = len({state.crc32 for state in found})
+            differing = f"{values} different values" if values > 1 else "differences between the ranks that saved it"
+            remedy = f"load_optimizer_states=False leaves all states out; or {AT_ITS_TOPOLOGY}"
+            if self.local_state.flats[0].states is not None:
+                remedy = f'"elastic_checkpoint": {{"states": {{"{key}": "fresh"}}}} starts it anew; {remedy}'
+            expected = "the same bytes everywhere"
+            raise self.metadata.error(UnsupportedError, problem, members, expected, differing, remedy)
         return found[0]
+
+    def _whole_state(self, key: str, members: Sequence[str], shape: tuple[int, ...]) -> UnsupportedError:
+        """A state of whole parameters that no flat partition can have."""
+        shapes = {self.metadata.tensors[name, key].shape for name in members if (name, key) in self.metadata.tensors}
+        problem = f"optimizer state {key!r} is saved as a tensor for each parameter, of another shape than it"
+        expected = "one value for each element, or one tensor for all that share a flat partition"
+        remedy = f"load_optimizer_states=False leaves all states out; or {AT_ITS_TOPOLOGY}"
+        if len(shapes) == 1:
+            line = f'"elastic_checkpoint": {{"states": {{"{key}": "replicated"}}}}'
+            remedy = f"{line}, if it is one table for all; {remedy}"
+        found = f"a tensor of shape {shape}"
+        return self.metadata.error(UnsupportedError, problem, members, expected, found, remedy)
 
     def _other_states(self, flat: FlatPartition, members: Sequence[str], saved: Iterable[str]) -> MismatchError:
         live = {state.key for state in flat.states or () if state.layout != SCRATCH}

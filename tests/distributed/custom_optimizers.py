@@ -68,7 +68,6 @@ class Mapped(torch.optim.Optimizer):
                 state["trail"].mul_(0.9).add_(param.grad)
                 param.sub_(state["trail"] * state["my_map"][int(state["count"])], alpha=group["lr"])
 
-
     def first_map(self) -> torch.Tensor:
         return torch.ones(256)
 
