@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+import deepspeed.runtime.zero.config  # noqa: F401  of whose classes objects are made if they are imported
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
