@@ -104,9 +104,7 @@ def read_dcp_metadata(folder: str) -> DcpContents:
             problem = "this .metadata does not say in which file an entry is: the save is incomplete"
             both = "a file, an offset and a length for each entry", f"none for {len(missing)}"
             raise DamagedError(problem, path, *both, parameter=next(iter(missing))[0])
-        paths = {name: tuple(keys) for name, keys in (getattr(tree, "planner_data", None) or {}).items()}
-        if not all(type(key) in (str, int) for keys in paths.values() for key in keys):
-            raise unreadable(path, "paths of entries that are not made of names and numbers")
+        paths = _paths(getattr(tree, "planner_data", None), path)
         placed = {name: tuple(sorted(items, key=lambda item: item.start)) for name, items in sorted(files.items())}
         for name, items in placed.items():
             _refuse_overlaps(name, items, path)
@@ -116,6 +114,18 @@ def read_dcp_metadata(folder: str) -> DcpContents:
             placed,
             modified(path),
         )
+
+
+def _paths(planner_data: Any, path: str) -> dict[str, Path]:
+    """The path of each entry in the state dict, as the planner of ``dcp.save`` notes them."""
+    planned = {} if planner_data is None else planner_data
+    if not isinstance(planned, Mapping) or not all(type(name) is str for name in planned):
+        raise unreadable(path, "paths of entries that are not listed by name")
+    for keys in planned.values():
+        is_path = isinstance(keys, (tuple, list)) and all(type(key) in (str, int) for key in keys)
+        if not is_path or not keys:
+            raise unreadable(path, "paths of entries that are not made of names and numbers")
+    return {name: tuple(keys) for name, keys in planned.items()}
 
 
 def _entries(
@@ -139,6 +149,8 @@ def _entries(
             if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
                 raise unreadable(path, f"a chunk of {sizes} at {offsets} of {name}, of shape {shape}")
             chunks[name, offsets] = sizes
+        if not entry.chunks and 0 not in shape:
+            raise unreadable(path, f"a tensor of shape {shape} without a chunk: {name}")
     return tensors, chunks
 
 

@@ -27,6 +27,7 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
+from elastic_ckpt.formats.own_entries import check_base_state, check_own_entries, checked_tree
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, opened_once
 from elastic_ckpt.formats.saved_config import (
     COUNTERS,
@@ -116,6 +117,7 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
     ``weights_alone``: whether no optimizer-states file is needed, in which alone DeepSpeed before 0.6.2 differs in
     what cannot be read.
     """
+    check_own_entries(file)
     is_old = "ds_version" not in file.tree and "csr_tensor_module_names" in file.tree
     if is_old and not weights_alone:
         refuse_old(file, ["csr_tensor_module_names"])
@@ -239,7 +241,7 @@ def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None
 @opened_once
 def index_unpartitioned(file: PickledFile, options: StateOptions, ep_rank: int = 0) -> UnpartitionedState | None:
     """The optimizer entry of a file, ``None`` without one (under ZeRO, where DeepSpeed may write the file without)."""
-    saved = file.tree.get("optimizer")
+    saved = checked_tree(file).get("optimizer")
     if saved is None or (isinstance(saved, Mapping) and "base_optimizer_state" in saved):
         return None  # BF16_Optimizer of a pipeline writes a partition here, beside the files of all of them
     if not isinstance(saved, Mapping):
@@ -249,6 +251,7 @@ def index_unpartitioned(file: PickledFile, options: StateOptions, ep_rank: int =
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
         refuse_own_kind(file, state)
         raise _damaged(file, "'state' and 'param_groups' of a torch optimizer", sorted(map(str, saved))[:8])
+    check_base_state(file, state)
     masters: tuple[tuple[TensorRef, ...], ...] = ()
     if kind != PLAIN:
         raw = next(saved[key] for key in MASTER_ENTRIES if key in saved)

@@ -28,8 +28,15 @@ from elastic_ckpt.formats.leftovers import find_leftovers
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned, model_indexer
 from elastic_ckpt.formats.naming import number_of_writers, plain_name
+from elastic_ckpt.formats.own_entries import checked_tree
 from elastic_ckpt.formats.pickled import PickledFile, open_file
-from elastic_ckpt.formats.saved_config import COUNTERS, config_section, loss_scale_of, read_training_state
+from elastic_ckpt.formats.saved_config import (
+    COUNTERS,
+    config_section,
+    loss_scale_of,
+    read_training_state,
+    section_of,
+)
 from elastic_ckpt.formats.shards import OptimizerShard, index_shard
 from elastic_ckpt.storage import open_stream
 
@@ -170,8 +177,9 @@ def refuse_mixture(file: PickledFile) -> None:
     Reads the whole file, if it is one that several ranks may have written. :class:`UnsupportedError` if it has no
     checksums that would tell.
     """
-    writer = config_section(file, "checkpoint").get("writer")
-    stage, ranks = config_section(file, "zero_optimization").get("stage", 0), file.tree.get("dp_world_size", 1)
+    tree = checked_tree(file)
+    writer = section_of(config_section(file, "checkpoint"), "writer")
+    stage, ranks = config_section(file, "zero_optimization").get("stage", 0), tree.get("dp_world_size", 1)
     if not writer or stage == 3 or ranks == 1 or number_of_writers(file.path) > 1:
         return
     if stage == 0 and not writer.get("data_parallel"):

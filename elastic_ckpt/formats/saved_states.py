@@ -20,7 +20,7 @@ from elastic_ckpt.core.state_kinds import (
     codebook,
 )
 from elastic_ckpt.core.values import merged
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.own_entries import check_groups, check_states
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import hyperparameters, read_bytes, read_numbers, tensor_values, to_numbers
@@ -83,7 +83,10 @@ def with_strangers(states: Mapping[T, StatesOfOne], base: Mapping[str, Any]) -> 
 @opened_once
 def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptions) -> StatesOfOne:
     """Sort the optimizer states of one flat tensor or parameter, and read the small ones. Local."""
-    entries = {**saved, **saved.get(NESTED, {})}
+    check_states(file, "states of a parameter", saved)
+    nested = saved.get(NESTED, {})
+    check_states(file, NESTED, nested)
+    entries = {**saved, **nested}
     entries.pop(NESTED, None)
     file.budget.charge_objects(len(entries))  # many parameters may share one long dictionary
     tensors: dict[str, TensorRef] = {}
@@ -144,13 +147,10 @@ def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[st
 
 
 @opened_once
-def read_groups(file: PickledFile, param_groups: Iterable[Mapping[str, Any]]) -> Groups:
-    """Hyperparameters of every param group; :class:`DamagedError` if one has no name."""
-    param_groups = list(param_groups)
-    if unnamed := [key for group in param_groups for key in group if type(key) is not str]:
-        problem, expected = "a param group has an entry that is no hyperparameter of any optimizer", "names as keys"
-        raise DamagedError(problem, file.path, expected, f"a key of type {type(unnamed[0]).__name__}")
-    groups = ({key: value for key, value in group.items() if key not in _NOT_READ} for group in param_groups)
+def read_groups(file: PickledFile, param_groups: Any) -> Groups:
+    """Hyperparameters of every param group; :class:`DamagedError` if there is none, or these are no param groups."""
+    checked = check_groups(file, param_groups)
+    groups = ({key: value for key, value in group.items() if key not in _NOT_READ} for group in checked)
     return tuple(hyperparameters(file, group) for group in groups)
 
 

@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from elastic_ckpt.core.metadata import MASTER, SourceFile
+from elastic_ckpt.core.metadata import MASTER, SourceFile, is_floating
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.model_states import refuse_old, refuse_own_kind
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
+from elastic_ckpt.formats.own_entries import check_base_state, check_own_entries, malformed, text_of
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, settings, sort_states, with_strangers
@@ -107,6 +108,7 @@ def build_shard(
 @opened_once
 def index_shard(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
     """Read one optimizer-states file of any ZeRO stage; :class:`UnsupportedError` if of DeepSpeed before 0.6.2."""
+    check_own_entries(file)
     if "fp32_flat_groups" in file.section("optimizer_state_dict"):
         return _index_zero3(file, dp_rank, options)
     state = file.section("optimizer_state_dict")
@@ -118,6 +120,7 @@ def index_shard(file: PickledFile, dp_rank: int, options: StateOptions) -> Optim
         expected = '"zero_optimization": {"elastic_checkpoint": false} at save time'
         raise UnsupportedError(problem, file.path, expected, "a list of states")
     refuse_own_kind(file, base)
+    check_base_state(file, base)
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
     # BF16_Optimizer saves its partitions with the padding, and called the entry "groups_padding" until 0.7.0
     in_masters = "zero_stage" not in state
@@ -137,9 +140,15 @@ def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
     masters = file.section("optimizer_state_dict", "fp32_flat_groups")
     base = file.section("optimizer_state_dict", "optimizer_state_dict")
     refuse_own_kind(file, base)
+    if not isinstance(base, Mapping):
+        raise malformed(file, "optimizer_state_dict / optimizer_state_dict", "a dictionary", base)
+    check_base_state(file, base)
     flat_groups = [-1] * len(masters)
     for number, group in enumerate(base["param_groups"]):
         for index in group["params"]:
+            if index >= len(masters):
+                text = f"numbers of {len(masters)} sub-groups"
+                raise malformed(file, "params of a param group", text, index)
             flat_groups[index] = number
     flats, folder = [], os.path.join(os.path.dirname(file.path), SWAPPED_FOLDER, f"rank{dp_rank:02d}")
     for index, master in enumerate(masters):
@@ -161,9 +170,10 @@ def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
 
 def _flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
     """``ref``, which must be a dense 1-D tensor, else :class:`DamagedError`."""
-    if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not ref.is_contiguous:
-        expected = "a contiguous tensor of one dimension, as DeepSpeed's ZeRO writes it"
-        raise LayoutError(f"{what} is not a dense flat tensor", file.path, expected, str(ref)[:200])
+    is_flat = isinstance(ref, TensorRef) and len(ref.shape) == 1 and ref.is_contiguous
+    if not is_flat or not is_floating(ref.dtype):
+        expected = "a contiguous tensor of real numbers and one dimension, as DeepSpeed's ZeRO writes it"
+        raise LayoutError(f"{what} is not a dense flat tensor", file.path, expected, text_of(ref))
     return ref
 
 

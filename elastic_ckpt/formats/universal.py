@@ -39,6 +39,7 @@ from elastic_ckpt.formats.metadata_builder import Tensors, module_tensors, weigh
 from elastic_ckpt.formats.model_states import ModelShard, grid_of, model_indexer
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.objects import materialise
+from elastic_ckpt.formats.own_entries import check_groups, check_numbered, check_optimizer_file
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state, refuse_features
@@ -292,13 +293,15 @@ def _divided(tensor: TensorMetadata, shapes: tuple[Shape, ...], path: str) -> Te
 @opened_once
 def _index_optimizer(file: PickledFile, options: StateOptions) -> OptimizerFile:
     """Read the optimizer's file."""
+    check_optimizer_file(file)
     saved = file.tree.get(SHARED_STATES, {})
     if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
         problem, expected = "the states that all parameters share are no dictionary", "tensors and numbers by name"
         raise DamagedError(problem, file.path, expected, type(saved).__name__, remedy=CONVERT_AGAIN)
     shared = sort_states(file, saved, options)
-    groups = file.section("param_groups")
+    groups = check_groups(file, file.section("param_groups"))
     states = file.tree.get("optimizer_state_dict", {}).get("state", {})
+    check_numbered(file, states)
     scalars = {int(flat): plain_numbers(file, values) for flat, values in _scalars(states).items()}
     return OptimizerFile(
         zero_stage=int(file.tree.get("zero_stage", 1)),

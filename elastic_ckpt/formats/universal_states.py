@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.chunks import QuantizedChunks, QuantizedRun
-from elastic_ckpt.core.metadata import MASTER, ReplicatedState, SourceFile, TensorMetadata
+from elastic_ckpt.core.metadata import MASTER, ReplicatedState, SourceFile, TensorMetadata, is_floating
 from elastic_ckpt.core.shard_specs import COLUMN, ROW, VOCABULARY, ShardSpec
 from elastic_ckpt.core.state_kinds import (
     BLOCK_NUMELS,
@@ -47,6 +47,7 @@ from elastic_ckpt.formats.classification import (
 )
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
+from elastic_ckpt.formats.own_entries import text_of
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import (
     ELEMENTWISE_NAMES,
@@ -68,6 +69,8 @@ _MOST_RUNS = 1 << 22
 _MOST_SUB_PARAMETERS = 1 << 10
 _SCALES = {scales: codes for codes, (scales, _) in COMPANIONS.items()}
 _CODEBOOKS = {codebook: codes for codes, (_, codebook) in COMPANIONS.items()}
+#: What every optimizer keeps as a value for each element.
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "state1", "state2"})
 NO_STATES = StatesOfOne({})
 
 
@@ -115,6 +118,9 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
     is_parameters = isinstance(file.tree, dict) and "param" in file.tree
     value = file.tree["param"] if is_parameters else file.tree
     name, key = os.path.basename(folder), base.removesuffix(".pt")
+    if key == MASTER and not (isinstance(value, TensorRef) and is_floating(value.dtype)):
+        problem, found = "the master of this parameter is no tensor of real numbers", text_of(value)
+        raise DamagedError(problem, file.path, "fp32 values", found, parameter=name, remedy=CONVERT_AGAIN)
     if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
         if not value.is_contiguous:
             problem = f"{key} of this parameter was saved as a view that is not contiguous"
@@ -126,8 +132,10 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
         return StateFile(key, file.nbytes, value, None, noted, rule, is_concatenated, file.records)
     scalars = dict(sort_states(file, {key: value}, options).scalars)
     is_flag = isinstance(value, bool) and key == "step"
-    if key not in scalars or is_flag:
-        problem, found = f"{key} of this parameter is neither a tensor nor a number", type(value).__name__
+    is_moment = key in _MOMENTS and value is not None
+    if key not in scalars or is_flag or is_moment:
+        problem, found = f"{key} of this parameter is neither a tensor nor a number", text_of(value)
+        problem = f"{key} of this parameter is no tensor" if is_moment else problem
         expected = "a tensor, or a dict with 'param'"
         raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=CONVERT_AGAIN)
     scalar, dtype = scalars[key], None

@@ -19,9 +19,10 @@ _MOST_KEY_OBJECTS = 32
 #: Smaller integers are their own hashes. Greater ones, floats and tuples can be made to collide: a dictionary or set
 #: takes them as long as it has fewer entries. Strings and bytes are hashed with a random seed of the process.
 _LARGEST_KEY, _MOST_COLLIDING = 1 << 60, 1 << 12
+_LARGEST_SIZE = 1 << 63
 _PLAIN_KEYS = (str, bool, bytes, type(None))
 #: ``deepspeed.runtime.zero.config.ZeroStageEnum``, as Python 3.11.0 to 3.11.3 pickle it by name.
-_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Call:
         return type(self.function) is Call or self.function.users is not None
 
     def __int__(self) -> int:
-        return _STAGES[self.args[0]] if self.how == "member" else int(self.args[0])
+        return STAGES[self.args[0]] if self.how == "member" else int(self.args[0])
 
     def __str__(self) -> str:
         return self.name
@@ -84,6 +85,8 @@ class Size(tuple[int, ...]):
     def __new__(cls, sizes: Any = ()) -> Size:
         if type(sizes) not in (tuple, list) or not {int}.issuperset(map(type, sizes)):
             raise pickle.UnpicklingError("a torch.Size that is no list of integers")
+        if not all(-_LARGEST_SIZE <= size < _LARGEST_SIZE for size in sizes):
+            raise pickle.UnpicklingError("a torch.Size of integers beyond 64 bits")
         return super().__new__(cls, sizes)
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import (
+    STAGES,
     Call,
     Global,
     How,
@@ -34,6 +35,15 @@ from elastic_ckpt.formats.torch_archive.calls import (
     described,
     refuse_errors,
     unsafe_error,
+)
+from elastic_ckpt.formats.torch_archive.known_values import (
+    DTYPES,
+    LAYOUTS,
+    QSCHEMES,
+    STAGE_ENUM,
+    check_device,
+    check_made,
+    check_member,
 )
 from elastic_ckpt.formats.torch_archive.tensors import (
     REBUILD,
@@ -66,7 +76,7 @@ _ENUMS_OF_MEGATRON = ("ModelType", "LayerType", "AttnType", "AttnMaskType", "Pos
 _MODULES_OF_MEGATRON = ("enums", "model.enums", "core.enums", "core.transformer.enums")
 #: Enums and classes with plain data, under every module path that they had.
 _ENUMS = (
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    STAGE_ENUM,
     *(f"megatron.{module}.{name}" for module in _MODULES_OF_MEGATRON for name in _ENUMS_OF_MEGATRON),
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
     f"{_DCP}.planner.WriteItemType",
@@ -90,9 +100,8 @@ _OF_TUPLES = dict.fromkeys(
     (f"{_DCP}.metadata.TensorProperties", "torch.distributed._shard.sharded_tensor.metadata.TensorProperties"),
     ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"),
 )
-#: Dtypes, also those whose tensors cannot be read, and schemes of quantized tensors; layouts.
-_OF_TORCH = re.compile(r"torch\.(?:bool|(?:q?u?int|bits|b?float|complex)\d\w{,30}|per_(?:tensor|channel)_\w{,30})")
-LAYOUT = re.compile(r"torch\.(?:strided|jagged|_mkldnn|sparse_[a-z]{3})")
+#: Names that torch no longer has for what it still has.
+_RENAMED = {"torch.storage._UntypedStorage": "torch.storage.UntypedStorage"}  # until 1.13
 #: Dtypes of numpy: numbers, strings of one length, dates and durations; the units of these.
 _PLAIN_DTYPE = re.compile(r"[?biufc]\d{0,2}|[US]\d{1,6}|[mM]8")
 _UNIT, _MOST_UNITS = re.compile(rb"[a-zA-Z]{1,7}"), 1 << 30
@@ -101,12 +110,12 @@ _MOST_PATH_PARTS = 1 << 11  # as Linux has them
 
 def find_global(module: str, name: str) -> Global:
     """The entry of a name. One that is not on the list, and that the user did not allow, has an error."""
-    path = f"{module}.{name}"
+    path = _RENAMED.get(f"{module}.{name}", f"{module}.{name}")
     if path == DTYPE and path in _users_globals():
         return Global(path, partial(_numpy_dtype, is_any=True))
     if (entry := _closed_list().get(path)) is not None:
         return entry
-    if path in STORAGE_NAMES or _OF_TORCH.fullmatch(path):
+    if path in STORAGE_NAMES or path in DTYPES or path in QSCHEMES:
         return Global(path)
     if module not in _BLOCKED and path not in _COLLECTIVE and path in (users := _users_globals()):
         return Global(path, users=users[path])
@@ -159,13 +168,13 @@ def _closed_list() -> dict[str, Global]:
         "torch.Size": Size,
         "torch.Tensor": None,
         "torch.nn.parameter.Parameter": None,
-        "torch.device": _later("torch.device", str, (int, type(None))),
+        "torch.device": _later("torch.device", str, (int, type(None)), check=check_device),
         "torch.serialization._get_layout": _layout,
         DTYPE: _numpy_dtype,
         ARRAY: None,
         **REBUILD,
         **{path: _later(path, how="new") for path in (*_CLASSES, *_OF_TUPLES)},
-        **{path: _later(path, (int, str)) for path in _ENUMS},
+        **{path: _later(path, (int, str), check=partial(check_member, path)) for path in _ENUMS},
         **{path: partial(_of_python, path) for path in PLAIN_CLASSES},
     }
     for module in ("pathlib", "pathlib._local"):  # the second is Python 3.13's
@@ -289,12 +298,14 @@ def _of_python(name: str, *args: Any) -> Call:
         is_made = is_made or (type(arg) is Call and arg.is_users and name != "collections.deque")  # which walks through
         if not (is_text or is_made or type(arg) in _PARTS or (type(arg) is tuple and not arg)):
             raise unsafe_error(f"{name} of {described(arg)}")
-    return Call(Global(name), args)
+    call = Call(Global(name), args)
+    check_made(call)
+    return call
 
 
 def _layout(name: Any) -> Global:
     """With which torch pickles the layout of a tensor."""
-    if type(name) is not str or not LAYOUT.fullmatch(name):
+    if type(name) is not str or name not in LAYOUTS:
         raise pickle.UnpicklingError(f"a layout that is none: {described(name)}")
     return Global(name)
 
@@ -313,9 +324,17 @@ def _typed(make: Callable[..., Any], *kinds: type | tuple[type, ...]) -> Callabl
     return checked
 
 
-def _later(name: str, *kinds: type | tuple[type, ...], how: How = "call") -> Callable[..., Any]:
-    """What makes a call of a name on the list."""
-    return _typed(lambda *args: Call(Global(name), args, how), *kinds)
+def _later(
+    name: str, *kinds: type | tuple[type, ...], how: How = "call", check: Callable[..., None] | None = None
+) -> Callable[..., Any]:
+    """What makes a call of a name on the list; ``check`` raises for arguments of these kinds that have no result."""
+
+    def checked(*args: Any) -> Call:
+        if check is not None:
+            check(*args)
+        return Call(Global(name), args, how)
+
+    return _typed(checked, *kinds)
 
 
 def _enum_member(enum: Any, name: Any) -> Call:
@@ -323,6 +342,8 @@ def _enum_member(enum: Any, name: Any) -> Call:
     is_method = type(name) is str and (hasattr(IntEnum, name) or hasattr(str, name))
     if type(enum) is Global and type(name) is str and not name.startswith("_") and not is_method:
         is_users = isinstance(enum.users, type) and issubclass(enum.users, Enum)
+        if enum.name == STAGE_ENUM and name not in STAGES and not is_users:
+            raise pickle.UnpicklingError(f"a member that {enum} does not have: {described(name)}")
         if enum.name in _ENUMS or is_users:
             return Call(Global(enum.name, users=enum.users), (name,), "member")
     raise unsafe_error(f"builtins.getattr of {described(enum)}, {described(name)}")

@@ -15,6 +15,7 @@ from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, described, refuse_errors
+from elastic_ckpt.formats.torch_archive.known_values import DTYPES, LAYOUTS
 
 #: dtype of each of torch's typed storages.
 _STORAGES = {
@@ -30,8 +31,9 @@ _STORAGES = {
 STORAGE_NAMES = frozenset(
     (
         *map("torch.{}".format, _STORAGES),
-        *map("torch.cuda.{}".format, _STORAGES),
-        *("torch.storage.UntypedStorage", "torch.storage._UntypedStorage"),
+        # as torch has them: of numbers alone
+        *(f"torch.cuda.{name}" for name in _STORAGES if not name.startswith(("Q", "Untyped"))),
+        "torch.storage.UntypedStorage",
     )
 )
 #: The storage class of each dtype that has one.
@@ -112,7 +114,7 @@ def storage_id(persistent_id: Any) -> tuple[str, str, int, Any]:
         raise pickle.UnpicklingError("a storage without type, key or size")
     if kind.name not in STORAGE_NAMES:
         raise kind.error or kind_error(f"a {kind.name}")
-    dtype = _STORAGES[kind.name.rpartition(".")[2].removeprefix("_")]
+    dtype = _STORAGES[kind.name.rpartition(".")[2]]
     return dtype, key, numel * ITEMSIZE[dtype.removeprefix("q")], persistent_id[5] if len(persistent_id) == 6 else None
 
 
@@ -149,7 +151,7 @@ def _rebuild(
 def _rebuild_v3(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> Any:
-    if type(dtype) is not Global:
+    if not _is_dtype(dtype):
         raise pickle.UnpicklingError("a tensor without a dtype")
     name = dtype.name.removeprefix("torch.")
     return _rebuild(storage, offset, size, stride, grad, hooks, metadata, dtype=name)
@@ -186,7 +188,7 @@ def _quantized(storage: Any, offset: Any, size: Any, stride: Any, params: Any, g
 
 def _sparse(layout: Any, parts: Any) -> Call:
     """Indices and values, a size, and of COO whether the indices are unique and sorted."""
-    if type(layout) is not Global or not layout.name.startswith("torch.sparse_") or type(parts) is not tuple:
+    if not _is_layout(layout) or not layout.name.startswith("torch.sparse_") or type(parts) is not tuple:
         raise pickle.UnpicklingError("a sparse tensor without layout or parts")
     count = 2 if layout.name == "torch.sparse_coo" else 3
     *tensors, size = parts[: count + 1]
@@ -215,9 +217,17 @@ def _check_parts(*parts: Any) -> None:
             raise pickle.UnpicklingError("a part of a tensor that is none, or is larger than its storage")
 
 
+def _is_dtype(value: Any) -> bool:
+    return type(value) is Global and value.name in DTYPES
+
+
+def _is_layout(value: Any) -> bool:
+    return type(value) is Global and value.name in LAYOUTS
+
+
 def _meta(dtype: Any, size: Any, stride: Any, grad: Any) -> Call:
     """A tensor that has no bytes at all."""
-    if type(dtype) is not Global or not isinstance(size, tuple) or not isinstance(stride, tuple):
+    if not _is_dtype(dtype) or not isinstance(size, tuple) or not isinstance(stride, tuple):
         raise pickle.UnpicklingError("a tensor on meta without dtype, size or strides")
     if len(size) != len(stride):
         raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
@@ -232,9 +242,9 @@ def _wrapper(
         raise pickle.UnpicklingError("a tensor without a class")
     if cls.users is None:
         raise cls.error or subclass_error(cls.name)
-    if type(dtype) is not Global or not isinstance(size, tuple) or not isinstance(stride, tuple):
+    if not _is_dtype(dtype) or not isinstance(size, tuple) or not isinstance(stride, tuple):
         raise pickle.UnpicklingError("a tensor of a class without dtype, size or strides")
-    if len(size) != len(stride) or type(offset) is not int or offset < 0 or type(layout) is not Global:
+    if len(size) != len(stride) or type(offset) is not int or offset < 0 or not _is_layout(layout):
         raise pickle.UnpicklingError(f"a tensor of a class of {len(size)} sizes and {len(stride)} strides")
     return Call(cls, (dtype, checked_shape(size), checked_shape(stride), offset, layout, grad is True), "wrapper")
 

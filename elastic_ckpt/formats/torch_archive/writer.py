@@ -15,7 +15,8 @@ from typing import Any
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, Step, refuse_errors, unsafe_error
-from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, LAYOUT, MULTIARRAY
+from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, MULTIARRAY
+from elastic_ckpt.formats.torch_archive.known_values import LAYOUTS
 from elastic_ckpt.formats.torch_archive.tensors import (
     CHANGED,
     PARAMETER,
@@ -81,7 +82,7 @@ class TreePickler(_PythonsPickler):  # type: ignore[misc]
         if "." in qualname or not obj.name.isprintable():
             problem = "an object of a class that is defined in another class, or in a function, cannot be written"
             raise UnsupportedError(problem, found=obj.name[:300], remedy="define the class at the top of its module")
-        if LAYOUT.fullmatch(obj.name):
+        if obj.name in LAYOUTS:
             self.save_reduced(obj, "torch.serialization._get_layout", (obj.name,))
             return
         self.save_name(obj.name)

@@ -1,0 +1,234 @@
+"""Types of the entries that DeepSpeed writes, checked where a file is read.
+
+A file of another kind, or one that somebody has made, may have anything under these names. What is found here is a
+:class:`DamagedError` on every path: of a load, of DeepSpeed's own loader, and of each command. Entries of the user's,
+and those that are read with a default for whatever else is there, are not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from elastic_ckpt.errors import DamagedError, listed
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.torch_archive.calls import Call
+from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
+
+_PROBLEM = "an entry of this file is not what DeepSpeed writes there"
+_MOST_STAGE = 3
+
+
+class Kind(NamedTuple):
+    """What an entry may be."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+
+    def or_none(self) -> Kind:
+        """The same for an entry that DeepSpeed may leave empty."""
+        return Kind(f"{self.expected}, or None", lambda value: value is None or self.fits(value))
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer that counts something."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0  # type: ignore[operator]
+
+
+def is_list(value: Any, of: Callable[[Any], bool]) -> bool:
+    """Whether a value is a list or tuple of such items."""
+    return isinstance(value, (list, tuple)) and all(map(of, value))
+
+
+def _is_mapping(value: Any, of: Callable[[Any], bool], keys: type = str) -> bool:
+    return isinstance(value, Mapping) and all(type(key) is keys for key in value) and all(map(of, value.values()))
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(is_count, value))
+
+
+def _is_stage(value: Any) -> bool:
+    is_enum = type(value) is Call and value.name.endswith(".ZeroStageEnum")
+    return is_enum or (is_count(value) and value <= _MOST_STAGE)
+
+
+def _is_fragment(value: Any) -> bool:
+    return is_count(getattr(value, "start", None)) and is_count(getattr(value, "numel", None))
+
+
+def _is_any(_: Any) -> bool:
+    return True
+
+
+def _is_schedule(value: Any) -> bool:
+    """A scheduler is a class of the user's, whose state may be any container or object."""
+    return not isinstance(value, (bool, int, float, complex, str, bytes, bytearray, range, TensorRef, StorageRef))
+
+
+_DICT = Kind("a dictionary", lambda value: isinstance(value, Mapping))
+_SHAPES = Kind("a dictionary of shapes by name", lambda value: _is_mapping(value, _is_shape))
+_NAMES = Kind("a list of names", lambda value: is_list(value, lambda each: type(each) is str))
+_COUNTS = Kind("a list of integers >= 0", lambda value: is_list(value, is_count))
+_LISTED_SHAPES = Kind("a list of dictionaries of shapes by name", lambda value: is_list(value, _SHAPES.fits))
+_TENSORS = Kind(
+    "a dictionary of tensors by name", lambda value: _is_mapping(value, lambda each: isinstance(each, TensorRef))
+)
+_STAGE = Kind(f"a ZeRO stage from 0 to {_MOST_STAGE}", _is_stage)
+_FLAG = Kind("True or False", lambda value: isinstance(value, (bool, int, float, TensorRef)))
+_TEXT = Kind("text", lambda value: isinstance(value, str))
+_SCALER = Kind("DeepSpeed's loss scaler", lambda value: hasattr(value, "__dict__"))
+_MODEL_STATES: Mapping[str, Kind] = {
+    "module": Kind("a dictionary of weights by name", lambda value: _is_mapping(value, _is_any)).or_none(),
+    "buffer_names": _NAMES,
+    "param_shapes": _LISTED_SHAPES.or_none(),
+    "frozen_param_shapes": _SHAPES.or_none(),
+    "frozen_param_fragments": _TENSORS.or_none(),
+    "shared_params": Kind(
+        "a dictionary of names by name", lambda value: _is_mapping(value, lambda each: type(each) is str)
+    ).or_none(),
+    "lr_scheduler": Kind("a scheduler's state", _is_schedule).or_none(),
+    "ds_version": _TEXT,
+    "num_experts": Kind("numbers of experts", lambda value: is_count(value) or _COUNTS.fits(value)).or_none(),
+}
+_PARTITIONS: Mapping[str, Kind] = {
+    "zero_stage": _STAGE,
+    "loss_scaler": _SCALER.or_none(),
+    "overflow": _FLAG.or_none(),
+    "partition_count": Kind("numbers of partitions", lambda value: is_count(value) or _COUNTS.fits(value)).or_none(),
+    "group_paddings": _COUNTS,
+    "param_alignment_paddings": Kind(
+        "a list of integers >= 0 for each param group", lambda value: is_list(value, _COUNTS.or_none().fits)
+    ).or_none(),
+    "param_slice_mappings": Kind(
+        "for each param group, a dictionary of fragments by parameter",
+        lambda value: is_list(value, lambda each: _is_mapping(each, _is_fragment)),
+    ).or_none(),
+    "single_partition_of_fp32_groups": Kind("a list of tensors", lambda value: is_list(value, _is_any)),
+    "fp32_flat_groups": Kind("a list of tensors", lambda value: is_list(value, _is_any)),
+    "ds_zero_partition_groups": Kind(
+        "a list of numbers of partitions",
+        lambda value: is_list(value, lambda each: isinstance(each, Mapping) and is_count(each.get("partition_count"))),
+    ).or_none(),
+}
+_UNIVERSAL_OPTIMIZER: Mapping[str, Kind] = {
+    "zero_stage": _STAGE,
+    "loss_scaler": _SCALER.or_none(),
+    "overflow": _FLAG.or_none(),
+    "optimizer_state_dict": _DICT,
+}
+_SETTING = Kind("True or False", lambda value: isinstance(value, (bool, int))).or_none()
+_REAL = Kind("a number", lambda value: isinstance(value, (int, float, TensorRef))).or_none()
+_REALS = Kind("a number, or some", lambda value: _REAL.fits(value) or is_list(value, _REAL.fits))
+#: Those of torch's own optimizers, and what bitsandbytes is told from torch by.
+_HYPERPARAMETERS: Mapping[str, Kind] = {
+    **dict.fromkeys(("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "nesterov"), _SETTING),
+    "decoupled_weight_decay": _SETTING,
+    **dict.fromkeys(("lr", "initial_lr", "weight_decay", "momentum", "dampening"), _REAL),
+    **dict.fromkeys(("betas", "eps"), _REALS),
+}
+#: Lists of which each has an item for each flat tensor of :data:`_PARTITIONS`.
+_PER_FLAT = ("group_paddings", "param_alignment_paddings", "param_slice_mappings")
+
+
+def check_own_entries(file: PickledFile) -> None:
+    """Raise :class:`DamagedError` for an entry of a model-states or optimizer-states file that is of another type."""
+    tree = checked_tree(file)
+    if "module" in tree:
+        _check_all(file, tree, _MODEL_STATES)
+    if isinstance(state := tree.get("optimizer_state_dict"), Mapping):
+        _check_all(file, state, _PARTITIONS, "optimizer_state_dict / ")
+        _check_lengths(file, state)
+    elif state is not None:
+        raise malformed(file, "optimizer_state_dict", "a dictionary", state)
+
+
+def check_optimizer_file(file: PickledFile) -> None:
+    """Raise :class:`DamagedError` for an entry of ``zero/optimizer_state.pt`` that is of another type."""
+    _check_all(file, checked_tree(file), _UNIVERSAL_OPTIMIZER)
+
+
+def checked_tree(file: PickledFile) -> Mapping[Any, Any]:
+    """The tree of a file, which must be a dictionary."""
+    if not isinstance(file.tree, Mapping):
+        raise DamagedError("this file is none that DeepSpeed writes", file.path, "a dictionary", text_of(file.tree))
+    return file.tree
+
+
+def check_base_state(file: PickledFile, base: Mapping[str, Any]) -> None:
+    """Raise :class:`DamagedError` unless a base optimizer's ``state_dict`` has states and param groups."""
+    if "state" not in base or not isinstance(base["state"], Mapping):
+        raise malformed(file, "state", "a dictionary of states", base.get("state"))
+    for number, states in base["state"].items():
+        check_states(file, f"state / {text_of(number)}", states)
+    check_groups(file, base.get("param_groups"))
+
+
+def check_numbered(file: PickledFile, states: Any) -> None:
+    """Raise :class:`DamagedError` unless these are states of flat tensors, by their numbers."""
+    if not isinstance(states, Mapping) or not all(map(is_count, states)):
+        raise malformed(file, "state", "a dictionary of states by the numbers of flat tensors", states)
+    for number, of_one in states.items():
+        check_states(file, f"state / {number}", of_one)
+
+
+def check_states(file: PickledFile, entry: str, states: Any) -> None:
+    """Raise :class:`DamagedError` unless these are the states of one tensor, by name."""
+    if not isinstance(states, Mapping) or not all(type(key) is str for key in states):
+        raise malformed(file, entry, "a dictionary of states by name", states)
+
+
+def check_groups(file: PickledFile, groups: Any) -> Sequence[Mapping[str, Any]]:
+    """The param groups of an optimizer; :class:`DamagedError` if these are none."""
+    if not isinstance(groups, (list, tuple)) or not groups:
+        raise malformed(file, "param_groups", "a list of at least one param group", groups)
+    for group in groups:
+        if not isinstance(group, Mapping):
+            raise malformed(file, "param_groups", "a dictionary for each param group", group)
+        if unnamed := [key for key in group if type(key) is not str]:
+            problem = "a param group has an entry that is no hyperparameter of any optimizer"
+            raise DamagedError(problem, file.path, "names as keys", f"a key of type {type(unnamed[0]).__name__}")
+        if not is_list(group.get("params"), is_count):
+            raise malformed(file, "params of a param group", "a list of numbers of parameters", group.get("params"))
+        _check_all(file, group, _HYPERPARAMETERS, "a param group / ")
+        names = group.get("param_names")
+        if names is not None and not _NAMES.fits(names):
+            raise malformed(file, "param_names of a param group", _NAMES.expected, names)
+    return groups
+
+
+def _check_all(file: PickledFile, entries: Mapping[Any, Any], kinds: Mapping[str, Kind], above: str = "") -> None:
+    for key, kind in kinds.items():
+        if key in entries and not kind.fits(entries[key]):
+            raise malformed(file, above + key, kind.expected, entries[key])
+
+
+def _check_lengths(file: PickledFile, state: Mapping[str, Any]) -> None:
+    flats = state.get("single_partition_of_fp32_groups")
+    for key in _PER_FLAT if flats is not None else ():
+        values = state.get(key)
+        if values and len(values) != len(flats):
+            text = f"{len(flats)} items, as single_partition_of_fp32_groups has"
+            raise malformed(file, f"optimizer_state_dict / {key}", text, values)
+
+
+def malformed(file: PickledFile, entry: str, expected: str, found: Any) -> DamagedError:
+    """The error for an entry of another type."""
+    return DamagedError(_PROBLEM, file.path, f"{entry}: {expected}", text_of(found))
+
+
+def text_of(value: Any) -> str:
+    """What a malformed value is, in short."""
+    if isinstance(value, TensorRef):
+        return f"a tensor of {value.dtype}, shape {value.shape}"
+    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 1 << 64):
+        return str(value)
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    if isinstance(value, Mapping):
+        return f"a dictionary of {listed(str(key)[:40] for key in value)}"
+    if isinstance(value, (list, tuple)):
+        kinds = listed({type(each).__name__ for each in value[:100]})
+        return f"a {type(value).__name__} of {len(value)} items: {kinds}"
+    return f"an object of type {type(value).__name__}"
