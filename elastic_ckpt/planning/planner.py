@@ -33,7 +33,7 @@ from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.planning.matching import Matching, StateMatching, match_parameters, match_states
 from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, rates_of_members, with_own_values
 from elastic_ckpt.planning.plan_builder import PlanBuilder
-from elastic_ckpt.planning.read_items import read_items, rows_in_order
+from elastic_ckpt.planning.read_items import read_items, refuse_shared_bytes, rows_in_order
 from elastic_ckpt.planning.replaced_values import describe_replaced
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, ReshardPlan, resolve
 from elastic_ckpt.sharding.rules import ShardingRules
@@ -76,6 +76,7 @@ class Matched:
 
 def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Matched:
     """Match checkpoint and live engine. Raises :class:`MismatchError` or :class:`DamagedError` if they do not fit."""
+    refuse_shared_bytes(metadata)
     config, model = options.config, local_state.model
     saved = with_own_copies(rename_saved(metadata, config.rename), model)
     metadata = adopt_live_kinds(adopt_live_names(saved, model), local_state.wholes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from elastic_ckpt.core.chunks import StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
@@ -19,10 +20,12 @@ from elastic_ckpt.core.local_state import Fragment
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, BroadcastRange, ReadItem, RequantizeItem, TargetTensor, join_items
 from elastic_ckpt.core.strided import ShardSources, StridedCopy, clip_source, clip_target
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 
 #: Tensors up to this many bytes per rank are not divided.
 _SMALL_NBYTES = 1 << 20
+#: Bytes of all tensors for each byte of their files, and in addition.
+_MOST_TIMES, _MORE_NBYTES = 8, 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,27 @@ def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
                 expected = "every element in exactly one file"
                 raise metadata.error(DamagedError, problem, tensor.name, expected, found, remedy)
             position = stop
+
+
+def shared_bytes_error(metadata: CheckpointMetadata) -> UnsupportedError | None:
+    """The error for tensors that have the same bytes so often that the size of their files does not bound a reading."""
+    file_nbytes = sum(file.nbytes for file in metadata.files)
+    most = _MOST_TIMES * file_nbytes + _MORE_NBYTES
+    nbytes = 0
+    for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
+        nbytes += sum(map(math.prod, tensor.shard_shapes)) * ITEMSIZE[tensor.dtype]
+    if nbytes <= most:
+        return None
+    problem = "tensors have the same bytes of their files, again and again: no save of DeepSpeed writes them so"
+    expected, found = f"at most {most} bytes, of files of {file_nbytes}", f"tensors of {nbytes} bytes"
+    remedy = "save copies of tensors that are views of one storage"
+    return UnsupportedError(problem, metadata.source.folder, expected, found, remedy=remedy)
+
+
+def refuse_shared_bytes(metadata: CheckpointMetadata) -> None:
+    """Raise :func:`shared_bytes_error`, if there is one: before whatever reads the tensors of a whole checkpoint."""
+    if (error := shared_bytes_error(metadata)) is not None:
+        raise error
 
 
 class BroadcastRanges:

@@ -29,7 +29,7 @@ from elastic_ckpt.errors import (
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.planning.matching import state_errors
 from elastic_ckpt.planning.param_groups import saved_optimizer
-from elastic_ckpt.planning.read_items import check_tiling
+from elastic_ckpt.planning.read_items import check_tiling, shared_bytes_error
 from elastic_ckpt.report import saved_topology, source_dict
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts
@@ -44,8 +44,6 @@ NOTE: Level = "note"
 _WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 #: Roles of a parameter; buffers and frozen weights have their key. ``WEIGHT``: it is unknown whether it was trained.
 TRAINED, WEIGHT = "trained", "weight"
-#: Bytes of tensors for each byte of their files, and in addition.
-_MOST_TIMES, _MORE_NBYTES = 8, 64 << 20
 SCALAR = "scalar"
 
 
@@ -116,8 +114,8 @@ def kind_of(error: ElasticCkptError) -> str:
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Findings on coverage and states, from metadata alone."""
     yield from _of_tensors(metadata)
-    if (shared := of_shared_bytes(metadata)) is not None:
-        yield shared
+    if (shared := shared_bytes_error(metadata)) is not None:
+        yield of_error(shared, "shared")
     is_universal, folder = metadata.source.is_universal, metadata.source.folder
     for name in metadata.parameters:
         if (name, MASTER) not in metadata.tensors:
@@ -172,18 +170,6 @@ def _of_tensors(metadata: CheckpointMetadata) -> Iterator[Finding]:
                 text = f"{tensor.key} of this parameter reaches beyond the end of its file"
                 sizes = {"expected": f"{end} bytes or more", "found": f"{file.nbytes} bytes"}
                 yield Finding(ERROR, "unreadable", text, tensor.name, file.path, **sizes)
-
-
-def of_shared_bytes(metadata: CheckpointMetadata) -> Finding | None:
-    """The finding for tensors that have the same bytes so often that reading them has no bound by the files' sizes."""
-    file_nbytes = sum(file.nbytes for file in metadata.files)
-    most = _MOST_TIMES * file_nbytes + _MORE_NBYTES
-    nbytes = sum(_sizes(tensor)[1] for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()))
-    if nbytes <= most:
-        return None
-    text = "tensors have the same bytes of their files, again and again: no save of DeepSpeed writes them so"
-    expected, found = f"at most {most} bytes, of files of {file_nbytes}", f"tensors of {nbytes} bytes"
-    return Finding(ERROR, "shared", text, None, metadata.source.folder, expected, found)
 
 
 def _ends_inside(source: ChunkSource, metadata: CheckpointMetadata, known: dict[tuple[int, int], bool]) -> bool:

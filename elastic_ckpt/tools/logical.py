@@ -25,7 +25,7 @@ from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.matching import refuse_unreadable_states
 from elastic_ckpt.planning.planner import compare_replicas, of_first_stage
-from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_order
+from elastic_ckpt.planning.read_items import check_tiling, read_items, refuse_shared_bytes, rows_in_order
 from elastic_ckpt.sharding.resolve import resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.sharding.specs import virtual_layouts
@@ -104,6 +104,7 @@ class LogicalReader:
         options: ReadOptions | None = None,
         errors: dict[str, ElasticCkptError] | None = None,
     ) -> None:
+        refuse_shared_bytes(metadata)
         self.metadata, self.rules, self._policy = metadata, ShardingRules.of(config), config.replicated_params
         self.options = options or read_options(config, medium_of(metadata.source.folder, config.reading.storage))
         self.errors: Mapping[str, ElasticCkptError] = {} if errors is None else errors

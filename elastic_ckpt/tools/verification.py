@@ -32,6 +32,7 @@ from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, rea
 from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade
 from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.formats.values import to_numbers
+from elastic_ckpt.planning.read_items import shared_bytes_error
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.storage import VIEW, absolute, copies_of, file_names, is_url, open_stream, seen_through, walk
@@ -46,7 +47,6 @@ from elastic_ckpt.tools.inspection import (
     kind_of,
     of_error,
     of_folders,
-    of_shared_bytes,
     of_unreadable,
 )
 from elastic_ckpt.tools.opened import locate, open_checkpoint
@@ -132,7 +132,7 @@ def verify(
     if metadata is not None:
         findings += check_metadata(metadata)
     if full:
-        is_bounded = metadata is not None and of_shared_bytes(metadata) is None
+        is_bounded = metadata is not None and shared_bytes_error(metadata) is None
         findings += _check_bytes(found, files, metadata if is_bounded else None, config, threads, show_progress)
     unique = tuple(dict.fromkeys(finding.placed() for finding in (*misled, *findings, *of_folders(found.folder))))
     return Verification(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -36,12 +38,17 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.tools import inspection
+from elastic_ckpt.errors import MismatchError, UnsupportedError
+from elastic_ckpt.planning import read_items
+from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools import verification as scan
-from elastic_ckpt.tools.comparison import check_copies
+from elastic_ckpt.tools.comparison import check_copies, compare
+from elastic_ckpt.tools.conversion.dcp import convert_to_dcp
+from elastic_ckpt.tools.export import export
 from elastic_ckpt.tools.inspection import ERROR, NOTE, UNCHECKED, Finding, check_metadata, kind_of, of_error
+from elastic_ckpt.tools.opened import OpenedCheckpoint, open_folder
 from elastic_ckpt.tools.verification import Record, Span, scan_file, spans_of
+from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from tests.unpartitioned import FILE, indexed
 
 
@@ -279,7 +286,7 @@ def test_tensors_that_all_have_the_same_bytes_are_not_each_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand weights over one storage: their values are not looked at a thousand times."""
-    monkeypatch.setattr(inspection, "_MORE_NBYTES", 1 << 12)
+    monkeypatch.setattr(read_items, "_MORE_NBYTES", 1 << 12)
     looked_at = list[int]()
     monkeypatch.setattr(scan, "_look_at", lambda span, *_: looked_at.append(span.nbytes))
     shared = torch.zeros(5000)
@@ -294,3 +301,34 @@ def test_tensors_that_all_have_the_same_bytes_are_not_each_read(
         assert {finding.kind for finding in found.findings} & {"shared"} == kinds, found.findings
         size = (folder / FILE).stat().st_size
         assert bool(looked_at) != bool(kinds) and sum(looked_at) <= 8 * size + (1 << 12)
+
+
+WAYS: dict[str, Callable[[OpenedCheckpoint, Path], object]] = {
+    "export": lambda opened, out: export(opened.metadata.source.folder, out, optimizer=True, progress=False),
+    "convert to dcp": lambda opened, out: convert_to_dcp(opened, out, progress=False),
+    "diff": lambda opened, _: compare(opened, opened, 1, progress=False),
+    "plan": lambda opened, _: VirtualJob(opened.metadata, Topology(1), LoadOptions()).planned(0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_states_that_all_have_the_same_bytes_are_refused_in_every_way_that_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A load plans as ``plan`` does."""
+    monkeypatch.setattr(read_items, "_MORE_NBYTES", 1 << 12)
+    base = torch.zeros(2000)
+    for count in (3, 300):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        optimizer = torch.optim.Adam([("w", torch.nn.Parameter(torch.zeros(1000)))])
+        state = {f"s{number}": base[number % 900 :][:1000] for number in range(count)}
+        saved = {**optimizer.state_dict(), "state": {0: {"step": torch.tensor(1.0), **state}}}
+        indexed(folder, {"w": torch.zeros(1000)}, saved)
+        opened = open_folder(str(folder), None, ElasticConfig())
+        if count == 300:
+            with pytest.raises(UnsupportedError, match="the same bytes of their files, again and again"):
+                WAYS[way](opened, tmp_path / "out")
+        else:
+            WAYS[way](opened, tmp_path / "out")
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
