@@ -35,12 +35,20 @@ _OF_POSITION = frozenset(
 #: Lists with one entry per group, in state dicts, of the rates that schedules begin with or go to.
 _BASES = ("base_lrs", "max_lrs", "min_lrs", "eta_mins")
 _NESTED = "_schedulers"
+#: Entries of param groups that torch's schedulers add.
+_KEPT_IN_GROUPS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 
 
 def keys_set_by(scheduler: Any) -> frozenset[str]:
     """The hyperparameters that a scheduler sets in each param group."""
     cycles = getattr(_active(scheduler), "cycle_momentum", False) is True
     return frozenset({"lr", "momentum", "betas"} if cycles else {"lr"})
+
+
+def keys_of_start(scheduler: Any) -> frozenset[str]:
+    """The hyperparameters that a scheduler begins with: what it sets, and what it keeps in each param group."""
+    of_inner = (keys_of_start(inner) for inner in getattr(scheduler, _NESTED, ()))
+    return keys_set_by(scheduler).union(_KEPT_IN_GROUPS, *of_inner)
 
 
 def apply_schedule(
