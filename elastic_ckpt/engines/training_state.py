@@ -91,7 +91,7 @@ class TrainingStateCommit:
         # a framework that passes load_lr_scheduler_states=False has it in the client state, and restores it itself
         begins_anew = live is not None and not self.loads_scheduler and not any(schedule_states(saved.checkpoint))
         #: Hyperparameters that stay live, because the lr scheduler begins anew with them.
-        self.kept_live = keys_of_start(live) if begins_anew else frozenset()
+        self.kept_live = keys_of_start(live, saved.lr_scheduler) if begins_anew else frozenset()
         own = {}  # DeepSpeed's own schedulers that the engine has, by their keys in a checkpoint
         if not arguments.load_module_only:
             if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
