@@ -35,12 +35,33 @@ _OF_POSITION = frozenset(
 #: Lists with one entry per group, in state dicts, of the rates that schedules begin with or go to.
 _BASES = ("base_lrs", "max_lrs", "min_lrs", "eta_mins")
 _NESTED = "_schedulers"
+#: What cyclic schedules set besides.
+_MOMENTA = frozenset({"momentum", "betas"})
+#: Entries of param groups that torch's schedulers add.
+_KEPT_IN_GROUPS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 
 
 def keys_set_by(scheduler: Any) -> frozenset[str]:
     """The hyperparameters that a scheduler sets in each param group."""
     cycles = getattr(_active(scheduler), "cycle_momentum", False) is True
-    return frozenset({"lr", "momentum", "betas"} if cycles else {"lr"})
+    return _MOMENTA | {"lr"} if cycles else frozenset({"lr"})
+
+
+def keys_of_start(scheduler: Any, saved: Any) -> frozenset[str]:
+    """The hyperparameters of param groups that begin anew with a scheduler; ``saved``: the state that is not restored.
+
+    Those that either sets, as far as the saved state tells, and that either keeps in each group.
+    """
+    of_inner = (keys_of_start(inner, None) for inner in getattr(scheduler, _NESTED, ()))
+    return keys_set_by(scheduler).union(_KEPT_IN_GROUPS, _MOMENTA if _cycled_momenta(saved) else (), *of_inner)
+
+
+def _cycled_momenta(saved: Any, depth: int = 4) -> bool:
+    if not isinstance(saved, Mapping):
+        return False
+    inner = saved.get(_NESTED) if depth else None
+    of_inner = inner if isinstance(inner, (list, tuple)) else ()
+    return saved.get("cycle_momentum") is True or any(_cycled_momenta(each, depth - 1) for each in of_inner)
 
 
 def apply_schedule(

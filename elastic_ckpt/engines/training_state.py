@@ -24,20 +24,20 @@ from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.coordinates import follow_topology
 from elastic_ckpt.engines.data_position import POSITION_KEY, counted_samples, position_of, registered, take_position
-from elastic_ckpt.engines.schedules import apply_schedule, keys_set_by
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.engines.schedule_states import (
+    BEGIN_ANEW,
+    fit_scheduler,
+    lacking_entries,
+    refuse_other_scheduler,
+    schedule_states,
+)
+from elastic_ckpt.engines.schedules import apply_schedule, keys_of_start, keys_set_by
+from elastic_ckpt.errors import ElasticCkptError, MismatchError, shortened
 from elastic_ckpt.report import DATA_POSITION
 
 logger = logger_of(__name__)
 #: Keys of random states in training scripts (Megatron's, torch's, numpy's).
 _RANDOM = re.compile(r"(^|_)rng(_|$)|random_state", re.IGNORECASE)
-#: Lists with one entry per param group, in state dicts of ``torch.optim.lr_scheduler`` and of DeepSpeed; other lists;
-#: and lists of inner schedulers' state dicts.
-_PER_GROUP = frozenset(
-    {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "eta_mins"}
-)
-_NOT_PER_GROUP = frozenset({"_milestones", "milestones", "_schedule_phases"})
-_NESTED = "_schedulers"
 #: An attribute of an object of the engine, and its new value.
 Change = tuple[Any, str, Any]
 
@@ -86,6 +86,12 @@ class TrainingStateCommit:
         self.loads_scheduler = wanted and (is_saved or (hasattr(live, "state_dict") and live.state_dict() is None))
         #: Hyperparameters that the restored lr scheduler sets, whatever is in the param groups.
         self.scheduled = keys_set_by(live) if self.loads_scheduler else frozenset()
+        if self.loads_scheduler and is_saved:
+            refuse_other_scheduler(live, live.state_dict() if hasattr(live, "state_dict") else None, saved.lr_scheduler)
+        # a framework that passes load_lr_scheduler_states=False has it in the client state, and restores it itself
+        begins_anew = live is not None and not self.loads_scheduler and not any(schedule_states(saved.checkpoint))
+        #: Hyperparameters that stay live, because the lr scheduler begins anew with them.
+        self.kept_live = keys_of_start(live, saved.lr_scheduler) if begins_anew else frozenset()
         own = {}  # DeepSpeed's own schedulers that the engine has, by their keys in a checkpoint
         if not arguments.load_module_only:
             if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
@@ -140,13 +146,15 @@ class TrainingStateCommit:
             return [] if saved is None else [Outcome("lr scheduler", "ignored", (), "the live engine has none")]
         if not self.loads_scheduler:
             what, why = ("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")
-            return [Outcome("lr scheduler", what, (), why)]
+            anew = "; the live one begins anew, from the live lr" if self.kept_live and plan.restores_states else ""
+            return [Outcome("lr scheduler", what, (), why + anew)]
         groups = self._engine.optimizer.param_groups
         before, undo = _kept(scheduler, groups)
         state = fit_scheduler(copy.deepcopy(saved), before, plan.group_sources, plan.saved_groups)
         self._undo.callback(undo)
-        scheduler.load_state_dict(state)
+        _load_state(scheduler, state)
         why = "" if plan.saved_groups else "by the order of param groups, which the checkpoint does not record"
+        why = "; ".join(filter(None, (why, lacking_entries(before, saved))))
         outcomes = [Outcome("lr scheduler", "restored", (), why)]
         without = [number for number, source in enumerate(plan.group_sources) if not source]
         if without and plan.restores_states:
@@ -185,6 +193,19 @@ class TrainingStateCommit:
             reason += "rank 0's entries: give each rank a seed of its own rather than these"
             self.outcomes.append(Outcome("random state", "skipped", random, reason))
         return {key: value for key, value in saved.items() if key not in own}
+
+
+def _load_state(scheduler: Any, state: Any) -> None:
+    """Let a scheduler load its state; what its class raises is a :class:`MismatchError`."""
+    try:
+        scheduler.load_state_dict(state)
+    except ElasticCkptError:
+        raise
+    except Exception as error:
+        keys = shortened(map(str, state)) if isinstance(state, Mapping) else repr(state)[:200]
+        expected, found = f"a state that {type(scheduler).__name__} loads", f"{type(error).__name__}: {error}"[:200]
+        problem = f"the live lr scheduler could not load the saved state, which has {keys}"
+        raise MismatchError(problem, expected=expected, found=found, remedy=BEGIN_ANEW) from error
 
 
 def _kept(scheduler: Any, groups: Sequence[dict[str, Any]]) -> tuple[Any, Callable[[], None]]:
@@ -239,63 +260,6 @@ def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple
         what, why = "restored", shown
         changes += [(live, key, copy.deepcopy(value)) for key, value in scale.values.items() if hasattr(live, key)]
     return [Outcome("loss scale", what, (), why)], changes
-
-
-def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved_groups: int) -> Any:
-    """The saved state of a scheduler, with its lists in the order of the live param groups.
-
-    The live state gives the entries of groups without a source; ``sources``: per live group, the saved groups that its
-    hyperparameters come from; ``saved_groups``: number of param groups in the checkpoint, 0 if it records none. Raises
-    :class:`MismatchError` if a list may or may not be per param group, or a scheduler treats merged groups unequally.
-    """
-    count = saved_groups or len(sources)
-    in_order = [tuple(source) for source in sources] == [(number,) for number in range(count)]
-    if in_order and saved_groups:
-        return saved
-    if not isinstance(saved, Mapping):
-        return fit_scheduler({"its state": saved}, {}, sources, saved_groups)["its state"]
-    live = live if isinstance(live, Mapping) else {}
-    fitted: dict[str, Any] = {}
-    for key, value in saved.items():
-        if key == _NESTED:
-            inner = zip(value, [*(live.get(key) or ()), *({} for _ in value)], strict=False)
-            fitted[key] = [fit_scheduler(state, now, sources, saved_groups) for state, now in inner]
-        elif key in _PER_GROUP and isinstance(value, (list, tuple)):
-            fitted[key] = _reorder(key, value, live.get(key), sources, count)
-        elif not in_order and key not in _NOT_PER_GROUP and _may_go_by_group(value, count):
-            raise _unknown(key, value, f"{key!r} without as many entries as there were groups")
-        else:
-            fitted[key] = value
-    return fitted
-
-
-def _may_go_by_group(value: Any, saved_groups: int) -> bool:
-    """Whether anything in a value, at any depth, has as many entries as there were groups."""
-    if isinstance(value, Mapping):
-        numbered = len(value) == saved_groups and all(isinstance(key, int) for key in value)
-        return numbered or any(_may_go_by_group(inner, saved_groups) for inner in value.values())
-    if isinstance(value, (list, tuple)):
-        return len(value) == saved_groups or any(_may_go_by_group(inner, saved_groups) for inner in value)
-    shape: tuple[int, ...] = tuple(getattr(value, "shape", ()))  # of a tensor or an array
-    return bool(shape) and shape[0] == saved_groups
-
-
-def _reorder(key: str, saved: Sequence[Any], live: Any, sources: Sequence[Sequence[int]], count: int) -> list[Any]:
-    if len(saved) != count:
-        raise _unknown(key, saved, f"{count} entries, one for each saved group")
-    if not all(sources) and (not isinstance(live, (list, tuple)) or len(live) != len(sources)):
-        raise _unknown(key, live, f"the live scheduler has {len(sources)} entries, one for each live group")
-    for merged in sources:
-        if any(saved[source] != saved[merged[0]] for source in merged):
-            raise _unknown(key, [saved[source] for source in merged], f"one value for merged groups {list(merged)}")
-    return [saved[source[0]] if source else live[number] for number, source in enumerate(sources)]
-
-
-def _unknown(key: str, value: Any, expected: str) -> MismatchError:
-    problem = "param groups were rebuilt since the save, and it is not known how this lr scheduler keeps state by group"
-    found = f"{key}: {value!r}"[:200]
-    remedy = "build the groups as they were saved, or load with load_lr_scheduler_states=False"
-    return MismatchError(problem, expected=expected, found=found, remedy=remedy)
 
 
 def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bool) -> tuple[str, ...]:

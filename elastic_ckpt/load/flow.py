@@ -128,7 +128,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             host = training_state.TrainingStateCommit(engine, checkpoint.training_state, arguments, at)
             warnings += tuple(checkpoint.training_state.left_out.values())
             wanted: dict[str, Any] = {"optimizer_states": with_states, "strict": strict}
-            wanted |= {"scheduler": host.loads_scheduler, "scheduled": host.scheduled}
+            wanted |= {"scheduler": host.loads_scheduler, "scheduled": host.scheduled, "kept_live": host.kept_live}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             adapter.check(plan, checkpoint.metadata.source.zero_stage)
             planned.append((plan, host, warnings))

@@ -62,8 +62,9 @@ def match_groups(
     keep_live: bool,
     with_states: bool = True,
     converted: bool = False,
+    kept_live: Collection[str] = (),
 ) -> Groups:
-    """Find hyperparameters for every live group, which keeps its own if ``keep_live``.
+    """Find hyperparameters for every live group, which keeps its own if ``keep_live``, else those of ``kept_live``.
 
     ``with_states``: states are restored too, so that both optimizers must be of one kind; ``converted``: another
     optimizer saved them, so that only common hyperparameters are restored. Raises :class:`MismatchError` if members of
@@ -90,7 +91,8 @@ def match_groups(
                 raise MismatchError(problem, None, *both, parameter=listed(group.names), remedy=ITS_OPTIMIZER)
         if keep_live or not all(metadata.groups[source] for source in found):
             found = []  # by the user's choice, or because there are none (BLOOM's universal checkpoint)
-        values = [transferable(metadata.groups[source]) for source in found]
+        every = [transferable(metadata.groups[source]) for source in found]
+        values = [{key: value for key, value in each.items() if key not in kept_live} for each in every]
         if any(value != values[0] for value in values):
             raise _mixed(metadata, number, group, dict(zip(found, values, strict=True)))
         taken = values[0] if values else {}

@@ -54,6 +54,7 @@ class LoadOptions:
     optimizer_states: bool = True
     scheduler: bool = False
     scheduled: frozenset[str] = frozenset()  # hyperparameters that it sets
+    kept_live: frozenset[str] = frozenset()  # hyperparameters that a scheduler begins anew with
 
     @classmethod
     def of(cls, config: ElasticConfig, **more: Any) -> LoadOptions:
@@ -89,7 +90,8 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
         states = match_states(metadata, local_state, parameters, config.convert_optimizer)
     if options.optimizer_states or options.scheduler:
         keep_live = config.param_groups == "keep_live"
-        groups = match_groups(metadata, local_state, keep_live, options.optimizer_states, states.converted)
+        wanted = {"with_states": options.optimizer_states, "converted": states.converted}
+        groups = match_groups(metadata, local_state, keep_live, **wanted, kept_live=options.kept_live)
     return Matched(saved, metadata, parameters, resharding, states, groups, values)
 
 

@@ -17,8 +17,9 @@ from torch.optim import lr_scheduler
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.read_plan import SavedRate
 from elastic_ckpt.core.values import BatchSizes, TrainingState
+from elastic_ckpt.engines.schedule_states import fit_scheduler
 from elastic_ckpt.engines.schedules import apply_schedule
-from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, fit_scheduler
+from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.param_groups import transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
@@ -312,8 +313,9 @@ def test_a_scheduler_that_fails_half_loaded_leaves_live_tensors_in_place() -> No
     state = {**scheduler.state_dict(), "last_epoch": 7}
     host = TrainingState(counters, BatchSizes(None, None, None), state, None, False, {})
     commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"), RankCoordinates())
-    with pytest.raises(RuntimeError, match="half loaded"):
+    with pytest.raises(MismatchError, match="half loaded") as caught:
         commit.load_schedulers(plan_load(saved(TWO), live(TWO), LoadOptions(scheduler=True)))
+    assert "load_lr_scheduler_states=False" in str(caught.value.remedy)
     commit.undo_schedulers()
     assert group["lr"] is rate and rate == 0.25
     assert scheduler.base_lrs[0] is base and base == 0.25 and scheduler.last_epoch == 0

@@ -1,0 +1,195 @@
+"""State dicts of lr schedulers: whether one is of the live scheduler's class, and its lists by param group. Local.
+
+A state dict does not name its class: its keys tell. Those of torch's schedulers are their attributes, and most of them
+take any state dict without a look at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.errors import MismatchError, shortened
+
+#: Lists with one entry per param group, in state dicts of ``torch.optim.lr_scheduler`` and of DeepSpeed; other lists;
+#: and lists of inner schedulers' state dicts.
+_PER_GROUP = frozenset(
+    {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "eta_mins"}
+)
+_NOT_PER_GROUP = frozenset({"_milestones", "milestones", "_schedule_phases"})
+_NESTED = "_schedulers"
+#: What DeepSpeed's schedulers save, and nothing else: how far they are.
+_DEEPSPEEDS = "last_batch_iteration"
+_OF_DEEPSPEED = "a schedule of DeepSpeed"
+#: Entries of any scheduler of torch: how far it is, and what some releases of torch keep besides.
+_POSITION = frozenset({"last_epoch", "_step_count", "base_lrs", "_last_lr"})
+_OF_ANY = _POSITION | {"verbose", "_get_lr_called_within_step", "_is_initial"}
+_ALSO = frozenset(
+    {"use_beta1", "_scale_fn_custom", "_scale_fn_ref", "_anneal_func_type", "_schedule_phases", "anneal_func"}
+    | {"_anneal_strategy", "anneal_strategy", "default_min_lr", "base_momentums", "max_momentums", "eps", "mode"}
+)
+#: The entries of torch's classes, by which they are told apart; ``_ALSO`` has those that not every release saves.
+_CLASSES: Mapping[frozenset[str], str] = {
+    frozenset({"lr_lambdas"}): "LambdaLR or MultiplicativeLR",
+    frozenset({"step_size", "gamma"}): "StepLR",
+    frozenset({"milestones", "gamma"}): "MultiStepLR",
+    frozenset({"factor", "total_iters"}): "ConstantLR",
+    frozenset({"start_factor", "end_factor", "total_iters"}): "LinearLR",
+    frozenset({"gamma"}): "ExponentialLR",
+    frozenset({_NESTED, "_milestones"}): "SequentialLR",
+    frozenset({_NESTED}): "ChainedScheduler",
+    frozenset({"total_iters", "power"}): "PolynomialLR",
+    frozenset({"T_max", "eta_min"}): "CosineAnnealingLR",
+    frozenset({"T_0", "T_i", "T_mult", "T_cur", "eta_min"}): "CosineAnnealingWarmRestarts",
+    frozenset(
+        {"factor", "min_lrs", "patience", "cooldown", "cooldown_counter", "threshold", "threshold_mode", "best"}
+        | {"num_bad_epochs", "mode_worse"}
+    ): "ReduceLROnPlateau",
+    frozenset({"max_lrs", "total_size", "step_ratio", "scale_mode", "gamma", "cycle_momentum"}): "CyclicLR",
+    frozenset({"total_steps", "cycle_momentum"}): "OneCycleLR",
+    frozenset({"anneal_epochs"}): "SWALR",
+}
+_MODULE_OF_TORCH = "torch.optim.lr_scheduler"
+#: A remedy for a schedule that is not restored.
+BEGIN_ANEW = "load_checkpoint(..., load_lr_scheduler_states=False), with which the live schedule begins anew"
+
+
+def refuse_other_scheduler(scheduler: Any, live: Any, saved: Any) -> None:
+    """Raise :class:`MismatchError` if a saved state is that of another class than the live scheduler.
+
+    ``live``: its state. What a class of the user's own makes of its own former states is for that class to say.
+    """
+    method = getattr(type(scheduler), "load_state_dict", None)
+    takes_any = getattr(method, "__module__", "") == _MODULE_OF_TORCH
+    if not _is_other(live, saved, takes_any):
+        return
+    raise MismatchError(
+        "the checkpoint has the state of an lr scheduler of another class",
+        expected=f"the live {type(scheduler).__name__}, whose state has {_described(live)}",
+        found=f"{_class_of(saved) or 'another one'}, whose state has {_described(saved)}",
+        remedy=f"{BEGIN_ANEW}, from the live lr; or build the scheduler that was saved",
+    )
+
+
+def lacking_entries(live: Any, saved: Any) -> str:
+    """In words, which entries a saved state lacks or has besides those of the live one; empty if neither."""
+    if not isinstance(saved, Mapping) or not isinstance(live, Mapping):
+        return ""
+    usual = _OF_ANY | _ALSO
+    lacking = sorted(map(str, live.keys() - saved.keys() - usual))
+    others = sorted(map(str, saved.keys() - live.keys() - usual))
+    texts = [f"the saved state lacks {', '.join(lacking)}"] if lacking else []
+    texts += [f"the live scheduler's own state has no {', '.join(others)}"] if others else []
+    return "; ".join(texts)
+
+
+def schedule_states(client_state: Any, depth: int = 4) -> Iterator[Mapping[str, Any]]:
+    """The states of schedulers in a client state and what it holds: a framework or a script restores them itself."""
+    if isinstance(client_state, Mapping):
+        known = client_state.keys() & _POSITION
+        if len(known) > 1 or _NESTED in client_state or client_state.keys() == {_DEEPSPEEDS}:
+            yield client_state
+            return
+    if depth and isinstance(client_state, (Mapping, list, tuple)):
+        for value in client_state.values() if isinstance(client_state, Mapping) else client_state:
+            yield from schedule_states(value, depth - 1)
+
+
+def _is_other(live: Any, saved: Any, takes_any: bool) -> bool:
+    """Whether two states are of different classes; ``takes_any``: nothing checks the saved one as it is loaded."""
+    if not isinstance(live, Mapping) or not isinstance(saved, Mapping):
+        return False
+    mine, other = _class_of(live), _class_of(saved)
+    if mine and other:
+        return mine != other or _are_other_nested(live, saved)
+    own, others = live.keys() - _OF_ANY, saved.keys() - _OF_ANY
+    if own & others or not (own or others):
+        return False
+    return bool(mine or other) or (takes_any and bool(own and others))
+
+
+def _are_other_nested(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether states of sequences or chains have schedulers of other classes in them, or another number."""
+    inner, others = live.get(_NESTED, ()), saved.get(_NESTED, ())
+    if not isinstance(others, (list, tuple)) or len(inner) != len(others):
+        return True
+    return any(_is_other(*pair, takes_any=True) for pair in zip(inner, others, strict=True))
+
+
+def _class_of(state: Any) -> str | None:
+    """The class of torch that saves such a state, or one of DeepSpeed; ``None``: another one."""
+    if not isinstance(state, Mapping):
+        return None
+    if state.keys() == {_DEEPSPEEDS}:
+        return _OF_DEEPSPEED
+    own = state.keys() - _OF_ANY
+    found = [name for keys, name in _CLASSES.items() if keys <= own <= keys | _ALSO]
+    return found[0] if found else None
+
+
+def _described(state: Mapping[str, Any]) -> str:
+    """The entries of a state by which its class is known."""
+    own = sorted(map(str, state.keys() - _OF_ANY)) or sorted(map(str, state))
+    inner = state.get(_NESTED)
+    text = shortened(own)
+    if isinstance(inner, (list, tuple)):
+        text += f" of {len(inner)} schedulers: {', '.join(_class_of(each) or 'another' for each in inner)}"
+    return text
+
+
+def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved_groups: int) -> Any:
+    """The saved state of a scheduler, with its lists in the order of the live param groups.
+
+    The live state gives the entries of groups without a source; ``sources``: per live group, the saved groups that its
+    hyperparameters come from; ``saved_groups``: number of param groups in the checkpoint, 0 if it records none. Raises
+    :class:`MismatchError` if a list may or may not be per param group, or a scheduler treats merged groups unequally.
+    """
+    count = saved_groups or len(sources)
+    in_order = [tuple(source) for source in sources] == [(number,) for number in range(count)]
+    if in_order and saved_groups:
+        return saved
+    if not isinstance(saved, Mapping):
+        return fit_scheduler({"its state": saved}, {}, sources, saved_groups)["its state"]
+    live = live if isinstance(live, Mapping) else {}
+    fitted: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key == _NESTED:
+            inner = zip(value, [*(live.get(key) or ()), *({} for _ in value)], strict=False)
+            fitted[key] = [fit_scheduler(state, now, sources, saved_groups) for state, now in inner]
+        elif key in _PER_GROUP and isinstance(value, (list, tuple)):
+            fitted[key] = _reorder(key, value, live.get(key), sources, count)
+        elif not in_order and key not in _NOT_PER_GROUP and _may_go_by_group(value, count):
+            raise _unknown(key, value, f"{key!r} without as many entries as there were groups")
+        else:
+            fitted[key] = value
+    return fitted
+
+
+def _may_go_by_group(value: Any, saved_groups: int) -> bool:
+    """Whether anything in a value, at any depth, has as many entries as there were groups."""
+    if isinstance(value, Mapping):
+        numbered = len(value) == saved_groups and all(isinstance(key, int) for key in value)
+        return numbered or any(_may_go_by_group(inner, saved_groups) for inner in value.values())
+    if isinstance(value, (list, tuple)):
+        return len(value) == saved_groups or any(_may_go_by_group(inner, saved_groups) for inner in value)
+    shape: tuple[int, ...] = tuple(getattr(value, "shape", ()))  # of a tensor or an array
+    return bool(shape) and shape[0] == saved_groups
+
+
+def _reorder(key: str, saved: Sequence[Any], live: Any, sources: Sequence[Sequence[int]], count: int) -> list[Any]:
+    if len(saved) != count:
+        raise _unknown(key, saved, f"{count} entries, one for each saved group")
+    if not all(sources) and (not isinstance(live, (list, tuple)) or len(live) != len(sources)):
+        raise _unknown(key, live, f"the live scheduler has {len(sources)} entries, one for each live group")
+    for merged in sources:
+        if any(saved[source] != saved[merged[0]] for source in merged):
+            raise _unknown(key, [saved[source] for source in merged], f"one value for merged groups {list(merged)}")
+    return [saved[source[0]] if source else live[number] for number, source in enumerate(sources)]
+
+
+def _unknown(key: str, value: Any, expected: str) -> MismatchError:
+    problem = 'param groups were rebuilt since the save, or keep their live values ("keep_live"), '
+    problem += "and it is not known how this lr scheduler keeps state by group"
+    found = f"{key}: {value!r}"[:200]
+    remedy = f"build the groups as they were saved, or {BEGIN_ANEW}"
+    return MismatchError(problem, expected=expected, found=found, remedy=remedy)
