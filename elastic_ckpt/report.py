@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
-from elastic_ckpt.core.read_plan import Outcome, names_with
+from elastic_ckpt.core.read_plan import NO_SHARE, Outcome, RestoredShare, names_with
 from elastic_ckpt.core.text import printable, printable_lines
 from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.errors import shortened
@@ -26,6 +26,8 @@ _NAMES_SHOWN = 12
 _WIDTH, _WIDEST = 110, 100_000
 #: Facts of the source that its text shows, or that only planning uses.
 _NOT_SHOWN = ("frozen_recorded", "buffers_recorded", "merged_from", "by_rank", "foreign", "files")
+#: Below this share of the elements that train, little is restored, which is the first that a report says.
+_LITTLE = 0.5
 #: The role of what :func:`elastic_ckpt.register` gave an engine.
 DATA_POSITION = "data position"
 #: Display names of roles.
@@ -135,6 +137,21 @@ class LoadReport:
     samples_to_skip: int | None = None
     batch: BatchSizes | None = None  # of the run that saved
     verified: Verified | None = None  # bytes compared with checksums in the files; ``None`` with ``"verify": "off"``
+    share: RestoredShare = NO_SHARE  # of the weights that all ranks hold
+
+    @property
+    def restores_little(self) -> bool:
+        """Whether less than half of the elements that train are restored."""
+        share = self.share.of_trained
+        return share is not None and share < _LITTLE
+
+    @property
+    def heading(self) -> str:
+        """The first line, which says so if little is restored."""
+        if not self.restores_little:
+            return "elastic_ckpt: checkpoint restored"
+        share = _percent(self.share.of_trained or 0.0)
+        return f"elastic_ckpt: WARNING: only {share} of what trains is restored, the rest is as it was initialized"
 
     def names(self, what: str) -> tuple[str, ...]:
         """Sorted names of parameters and buffers with one outcome (``"fresh"`` ...)."""
@@ -168,7 +185,7 @@ class LoadReport:
         rows += _work_rows(self.ranks) + ([] if self.verified is None else [("verified", str(self.verified))])
         rows += [("note", note) for note in self.notes] + [("unchanged", self.goes_on)] * bool(self.goes_on)
         rows += [("differs", each) for each in self.differs]
-        return table("elastic_ckpt: checkpoint restored", rows=[(name, Text(printable(text))) for name, text in rows])
+        return table(self.heading, rows=[(name, Text(printable(text))) for name, text in rows])
 
     def print_to(self, console: Console) -> None:
         """Print the table; words that are wider than it, such as paths, are broken on terminals only."""
@@ -249,6 +266,11 @@ def _shown(outcome: Outcome) -> str:
     if outcome.what != "restored":
         return f"{name}{names and ' '}{names}: {outcome.reason}"
     return f"{name} {count}" + (f" ({names})" if outcome.role == FROZEN else "") if count else name
+
+
+def _percent(share: float) -> str:
+    """A share that is not shown as 0 unless it is."""
+    return f"{100 * share:.2g} %" if share >= 0.0005 or not share else "less than 0.05 %"
 
 
 def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -239,6 +239,41 @@ class SavedRate:
     lr: float | None  # ``None``: not one number
 
 
+@dataclass(frozen=True, slots=True)
+class RestoredShare:
+    """How much of the weights is restored, in elements that ranks hold: of one rank, or added up over ranks.
+
+    What several ranks hold whole counts on each of them.
+    """
+
+    trained_numel: int = 0  # of the weights that train
+    restored_numel: int = 0  # of these
+    frozen_numel: int = 0  # of the weights that do not
+    frozen_restored_numel: int = 0  # of these
+    placed_numel: int = 0  # of the weights that no optimizer owns here, what trained in the run that saved
+
+    def __add__(self, other: RestoredShare) -> RestoredShare:
+        return RestoredShare(*map(operator.add, astuple(self), astuple(other)))
+
+    @property
+    def of_trained(self) -> float | None:
+        """The share of the elements that train which is restored; ``None`` if none train."""
+        return self.restored_numel / self.trained_numel if self.trained_numel else None
+
+    def is_nothing(self, with_states: bool) -> bool:
+        """Whether no weight that trains is restored, or none at all in an engine that trains none.
+
+        Weights alone may go to where they no longer train, under new adapters: not with the states and counters
+        (``with_states``) of a run that has trained none of what trains now.
+        """
+        if not self.trained_numel:
+            return self.frozen_numel > 0 and not self.frozen_restored_numel
+        return not self.restored_numel and (with_states or not self.placed_numel)
+
+
+NO_SHARE = RestoredShare()
+
+
 @dataclass(frozen=True)
 class LoadPlan:
     """Everything that one rank reads, checks, commits and reports in a load."""
@@ -254,6 +289,7 @@ class LoadPlan:
     group_sources: tuple[tuple[int, ...], ...] = ()  # per live group, the saved ones; empty if the live values stay
     #: Per live group, what its members were trained with; ``None`` if none is in the checkpoint.
     saved_rates: tuple[SavedRate | None, ...] = ()
+    share: RestoredShare = NO_SHARE
     replaces_live_values: bool = False  # whether some of ``hyperparameters`` are others than the live ones
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()

@@ -137,7 +137,18 @@ class _Comparison:
             or (self.stage == 0 and without_states and compat.keeps_own_masters(engine))
         ):
             return False
-        return self._pipeline_fits() if without_zero else self.weights_alone or self._native_fits()
+        if without_zero:
+            return self._pipeline_fits()
+        return self._has_a_trained_weight() if self.weights_alone else self._native_fits()
+
+    def _has_a_trained_weight(self) -> bool:
+        """Whether the file with all weights has one that trains; else DeepSpeed's own loads nothing, and is silent."""
+        if self.arguments.load_module_strict or not self._models:
+            return True
+        names = module_entries(self._open(self._models[0]).tree["module"]).keys()
+        params = dict(self.engine.module.named_parameters())
+        trained = {name for name, param in params.items() if param.requires_grad}
+        return not names.isdisjoint(trained or params)
 
     @property
     def weights_alone(self) -> bool:

@@ -20,7 +20,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.logs import logger_of
-from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
+from elastic_ckpt.core.read_plan import NO_SHARE, LoadPlan, Outcome, ReadPlan, RestoredShare
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat, training_state
 from elastic_ckpt.engines.adapter import EngineAdapter
@@ -33,6 +33,7 @@ from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
 from elastic_ckpt.load.metadata import read_checkpoint
+from elastic_ckpt.load.nothing_matched import refuse_nothing
 from elastic_ckpt.load.resume_sheet import compare_run
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
@@ -73,6 +74,7 @@ class RankPlan:
     notes: tuple[str, ...]
     runs_code: bool  # loads an lr scheduler's state, or those of DeepSpeed's own schedulers
     medium: Medium = UNKNOWN  # where the files are
+    share: RestoredShare = NO_SHARE  # of the weights that this rank holds
 
     @classmethod
     def of(cls, plan: LoadPlan, mp_rank: int, config: ElasticConfig, folder: str, runs_code: bool = False) -> RankPlan:
@@ -85,7 +87,7 @@ class RankPlan:
         digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
         view = VIEW.get()
         notes = (*plan.notes, *(() if view is None else view.notes))
-        return cls(mp_rank, digest, differences, plan.may_differ, notes, runs_code, medium)
+        return cls(mp_rank, digest, differences, plan.may_differ, notes, runs_code, medium, plan.share)
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,9 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
 
         everybody, notes, medium = agree_on_plans(make_plan, config)
         plan, host, warnings = planned[0]
-        plan = replace(plan, notes=notes)
+        plan = replace(plan, notes=notes, share=sum((each.share for each in everybody), NO_SHARE))
+        if plan.share.is_nothing(with_states):
+            refuse_nothing(checkpoint.metadata, local_state, plan.share, config.rename, with_states)
     runs_code = any(each.runs_code for each in everybody)
     return Prepared(call, found, seconds, adapter, local_state, checkpoint, plan, host, warnings, medium, runs_code)
 
@@ -253,6 +257,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         differs=other,
         verified=verified,
         storage=str(ready.medium),
+        share=ready.plan.share,
     )
     if distributed.rank() == 0:
         publish(report, ready.warnings, call.config)
@@ -345,6 +350,8 @@ def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig
     """Print the report and write it to its file; failing to do so does not fail the load."""
     for warning in warnings:
         logger.warning("elastic_ckpt: %s", warning)
+    if report.restores_little and not config.report:
+        logger.warning(report.heading)
     if config.report:
         try:
             report.print_to(Console(file=sys.stderr))

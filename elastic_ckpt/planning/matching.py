@@ -14,6 +14,7 @@ from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, PER_PARAMETER, REPLICATED, SCRATCH, LiveState
 from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, ITS_OPTIMIZER, DamagedError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.planning.near_names import GENERIC_RENAME, live_shapes, propose_renames, saved_shapes
 from elastic_ckpt.planning.param_groups import UPDATE_NORM, refuse_other_kind, renamed_states, saved_optimizer
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
@@ -81,7 +82,7 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
         tied = listed(f"{name} = {metadata.aliases[name]}" for name in lost if name in metadata.aliases)
         hint = f"; tied at save time, not now: {tied}" if tied != "none" else ""
         remedy = "load_checkpoint(..., load_module_strict=False) restores what matches and reports the rest; renamed "
-        remedy += 'ones: "elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}'
+        remedy += f"ones: {_renames_of(metadata, local_state)}"
         problem = "model and checkpoint do not have the same parameters and buffers"
         expected = f"in the model but not in the checkpoint: {listed(lost)}"
         found_names = f"in the checkpoint but not in the model: {listed(unexpected)}{hint}"
@@ -96,6 +97,15 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     ]
     told = (Outcome(role, what, tuple(sorted(names)), why) for role, what, names, why in outcomes if names)
     return Matching(restored, found, tuple(told))
+
+
+def _renames_of(metadata: CheckpointMetadata, local_state: LocalState) -> str:
+    """The rules that bring the saved names to the live ones, as far as they are found; else the form of a rule."""
+    is_renamed = any(old != new and new not in local_state.model.ties for new, old in metadata.saved_names.items())
+    if is_renamed:  # the rules would take the place of the user's own
+        return GENERIC_RENAME
+    renames = propose_renames(saved_shapes(metadata), live_shapes(local_state))
+    return f"{renames.config} settles {len(renames.pairs)}" if renames.rules else GENERIC_RENAME
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReplicaCheck
+from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReplicaCheck, RestoredShare
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
@@ -122,7 +122,29 @@ def plan_load(
         saved_rates=rates_of_members(metadata, local_state) if options.scheduler else (),
         outcomes=_outcomes(found, sources if options.optimizer_states else (), _of_live_groups(local_state, options)),
         notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes(), *([replaced] if replaced else ())),
+        share=restored_share(metadata, local_state, found.parameters),
         replaces_live_values=bool(replaced),
+    )
+
+
+def restored_share(metadata: CheckpointMetadata, local_state: LocalState, matching: Matching) -> RestoredShare:
+    """How much is restored of the weights that this rank holds."""
+    trained = [(part.range.numel, part.name in matching.restored) for part in local_state.fragments]
+    frozen: list[tuple[int, bool]] = []
+    placed_numel = 0
+    for whole in local_state.wholes:
+        if whole.key != FROZEN:
+            continue
+        is_restored = (whole.name, whole.key) in matching.wholes
+        (trained if whole.trains else frozen).append((whole.range.numel, is_restored))
+        if is_restored and (whole.name in metadata.parameters or not metadata.parameters):
+            placed_numel += whole.range.numel
+    return RestoredShare(
+        trained_numel=sum(numel for numel, _ in trained),
+        restored_numel=sum(numel for numel, is_restored in trained if is_restored),
+        frozen_numel=sum(numel for numel, _ in frozen),
+        frozen_restored_numel=sum(numel for numel, is_restored in frozen if is_restored),
+        placed_numel=placed_numel,
     )
 
 

@@ -1,0 +1,65 @@
+"""The error for a checkpoint of which no weight is in the live model, with the renames that settle it."""
+
+from __future__ import annotations
+
+from elastic_ckpt import distributed
+from elastic_ckpt.core.fqn import RenameRules, rename_saved
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
+from elastic_ckpt.core.read_plan import RestoredShare
+from elastic_ckpt.errors import MismatchError, listed, shortened
+from elastic_ckpt.planning.near_names import GENERIC_RENAME, Renames, live_shapes, propose_renames, saved_shapes
+
+_ALONE = "load_checkpoint(..., load_module_only=True)"
+
+
+def refuse_nothing(
+    metadata: CheckpointMetadata, local_state: LocalState, share: RestoredShare, rules: RenameRules, with_states: bool
+) -> None:
+    """Raise :class:`MismatchError` on every rank, with the names that nearly match as rank 0 sees them. Collective.
+
+    Args:
+        metadata: under the names in the files.
+        share: of all ranks.
+        rules: the user's own renames, which settle nothing.
+        with_states: whether optimizer states were asked for.
+    """
+
+    def compare() -> None:
+        raise _nothing_matched(metadata, local_state, share, rules, with_states)
+
+    distributed.broadcast("compare the checkpoint's names with the live model's", compare)
+
+
+def _nothing_matched(
+    metadata: CheckpointMetadata, local_state: LocalState, share: RestoredShare, rules: RenameRules, with_states: bool
+) -> MismatchError:
+    saved, live = saved_shapes(metadata), live_shapes(local_state)
+    renames = propose_renames(saved, live)
+    after = rename_saved(metadata, rules) if rules else metadata
+    saved_now = saved_shapes(after)
+    lost, lacking = saved_now.keys() - live.keys(), live.keys() - saved_now.keys()
+    expected = f"parameters of the live model: {listed(lacking)}"
+    found = f"in the checkpoint: {listed(lost)}"
+    if not lost:
+        found = "all that the checkpoint has is frozen here, or not a parameter"
+    if renames.pairs:
+        found += f"; nearly the same: {shortened(f'{old} -> {new}' for old, new in renames.pairs)}"
+    what = "parameter that trains" if share.trained_numel else "parameter"
+    problem = f"nothing of this checkpoint would be trained on: no {what} of the live model is in it"
+    return metadata.error(
+        MismatchError, problem, lacking or live, expected, found, _remedy(renames, local_state, share, with_states)
+    )
+
+
+def _remedy(renames: Renames, local_state: LocalState, share: RestoredShare, with_states: bool) -> str:
+    frozen = {whole.name for whole in local_state.wholes if whole.key == FROZEN and not whole.trains}
+    #: Weights that only go to where they no longer train are the beginning of a run, without states.
+    alone = f"{_ALONE}, since they do not train here: the run begins anew, from these weights"
+    if renames.rules:
+        remedy = f"{renames.config} restores {len(renames.pairs)} of them"
+        only_frozen = all(new in frozen for _, new in renames.pairs)
+        return f"{remedy}, with {alone}" if with_states and only_frozen else remedy
+    if share.placed_numel and with_states:
+        return alone
+    return f"give the folder of this model; or say which saved name is which: {GENERIC_RENAME}"

@@ -1,0 +1,158 @@
+"""Rules under ``"rename"`` that bring saved names to live ones, found by their dotted segments and shapes. Pure.
+
+Frameworks rename in few ways: they add, drop or replace a prefix, or a segment within (the name of an adapter,
+``base_layer``). A saved and a live name that may be one parameter show a rule. The rule that settles most names is
+taken, then the best one for the rest. All are tried on every name, as a load would try them: a user decides.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import islice
+
+from elastic_ckpt.core.fqn import RenameRules, rename
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata
+from elastic_ckpt.core.strided import Shape
+
+#: How many saved names show rules, the most similar live names of each, rules that are tried on all names, and rules.
+_MOST_SHOWING, _MOST_SIMILAR, _MOST_TRIED, _MOST_RULES = 48, 8, 12, 8
+#: Places at which a pair of names may differ, and characters of a name.
+_MOST_CHANGES, _MOST_CHARACTERS = 2, 500
+_ESCAPED = re.compile(r"\\|\(\.\*\)")
+#: The form of a rule, where none is found.
+GENERIC_RENAME = '"elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}'
+Rule = tuple[str, str]
+#: By name; a shape of ``None`` is not known, and fits each.
+Shapes = Mapping[str, Shape | None]
+
+
+@dataclass(frozen=True)
+class Renames:
+    """Proposed rules, and the saved and live names that become one by them."""
+
+    rules: RenameRules = ()
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def config(self) -> str:
+        """The lines of a DeepSpeed config."""
+        return f'"elastic_checkpoint": {{"rename": {json.dumps([list(rule) for rule in self.rules])}}}'
+
+
+def propose_renames(saved: Shapes, live: Shapes) -> Renames:
+    """Rules that bring saved names which the live model lacks to live names which the checkpoint lacks.
+
+    Names that both have stay as they are. Without rules if none is found.
+    """
+    kept = saved.keys() & live.keys()
+    left = {name: shape for name, shape in saved.items() if name not in kept and len(name) <= _MOST_CHARACTERS}
+    free = {name: shape for name, shape in live.items() if name not in kept and len(name) <= _MOST_CHARACTERS}
+    rules: list[Rule] = []
+    while left and free and len(rules) < _MOST_RULES:
+        rule, settled = _best_rule(left, free, kept)
+        if not settled:
+            break
+        rules.append(rule)
+        left = {name: shape for name, shape in left.items() if name not in settled}
+        free = {name: shape for name, shape in free.items() if name not in settled.values()}
+    # the first rule that is found in a name applies: those for few names before those for many
+    rules.sort(key=lambda rule: len(_ESCAPED.sub("", rule[0])), reverse=True)
+    pairs = _settled(saved, live, rules, kept)
+    return Renames(tuple(rules), tuple(sorted(pairs.items()))) if pairs else Renames()
+
+
+def _best_rule(saved: Shapes, live: Shapes, kept: Iterable[str]) -> tuple[Rule, dict[str, str]]:
+    """The rule that settles most names, and these with their live names; none if no rule settles any."""
+    showing = sorted(saved)[:: max(len(saved) // _MOST_SHOWING, 1)]
+    segments = {name: name.split(".") for name in live}
+    tried = {rule: 0 for name in showing for rule in _rules_of(name, saved[name], live, segments)}
+    few = {name: saved[name] for name in showing}
+    scores = Counter({rule: len(_settled(few, live, [rule])) for rule in tried})
+    best: tuple[Rule, dict[str, str]] = ("", ""), {}
+    for rule, _ in scores.most_common(_MOST_TRIED):
+        settled = _settled(saved, live, [rule], kept)
+        if (len(settled), -len(rule[0])) > (len(best[1]), -len(best[0][0])):
+            best = rule, settled
+    return best
+
+
+def _settled(saved: Shapes, live: Shapes, rules: RenameRules, kept: Iterable[str] = ()) -> dict[str, str]:
+    """Saved name -> the live name that it becomes; none if rules change ``kept`` names or make two names one."""
+    if any(rename(name, rules) != name for name in kept):
+        return {}
+    found: dict[str, str] = {}
+    for name, shape in saved.items():
+        new = rename(name, rules)
+        if new != name and new in live and _fit(shape, live[new]):
+            found[name] = new
+    return found if len({*found.values()}) == len(found) else {}
+
+
+def _fit(saved: Shape | None, live: Shape | None) -> bool:
+    return saved is None or live is None or tuple(saved) == tuple(live)
+
+
+def _rules_of(name: str, shape: Shape | None, live: Shapes, segments: Mapping[str, Sequence[str]]) -> Iterator[Rule]:
+    """The rules that the most similar live names show, of the same layer and shape and with the same last segment."""
+    own = name.split(".")
+    numbers = [each for each in own if each.isdecimal()]
+    similar: list[tuple[float, Sequence[str], SequenceMatcher[str]]] = []
+    for other, parts in segments.items():
+        if parts[-1] != own[-1] or [each for each in parts if each.isdecimal()] != numbers:
+            continue
+        if _fit(shape, live[other]):
+            matcher = SequenceMatcher(None, own, parts, autojunk=False)
+            similar.append((matcher.ratio(), parts, matcher))
+    similar.sort(key=lambda each: -each[0])
+    rules = (_rule(own, parts, matcher) for _, parts, matcher in similar)
+    yield from islice((rule for rule in rules if rule is not None), _MOST_SIMILAR)
+
+
+def _rule(saved: Sequence[str], live: Sequence[str], matcher: SequenceMatcher[str]) -> Rule | None:
+    """The rule that the differences of two names show; ``None`` if these are too many."""
+    changes = [code for code in matcher.get_opcodes() if code[0] != "equal"]
+    if not changes or len(changes) > _MOST_CHANGES:
+        return None
+    pattern, new, groups, done = "^", "", 0, 0
+    for kind, start, stop, new_start, new_stop in changes:
+        removed = map(re.escape, saved[start:stop])
+        inserted = (each.replace("\\", "\\\\") for each in live[new_start:new_stop])
+        if start == 0:
+            pattern += "".join(rf"{each}\." for each in removed)
+            new += "".join(f"{each}." for each in inserted)
+        else:
+            groups += 1
+            kept = ".*"
+            if kind == "insert":  # the segment before it tells where
+                kept = re.escape(saved[start - 1])
+                kept = kept if done == start - 1 and not (groups > 1) else rf".*\.{kept}"
+            pattern += f"({kept})" + "".join(rf"\.{each}" for each in removed)
+            new += f"\\{groups}" + "".join(f".{each}" for each in inserted)
+        done = stop
+    rest = r"(.*)" if groups == 0 else r"(\..*)"  # the last segment is the same
+    return f"{pattern}{rest}$", f"{new}\\{groups + 1}"
+
+
+def saved_shapes(metadata: CheckpointMetadata) -> dict[str, Shape | None]:
+    """Every saved parameter with its shape, frozen ones included."""
+    shapes: dict[str, Shape | None] = {name: saved.shape for name, saved in metadata.parameters.items()}
+    for name in metadata.names(FROZEN):
+        shapes.setdefault(name, metadata.tensors[name, FROZEN].shape)
+    return shapes
+
+
+def live_shapes(local_state: LocalState) -> dict[str, Shape | None]:
+    """Every parameter of the live model; without a shape where this rank does not know that of the whole."""
+    model = local_state.model
+    shapes: dict[str, Shape] = {whole.name: whole.shape for whole in local_state.wholes if whole.key != BUFFER}
+    shapes |= {part.name: part.shape for part in local_state.fragments}
+    shapes |= {name: shards.shapes[0] for name, shards in model.layouts.items() if shards.shapes}
+    members = {name for flat in local_state.flats for name in flat.members}
+    names = model.names.union(members, shapes) - {w.name for w in local_state.wholes if w.key == BUFFER}
+    return {name: shapes.get(name) if model.coordinates.tp == 1 else None for name in sorted(names)}
