@@ -59,8 +59,8 @@ def grown_parameters(
     Raises :class:`MismatchError` if one has other shapes and is not asked for, unless a rule says that it is a padded
     vocabulary, or if one that is asked for has fewer rows; :class:`ConfigError` for a pattern of no parameter.
     """
-    _refuse_unknown(model, patterns)
     others = list(_of_other_shapes(metadata, model, names))
+    _refuse_unknown(metadata, model, patterns, others)
     asked = [each for each in others if _is_asked(metadata, model, each.name, patterns)]
     for each in asked:
         if not each.has_more_rows:
@@ -113,13 +113,17 @@ def _is_vocabulary(metadata: CheckpointMetadata, model: ModelLayout, grown: Grow
         return sharding.chosen is not None and sharding.chosen.kind == VOCABULARY
 
 
-def _refuse_unknown(model: ModelLayout, patterns: Sequence[str]) -> None:
-    names = model.names.union(*model.ties.values())
-    for pattern in patterns if names else ():
+def _refuse_unknown(
+    metadata: CheckpointMetadata, model: ModelLayout, patterns: Sequence[str], others: Sequence[Grown]
+) -> None:
+    live = model.names.union(*model.ties.values())
+    names = live.union(metadata.saved_names.values(), metadata.aliases)  # by which a parameter may be named, too
+    for pattern in patterns if live else ():
         if not any(_matches(pattern, name) for name in names):
-            nearest = get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+            grown = [each.name for each in others if each.has_more_rows]
+            remedy = _config(grown or get_close_matches(pattern, names, n=1, cutoff=0.0))
             problem = '"added_rows" names no parameter of the model'
-            raise ConfigError(problem, None, "a name, or a pattern of whole names", pattern, remedy=_config([nearest]))
+            raise ConfigError(problem, None, "a name, or a pattern of whole names", pattern, remedy=remedy)
 
 
 def _not_asked_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -21,8 +22,10 @@ from elastic_ckpt.core.metadata import (
     is_floating,
 )
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem, TargetTensor, in_file_order
+from elastic_ckpt.core.shard_specs import VOCABULARY
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
+from elastic_ckpt.core.text import config_text
 from elastic_ckpt.errors import ITS_OPTIMIZER, DamagedError, MismatchError, listed
 from elastic_ckpt.planning.matching import Matching, StateLink, StateMatching
 from elastic_ckpt.planning.read_items import (
@@ -277,6 +280,10 @@ class PlanBuilder:
             problem = f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs"
             both = f"{live} in the live model", f"{saved} in the checkpoint"
             remedy = "build the model with the sizes it was saved with"
+            if tensor.shards and saved[1:] == live[1:]:
+                rule = config_text({"pattern": re.escape(name), "kind": VOCABULARY})
+                remedy += "; if rows at the end of a vocabulary are all that differs: "
+                remedy += f'"elastic_checkpoint": {{"tp_rules": [{rule}]}}'
             raise self.metadata.error(MismatchError, problem, name, *both, remedy)
 
     def _refuse_unknown_beginnings(self, parts: Sequence[FragmentSource]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
+from elastic_ckpt.cli import app
 from tests.distributed.added_rows_jobs import ADDED
 from tests.distributed.conftest import Convert, Launch
 from tests.distributed.model import VOCABULARY, Setup
@@ -46,6 +50,14 @@ def cases_of(native: Path, universal: Path) -> list[dict[str, Any]]:
     ]
 
 
+def planned(folder: Path, config: Path, zero: int) -> dict[str, Any]:
+    config.write_text(json.dumps({"elastic_checkpoint": {"added_rows": ["head.*", "embedding.weight"]}}))
+    line = ["plan", str(folder), "--config", str(config), "--dp", "3", "--zero", str(zero), "--json"]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
 def test_the_config_lines_of_the_refusal_restore_the_saved_rows(
     launch: Launch, convert: Convert, tmp_path: Path
 ) -> None:
@@ -68,5 +80,8 @@ def test_the_config_lines_of_the_refusal_restore_the_saved_rows(
         assert f"embedding.weight ({VOCABULARY} -> {VOCABULARY + ADDED})" in note
     (text,) = shrunk[1].texts
     assert "does not have more rows" in text and not shrunk[1].changed
+    for folder, zero in ((native, 2), (universal, 3)):  # as a forecast of these loads, at the saved sizes
+        plan = planned(folder / "biased" / f"{Setup(1).name}-dp2", tmp_path / "ds.json", zero)
+        assert plan["loads"] and any("added_rows" in note for note in plan["notes"])
     (text,) = misspelt[1].texts
-    assert "ConfigError" in text and '"added_rows": ["embedding.weight"]' in text and not misspelt[1].changed
+    assert "ConfigError" in text and not misspelt[1].changed and misspelt[2] == {} and misspelt[-1]

@@ -149,9 +149,14 @@ def test_more_rows_beside_more_columns_are_another_model() -> None:
     assert "added_rows" not in str(caught.value)
 
 
-def test_a_pattern_of_no_parameter_is_an_error_that_names_the_nearest() -> None:
+def test_a_pattern_of_no_parameter_is_an_error_that_names_those_that_have_grown_or_else_the_nearest() -> None:
+    options = LoadOptions(ElasticConfig(added_rows=["head.bios"]))
     with pytest.raises(ConfigError, match="names no parameter") as caught:
-        plan_load(saved(SHAPES), of_shapes(live(MORE), MORE), LoadOptions(ElasticConfig(added_rows=["head.bios"])))
+        plan_load(saved(SHAPES), of_shapes(live(MORE), MORE), options)
+    names = ", ".join(f'"{name}"' for name in sorted(SHAPES))
+    assert config_of(caught.value) == f'"elastic_checkpoint": {{"added_rows": [{names}'
+    with pytest.raises(ConfigError, match="names no parameter") as caught:
+        plan_load(saved(SHAPES), of_shapes(live(SHAPES), SHAPES), options)
     assert config_of(caught.value) == '"elastic_checkpoint": {"added_rows": ["head.bias"'
 
 
