@@ -42,7 +42,7 @@ GROUPS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ),
     (
         "Names and optimizer states",
-        ("rename", "param_groups", "states", "convert_optimizer", "align_partitions"),
+        ("rename", "added_rows", "param_groups", "states", "convert_optimizer", "align_partitions"),
         {"rename": [["^module\\.(.*)", "\\1"]], "param_groups": "keep_live", "states": {"my_cache": "fresh"}},
     ),
     (

@@ -124,6 +124,13 @@ class ElasticConfig(BaseModel):
         'Only the first pattern found in a name applies. "megatron-core-local" in place of a pair renames from what '
         "Megatron Core saves to its layers without Transformer Engine",
     )
+    added_rows: list[Annotated[str, Field(min_length=1)]] = Field(
+        [],
+        description="parameters that have more rows in the live model than in the checkpoint, as after tokens were "
+        "added (resize_token_embeddings): their names, or patterns of whole names, as for Python's re.fullmatch. The "
+        "saved rows are restored with their states; the others stay as the model has them, with states as the "
+        "optimizer begins them. With tensor parallelism, a rule of the kind vocabulary does the same",
+    )
     param_groups: Literal["match", "keep_live"] = Field(
         "match",
         description="match: each live param group takes the hyperparameters of the saved group that its members were "
@@ -194,6 +201,16 @@ class ElasticConfig(BaseModel):
             return rules
         known = (NAME_PRESETS.get(rule, [rule]) if isinstance(rule, str) else [rule] for rule in rules)
         return list(chain.from_iterable(known))
+
+    @field_validator("added_rows")
+    @classmethod
+    def _names_compile(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return patterns
 
     @field_validator("rename")
     @classmethod

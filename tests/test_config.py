@@ -64,6 +64,7 @@ SET: dict[str, Any] = {
     "report": "/logs/load.json",
     "sheet": False,
     "rename": [("^old", "new")],
+    "added_rows": ["lm_head\\..*"],
     "param_groups": "keep_live",
     "states": {"my_map": "replicated", "my_moment": "elementwise", "my_cache": "fresh", "numel<=256": "replicated"},
     "convert_optimizer": True,

@@ -38,6 +38,7 @@ _MOST_RANKS = 1 << 20
 _MOST_BY_DEFAULT = 64
 _LEAST_WIDTH = 72
 _NOTES_SHOWN = 12
+_ADDED_ROWS = "added_rows: how many there are only the live model knows; all sizes here are those of the checkpoint"
 #: Keys of a forecast, and their titles.
 _READS = {
     "nbytes_read": "bytes read",
@@ -242,6 +243,8 @@ def document(job: VirtualJob, found: list[dict[str, Any]]) -> dict[str, Any]:
         spreads[key] = {"least": min(values), "mean": mean, "most": max(values), "total": sum(values)}
     said = chain.from_iterable(each.pop("notes") for each in found)
     notes = [*dict.fromkeys(re.sub(r" \(\d+\)(?=,|$)", "", note) if topology.pp > 1 else note for note in said)]
+    if job.options.config.added_rows:
+        notes = [_ADDED_ROWS, *notes]
     if topology.pp > 1 and topology.zero_stage > 1:
         notes = [f"DeepSpeed's pipeline engine refuses ZeRO-{topology.zero_stage}: take stage 0 or 1", *notes]
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -21,8 +22,10 @@ from elastic_ckpt.core.metadata import (
     is_floating,
 )
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem, TargetTensor, in_file_order
+from elastic_ckpt.core.shard_specs import VOCABULARY
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
+from elastic_ckpt.core.text import config_text
 from elastic_ckpt.errors import ITS_OPTIMIZER, DamagedError, MismatchError, listed
 from elastic_ckpt.planning.matching import Matching, StateLink, StateMatching
 from elastic_ckpt.planning.read_items import (
@@ -48,6 +51,7 @@ class PlanBuilder:
     local_state: LocalState
     resharding: Mapping[tuple[str, str], ShardSources]  # all others come from the shard of this tensor-parallel rank
     may_change: bool  # 8-bit blocks may be requantized, and masters and states rounded to the live dtype
+    added: frozenset[str] = frozenset()  # parameters with rows that the checkpoint lacks
     blocks: int = 0
     _tiled: set[tuple[str, str]] = field(default_factory=set)
     _targets: list[TargetTensor] = field(default_factory=list)
@@ -124,8 +128,12 @@ class PlanBuilder:
         parts = [self._part(fragment, link.source) for fragment in restored]
         dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
         is_quantized = live.blocks is not None or any(part.tensor.is_quantized for part in parts)
+        if flat.states is None and live.key != MASTER:
+            self._refuse_unknown_beginnings(parts)
         for part in parts:
-            self._check_shape(part, live.planes, live.layout in (PER_PARAMETER, TOUCHED))
+            # of added rows, momenta of whole parameters are sharded as these are
+            is_touched = live.layout == TOUCHED and part.fragment.name not in self.added
+            self._check_shape(part, live.planes, live.layout == PER_PARAMETER or is_touched)
             self._check_values(part, live.key, dtype if live.blocks is None else _VALUES_DTYPE, is_quantized)
         fill = live.initial if live.blocks is None else live.blocks.codebook.zero
         what = live.key, flat.index, "", live.planes * numel, dtype
@@ -258,9 +266,12 @@ class PlanBuilder:
         tensor, name, shape = part.tensor, part.fragment.name, part.fragment.shape
         if (name, "") in self.resharding:
             if of_whole:
-                problem = f"{tensor.key} is of a whole parameter, and cannot be cut for another tensor-parallel degree"
+                is_grown, what = name in self.added, f"{tensor.key} is of a whole parameter, and cannot be"
+                problem = f"{what} {'extended by rows' if is_grown else 'cut for another tensor-parallel degree'}"
                 both = "a state with one value for each element", f"{tensor.key}, of a shape of its own"
-                remedy = "load at the tensor-parallel degree it was saved with, or with load_optimizer_states=False"
+                remedy = "load with load_optimizer_states=False"
+                if not is_grown:
+                    remedy = f"load at the tensor-parallel degree it was saved with, or {remedy.removeprefix('load ')}"
                 raise self.metadata.error(MismatchError, problem, name, *both, remedy)
             return
         live = shape if planes == 1 else (planes, *shape)
@@ -268,8 +279,19 @@ class PlanBuilder:
         if saved != live:
             problem = f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs"
             both = f"{live} in the live model", f"{saved} in the checkpoint"
-            remedy = "build the model with the sizes it was saved with; no loader option makes shapes fit"
+            remedy = "build the model with the sizes it was saved with"
+            if tensor.shards and saved[1:] == live[1:]:
+                rule = config_text({"pattern": re.escape(name), "kind": VOCABULARY})
+                remedy += "; if rows at the end of a vocabulary are all that differs: "
+                remedy += f'"elastic_checkpoint": {{"tp_rules": [{rule}]}}'
             raise self.metadata.error(MismatchError, problem, name, *both, remedy)
+
+    def _refuse_unknown_beginnings(self, parts: Sequence[FragmentSource]) -> None:
+        """Refuse to extend a state by rows if it is not known what the optimizer begins it with."""
+        if grown := [part.fragment.name for part in parts if part.fragment.name in self.added]:
+            problem = f"{self.local_state.optimizer} is not known, nor what its states start with where none is saved"
+            both = "a saved state for each row", "rows that were added since the save"
+            raise self.metadata.error(MismatchError, problem, grown, *both, "load with load_optimizer_states=False")
 
     def _check_values(self, part: FragmentSource, key: str, dtype: str, is_quantized: bool) -> None:
         """Refuse to lose precision; and of a state that is quantized on either side, to sum."""

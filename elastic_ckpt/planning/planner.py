@@ -29,6 +29,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, Checkpo
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReplicaCheck, RestoredShare
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
+from elastic_ckpt.planning.added_rows import grown_parameters, keep_added_rows
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.planning.matching import Matching, StateMatching, match_parameters, match_states
 from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, rates_of_members, with_own_values
@@ -82,7 +83,10 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     saved = with_own_copies(rename_saved(metadata, config.rename), model)
     metadata = adopt_live_kinds(adopt_live_names(saved, model), local_state.wholes)
     parameters = match_parameters(metadata, local_state, options.strict)
-    resharding = resolve(metadata, model, parameters.names, options.rules, config.replicated_params)
+    grown = grown_parameters(metadata, model, parameters.names, config.added_rows, options.rules)
+    others = parameters.names.difference(each.name for each in grown)
+    resharding = resolve(metadata, model, others, options.rules, config.replicated_params)
+    keep_added_rows(resharding, grown)
     states, groups = StateMatching(), NO_GROUPS
     values: tuple[Outcome, ...] = ()
     if options.optimizer_states:
@@ -107,7 +111,8 @@ def plan_load(
     found, config = known or match(metadata, local_state, options), options.config
     metadata, resharding, states = found.metadata, found.resharding, found.states
     model, names, (sources, hyperparameters) = local_state.model, found.parameters.names, found.groups
-    builder = PlanBuilder(metadata, local_state, resharding.transfers, may_change=config.on_change == "warn")
+    may_change, added = config.on_change == "warn", frozenset(resharding.added)
+    builder = PlanBuilder(metadata, local_state, resharding.transfers, may_change, added)
     replaced = describe_replaced(local_state, hyperparameters if options.optimizer_states else (), options.scheduled)
     return LoadPlan(
         reads=builder.build(found.parameters, states),

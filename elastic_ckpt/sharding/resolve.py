@@ -28,6 +28,7 @@ class ReshardPlan:
     averaged: set[str] = field(default_factory=set)  # those whose copies may differ
     overlaps: dict[str, tuple[Overlap, ...]] = field(default_factory=dict)  # name -> elements that several ranks saved
     guessed: set[str] = field(default_factory=set)  # names whose layout follows from their shapes alone
+    added: set[str] = field(default_factory=set)  # names that have rows which the user says are new
     origins: Counter[str] = field(default_factory=Counter)  # who says how many parameters are sharded
     noted: dict[str, list[str]] = field(default_factory=dict)  # what the report says -> names of which it says so
 
@@ -52,8 +53,9 @@ def resolve(
 ) -> ReshardPlan:
     """Resolve the layout of each parameter and buffer in ``names`` on both sides, where the two degrees differ.
 
-    At equal degrees every live shard is a saved one, whatever its layout. ``policy``: ``strict`` and ``first`` take the
-    first rank's copy of a replicated parameter, ``mean`` the mean of all.
+    At equal degrees every live shard is a saved one, whatever its layout, but for a vocabulary whose padding differs,
+    if a rule of the user's says so. ``policy``: ``strict`` and ``first`` take the first rank's copy of a replicated
+    parameter, ``mean`` the mean of all.
 
     Raises :class:`MismatchError` if a layout is unknown, or a rule contradicts the shapes; ``errors`` collects these by
     name instead.
@@ -66,7 +68,11 @@ def resolve(
         if tensor is None or (live is None and len(tensor.shard_shapes) == at.tp):
             continue
         live, shapes = live or LiveShards(()), tensor.shard_shapes
-        if len(shapes) != len(live.shapes) or (metadata.source.is_universal and shapes != live.shapes):
+        is_resharded = len(shapes) != len(live.shapes)
+        if not is_resharded and shapes != live.shapes:
+            rule = rules.of_user(name, metadata.saved_names.get(name, name), metadata.run)
+            is_resharded = metadata.source.is_universal or (rule is not None and rule.kind == VOCABULARY)
+        if is_resharded:
             with collected(errors, name):
                 shardings = shardings or Shardings(metadata, rules, model.run)  # of the few loads that need it
                 with shardings.of(tensor, live) as sharding:

@@ -136,15 +136,18 @@ class ShardingRules:
         """The user's preset, or that which the arguments of the saved run prove."""
         return self.preset or recognized(run)
 
+    def of_user(self, name: str, saved_name: str, run: Mapping[str, Any]) -> ShardSpec | None:
+        """The first of the user's rules that applies to a parameter, by either name."""
+        found = (rule for rule in self.rules if rule.applies(name, run) or rule.applies(saved_name, run))
+        return next(found, None)
+
     def specs_for(self, sharding: Sharding) -> list[ShardSpec]:
         """All that is said of a parameter, by precedence; a rule of the user's excludes all else.
 
         Raises :class:`CannotSplit` if the checkpoint's declaration cannot be understood.
         """
-        run = sharding.metadata.run
-        for rule in self.rules:
-            if rule.applies(sharding.name, run) or rule.applies(sharding.saved_name, run):
-                return [rule.by(USER)]
+        if (rule := self.of_user(sharding.name, sharding.saved_name, sharding.metadata.run)) is not None:
+            return [rule.by(USER)]
         declared = sharding.metadata.declared.spec(sharding.saved_name)
         found = [
             None if declared is None else declared.by("the checkpoint's universal_checkpoint_info"),
