@@ -59,7 +59,7 @@ def collectives_of(ranks: int, model: ScaleModel) -> Collectives:
     _, planned = virtual.planned(ranks // 2)
     digest, seconds = "0" * 64, dict.fromkeys(("plan", "metadata", "read", "exchange", "commit"), 0.123456789)
     read = {
-        (file, number): PartialSum(1 << 31, 1 << 20, 1 << 40, 1 << 60)
+        (file, number): PartialSum(1 << 31, 1 << 20, 1 << 63)
         for file in planned.reads.files_read
         for number in range(4)
     }

@@ -2,7 +2,9 @@
 
 The CRC32 of a record is the XOR of its parts' CRC32s, each moved to the record's end. So one number sums up the ranges
 of a record that a reader saw, and the XOR of several readers' numbers what all of them saw. Whether their ranges tile
-the record, each byte once, is shown by power sums of the bytes' positions, which add up likewise.
+the record, each byte once, is shown by a sum of hashes: each range adds the hash of its end and takes away that of its
+start. Where one range ends at the other's start, the two cancel; of ranges that tile the record, the hash of its end
+less that of its start is left, and of no others but for a chance of one in 2**64.
 """
 
 from __future__ import annotations
@@ -55,27 +57,30 @@ class PartialSum:
     """Sum of some ranges of a record."""
 
     crc32: int = 0  # XOR of the ranges' CRC32s, each moved to the record's end
-    nbytes: int = 0  # sums of 1, x and x**2 over the positions x of all bytes in the record
-    first: int = 0
-    second: int = 0
+    nbytes: int = 0  # of all ranges
+    edges: int = 0  # hashes of the ranges' ends, less those of their starts, modulo 2**64
 
     @classmethod
     def of(cls, start: int, stop: int, crc32: int, record_nbytes: int) -> PartialSum:
         """The sum of one range whose bytes have a CRC32."""
         moved = isal_zlib.crc32_combine(crc32, 0, record_nbytes - stop)
-        firsts = (stop * (stop - 1) - start * (start - 1)) // 2
-        return cls(moved, stop - start, firsts, _squares(stop) - _squares(start))
+        return cls(moved, stop - start, _hash(stop) - _hash(start) & _MASK)
 
     def __or__(self, other: PartialSum) -> PartialSum:
-        first, second = self.first + other.first, self.second + other.second
-        return PartialSum(self.crc32 ^ other.crc32, self.nbytes + other.nbytes, first, second)
+        edges = self.edges + other.edges & _MASK
+        return PartialSum(self.crc32 ^ other.crc32, self.nbytes + other.nbytes, edges)
 
     def tiles(self, record_nbytes: int) -> bool:
         """Whether each byte of the record was summed once."""
-        whole = record_nbytes * (record_nbytes - 1) // 2
-        return (self.nbytes, self.first, self.second) == (record_nbytes, whole, _squares(record_nbytes))
+        return self.nbytes == record_nbytes and self.edges == _hash(record_nbytes) - _hash(0) & _MASK
 
 
-def _squares(stop: int) -> int:
-    """Sum of x**2 for x below ``stop``."""
-    return (stop - 1) * stop * (2 * stop - 1) // 6
+_MASK = (1 << 64) - 1
+
+
+def _hash(position: int) -> int:
+    """64 bits that look random, of a position in a record: the finalizer of SplitMix64."""
+    mixed = position + 0x9E3779B97F4A7C15 & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return mixed ^ mixed >> 31

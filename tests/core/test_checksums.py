@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from functools import reduce
 from itertools import pairwise
 from operator import or_
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.checksums import PartialSum, Records
@@ -64,6 +65,38 @@ def test_ranges_that_nobody_or_several_read_are_no_tiling(
 def test_a_gap_beside_an_overlap_of_its_size_is_no_tiling() -> None:
     data = bytes(range(100))
     assert not sum_of(data, [(0, 60), (50, 90)]).tiles(100)
+
+
+#: Bytes of a record of seven, by which ones are read: power sums of their positions are those of each byte once.
+SAME_POWER_SUMS = [(0, 1), (4, 5), (0, 1), (4, 5), (5, 6), (5, 6), (3, 4)]
+
+
+def counted(ranges: list[tuple[int, int]], record_nbytes: int) -> list[int]:
+    """How often each byte of a record was read."""
+    return [sum(start <= byte < stop for start, stop in ranges) for byte in range(record_nbytes)]
+
+
+@st.composite
+def ranges_of_a_record(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    record_nbytes = draw(st.integers(1, 12))
+    edges = st.integers(0, record_nbytes)
+    ranges = draw(st.lists(st.tuples(edges, edges).map(lambda pair: (min(pair), max(pair))), max_size=8))
+    return record_nbytes, ranges
+
+
+@example((7, SAME_POWER_SUMS))
+@given(ranges_of_a_record())
+def test_ranges_are_a_tiling_if_they_have_each_byte_once(case: tuple[int, list[tuple[int, int]]]) -> None:
+    record_nbytes, ranges = case
+    data = bytes(record_nbytes)
+    assert sum_of(data, ranges).tiles(record_nbytes) == (counted(ranges, record_nbytes) == [1] * record_nbytes)
+
+
+@given(st.lists(st.integers(0, 1 << 50), min_size=1, max_size=50))
+def test_a_sum_is_small_whatever_was_read(starts: list[int]) -> None:
+    sums = (PartialSum.of(start, start + 1, 0xFFFFFFFF, 1 << 51) for start in starts)
+    whole = reduce(or_, sums)
+    assert whole.edges < 1 << 64 and len(pickle.dumps([whole] * 2)) - len(pickle.dumps([])) < 120
 
 
 def test_records_are_found_by_offset() -> None:

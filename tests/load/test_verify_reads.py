@@ -82,6 +82,10 @@ JOBS: dict[str, list[Ranges]] = {
     "of three ranks, with other cuts": [[(0, 500)], [(400, 800), (900, WHOLE)], [(300, 600), (700, 950)]],
     "one rank, twice": [[(0, 200), (100, WHOLE)]],
     "two shards of rows": [[(n * 400, n * 400 + 160) for n in range(9)], [(n * 400 + 160, n * 400 + 400) for n in range(9)]],
+    "bytes whose positions have the power sums of all": [
+        [(0, 1000), (2000, 2500), (2500, 3000), (3000, 3500)],
+        [(500, 1000), (2500, 3500)],
+    ],
     "a tied weight of another stage, unread": [[(1000, WHOLE)]],
 }  # fmt: skip
 
