@@ -200,7 +200,7 @@ def notes_and_warnings(
 @opened_once
 def read_groups(file: PickledFile, param_groups: Any) -> Groups:
     """Hyperparameters of every param group; :class:`DamagedError` if there is none, or these are no param groups."""
-    checked = check_groups(file, param_groups)
+    checked = check_groups(file, param_groups, with_members=False)
     groups = ({key: value for key, value in group.items() if key not in _NOT_READ} for group in checked)
     return tuple(hyperparameters(file, group) for group in groups)
 
