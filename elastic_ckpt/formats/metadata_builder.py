@@ -31,6 +31,7 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.state_kinds import (
     COMPANIONS,
     ELEMENTWISE,
+    MOMENTS,
     PER_PARAMETER,
     REPLICATED,
     TOUCHED,
@@ -61,8 +62,6 @@ Shape = tuple[int, ...]
 Shapes = Sequence[tuple[str, Shape]]
 Tensors = dict[tuple[str, str], TensorMetadata]
 _PLAIN = SavedKind(ELEMENTWISE)
-#: What Adam and its kin keep of one shape.
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _BUFFERS_DIFFERED = "buffers differed between ranks when saved; after a change of topology all ranks get rank 0's"
 _SWAPPED = TensorRef("float32", (0,), (1,), 0)  # layout of a swap file
 
@@ -282,7 +281,7 @@ def _uneven_moments(kinds: Mapping[str, SavedKind], tensors: Mapping[str, Tensor
 
     Whatever the shape is in which an optimizer keeps them, it is that of all.
     """
-    moments = {key: tensors[key] for key in _MOMENTS if key in kinds and key in tensors}
+    moments = {key: tensors[key] for key in MOMENTS if key in kinds and kinds[key].kind in (ELEMENTWISE, PER_PARAMETER)}
     shapes = {ref.shape for ref in moments.values()}
     found = ", ".join(f"{key} {ref.dtype} of shape {ref.shape}" for key, ref in moments.items())
     is_sound = len(shapes) < 2 and all(map(is_floating, (ref.dtype for ref in moments.values())))

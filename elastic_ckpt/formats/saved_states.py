@@ -18,6 +18,7 @@ from elastic_ckpt.core.metadata import WEIGHTS
 from elastic_ckpt.core.state_kinds import (
     COMPANIONS,
     ELEMENTWISE,
+    MOMENTS,
     REPLICATED,
     TOUCHED,
     Codebook,
@@ -27,7 +28,7 @@ from elastic_ckpt.core.state_kinds import (
 )
 from elastic_ckpt.core.values import merged
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.formats.own_entries import check_groups, check_states
+from elastic_ckpt.formats.own_entries import check_groups, check_states, malformed
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import hyperparameters, read_bytes, read_numbers, tensor_values, to_numbers
@@ -139,6 +140,8 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
             (tensors if value.shape else points)[key] = value
         elif value is None or isinstance(value, (int, float)):  # None: a buffer that the optimizer does not use
             scalars[key] = value
+        elif key in MOMENTS:
+            raise malformed(file, f"optimizer state {key}", "a tensor", value)
         else:
             opaque[key] = f"a {type(value).__name__}"
     codebooks = {key: ref for key, ref in tensors.items() if key in _QMAPS and ref.numel <= _SMALL_NUMEL}
@@ -308,6 +311,10 @@ def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions) -> Saved
             raise _contradiction(ranks, key, word, "the same ascending values on every rank, as a quantization map")
         return SavedKind(ELEMENTWISE, planes)
     if options.layout(key) != REPLICATED:
+        if key in MOMENTS and planes is None and ranks[0].touched_numel >= 0:  # of a flat partition
+            odd = next((rank for rank in ranks if rank.tensors[key].shape != rank.shape), ranks[0])
+            found = f"{key} of shape {odd.tensors[key].shape} for a partition of {odd.numel} elements in {odd.path}"
+            return SavedKind(DAMAGED, why=found)
         return _by_shape(ranks, key, planes, options)
     is_partitioned = planes is not None and not _is_one_table(ranks, key)
     is_named = word is not None or key in ELEMENTWISE_NAMES
