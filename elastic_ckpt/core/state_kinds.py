@@ -26,6 +26,8 @@ PER_PARAMETER = "per-parameter"
 REPLICATED = "replicated"
 SCRATCH = "scratch"
 
+#: What Adam and its kin keep: real numbers, in one shape for all of a parameter.
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 #: bitsandbytes' 8-bit states: key of the codes -> keys of their scales and of their codebook.
 COMPANIONS = {"state1": ("absmax1", "qmap1"), "state2": ("absmax2", "qmap2")}
 #: Elements per block in bitsandbytes: 2048 until 0.43.3, 256 from 0.44.

@@ -12,7 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, TOUCHED, StateOptions, block_numel_of
+from elastic_ckpt.core.state_kinds import (
+    COMPANIONS,
+    ELEMENTWISE,
+    MOMENTS,
+    REPLICATED,
+    TOUCHED,
+    StateOptions,
+    block_numel_of,
+)
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, Digest, StatesOfOne
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -171,6 +179,10 @@ def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions, lengths:
             raise _contradiction(ranks, key, word, "the same ascending values on every rank, as a quantization map")
         return SavedKind(ELEMENTWISE, planes)
     if options.layout(key) != REPLICATED:
+        if key in MOMENTS and planes is None and ranks[0].touched_numel >= 0:  # of a flat partition
+            odd = next((rank for rank in ranks if rank.tensors[key].shape != rank.shape), ranks[0])
+            found = f"{key} of shape {odd.tensors[key].shape} for a partition of {odd.numel} elements in {odd.path}"
+            return SavedKind(DAMAGED, why=found)
         return _by_shape(ranks, key, options, lengths)
     if word is not None and planes is not None and (key in ELEMENTWISE_NAMES or key in lengths.elementwise):
         raise _contradiction(ranks, key, REPLICATED, f"exactly as long as its partition ({ranks[0].numel} elements)")

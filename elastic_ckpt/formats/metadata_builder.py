@@ -26,10 +26,12 @@ from elastic_ckpt.core.metadata import (
     StateFacts,
     TensorMetadata,
     TensorTable,
+    is_floating,
 )
 from elastic_ckpt.core.state_kinds import (
     COMPANIONS,
     ELEMENTWISE,
+    MOMENTS,
     PER_PARAMETER,
     REPLICATED,
     TOUCHED,
@@ -191,6 +193,8 @@ class MetadataBuilder:
             if view is not None and kinds[key].kind in (ELEMENTWISE, PER_PARAMETER, TOUCHED):
                 why = f"a view of shape {view.shape} and strides {view.stride}"
                 kinds[key] = replace(kind, kind=OPAQUE, why=why)
+        if alone:
+            kinds |= _uneven_moments(kinds, flats[0].states.tensors)
         self.record(kinds, alone[0] if alone else "")
         for flat in flats:
             opaque = flat.states.opaque.items()
@@ -275,6 +279,22 @@ class MetadataBuilder:
             warnings=(*unmatched, *warnings),
             **facts,
         )
+
+
+def _uneven_moments(kinds: Mapping[str, SavedKind], tensors: Mapping[str, TensorRef]) -> dict[str, SavedKind]:
+    """Kinds of one parameter's moments: damaged where they differ in shape, or are no real numbers.
+
+    Whatever the shape is in which an optimizer keeps them, it is that of all.
+    """
+    moments = {key: tensors[key] for key in MOMENTS if key in kinds and kinds[key].kind in (ELEMENTWISE, PER_PARAMETER)}
+    shapes = {ref.shape for ref in moments.values()}
+    found = ", ".join(f"{key} {ref.dtype} of shape {ref.shape}" for key, ref in moments.items())
+    is_sound = len(shapes) < 2 and all(map(is_floating, (ref.dtype for ref in moments.values())))
+    return (
+        {}
+        if is_sound
+        else {key: SavedKind(DAMAGED, why=f"moments that do not fit together: {found}") for key in moments}
+    )
 
 
 def dense_tensor(

@@ -27,7 +27,7 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
-from elastic_ckpt.formats.own_entries import check_base_state, check_own_entries, checked_tree
+from elastic_ckpt.formats.own_entries import check_base_state, check_masters, check_own_entries, checked_tree
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, opened_once
 from elastic_ckpt.formats.saved_config import (
     COUNTERS,
@@ -254,10 +254,12 @@ def index_unpartitioned(file: PickledFile, options: StateOptions, ep_rank: int =
     check_base_state(file, state)
     masters: tuple[tuple[TensorRef, ...], ...] = ()
     if kind != PLAIN:
-        raw = next(saved[key] for key in MASTER_ENTRIES if key in saved)
+        entry = next(key for key in MASTER_ENTRIES if key in saved)
+        raw = saved[entry]
+        check_masters(file, entry, raw, [group["params"] for group in state["param_groups"]], kind == FUSED)
         masters = tuple(tuple(group) if kind == UNFUSED else (group,) for group in raw)
     for master in chain.from_iterable(masters):
-        if not isinstance(master, TensorRef) or not master.is_contiguous:
+        if not master.is_contiguous:
             raise _damaged(file, "dense fp32 masters", str(master)[:200])
     groups, numbered = state["param_groups"], {n: one for n, one in state["state"].items() if isinstance(n, int)}
     names = tuple(tuple(map(str, group.get("param_names") or ())) for group in groups)

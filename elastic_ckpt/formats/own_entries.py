@@ -127,6 +127,7 @@ _HYPERPARAMETERS: Mapping[str, Kind] = {
     "decoupled_weight_decay": _SETTING,
     **dict.fromkeys(("lr", "initial_lr", "weight_decay", "momentum", "dampening"), _REAL),
     **dict.fromkeys(("betas", "eps"), _REALS),
+    "name": _TEXT.or_none(),
 }
 #: Lists of which each has an item for each flat tensor of :data:`_PARTITIONS`.
 _PER_FLAT = ("group_paddings", "param_alignment_paddings", "param_slice_mappings")
@@ -137,6 +138,7 @@ def check_own_entries(file: PickledFile) -> None:
     tree = checked_tree(file)
     if "module" in tree:
         _check_all(file, tree, _MODEL_STATES)
+        _check_weights(file, tree)
     if isinstance(state := tree.get("optimizer_state_dict"), Mapping):
         _check_all(file, state, _PARTITIONS, "optimizer_state_dict / ")
         _check_lengths(file, state)
@@ -179,8 +181,8 @@ def check_states(file: PickledFile, entry: str, states: Any) -> None:
         raise malformed(file, entry, "a dictionary of states by name", states)
 
 
-def check_groups(file: PickledFile, groups: Any) -> Sequence[Mapping[str, Any]]:
-    """The param groups of an optimizer; :class:`DamagedError` if these are none."""
+def check_groups(file: PickledFile, groups: Any, with_members: bool = True) -> Sequence[Mapping[str, Any]]:
+    """The param groups of an optimizer, with the numbers of their members; :class:`DamagedError` if these are none."""
     if not isinstance(groups, (list, tuple)) or not groups:
         raise malformed(file, "param_groups", "a list of at least one param group", groups)
     for group in groups:
@@ -189,7 +191,7 @@ def check_groups(file: PickledFile, groups: Any) -> Sequence[Mapping[str, Any]]:
         if unnamed := [key for key in group if type(key) is not str]:
             problem = "a param group has an entry that is no hyperparameter of any optimizer"
             raise DamagedError(problem, file.path, "names as keys", f"a key of type {type(unnamed[0]).__name__}")
-        if not is_list(group.get("params"), is_count):
+        if with_members and not is_list(group.get("params"), is_count):
             raise malformed(file, "params of a param group", "a list of numbers of parameters", group.get("params"))
         _check_all(file, group, _HYPERPARAMETERS, "a param group / ")
         names = group.get("param_names")
@@ -204,6 +206,14 @@ def _check_all(file: PickledFile, entries: Mapping[Any, Any], kinds: Mapping[str
             raise malformed(file, above + key, kind.expected, entries[key])
 
 
+def _check_weights(file: PickledFile, tree: Mapping[Any, Any]) -> None:
+    """Parameters are tensors; other entries of a module may be what it makes of itself."""
+    module = tree["module"] or {}
+    for name in {name for shapes in tree.get("param_shapes") or () for name in shapes} & module.keys():
+        if not isinstance(module[name], TensorRef):
+            raise malformed(file, f"module / {name}", "a tensor", module[name])
+
+
 def _check_lengths(file: PickledFile, state: Mapping[str, Any]) -> None:
     flats = state.get("single_partition_of_fp32_groups")
     for key in _PER_FLAT if flats is not None else ():
@@ -211,6 +221,17 @@ def _check_lengths(file: PickledFile, state: Mapping[str, Any]) -> None:
         if values and len(values) != len(flats):
             text = f"{len(flats)} items, as single_partition_of_fp32_groups has"
             raise malformed(file, f"optimizer_state_dict / {key}", text, values)
+
+
+def check_masters(file: PickledFile, entry: str, masters: Any, members: Sequence[Sequence[int]], is_flat: bool) -> None:
+    """Raise :class:`DamagedError` unless each param group has a master of each member, or a flat one of all."""
+    if not isinstance(masters, (list, tuple)) or len(masters) != len(members):
+        raise malformed(file, entry, f"masters of {len(members)} param groups", masters)
+    for mine, numbers in zip(masters, members, strict=True):
+        count = 1 if is_flat else len(numbers)
+        every = [mine] if is_flat else mine
+        if not is_list(every, lambda each: isinstance(each, TensorRef)) or len(every) != count or not numbers:
+            raise malformed(file, f"{entry} of a param group of {len(numbers)}", f"{count} tensors", mine)
 
 
 def malformed(file: PickledFile, entry: str, expected: str, found: Any) -> DamagedError:

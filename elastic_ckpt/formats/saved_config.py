@@ -119,7 +119,8 @@ def read_counters(file: PickledFile) -> dict[str, int]:
 
 def base_groups(file: PickledFile) -> list[Mapping[str, Any]]:
     """The base optimizer's param groups in a file; empty without an optimizer."""
-    return [group for group in base_state(file).get("param_groups") or () if isinstance(group, Mapping)]
+    groups = base_state(file).get("param_groups")
+    return [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, (list, tuple)) else []
 
 
 def base_state(file: PickledFile) -> Mapping[str, Any]:

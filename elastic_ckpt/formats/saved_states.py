@@ -14,13 +14,14 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from elastic_ckpt.core.metadata import WEIGHTS
 from elastic_ckpt.core.state_kinds import (
     COMPANIONS,
+    MOMENTS,
     REPLICATED,
     Codebook,
     StateOptions,
     codebook,
 )
 from elastic_ckpt.core.values import merged
-from elastic_ckpt.formats.own_entries import check_groups, check_states
+from elastic_ckpt.formats.own_entries import check_groups, check_states, malformed
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import hyperparameters, read_bytes, read_numbers, tensor_values, to_numbers
@@ -100,6 +101,8 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
             (tensors if value.shape else points)[key] = value
         elif value is None or isinstance(value, (int, float)):  # None: a buffer that the optimizer does not use
             scalars[key] = value
+        elif key in MOMENTS:
+            raise malformed(file, f"optimizer state {key}", "a tensor", value)
         else:
             opaque[key] = f"a {type(value).__name__}"
     codebooks = {key: ref for key, ref in tensors.items() if key in _QMAPS and ref.numel <= _SMALL_NUMEL}
@@ -149,7 +152,7 @@ def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[st
 @opened_once
 def read_groups(file: PickledFile, param_groups: Any) -> Groups:
     """Hyperparameters of every param group; :class:`DamagedError` if there is none, or these are no param groups."""
-    checked = check_groups(file, param_groups)
+    checked = check_groups(file, param_groups, with_members=False)
     groups = ({key: value for key, value in group.items() if key not in _NOT_READ} for group in checked)
     return tuple(hyperparameters(file, group) for group in groups)
 

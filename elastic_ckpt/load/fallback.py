@@ -33,6 +33,7 @@ from elastic_ckpt.formats import CheckpointInfo, saved_config
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.objects import read_objects
+from elastic_ckpt.formats.own_entries import check_own_entries
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled, opened_once
 from elastic_ckpt.formats.same_save import compare_counts
 from elastic_ckpt.formats.saved_states import read_groups, settings
@@ -118,7 +119,12 @@ class _Comparison:
 
         self._models = [files.model[mp]] if mp in files.model else []
         self._models, self._optimizers = self._models + mine(files.model_zero3), mine(files.optimizer)
-        self._open = cache(lambda name: open_pickled(found.path(name)))
+        self._open = cache(self._opened)
+
+    def _opened(self, name: str) -> PickledFile:
+        file = open_pickled(self.found.path(name))
+        check_own_entries(file)
+        return file
 
     def fits(self) -> bool:
         """Whether topology, layout, names and optimizer are those of the live engine."""

@@ -11,7 +11,15 @@ from typing import Any
 from elastic_ckpt.core.local_state import FlatPartition, LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, ReplicatedState
 from elastic_ckpt.core.read_plan import Outcome
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, PER_PARAMETER, REPLICATED, SCRATCH, LiveState
+from elastic_ckpt.core.state_kinds import (
+    ELEMENTWISE,
+    MOMENTS,
+    NON_SHARD_KEYS,
+    PER_PARAMETER,
+    REPLICATED,
+    SCRATCH,
+    LiveState,
+)
 from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, ITS_OPTIMIZER, DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.planning.near_names import GENERIC_RENAME, live_shapes, propose_renames, saved_shapes
@@ -155,6 +163,11 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
     for key, description in metadata.states.damaged.items():
         problem = f"optimizer state {key!r} does not have the scales or the quantization map that its codes need"
         expected = "one scale for each block of 256 or 2048 elements, and one map of 256 ascending values in all files"
+        if key in MOMENTS:
+            problem = f"optimizer state {key!r} does not have the shape or the dtype of a moment"
+            expected = (
+                "one real number for each element of its partition, or the shape of the parameter's other moments"
+            )
         yield metadata.error(DamagedError, problem, key, expected, description, _RESTORE)
     for key, description in metadata.states.opaque.items():
         problem = f"optimizer state {key!r} has a layout that cannot be resharded"

@@ -75,7 +75,9 @@ VALUES: dict[str, Any] = {
 }
 REMOVED = "removed"
 #: What is whole, and can be resumed, but not at any topology or precision.
-AT_ITS_OWN = re.compile("differs between ranks: each computed it|would lose precision")
+AT_ITS_OWN = re.compile(
+    "differs between ranks: each computed it|would lose precision|one value for all|only a load, which knows"
+)
 #: What an entry that is there becomes, if it is of the kind.
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "twice as long": lambda old: type(old)([*old, *old]) if type(old) in (list, tuple) and old else ...,

@@ -371,7 +371,7 @@ def test_a_state_dict_of_an_optimizers_own_kind_is_not_called_damage(tmp_path: P
 def test_masters_that_are_no_dense_tensors_are_damage(tmp_path: Path, master: Any) -> None:
     entry, _ = with_masters(Model(), UNFUSED, [NAMES])
     entry["fp32_groups"][0][3] = master
-    with pytest.raises(DamagedError, match="optimizer entry"):
+    with pytest.raises(DamagedError, match=r"an entry of this file|optimizer entry"):
         indexed(tmp_path, Model().state_dict(), entry)
 
 

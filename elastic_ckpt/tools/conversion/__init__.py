@@ -163,9 +163,10 @@ def _unconvertible(why: str, to: str, file: str) -> UnsupportedError:
 def _checked(name: str, folder: str) -> str:
     """A name, if it is safe as that of a folder or file; :class:`UnsupportedError` otherwise."""
     is_path = name.startswith(".") or not {"/", "\\"}.isdisjoint(name)
-    if not name or is_path or not name.isprintable() or len(name.encode()) > 255:
+    if not name or is_path or name == UNIVERSAL_OPTIMIZER or not name.isprintable() or len(name.encode()) > 255:
         problem = "a name in the checkpoint cannot be the name of a folder"
-        expected = "a name without path separators and control characters, of at most 255 bytes"
+        expected = "a name without path separators and control characters, of at most 255 bytes, and not "
+        expected += f"{UNIVERSAL_OPTIMIZER}, which a file of the format has"
         raise UnsupportedError(problem, folder, expected, parameter=repr(name)[:300])
     return name
 

@@ -1,0 +1,123 @@
+"""One entry of DeepSpeed's own with another value, in real checkpoints of each kind: an error in words, or right.
+
+``python -m tests.distributed.malformed FOLDER ...`` tries every change; here some are drawn, by a seed.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.tools.verification import verify
+from tests.distributed.malformed import (
+    REMOVED,
+    broken,
+    cells,
+    changed,
+    outcome,
+    planned,
+    saved_files,
+    with_change,
+)
+
+SEED, COUNT = 11, 40
+#: Kind -> session fixture, and folder in it.
+SOURCES = {
+    "ZeRO-0": ("unpartitioned", "z0-fp32-adamw-dp2"),
+    "ZeRO-0 in bf16": ("unpartitioned", "z0-bf16-adamw-dp2"),
+    "ZeRO-1": ("native", "z1-fp32-adamw-dp2"),
+    "ZeRO-2": ("native", "z2-bf16-adamw-dp2"),
+    "ZeRO-3": ("native", "z3-fp32-adamw-dp2"),
+    "universal": ("universal", "z1-fp32-adamw-dp2"),
+    "universal of ZeRO-3": ("universal", "z3-fp32-adamw-dp2"),
+    "dcp": ("dcp_folder", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def dcp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``dcp.save`` writes of a model and its optimizer."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    folder = tmp_path_factory.mktemp("dcp")
+    dcp.save({"model": weights, "optim": states, "epoch": 3}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.fixture(params=SOURCES)
+def folder(request: pytest.FixtureRequest) -> Path:
+    fixture, name = SOURCES[request.param]
+    return Path(request.getfixturevalue(fixture)) / name
+
+
+def test_no_change_of_one_entry_breaks_a_command(folder: Path) -> None:
+    assert broken(folder) == [], "what is not changed is whole"
+    tried, problems = 0, []
+    for name, place, way, tree in cells(folder, SEED, COUNT):
+        tried += 1
+        with with_change(folder, name, tree) as target:
+            problems += [f"{name} {place} <- {way}: {problem}" for problem in broken(target)]
+    assert tried > COUNT // 3
+    assert problems == []
+
+
+OPTIMIZER = "step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+BASE = ("optimizer_state_dict", "base_optimizer_state")
+#: Kind, file, place and way.
+REFUSED = [
+    *(("ZeRO-1", OPTIMIZER, (*BASE, "param_groups"), way) for way in ("[]", "{}", "7", "[None]", "[[]]", REMOVED)),
+    ("ZeRO-1", OPTIMIZER, (*BASE, "param_groups", 0, "params"), REMOVED),
+    ("ZeRO-1", OPTIMIZER, (*BASE, "param_groups", 0), "an integer as a key"),
+    ("ZeRO-1", OPTIMIZER, (*BASE, "param_groups", 0, "decoupled_weight_decay"), "a tensor"),
+    ("ZeRO-1", OPTIMIZER, (*BASE, "state", 0, "exp_avg"), "range"),
+    ("ZeRO-1", OPTIMIZER, (*BASE, "state", 0, "exp_avg_sq"), "2 x 2"),
+    ("ZeRO-1", OPTIMIZER, ("optimizer_state_dict", "zero_stage"), "-1"),
+    ("ZeRO-1", OPTIMIZER, ("optimizer_state_dict", "group_paddings"), "range"),
+    ("ZeRO-1", OPTIMIZER, ("optimizer_state_dict", "param_slice_mappings", 0), "{'x': None}"),
+    ("ZeRO-1", "step4/mp_rank_00_model_states.pt", ("lr_scheduler",), "inf"),
+    ("ZeRO-1", "step4/mp_rank_00_model_states.pt", ("ds_version",), "a tensor"),
+    ("ZeRO-3", OPTIMIZER, ("optimizer_state_dict", "optimizer_state_dict", "param_groups"), "[]"),
+    ("ZeRO-3", OPTIMIZER, ("optimizer_state_dict", "optimizer_state_dict"), "7"),
+    ("ZeRO-0", "step4/mp_rank_00_model_states.pt", ("optimizer", "param_groups"), "[]"),
+    ("universal", "step4_universal/zero/optimizer_state.pt", (), "7"),
+    ("universal", "step4_universal/zero/optimizer_state.pt", ("param_groups",), "[]"),
+    ("universal", "step4_universal/zero/optimizer_state.pt", ("param_groups", 0, "params"), "7"),
+    ("universal", "step4_universal/zero/embedding.weight/exp_avg.pt", (), "7"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "place", "way"), REFUSED)
+def test_what_is_malformed_is_refused_by_all(
+    kind: str, name: str, place: Any, way: str, request: pytest.FixtureRequest
+) -> None:
+    fixture, inside = SOURCES[kind]
+    source = Path(request.getfixturevalue(fixture)) / inside
+    tree = torch.load(source / name, weights_only=False)
+    with with_change(source, name, changed(tree, place, way)) as target:
+        assert broken(target) == []
+        result = verify(str(target), None, ElasticConfig(), full=True)
+        assert not result.ok, "verify names it"
+        assert name.rpartition("/")[2] in repr(result.problems), "by its file"
+        assert outcome(lambda: planned(str(target), 1))[0] == "refused"
+
+
+def test_an_entry_without_chunks_is_refused(dcp_folder: Path) -> None:
+    metadata = saved_files(dcp_folder)[".metadata"]
+    name = "model.0.weight"
+    made, entry = copy.copy(metadata), copy.copy(metadata.state_dict_metadata[name])
+    entry.chunks = []
+    made.state_dict_metadata = {**metadata.state_dict_metadata, name: entry}
+    with with_change(dcp_folder, ".metadata", made) as target:
+        assert broken(target) == []
+        assert not verify(str(target), None, ElasticConfig(), full=True).ok
+        assert outcome(lambda: planned(str(target), 1))[0] == "refused"
