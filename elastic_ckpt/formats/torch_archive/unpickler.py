@@ -39,6 +39,9 @@ from elastic_ckpt.formats.torch_archive.globals import set_state
 
 #: Longest line of a name; largest number in bytes; most names.
 _MOST_LINE_NBYTES, _MOST_NUMBER_NBYTES, _MOST_NAMES = 1 << 16, 1 << 10, 1 << 14
+#: Bytes that calls may make of their arguments for each byte of the pickle, and in addition: a few bytes pass a shared
+#: argument to a call that copies it.
+_MOST_COPIED, _MOST_MORE_COPIED = 200, 1 << 18
 #: Marks: one for each container that is being filled.
 _MOST_MARKS = 1 << 10
 _UINT32 = struct.Struct("<I")
@@ -80,6 +83,7 @@ class Unpickler:
         self._globals: dict[tuple[str, str], Global] = {}
         self.memory = while_read(file_nbytes, len(data) - at if nbytes is None else nbytes, is_trusted)
         self.charge = self.memory.charge
+        self._copies_left = sys.maxsize if is_trusted else _MOST_COPIED * len(data) + _MOST_MORE_COPIED
 
     def run(self) -> Any:  # noqa: PLR0912, PLR0915  see below
         """The pickled object; :attr:`at` is then behind the pickle.
@@ -248,7 +252,7 @@ class Unpickler:
         if function.call is None:
             return self.refused(function.error or unsafe_error(function.name))
         if function.copies and arguments:
-            self.charge(arguments_nbytes(arguments))
+            self.charge_copies(arguments)
         try:
             return function.call(*arguments)
         except ElasticCkptError as error:
@@ -274,6 +278,14 @@ class Unpickler:
             raise error
         self.charge(ERROR_NBYTES)
         return Global(str(error.found), error=error.with_traceback(None))
+
+    def charge_copies(self, arguments: Any) -> None:
+        """Charge what is made of arguments or a state; few bytes of a pickle must not have much copied."""
+        nbytes = arguments_nbytes(arguments)
+        self.charge(nbytes)
+        self._copies_left -= nbytes
+        if self._copies_left < 0:
+            raise limit_error("objects whose parts are their own", "objects that are made again and again of the same")
 
 
 def _is_function(argument: Any) -> bool:
@@ -323,7 +335,8 @@ def _fill(kind: Step, items: list[Any], machine: Unpickler) -> None:
 
 def _build(machine: Unpickler) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
-    machine.charge(STEP_NBYTES + arguments_nbytes(state))
+    machine.charge(STEP_NBYTES)
+    machine.charge_copies(state)
     try:
         set_state(target, state)
     except ElasticCkptError as error:  # of an array, whose elements are refused
