@@ -32,8 +32,8 @@ from elastic_ckpt.formats.values import hyperparameters, read_numbers
 from elastic_ckpt.formats.work_budget import WorkBudget
 from elastic_ckpt.storage import PartStream, modified, open_stream, size_of
 
-#: Bytes of ``.metadata`` for one container in it, of which a chunk has a dozen, times those of other pickles.
-_MORE_CONTAINERS = 8
+#: Memory of the objects of a ``.metadata``, which is all pickle, a dozen of them for each chunk: times that of others.
+_MORE_MEMORY = 8
 Shape = tuple[int, ...]
 #: The keys that lead to an entry in the nested state dict.
 Path = tuple[str | int, ...]
@@ -82,7 +82,7 @@ def read_dcp_metadata(folder: str) -> DcpContents:
                 problem = "this .metadata is too large to be read"
                 raise UnsupportedError(problem, found=f"{nbytes} bytes")
             raw = stream.read(nbytes)
-        tree = unpickled(raw, _MORE_CONTAINERS * len(raw), trust_pickle=False)
+        tree = unpickled(raw, _MORE_MEMORY * len(raw), trust_pickle=False)
         tensors, missing = _entries(tree, path, WorkBudget(path, len(raw)))
         files: dict[str, list[StoredItem]] = {}
         for index, info in tree.storage_data.items():
@@ -231,7 +231,7 @@ def _moved(file: PickledFile, start: int) -> PickledFile:
         return replace(leaf, byte_offset=leaf.byte_offset + start) if is_there else leaf
 
     records = Records.of((offset + start, nbytes, crc32) for offset, nbytes, crc32 in file.records)
-    tree = replace_leaves(file.tree, moved, charge=file.budget.charge_objects)
+    tree = replace_leaves(file.tree, moved, charge=file.charging())
     return replace(file, tree=tree, records=records)
 
 

@@ -21,6 +21,7 @@ from elastic_ckpt.formats.numpy_objects import make_numpy, set_array_state, set_
 from elastic_ckpt.formats.pickled import PickledFile, open_whole, unreadable
 from elastic_ckpt.formats.rebuilt_tensors import REBUILT, make_wrapper
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, refuse_errors, unsafe_error
+from elastic_ckpt.formats.torch_archive.charges import MADE_NBYTES, PAIR_NBYTES
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, NAMESPACE, PLAIN_CLASSES, is_attribute
 from elastic_ckpt.formats.torch_archive.tensors import NESTED, QUANTIZED, SPARSE, StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _NOT_MADE = (UnsafePickleError, UnsupportedError)
 #: torch counts no further.
 _MOST_ELEMENTS = 1 << 62
+#: Of which objects are made that take more than their parts.
+_LARGE = frozenset({TensorRef, StorageRef, Call})
 #: Attributes, and elements of tensors that are not dense, for each byte of the file, and in addition: many objects can
 #: be given the same ones.
 _MOST_GIVEN, _MOST_MORE_GIVEN = 1, 1 << 16
@@ -46,7 +49,7 @@ def materialise(file: PickledFile, node: Any) -> Any:
     """
     maker = _Maker(file)
     with maker.errors_of(node), file.kept_open():  # keys may be unhashable, or take too long
-        return replace_leaves(node, maker.made, maker.give, file.budget.charge_objects)
+        return replace_leaves(node, maker.made, maker.give, file.charging(maker.memory))
 
 
 def read_objects(path: str) -> Any:
@@ -88,7 +91,7 @@ class _Maker:
     """Makes the objects of one tree: tensors of one storage share it."""
 
     def __init__(self, file: PickledFile) -> None:
-        self._file = file
+        self._file, self.memory = file, file.memory()
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._typed: dict[StorageRef, torch.TypedStorage] = {}
         self._left = _MOST_GIVEN * file.nbytes + _MOST_MORE_GIVEN
@@ -111,6 +114,8 @@ class _Maker:
 
     def made(self, leaf: Any) -> Any:
         """What a leaf stands for."""
+        if type(leaf) in _LARGE:
+            self.memory.charge(MADE_NBYTES)
         with self.errors_of(leaf):
             if type(leaf) is TensorRef:
                 return self._tensor(leaf)
@@ -149,6 +154,8 @@ class _Maker:
         parts = (*state, state) if isinstance(state, tuple) else (state,)
         count = elements + sum(len(each) for each in parts if isinstance(each, (dict, tuple)))
         self._file.budget.charge_objects(count)  # of all that are made of this file
+        copied = sum(len(each) for each in parts if isinstance(each, (bytes, bytearray)))
+        self.memory.charge(PAIR_NBYTES * count + copied)
         self._left -= count
         if self._left < 0:
             raise ValueError("objects that are given the same many attributes or elements again and again")

@@ -23,6 +23,7 @@ from isal import isal_zlib
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, refuse_used_up
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.torch_archive.archive import ArchiveTree, Trees, read_archive_tree
+from elastic_ckpt.formats.torch_archive.charges import MemoryBudget
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Listing
 from elastic_ckpt.formats.torch_archive.tree import refusals
 from elastic_ckpt.formats.work_budget import WorkBudget
@@ -49,6 +50,25 @@ class PickledFile(ArchiveTree):
     def budget(self) -> WorkBudget:
         """What all work on this file is charged to."""
         return self._reads.budget
+
+    def charging(self, memory: MemoryBudget | None = None) -> Callable[[int, int], None]:
+        """What charges objects that a walk meets, and bytes that it makes of them: of ``memory`` if given."""
+        budget, memory = self.budget, memory or self.memory()
+
+        def charge(count: int, nbytes: int) -> None:
+            budget.charge_objects(count)
+            memory.charge(nbytes)
+
+        return charge
+
+    def memory(self) -> MemoryBudget:
+        """What may be made of the tree, which stays."""
+        return MemoryBudget(self.nbytes, self.object_nbytes)
+
+    @cached_property
+    def hyperparameter_memory(self) -> MemoryBudget:
+        """What all hyperparameters may take together: many param groups may share one long list."""
+        return self.memory()
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:

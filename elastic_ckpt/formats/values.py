@@ -14,6 +14,7 @@ from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size
+from elastic_ckpt.formats.torch_archive.charges import PAIR_NBYTES
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, PLAIN_CLASSES
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
@@ -130,8 +131,8 @@ def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, An
         is_made = isinstance(value, Call) and (value.is_users or value.name in _MADE)
         return _number_or_left(materialise(file, value)) if is_made else replace_leaves(value, real, charge=charge)
 
-    charge = file.budget.charge_objects
-    charge(len(group))
+    charge = file.charging(file.hyperparameter_memory)
+    charge(len(group), PAIR_NBYTES * len(group))
     is_device = {key for key, value in group.items() if isinstance(value, Call) and value.name == "torch.device"}
     with file.kept_open():
         return {key: plain(value) for key, value in group.items() if key not in is_device}

@@ -17,8 +17,9 @@ Files are untrusted. Attack surface, and what bounds it (``tests/attacks`` tries
 - Arguments that are shared by many calls: what calls may copy is counted. Error messages never print a container.
 - Depth, cycles and exponential sharing: :func:`.tree.check_tree`, but for the client state, which is copied without
   recursion, each object once. The interpreter itself does not recurse.
-- The pickle: at most 64 MiB or an eighth of its file, and 1 GiB; its CRC32 checked. Numbers, strings and numbered memo
-  entries take up to 30 times its size; containers, of which one byte makes one, 4 times the file's size and 64 MiB.
+- The pickle: at most 64 MiB or an eighth of its file, and 1 GiB; its CRC32 checked. What its objects take of memory,
+  and what is made of them, is charged before it is taken (:mod:`.charges`): 8 times the file's size, or 2 GiB.
+- What is beyond a limit of ours is an :class:`~elastic_ckpt.errors.UnsupportedError`, which says so: no damage.
 - The directory: at most 256 MiB, entries fill it exactly, names and headers are unique, records do not overlap. Local
   headers and CRC32s of tensors are not read here: a load that verifies, and ``verify``, do.
 - A tensor must be inside its storage, a storage inside its record, a record inside the file. A storage has one size,

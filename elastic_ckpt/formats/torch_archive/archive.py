@@ -16,6 +16,7 @@ from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, LayoutError
 from elastic_ckpt.formats.torch_archive.calls import Global
+from elastic_ckpt.formats.torch_archive.charges import left_behind, limit_error
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layout, Layouts
 from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, storage_id
@@ -32,8 +33,9 @@ _LEGACY_VERSION = 1001
 #: First part of a legacy archive that is read, four times as much each time that its pickles are longer; part of a
 #: record that is read at once to compare its checksum.
 _FIRST_NBYTES = _PIECE_NBYTES = 1 << 20
-#: Turns the bytes of a pickle at an offset, in a file of some size, into an object and the offset behind it.
-Unpickle = Callable[[bytes, int, Callable[[Any], Any], int], tuple[Any, int]]
+#: Turns the bytes of a pickle at an offset, in a file of some size, into an object, the offset behind it, and the bytes
+#: of memory that the object takes.
+Unpickle = Callable[[bytes, int, Callable[[Any], Any], int], tuple[Any, int, int]]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Trees:
     trees: dict[tuple[bytes, tuple[int, ...]], Any] = field(default_factory=dict)
     #: By the digest and a layout that alone gives these offsets: the tree, and the records.
     whole: dict[tuple[bytes, Layout], tuple[Any, Records]] = field(default_factory=dict)
+    #: By the digest: the bytes of memory that the tree takes.
+    object_nbytes: dict[bytes, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class ArchiveTree:
     root: str | None = None  # the name it was saved under, without its suffix; None or "archive": not recorded
     records: Records = field(default_factory=Records)  # of its tensors, if it has checksums
     surplus_nbytes: int = 0  # which no record needs
+    object_nbytes: int = 0  # of memory that the tree takes, at most
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -102,10 +107,10 @@ def read_archive_tree(
     unpickle = _unpickle_trusting if trust_pickle else _unpickle
     if not _is_legacy(stream):
         return _read_zip(stream, path, unpickle, Trees() if known is None or trust_pickle else known, by_piece)
-    tree = _read_legacy(stream, unpickle)
+    tree, object_nbytes = _read_legacy(stream, unpickle)
     if by_piece:
         check_tree(own_entries(tree))
-    return ArchiveTree(path, size_of(stream), tree)
+    return ArchiveTree(path, size_of(stream), tree, object_nbytes=object_nbytes)
 
 
 def _is_legacy(stream: BinaryIO) -> bool:
@@ -138,6 +143,10 @@ def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_
         return StorageRef(dtype, nbytes, offset_of(key, nbytes))
 
     most_nbytes = most_pickle_nbytes(directory.nbytes, unpickle is _unpickle_trusting)
+    record = directory.find("data.pkl")
+    if record is not None and record.nbytes > most_nbytes:
+        expected = f"a pickle of at most {most_nbytes} bytes, in a file of {directory.nbytes}"
+        raise limit_error(expected, f"{record.nbytes} bytes")
     data = directory.read_record("data.pkl", most_nbytes)
     digest = hashlib.blake2b(data).digest()
     key = digest, directory.layout
@@ -147,7 +156,7 @@ def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_
         offsets = tuple(offset_of(*storage) for storage in known.storages.get(digest, ()))
         if (digest, offsets) not in known.trees:
             records.clear()
-            tree, _ = unpickle(data, 0, load, directory.nbytes)
+            tree, _, known.object_nbytes[digest] = unpickle(data, 0, load, directory.nbytes)
             if by_piece:
                 check_tree(own_entries(tree))
             offsets = tuple(offset for offset, _, _ in records)
@@ -155,7 +164,8 @@ def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_
         tree, kept = known.trees[digest, offsets], Records.of(records)
         if not directory.has_read_headers:
             known.whole[key] = tree, kept
-    return ArchiveTree(path, directory.nbytes, tree, directory.root, kept, directory.surplus_nbytes)
+    more = directory.surplus_nbytes, known.object_nbytes[digest]
+    return ArchiveTree(path, directory.nbytes, tree, directory.root, kept, *more)
 
 
 def most_pickle_nbytes(file_nbytes: int, trust_pickle: bool) -> int:
@@ -184,29 +194,35 @@ def _unpickle(
     find: Callable[[str, str], Global] = find_global,
     keeps: tuple[type[ElasticCkptError], ...] = (ElasticCkptError,),
     is_trusted: bool = False,
-) -> tuple[Any, int]:
+) -> tuple[Any, int, int]:
     machine = Unpickler(data, find, load, at, file_nbytes, keeps, is_trusted)
-    return machine.run(), machine.at
+    return machine.run(), machine.at, left_behind(machine.memory, len(data) - at)
 
 
 _unpickle_trusting = partial(_unpickle, find=find_trusted, is_trusted=True)
 
 
-def _read_legacy(stream: BinaryIO, unpickle: Unpickle) -> Any:
-    """The tree of a legacy archive: pickles of magic number, version, system, object and keys, then the storages."""
+def _read_legacy(stream: BinaryIO, unpickle: Unpickle) -> tuple[Any, int]:
+    """The tree of a legacy archive: pickles of magic number, version, system, object and keys, then the storages.
+
+    And the bytes of memory that it takes.
+    """
     nbytes, take = size_of(stream), _FIRST_NBYTES
+    most = most_pickle_nbytes(nbytes, unpickle is _unpickle_trusting)
     while True:
         stream.seek(0)
         head = stream.read(take)
         try:
             return _legacy_tree(head, nbytes, stream, unpickle)
         except (EOFError, IndexError, struct.error, pickle.UnpicklingError):
-            if len(head) == nbytes or take >= most_pickle_nbytes(nbytes, unpickle is _unpickle_trusting):
+            if len(head) == nbytes:
                 raise
-        take *= 4
+            if take >= most:
+                raise limit_error(f"pickles of at most {most} bytes, in a file of {nbytes}", "more") from None
+        take = min(4 * take, most)
 
 
-def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle) -> Any:
+def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle) -> tuple[Any, int]:
     storages: dict[str, tuple[str, int]] = {}
     offsets: dict[str, int] = {}
 
@@ -218,14 +234,14 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle)
             raise pickle.UnpicklingError(f"storage {key} has {size} bytes of {dtype}, and others")
         return StorageRef(dtype, size, offsets.get(key, 0))
 
-    version, at = _unpickle(head, len(_LEGACY_MAGIC), load, nbytes)
-    system, begin = _unpickle(head, at, load, nbytes)
+    version, at, _ = _unpickle(head, len(_LEGACY_MAGIC), load, nbytes)
+    system, begin, _ = _unpickle(head, at, load, nbytes)
     if type(version) is not int or version != _LEGACY_VERSION:
         raise ArchiveError("a legacy archive of another version")
     if type(system) is not dict or system.get("little_endian") is not True:
         raise ArchiveError("a legacy archive that is not little-endian")
-    _, at = unpickle(head, begin, load, nbytes)
-    keys, at = _unpickle(head, at, load, nbytes)
+    _, at, _ = unpickle(head, begin, load, nbytes)
+    keys, at, _ = _unpickle(head, at, load, nbytes)
     if type(keys) is not list or not all(type(key) is str for key in keys) or sorted(keys) != sorted(storages):
         raise ArchiveError("a legacy archive that lists other storages than its tensors need")
     for key in keys:  # each: number of elements, then the data
@@ -240,7 +256,8 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle)
             raise ArchiveError(f"{nbytes} bytes, but the {size} bytes of storage {key} are not at byte {at}")
         offsets[key] = at + 8
         at += 8 + size
-    return unpickle(head, begin, load, nbytes)[0]
+    tree, _, object_nbytes = unpickle(head, begin, load, nbytes)
+    return tree, object_nbytes
 
 
 def screen(stream: BinaryIO) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError
+from elastic_ckpt.formats.torch_archive.charges import limit_error
 
 #: How a :class:`Call` is made: "new", of NEWOBJ, is an object that is not initialized; "member" one of an enum, by its
 #: name; "tensor" one that is not dense; "subclass" one of a class of the user's, made of a dense one, and "wrapper" one
@@ -18,9 +19,10 @@ Step = Literal["state", "items", "pairs", "members"]
 _MOST_KEY_OBJECTS = 32
 #: Smaller integers are their own hashes. Greater ones, floats and tuples can be made to collide: a dictionary or set
 #: takes them as long as it has fewer entries. Strings and bytes are hashed with a random seed of the process.
-_LARGEST_KEY, _MOST_COLLIDING = 1 << 60, 1 << 12
+LARGEST_KEY, _MOST_COLLIDING = 1 << 60, 1 << 12
 _LARGEST_SIZE = 1 << 63
 _PLAIN_KEYS = (str, bool, bytes, type(None))
+_PLAIN_TYPES = frozenset(_PLAIN_KEYS)
 #: ``deepspeed.runtime.zero.config.ZeroStageEnum``, as Python 3.11.0 to 3.11.3 pickle it by name.
 STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 
@@ -115,14 +117,17 @@ def checked_keys(items: Any, others: int = 0) -> list[Any]:
     """The items, once all of them are known to be harmless as keys beside ``others``."""
     if type(items) not in (list, tuple):
         raise pickle.UnpicklingError(f"members in an object of type {type(items).__name__}")
+    kinds = {*map(type, items)}
+    if kinds <= _PLAIN_TYPES or (kinds == {int} and min(items) > -LARGEST_KEY and max(items) < LARGEST_KEY):
+        return list(items)  # as most are, and the most of them
     for position, item in enumerate(items, others):
         check_key(item, position)
     return list(items)
 
 
 def check_key(key: Any, others: int) -> None:
-    """Raise :class:`pickle.UnpicklingError` for a key that could take long to hash or to find among the ``others``."""
-    if isinstance(key, _PLAIN_KEYS) or (type(key) is int and -_LARGEST_KEY < key < _LARGEST_KEY):
+    """Raise an error for a key that could take long to hash or to find among the ``others``."""
+    if isinstance(key, _PLAIN_KEYS) or (type(key) is int and -LARGEST_KEY < key < LARGEST_KEY):
         return
     left, waiting = _MOST_KEY_OBJECTS, [key]
     while waiting:
@@ -133,7 +138,9 @@ def check_key(key: Any, others: int) -> None:
             waiting += each
         elif type(each) in (Global, Call) and left >= 0:
             waiting += getattr(each, "__dict__", {}).values()  # the real object may hash them
-        elif left < 0 or not (isinstance(each, _PLAIN_KEYS) or type(each) in (int, float)):
-            raise pickle.UnpicklingError(f"a key of type {type(each).__name__}, or of too many parts")
+        elif left < 0 or is_tuple or type(each) is frozenset:
+            raise limit_error(f"keys of at most {_MOST_KEY_OBJECTS} parts", "one of more")
+        elif not (isinstance(each, _PLAIN_KEYS) or type(each) in (int, float)):
+            raise pickle.UnpicklingError(f"a key of type {type(each).__name__}")
     if others > _MOST_COLLIDING and type(key) not in (Global, Call):
-        raise pickle.UnpicklingError(f"more than {_MOST_COLLIDING} keys that are tuples, or large or real numbers")
+        raise limit_error(f"at most {_MOST_COLLIDING} keys that are tuples, or large or real numbers", "more")

@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import BinaryIO, NamedTuple
 
 from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.formats.torch_archive.charges import limit_error
 
 END = struct.Struct("<4s4H2LH")
 END64 = struct.Struct("<4sQ2H2L4Q")
@@ -88,7 +89,9 @@ class Listing:
                     *_, self.count, nbytes, self.start = END64.unpack(wide)
         # DeepSpeed's fast writer of several ranks leaves a part of its last block between directory and end
         self.directory_nbytes, self.surplus_nbytes = nbytes, end - self.start - nbytes
-        if self.surplus_nbytes < 0 or self.count * ENTRY.size > nbytes or nbytes > _MOST_DIRECTORY_NBYTES:
+        if self.start + nbytes <= self.nbytes and nbytes > _MOST_DIRECTORY_NBYTES:
+            raise limit_error(f"a directory of at most {_MOST_DIRECTORY_NBYTES} bytes", f"{nbytes} bytes")
+        if self.surplus_nbytes < 0 or self.count * ENTRY.size > nbytes:
             what = f"{self.count} records in {nbytes} bytes from byte {self.start} on"
             raise ArchiveError(f"the end of its directory says {what}")
 

@@ -9,7 +9,8 @@ from dataclasses import replace as replaced
 from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import Call, Global, refuse_errors
+from elastic_ckpt.formats.torch_archive.calls import LARGEST_KEY, Call, Global, refuse_errors
+from elastic_ckpt.formats.torch_archive.charges import COPIED_NBYTES, STEP_NBYTES, items_nbytes
 from elastic_ckpt.formats.torch_archive.tensors import OTHER_FORM, StorageRef, TensorRef, kind_error
 
 #: Deepest nesting of containers; how many objects a walk may meet per object: a few dozen lists can hold each other
@@ -109,21 +110,22 @@ def refusals(tree: Any) -> Iterator[ElasticCkptError]:
             waiting += children
 
 
-#: What happens to a node of a tree that is copied, in this order.
-_ENTER, _MAKE, _FILL = range(3)
+#: What happens to a node of a tree that is copied once its parts were met, in this order.
+_MAKE, _FILL = range(2)
 
 
 def replace_leaves(
     root: Any,
     replace: Callable[[Any], Any],
     give: Callable[[Call, Any, dict[str, Any], list[tuple[str, list[Any]]]], None] | None = None,
-    charge: Callable[[int], object] | None = None,
+    charge: Callable[[int, int], object] | None = None,
 ) -> Any:
     """Copy a tree, passing leaves through ``replace``; what was shared, or contains itself, does so again.
 
     Keys and attributes are copied too. A call is a leaf whose arguments are replaced; what it became is given its
     attributes and steps by ``give``. Each object is met once, and nothing recurses: containers that may contain
-    themselves are made empty, and filled behind their parts. ``charge`` is called with how many parts are met.
+    themselves are made empty, and filled behind their parts. ``charge`` is called with how many parts are met, and how
+    many bytes of memory their copies take.
     """
     done: dict[int, Any] = {}
     met: set[int] = set()
@@ -131,27 +133,38 @@ def replace_leaves(
     def new(part: Any) -> Any:
         return part if type(part) in _PLAIN else done[id(part)]
 
+    def parts_of(node: Any, stage: int) -> Iterator[Any]:
+        parts = _parts(node)[stage]
+        if charge is not None:
+            container = node if stage == _FILL or type(node) is frozenset else ()
+            count = len(container) if isinstance(container, dict) else len(parts)
+            nbytes = items_nbytes(container, count) + (COPIED_NBYTES if stage == _MAKE else 0)
+            if type(node) is Call and stage == _FILL:
+                nbytes += STEP_NBYTES * len(node.steps)
+            charge(1 + len(parts), nbytes)
+        return iter(parts)
+
     late: list[Any] = []  # what contains a tuple that contains it
-    waiting = [(root, _ENTER)]
+    if type(root) in _PLAIN:
+        return root
+    met.add(id(root))
+    waiting = [(root, _MAKE, parts_of(root, _MAKE))]
     while waiting:
-        node, stage = waiting.pop()
-        parts: Any = ()
-        if stage == _ENTER and type(node) not in _PLAIN and id(node) not in met:
-            met.add(id(node))
-            waiting.append((node, _MAKE))
-            parts, _ = _parts(node)
-        elif stage == _MAKE:
-            done[id(node)] = _made(node, new, replace)
-            waiting.append((node, _FILL))
-            _, parts = _parts(node)
-        elif stage == _FILL:
-            if all(id(part) in done for part in _parts(node)[1] if type(part) not in _PLAIN):
+        node, stage, parts = waiting[-1]
+        for part in parts:
+            if type(part) not in _PLAIN and id(part) not in met:
+                met.add(id(part))
+                waiting.append((part, _MAKE, parts_of(part, _MAKE)))
+                break
+        else:
+            waiting.pop()
+            if stage == _MAKE:
+                done[id(node)] = _made(node, new, replace)
+                waiting.append((node, _FILL, parts_of(node, _FILL)))
+            elif all(id(part) in done for part in _parts(node)[1] if type(part) not in _PLAIN):
                 _fill(node, done[id(node)], new, give)
             else:
                 late.append(node)
-        if charge is not None:
-            charge(1 + len(parts))
-        waiting += [(part, _ENTER) for part in reversed(parts) if type(part) not in _PLAIN]
     for node in late:
         _fill(node, done[id(node)], new, give)
     return new(root)
@@ -176,7 +189,7 @@ def _check_keys(keys: Iterable[Any], new: Callable[[Any], Any]) -> None:
     """Refuse keys of which what they became takes long to hash, or to find among the others."""
     hashes: Counter[int] = Counter()
     for key in keys:
-        if type(key) in _HASHED_WITH_SEED:
+        if type(key) in _HASHED_WITH_SEED or (type(key) is int and -LARGEST_KEY < key < LARGEST_KEY):
             continue
         left, waiting = _MOST_IN_KEY, [key]
         while waiting:
@@ -206,8 +219,11 @@ def _fill(node: Any, target: Any, new: Callable[[Any], Any], give: Any) -> None:
         target.extend(map(new, node))
     elif isinstance(node, dict):
         _check_keys(node, new)
-        for key, value in node.items():
-            target[new(key)] = new(value)
+        if _PLAIN.issuperset(map(type, node)) and _PLAIN.issuperset(map(type, node.values())):
+            target.update(node)
+        else:
+            for key, value in node.items():
+                target[new(key)] = new(value)
     elif isinstance(node, set):
         _check_keys(node, new)
         target.update(map(new, node))

@@ -16,28 +16,34 @@ import pickle
 import struct
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, How, Step, checked_keys, described, unsafe_error
+from elastic_ckpt.formats.torch_archive.charges import (
+    CALL_NBYTES,
+    CONTAINER_NBYTES,
+    ERROR_NBYTES,
+    ITEM_NBYTES,
+    MEMBER_NBYTES,
+    NAME_NBYTES,
+    STEP_NBYTES,
+    STORAGE_NBYTES,
+    arguments_nbytes,
+    items_nbytes,
+    limit_error,
+    while_read,
+)
 from elastic_ckpt.formats.torch_archive.globals import set_state
 
-#: Longest line of a name; largest number in bytes.
-_MOST_LINE_NBYTES, _MOST_NUMBER_NBYTES = 1 << 16, 1 << 10
-#: Size that the arguments of all calls may have per byte of the pickle, and in addition: a few bytes pass a shared
+#: Longest line of a name; largest number in bytes; most names.
+_MOST_LINE_NBYTES, _MOST_NUMBER_NBYTES, _MOST_NAMES = 1 << 16, 1 << 10, 1 << 14
+#: Bytes that calls may make of their arguments for each byte of the pickle, and in addition: a few bytes pass a shared
 #: argument to a call that copies it.
-_MOST_COPIED, _MOST_MORE_COPIED = 16, 1 << 16
-#: Size of each part of an argument: characters and bytes, or items, which a dictionary or set keeps with their hashes.
-_PART_SIZES: dict[Any, int] = {
-    **dict.fromkeys((str, bytes, bytearray), 1),
-    **dict.fromkeys((list, tuple), 16),
-    **dict.fromkeys((dict, set, frozenset, OrderedDict, Counter), 64),
-}
-#: Containers, results of calls and unnumbered memo entries, which take up to 232 bytes for one of the pickle: one for
-#: so many bytes of the file, and so many more. Marks: one for each container that is being filled.
-_FILE_NBYTES_PER_CONTAINER, _MOST_MORE_CONTAINERS, _MOST_MARKS = 64, 1 << 18, 1 << 10
+_MOST_COPIED, _MOST_MORE_COPIED = 200, 1 << 18
+#: Marks: one for each container that is being filled.
+_MOST_MARKS = 1 << 10
 _UINT32 = struct.Struct("<I")
 #: Where a frame ends while there is none.
 _NO_FRAME = sys.maxsize
@@ -52,7 +58,8 @@ class Unpickler:
 
     ``find`` gives the entry of a global by (module, name), Python 2's names translated, or raises; ``load`` the object
     of a persistent id. What is refused with an error of ``keeps`` becomes a :class:`Global` with it in the result;
-    other errors are raised. ``file_nbytes`` bounds the number of containers; with ``is_trusted`` nothing is bounded.
+    other errors are raised. ``file_nbytes`` bounds the :attr:`memory` of the objects, unless ``is_trusted``; ``nbytes``
+    are those of the pickle at most.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Unpickler:
         file_nbytes: int = 0,
         keeps: tuple[type[ElasticCkptError], ...] = (),
         is_trusted: bool = False,
+        nbytes: int | None = None,
     ) -> None:
         self.data, self.at = data, at
         self._find, self._load, self._keeps = find, load, keeps
@@ -73,9 +81,9 @@ class Unpickler:
         self.protocol = 0
         self.frame_end = _NO_FRAME
         self._globals: dict[tuple[str, str], Global] = {}
-        self._left = sys.maxsize if is_trusted else _MOST_COPIED * len(data) + _MOST_MORE_COPIED
-        most_containers = file_nbytes // _FILE_NBYTES_PER_CONTAINER + _MOST_MORE_CONTAINERS
-        self._containers_left = sys.maxsize if is_trusted else most_containers
+        self.memory = while_read(file_nbytes, len(data) - at if nbytes is None else nbytes, is_trusted)
+        self.charge = self.memory.charge
+        self._copies_left = sys.maxsize if is_trusted else _MOST_COPIED * len(data) + _MOST_MORE_COPIED
 
     def run(self) -> Any:  # noqa: PLR0912, PLR0915  see below
         """The pickled object; :attr:`at` is then behind the pickle.
@@ -85,7 +93,7 @@ class Unpickler:
         """
         # the most frequent opcodes are inlined: a call for each would double the time
         data, at, stack, marks, memo = self.data, self.at, self.stack, self.marks, self.memo
-        push, pop, uint32, start = stack.append, stack.pop, _UINT32.unpack_from, at
+        push, pop, uint32, start, charge = stack.append, stack.pop, _UINT32.unpack_from, at, self.charge
         frame_end = self.frame_end
         while True:
             if at >= frame_end:
@@ -119,7 +127,7 @@ class Unpickler:
                 at = end
             elif code == 0x28:  # MARK
                 if len(marks) > _MOST_MARKS:
-                    raise pickle.UnpicklingError(f"more than {_MOST_MARKS} marks")
+                    raise limit_error(f"at most {_MOST_MARKS} containers that are being filled", "more")
                 marks.append(len(stack))
             elif code == 0x52:  # REDUCE
                 arguments, function = pop(), stack[-1]
@@ -128,11 +136,11 @@ class Unpickler:
                 push(memo[uint32(data, at)[0]])
                 at += 4
             elif code == 0x86:  # TUPLE2
-                self.count_container()
+                charge(CONTAINER_NBYTES)
                 second = pop()
                 stack[-1] = (stack[-1], second)
             elif code == 0x85:  # TUPLE1
-                self.count_container()
+                charge(CONTAINER_NBYTES)
                 stack[-1] = (stack[-1],)
             elif code == 0x2E:  # STOP
                 self.at = at
@@ -144,7 +152,7 @@ class Unpickler:
                 if code in _VALUES:
                     push(_VALUES[code](self))
                 elif code in _CONTAINERS:
-                    self.count_container()
+                    charge(CONTAINER_NBYTES)
                     push(_CONTAINERS[code](self))
                 elif code in _OPERATIONS:
                     _OPERATIONS[code](self)
@@ -216,6 +224,9 @@ class Unpickler:
             module, name = NAME_MAPPING.get(key, key)
             key = IMPORT_MAPPING.get(module, module), name
         if key not in self._globals:
+            self.charge(NAME_NBYTES + len(key[0]) + len(key[1]))
+            if len(self._globals) >= _MOST_NAMES:
+                raise limit_error(f"at most {_MOST_NAMES} names of classes and functions", "more")
             self._globals[key] = self._find(*key)
         return self._globals[key]
 
@@ -223,7 +234,7 @@ class Unpickler:
         """What a global makes of its arguments, or will."""
         if type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"{described(function)} is called with no tuple")
-        self.count_container()
+        self.charge(CALL_NBYTES)
         if type(function) is Call and function.is_users and function.how != "member":
             return Call(function, arguments)
         if type(function) is not Global:
@@ -241,7 +252,7 @@ class Unpickler:
         if function.call is None:
             return self.refused(function.error or unsafe_error(function.name))
         if function.copies and arguments:
-            self.charge(arguments)
+            self.charge_copies(arguments)
         try:
             return function.call(*arguments)
         except ElasticCkptError as error:
@@ -255,6 +266,7 @@ class Unpickler:
 
     def load(self, persistent_id: Any) -> Any:
         """The object of a persistent id."""
+        self.charge(STORAGE_NBYTES)
         try:
             return self._load(persistent_id)
         except ElasticCkptError as error:
@@ -264,22 +276,16 @@ class Unpickler:
         """What stands for an object that is refused; raises the error where nothing may."""
         if not isinstance(error, self._keeps):
             raise error
-        return Global(str(error.found), error=error)
+        self.charge(ERROR_NBYTES)
+        return Global(str(error.found), error=error.with_traceback(None))
 
-    def count_container(self) -> None:
-        """Count what takes much more memory than its opcode; :class:`pickle.UnpicklingError` if there are too many."""
-        self._containers_left -= 1
-        if self._containers_left < 0:
-            text = 'many more containers than a file of this size has; "trust_pickle": true reads them'
-            raise pickle.UnpicklingError(text)
-
-    def charge(self, arguments: Any) -> None:
-        """Count the lengths of what is copied; :class:`pickle.UnpicklingError` if the pickle is much shorter."""
-        for each in (arguments, *arguments) if type(arguments) is tuple else (arguments,):
-            if type(each) in _PART_SIZES:
-                self._left -= len(each) * _PART_SIZES[type(each)]
-        if self._left < 0:
-            raise pickle.UnpicklingError("objects that are made again and again from the same large parts")
+    def charge_copies(self, arguments: Any) -> None:
+        """Charge what is made of arguments or a state; few bytes of a pickle must not have much copied."""
+        nbytes = arguments_nbytes(arguments)
+        self.charge(nbytes)
+        self._copies_left -= nbytes
+        if self._copies_left < 0:
+            raise limit_error("objects whose parts are their own", "objects that are made again and again of the same")
 
 
 def _is_function(argument: Any) -> bool:
@@ -289,13 +295,20 @@ def _is_function(argument: Any) -> bool:
 def _long(machine: Unpickler, width: int) -> int:
     raw = machine.block(width)
     if len(raw) > _MOST_NUMBER_NBYTES:
-        raise pickle.UnpicklingError(f"an integer of {len(raw)} bytes")
+        raise limit_error(f"integers of at most {_MOST_NUMBER_NBYTES} bytes", f"one of {len(raw)}")
     return int.from_bytes(raw, "little", signed=True)
 
 
 def _memoize(machine: Unpickler) -> None:
-    machine.count_container()
+    machine.charge(CONTAINER_NBYTES)
     machine.memo[len(machine.memo)] = machine.stack[-1]
+
+
+def _charged(machine: Unpickler, each_nbytes: int = ITEM_NBYTES) -> list[Any]:
+    """What is above the topmost mark, as items of a container."""
+    items = machine.marked()
+    machine.charge(each_nbytes * len(items))
+    return items
 
 
 def _fill(kind: Step, items: list[Any], machine: Unpickler) -> None:
@@ -303,25 +316,27 @@ def _fill(kind: Step, items: list[Any], machine: Unpickler) -> None:
     target, keys = machine.stack[-1], items[::2]
     if kind == "pairs" and len(items) % 2:
         raise pickle.UnpicklingError("a key without a value")
+    of_call = STEP_NBYTES if type(target) is Call else 0
+    machine.charge(of_call + items_nbytes(target, len(keys) if kind == "pairs" else len(items)))
     if type(target) is Call:
         checked_keys(keys if kind == "pairs" else [])
         target.steps.append((kind, items))
     elif kind == "items" and type(target) is list:
         target += items
     elif kind == "members" and type(target) is set:
-        target |= set(checked_keys(items, len(target)))
+        target.update(checked_keys(items, len(target)))
     elif kind == "pairs" and type(target) is dict and {str}.issuperset(map(type, keys)):
         target.update(zip(keys, items[1::2], strict=True))
     elif kind == "pairs" and isinstance(target, dict):
-        for key, value in zip(checked_keys(keys, len(target)), items[1::2], strict=True):
-            target[key] = value
+        target.update(zip(checked_keys(keys, len(target)), items[1::2], strict=True))
     elif type(target) is not Global or target.error is None:
         raise pickle.UnpicklingError(f"an object of type {type(target).__name__} is given {kind}")
 
 
 def _build(machine: Unpickler) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
-    machine.charge(state)
+    machine.charge(STEP_NBYTES)
+    machine.charge_copies(state)
     try:
         set_state(target, state)
     except ElasticCkptError as error:  # of an array, whose elements are refused
@@ -363,9 +378,9 @@ _CONTAINERS: dict[int, Callable[[Unpickler], Any]] = {
     pickle.EMPTY_DICT[0]: lambda machine: {},
     pickle.EMPTY_SET[0]: lambda machine: set(),
     pickle.TUPLE3[0]: lambda machine: tuple(machine.last(3)),
-    pickle.TUPLE[0]: lambda machine: tuple(machine.marked()),
-    pickle.LIST[0]: lambda machine: machine.marked(),
-    pickle.FROZENSET[0]: lambda machine: frozenset(checked_keys(machine.marked())),
+    pickle.TUPLE[0]: lambda machine: tuple(_charged(machine)),
+    pickle.LIST[0]: _charged,
+    pickle.FROZENSET[0]: lambda machine: frozenset(checked_keys(_charged(machine, MEMBER_NBYTES))),
 }
 #: What pushes nothing.
 _OPERATIONS: dict[int, Callable[[Unpickler], Any]] = {

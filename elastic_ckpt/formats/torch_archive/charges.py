@@ -1,0 +1,95 @@
+"""What the objects of a file take of memory, charged before they are made.
+
+Charges are upper bounds for CPython 3.10 to 3.13, with what a walk through an object adds to it: the tests measure real
+ones. What a pickle's bytes become by themselves (numbers, strings, entries of the memo, the stack) is bounded by their
+number, and is not charged one by one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+from typing import Any
+
+from elastic_ckpt.errors import UnsupportedError
+
+#: Objects take at most so many times the size of their file, or so many bytes.
+_MOST_TIMES, _MOST_NBYTES = 8, 2 << 30
+#: For each byte of a pickle: while it is interpreted (of an entry of the memo, which 5 bytes make), and then (of a
+#: string, which 4 bytes make).
+_NBYTES_WHILE_READ, _NBYTES_BEHIND = 26, 16
+#: A container without its items; what stands for the result of a call, or for a storage; a name; an error that is kept.
+CONTAINER_NBYTES, CALL_NBYTES, STORAGE_NBYTES, NAME_NBYTES, ERROR_NBYTES = 400, 512, 640, 1536, 2048
+#: What a call is given by one opcode, without the items.
+STEP_NBYTES = 256
+#: An item of a list or tuple; a pair of a dictionary, or a member of a set, just after its table grew.
+ITEM_NBYTES, PAIR_NBYTES, MEMBER_NBYTES = 26, 140, 160
+#: A pair of an ordered dictionary. Each part of an argument of a call may become one.
+ORDERED_NBYTES = 200
+#: A character or byte of an argument that a call copies.
+_TEXT_NBYTES = 2
+#: What is made of a call or tensor; and that a container is known to have been copied.
+MADE_NBYTES, COPIED_NBYTES = 1024, 640
+_PART_NBYTES: dict[Any, int] = {
+    **dict.fromkeys((str, bytes, bytearray), _TEXT_NBYTES),
+    **dict.fromkeys((list, tuple, dict, set, frozenset, OrderedDict, Counter), ORDERED_NBYTES),
+}
+
+
+class MemoryBudget:
+    """What is left of the memory that the objects of a file may take; :attr:`used` is what was charged so far."""
+
+    def __init__(self, file_nbytes: int, used: int = 0, *, is_unbounded: bool = False) -> None:
+        self._file_nbytes = file_nbytes
+        self.most = sys.maxsize if is_unbounded else max(_MOST_TIMES * file_nbytes, _MOST_NBYTES)
+        self.used = used
+
+    def charge(self, nbytes: int) -> None:
+        """Bytes that are about to be taken; :class:`UnsupportedError` if the file's size does not allow them."""
+        self.used += nbytes
+        if self.used > self.most:
+            problem = "the objects of this file take more memory than elastic_ckpt spends on a file of its size"
+            expected = f"at most {self.most} bytes, of a file of {self._file_nbytes}"
+            remedy = "the file may be whole: this is a limit of elastic_ckpt. Keep large lists and dictionaries of the "
+            remedy += "client state as tensors or arrays, or leave them out"
+            raise UnsupportedError(problem, expected=expected, found=f"{self.used} bytes or more", remedy=remedy)
+
+
+def while_read(file_nbytes: int, pickle_nbytes: int, is_trusted: bool) -> MemoryBudget:
+    """The budget of a pickle while it is interpreted."""
+    return MemoryBudget(file_nbytes, _NBYTES_WHILE_READ * pickle_nbytes, is_unbounded=is_trusted)
+
+
+def left_behind(budget: MemoryBudget, pickle_nbytes: int) -> int:
+    """Bytes that the objects of a pickle that was read still take."""
+    return budget.used - (_NBYTES_WHILE_READ - _NBYTES_BEHIND) * pickle_nbytes
+
+
+def arguments_nbytes(arguments: Any) -> int:
+    """Bytes of what a call makes of its arguments, if it copies each."""
+    total = 0
+    if type(arguments) is tuple:
+        total = ORDERED_NBYTES * len(arguments)  # as those of a path
+        for each in arguments:
+            if type(each) in _PART_NBYTES:
+                total += _PART_NBYTES[type(each)] * len(each)
+    elif type(arguments) in _PART_NBYTES:
+        total = _PART_NBYTES[type(arguments)] * len(arguments)
+    return total
+
+
+def items_nbytes(container: Any, count: int) -> int:
+    """Bytes of so many items, pairs or members of a container."""
+    if isinstance(container, OrderedDict):
+        return ORDERED_NBYTES * count
+    if isinstance(container, dict):
+        return PAIR_NBYTES * count
+    return (MEMBER_NBYTES if isinstance(container, (set, frozenset)) else ITEM_NBYTES) * count
+
+
+def limit_error(expected: str, found: str) -> UnsupportedError:
+    """What elastic_ckpt does not read, because hostile files have it: the file may be whole."""
+    problem = "this file has what elastic_ckpt reads up to a limit, and more of it"
+    remedy = 'the file may be whole: this is a limit of elastic_ckpt. Save it in another form, or "trust_pickle": true '
+    remedy += "if you trust whoever wrote it"
+    return UnsupportedError(problem, expected=expected, found=found, remedy=remedy)
