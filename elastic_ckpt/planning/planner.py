@@ -30,7 +30,13 @@ from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReplicaCheck
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
-from elastic_ckpt.planning.matching import Matching, StateMatching, match_parameters, match_states
+from elastic_ckpt.planning.matching import (
+    Matching,
+    StateMatching,
+    match_parameters,
+    match_states,
+    refuse_missing_files,
+)
 from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, rates_of_members, with_own_values
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.read_items import read_items, rows_in_order
@@ -77,6 +83,8 @@ class Matched:
 def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Matched:
     """Match checkpoint and live engine. Raises :class:`MismatchError` or :class:`DamagedError` if they do not fit."""
     config, model = options.config, local_state.model
+    if any(path.endswith(f"/{MASTER}.pt") for path in metadata.states.missing):
+        refuse_missing_files(metadata)
     saved = with_own_copies(rename_saved(metadata, config.rename), model)
     metadata = adopt_live_kinds(adopt_live_names(saved, model), local_state.wholes)
     parameters = match_parameters(metadata, local_state, options.strict)

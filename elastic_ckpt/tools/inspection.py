@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -26,22 +25,19 @@ from elastic_ckpt.errors import (
     UnsupportedError,
     listed,
 )
-from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.planning.matching import state_errors
 from elastic_ckpt.planning.param_groups import saved_optimizer
 from elastic_ckpt.planning.read_items import check_tiling
 from elastic_ckpt.report import saved_topology, source_dict
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts
-from elastic_ckpt.storage import VIEW, copies_of, exists
+from elastic_ckpt.storage import VIEW, copies_of
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 Level = Literal["error", "unchecked", "note"]
 ERROR: Level = "error"
 UNCHECKED: Level = "unchecked"
 NOTE: Level = "note"
-#: Releases of DeepSpeed whose universal checkpoints (BLOOM's) have no file of the optimizer.
-_WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 #: Roles of a parameter; buffers and frozen weights have their key. ``WEIGHT``: it is unknown whether it was trained.
 TRAINED, WEIGHT = "trained", "weight"
 #: Bytes of tensors for each byte of their files, and in addition.
@@ -118,24 +114,17 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     yield from _of_tensors(metadata)
     if (shared := of_shared_bytes(metadata)) is not None:
         yield shared
-    is_universal, folder = metadata.source.is_universal, metadata.source.folder
     for name in metadata.parameters:
-        if (name, MASTER) not in metadata.tensors:
-            file = os.path.join(folder, UNIVERSAL_FOLDER) if is_universal else folder
-            text = f"no fp32 master of this parameter: no {name}/{MASTER}.pt"
-            yield Finding(ERROR, "incomplete", text, name, file)
-    if is_universal and not _WITHOUT_OPTIMIZER_FILE.match(metadata.source.ds_version):
-        file = os.path.join(folder, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER)
-        if not exists(file):
-            text = "no such file, which has the param groups' hyperparameters: restore it, or convert again"
-            yield Finding(ERROR, "missing", text, file=file)
+        if (name, MASTER) not in metadata.tensors and not metadata.states.missing:
+            yield Finding(ERROR, "incomplete", "no fp32 master of this parameter", name, metadata.source.folder)
     yield from _state_findings(metadata)
     for name, saved in metadata.parameters.items():
         for key, value in saved.scalars:
             if not all(map(math.isfinite, numbers(value))):
                 yield Finding(ERROR, "damaged", f"{key} is not a finite number: {value}", name)
     for error in state_errors(metadata):
-        yield of_error(error, level=ERROR if isinstance(error, DamagedError) else UNCHECKED)
+        kind = "missing" if metadata.states.missing else None
+        yield of_error(error, kind, ERROR if isinstance(error, DamagedError) else UNCHECKED)
     for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
         yield Finding(NOTE, "reader", note)
 
@@ -151,7 +140,8 @@ def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
         }
         every = set().union(*states.values())
         for name, present in states.items():
-            if (lost := every - present) and (present or not may_lack_all):
+            is_named = any(name in names for names in metadata.states.missing.values())
+            if (lost := every - present) and (present or not may_lack_all) and not is_named:
                 text = f"no {', '.join(sorted(lost))} of this parameter, but of others in its param group"
                 yield Finding(ERROR, "state-missing", text, name, metadata.source.folder)
 

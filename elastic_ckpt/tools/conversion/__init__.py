@@ -27,8 +27,10 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, p
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.calls import Call, Global
 from elastic_ckpt.formats.universal import common_optimizer_state
+from elastic_ckpt.formats.universal_files import FILES, list_files
 from elastic_ckpt.formats.universal_states import SHARED_STATES
 from elastic_ckpt.io.coalesce import read_options
+from elastic_ckpt.planning.matching import refuse_missing_files
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
 from elastic_ckpt.storage import inherited, medium_of
@@ -92,11 +94,13 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
             return sizes[tensor.name, tensor.key]
 
         notes += _write_model_files(opened, models, place)
-        first = found.path(found.files.optimizer[min(found.files.optimizer)])
-        common = common_optimizer_state(open_pickled(first, opened.config.trust_pickle))
-        save({**common, SHARED_STATES: dict(shared.for_all)}, zero / UNIVERSAL_OPTIMIZER)
         for done in pool.map(write, tensors):  # an error cancels the others
             bar.update(done)
+        first = found.path(found.files.optimizer[min(found.files.optimizer)])
+        common = common_optimizer_state(open_pickled(first, opened.config.trust_pickle))
+        written = {name: [path.stem for path in (zero / name).iterdir()] for name in metadata.parameters}
+        common |= {SHARED_STATES: dict(shared.for_all), FILES: list_files(written)}
+        save(common, zero / UNIVERSAL_OPTIMIZER)
     files = sum(len(names) for _, _, names in os.walk(target))
     return WriteReport(str(target), len(tensors), files, nbytes, time.monotonic() - started, notes)
 
@@ -124,6 +128,7 @@ def _write_model_files(opened: OpenedCheckpoint, models: Sequence[str], place: P
 
 def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") -> None:
     """Raise :class:`UnsupportedError`, naming the reason, if a format cannot express a checkpoint that is whole."""
+    refuse_missing_files(metadata)
     refuse_without_masters(metadata)
     source, tensors, is_universal = metadata.source, metadata.tensors.items(), to == "universal"
     reasons: dict[str, Collection[str]] = {
