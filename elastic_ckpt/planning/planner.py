@@ -29,7 +29,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, Checkpo
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReplicaCheck
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
-from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
+from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names, with_untied
 from elastic_ckpt.planning.matching import (
     Matching,
     StateMatching,
@@ -87,6 +87,7 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
         refuse_missing_files(metadata)
     saved = with_own_copies(rename_saved(metadata, config.rename), model)
     metadata = adopt_live_kinds(adopt_live_names(saved, model), local_state.wholes)
+    metadata = metadata if options.optimizer_states else with_untied(metadata, model)
     parameters = match_parameters(metadata, local_state, options.strict)
     resharding = resolve(metadata, model, parameters.names, options.rules, config.replicated_params)
     states, groups = StateMatching(), NO_GROUPS

@@ -33,6 +33,7 @@ from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts
 from elastic_ckpt.storage import VIEW, copies_of
 from elastic_ckpt.tools.opened import locate, open_checkpoint
+from elastic_ckpt.tools.remedies import of_command
 
 Level = Literal["error", "unchecked", "note"]
 ERROR: Level = "error"
@@ -90,6 +91,7 @@ def of_folders(folder: str) -> list[Finding]:
 def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ERROR) -> Finding:
     """The finding for an error; ``kind``: :func:`kind_of` it, if not given."""
     known = {name: getattr(error, name) for name in ("file", "expected", "found", "remedy")}
+    known["remedy"] = error.remedy and of_command(error.remedy)
     parameter = None if error.parameter == listed(()) else error.parameter
     return Finding(level, kind or kind_of(error), error.problem, parameter, **known)
 
@@ -202,9 +204,12 @@ def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> dict[
     try:
         checkpoint = open_checkpoint(found, config).checkpoint
     except (MismatchError, UnsupportedError, LayoutError) as error:
-        if isinstance(error, LayoutError) and not found.files.of_weights_alone:
+        if isinstance(error, LayoutError) and found.files.model_zero3:
             raise
-        checkpoint = open_checkpoint(found, config, with_states=False).checkpoint
+        try:
+            checkpoint = open_checkpoint(found, config, with_states=False).checkpoint
+        except LayoutError as without:
+            raise (without if found.files.of_weights_alone else error) from None
         refused = [of_error(error, "states", NOTE if isinstance(error, MismatchError) else ERROR)]
     return inspected(checkpoint.metadata, checkpoint.training_state, rules, refused)
 

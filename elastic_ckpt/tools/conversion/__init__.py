@@ -8,6 +8,7 @@ rank 0's partitions is copied.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -42,6 +43,8 @@ from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
 #: DeepSpeed's note of parts of unequal widths. Its other notes are entries of ``deepspeed/checkpoint/constants.py``.
 _SUBPARAM_SHAPE = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+#: States of which a message says what they look like.
+_MOST_SHOWN = 8
 #: The only states that DeepSpeed's stage 3 loads.
 _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
 
@@ -131,8 +134,9 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
     refuse_missing_files(metadata)
     refuse_without_masters(metadata)
     source, tensors, is_universal = metadata.source, metadata.tensors.items(), to == "universal"
+    if metadata.states.opaque:
+        raise _unknown_states(metadata, to)
     reasons: dict[str, Collection[str]] = {
-        "it has states of unknown layout": metadata.states.opaque,
         "it has damaged states": metadata.states.damaged,
         "it has experts, whose names are those of DeepSpeed's own layers": [*filter(expert_name, metadata.parameters)],
     }
@@ -157,6 +161,18 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
     for what, names in reasons.items():
         if names:
             raise _unconvertible(f"{what} ({listed(names)})", to, source.folder)
+
+
+def _unknown_states(metadata: CheckpointMetadata, to: str) -> UnsupportedError:
+    """The error for states of unknown layout, with the lines of a config that settle what each is."""
+    opaque = metadata.states.opaque
+    error = _unconvertible(f"it has states of unknown layout ({listed(opaque)})", to, metadata.source.folder)
+    error.found = "; ".join(f"{key}: {why}" for key, why in list(opaque.items())[:_MOST_SHOWN])
+    settles = {"elastic_checkpoint": {"states": dict.fromkeys(sorted(opaque), "replicated")}}
+    remedy = f"in the file of --config: {json.dumps(settles, ensure_ascii=False)}, if each is one tensor for all "
+    remedy += 'parameters ("elementwise": a value for each element; "fresh": left out)'
+    error.remedy = f"{remedy}; or {error.remedy}"
+    return error
 
 
 def _unconvertible(why: str, to: str, file: str) -> UnsupportedError:
@@ -209,6 +225,10 @@ def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, ShardSpec | None]
         yield "buffers and frozen weights are in the model-states files, from which elastic_ckpt alone restores them"
     if any(tensor.is_quantized for tensor in metadata.tensors.values()):
         yield "8-bit states are for elastic_ckpt alone: DeepSpeed's universal format knows no scales"
+    of_all = {state.key for saved in metadata.parameters.values() for state in saved.replicated}
+    of_all |= {key for saved in metadata.parameters.values() for key, _ in saved.scalars} - {"step"}
+    if of_all:
+        yield f"DeepSpeed's own loader leaves out what is one for all parameters: {listed(of_all)}"
     if metadata.source.zero_stage == 3:
         saved_names = (metadata.saved_names.get(name, name) for name in metadata.parameters)
         if metadata.source.tp > 1 and not all(map(metadata.declared.is_recorded, saved_names)):
