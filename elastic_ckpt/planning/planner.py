@@ -60,6 +60,7 @@ class LoadOptions:
     optimizer_states: bool = True
     scheduler: bool = False
     scheduled: frozenset[str] = frozenset()  # hyperparameters that it sets
+    begins_anew: bool = False  # whether the engine has an lr scheduler whose state is not restored
 
     @classmethod
     def of(cls, config: ElasticConfig, **more: Any) -> LoadOptions:
@@ -93,7 +94,7 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     states, groups = StateMatching(), NO_GROUPS
     values: tuple[Outcome, ...] = ()
     if options.optimizer_states:
-        metadata, values = with_own_values(metadata, local_state, config)
+        metadata, values = with_own_values(metadata, local_state, config, options.scheduled)
         states = match_states(metadata, local_state, parameters, config.convert_optimizer)
     if options.optimizer_states or options.scheduler:
         keep_live = config.param_groups == "keep_live"
@@ -137,6 +138,8 @@ def _of_live_groups(local_state: LocalState, options: LoadOptions) -> str:
     stay = "hyperparameters of the live group stay"
     if options.scheduler:
         return f"{stay}, but for what the restored lr scheduler sets"
+    if options.begins_anew:
+        return f"{stay}, and the lr until the engine's lr scheduler, which begins anew, sets it"
     if any("initial_lr" in group.hyperparameters for group in local_state.groups):  # torch's schedules set it
         stay += ", and the lr, too, until the schedule outside of the engine sets it after the first step; "
         stay += '"states": {"betas": "fresh"} keeps single ones'

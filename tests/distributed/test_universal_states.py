@@ -210,15 +210,17 @@ REMOVED: list[tuple[str, Setup, bool]] = [
 
 
 def test_a_missing_file_is_named_by_loads_and_commands(launch: Launch, universal: Path, tmp_path: Path) -> None:
-    folders: dict[Setup, dict[str, str]] = {SAVED[0]: {}, configured(MAPPED[0], states=BY_NAME): {}}
+    live = [SAVED[0], configured(MAPPED[0], states=BY_NAME)]
+    every: dict[str, str] = {}
+    targets: list[dict[str, Any]] = [{"setup": setup, "folders": []} for setup in live]
     for number, (removed, setup, is_by_hand) in enumerate(REMOVED):
         folder = tmp_path / str(number)
         (by_hand if is_by_hand else shutil.copytree)(universal / setup.name, folder)
         for path in sorted((folder / "step4_universal").glob(removed)):
             path.unlink()
-        folders[next(each for each in folders if each.optimizer == setup.optimizer)][str(folder)] = removed
-    facts = launch(2, "missing_jobs.load", [{"setup": s, "folders": list(each)} for s, each in folders.items()])
-    every = {folder: removed for each in folders.values() for folder, removed in each.items()}
+        every[str(folder)] = removed
+        targets[setup is not SAVED[0]]["folders"].append(str(folder))
+    facts = launch(2, "missing_jobs.load", targets)
     assert len(facts) == len(REMOVED)
     for refused in facts:
         removed = every[refused.case]
