@@ -23,6 +23,7 @@ from elastic_ckpt.errors import ConfigError, ElasticCkptError
 from elastic_ckpt.report import SafeConsole, literal
 from elastic_ckpt.sharding.rules import Preset
 from elastic_ckpt.tools.opened import config_of, deepspeed_config, seen_together
+from elastic_ckpt.tools.remedies import EXPORT, of_command
 
 #: A finding; wrong usage; the checkpoint cannot be read.
 EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
@@ -45,8 +46,13 @@ console = SafeConsole()
 error_console = SafeConsole(stderr=True)
 #: Columns of a report that is no wider, if the output is no terminal; more than any has.
 _WIDTH, _WIDEST = 80, 1_000_000
-#: The config line for an option that commands have.
-_PRESET = re.compile(r'"elastic_checkpoint": \{"tp_preset": "([^"]+)"\}')
+#: What a call of torch's, which a script may make, would have read.
+_ALLOWED = re.compile(r"; add_safe_globals\(\[[^\]]*\]\)")
+#: Command -> its flag that leaves optimizer states out, whether it is given as itself, and in words.
+_WITHOUT_STATES = {
+    "export": ("optimizer", True, "leave out --optimizer"),
+    "plan": ("weights_only", False, "--weights-only"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +65,14 @@ class Answer:
     exit_code: int = 0
 
 
-def refusal(error: ElasticCkptError, exit_code: int = EXIT_UNREADABLE) -> Answer:
-    """The answer of a command that cannot do it; the exit code is 2 if a config is wrong."""
+def refusal(error: ElasticCkptError, exit_code: int = EXIT_UNREADABLE, instead: str = EXPORT) -> Answer:
+    """The answer of a command that cannot do it; the exit code is 2 if a config is wrong.
+
+    ``instead``: what the command has in place of a load's argument that leaves optimizer states out.
+    """
     if error.remedy is not None:
-        error.remedy = _PRESET.sub(r"--preset \1", error.remedy)
+        error.remedy = of_command(error.remedy, instead)
+    error.found = error.found and _ALLOWED.sub("", error.found)
     known = {name: value for name, value in error.details.items() if value is not None and name != "rank"}
     document = {"error": type(error).__name__, "problem": error.problem, **known}
     exit_code = EXIT_USAGE if isinstance(error, ConfigError) else exit_code
@@ -109,7 +119,8 @@ def reads_checkpoint(
                 with seen_together(own.get("folders") or os.curdir, options, own.get("tag")):
                     answer = function(options, **own)
             except ElasticCkptError as error:
-                answer = refusal(error)
+                flag, default, words = _WITHOUT_STATES.get(name, ("", None, EXPORT))
+                answer = refusal(error, instead=words if own.get(flag, default) == default else "")
             tell(answer, as_json)
 
         _, *mine = inspect.signature(function, eval_str=True).parameters.values()

@@ -244,10 +244,12 @@ class StateFacts:
     opaque: Mapping[str, str] = field(default_factory=dict)
     damaged: Mapping[str, str] = field(default_factory=dict)
     fresh: frozenset[str] = frozenset()
+    #: Files that are not there, by path below the tag, with a star for a parameter -> those that lack them, if any.
+    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __or__(self, other: StateFacts) -> StateFacts:
         opaque, damaged = {**other.opaque, **self.opaque}, {**other.damaged, **self.damaged}
-        return StateFacts(opaque, damaged, self.fresh | other.fresh)
+        return StateFacts(opaque, damaged, self.fresh | other.fresh, {**other.missing, **self.missing})
 
 
 @dataclass(frozen=True)

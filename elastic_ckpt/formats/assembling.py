@@ -52,8 +52,14 @@ def assemble(
     options: MetadataOptions,
     name_states: NameStates,
     opened: Collection[str] = (),
+    lacking: Sequence[str] = (),
 ) -> Assembled:
-    """Combine files, given each one's rank and contents; masters in those ``opened`` are compared with weights."""
+    """Combine files, given each one's rank and contents; masters in those ``opened`` are compared with weights.
+
+    ``lacking``: optimizer-states files that are missing, for want of which weights alone are taken.
+    """
+    if lacking:
+        found = replace(found, files=replace(found.files, optimizer={}))
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(mp_ranks, indexed)
     for rank in (rank for rank in ranks.values() if rank.model.lacks_names):
@@ -88,7 +94,7 @@ def assemble(
         metadata = merging.with_more(metadata, across)
     if not metadata.parameters:
         models = {mp: rank.model for mp, rank in ranks.items()}
-        metadata = module_weights.with_weights_checked(metadata, models, layers)
+        metadata = module_weights.with_weights_checked(metadata, models, layers, lacking)
     files = Assembled(ranks, grid, metadata)
     if options.check_shards and opened:
         _spot_check(files, all_metadata, layers, across, opened)
@@ -222,7 +228,7 @@ def _fit_together(
             expected = "states inside the optimizer-states files, or a run without tensor and pipeline parallelism"
             raise UnsupportedError(problem, optimizers[0].path, expected, f"{grid.tp * grid.pp} model-parallel ranks")
         metadata = partitioned.partitioned_metadata(found, models, optimizers, own, options.states, numbers)
-    elif rank.experts and not (rank.expert_optimizers or models[0].zero.get("stage")):
+    elif options.with_states and rank.experts and not (rank.expert_optimizers or models[0].zero.get("stage")):
         # the model-states file has the optimizer of rank 0 alone
         raise missing_file(found, "expp_rank_0_mp_rank_00_optim_states.pt", "none")
     elif models[0].without_states and not rank.expert_optimizers:
@@ -273,8 +279,11 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
 
 
 def missing_file(found: CheckpointInfo, name: str, have: str, parameters: Iterable[str] = ()) -> DamagedError:
-    concerned = shortened(parameters) or None
-    return LayoutError("a file of the checkpoint is missing", found.path(name), name, have, parameter=concerned)
+    concerned, remedy = shortened(parameters) or None, module_weights.RESTORE
+    if name.endswith("optim_states.pt") and not found.files.model_zero3:
+        remedy += f"; {module_weights.ALONE}"
+    problem = "a file of the checkpoint is missing"
+    return LayoutError(problem, found.path(name), name, have, parameter=concerned, remedy=remedy)
 
 
 def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerShard], numbers: Sequence[int]) -> None:
@@ -322,4 +331,7 @@ def _check_count(files: Sequence[SourceFile], expected: int, according_to: str) 
         problem = f"a file of the checkpoint is {'missing' if found < expected else 'one too many'}"
         file = files[expected].path if found > expected else missing
         have = f"{found} files, {name} to {os.path.basename(files[-1].path)}"
-        raise LayoutError(problem, file, f"{expected} files, according to {according_to}", have)
+        remedy = module_weights.RESTORE
+        if found < expected and isinstance(files[0], OptimizerShard) and files[0].zero_stage < 3:
+            remedy += f"; {module_weights.ALONE}"
+        raise LayoutError(problem, file, f"{expected} files, according to {according_to}", have, remedy=remedy)

@@ -208,7 +208,8 @@ def _by_shape(ranks: Sequence[RankStates], key: str, options: StateOptions, leng
     if key in ELEMENTWISE_NAMES or len({states.tensors[key].shape for states in ranks}) > 1:
         pass
     elif tensor.numel <= options.max_numel:
-        return SavedKind(REPLICATED, why=f'"numel<={options.max_numel}" under "states"')
+        why = f'"numel<={options.max_numel}" under "states"' if tensor.numel else "it has no elements"
+        return SavedKind(REPLICATED, why=why)
     elif any(each.dtype in _CODES_DTYPES for each in ranks[0].tensors.values()):
         looks += ", beside 8-bit codes: it may be their scales"
     elif len(ranks) > 1 and digest is not None and not digest.constant:

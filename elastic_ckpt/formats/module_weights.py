@@ -19,7 +19,8 @@ from elastic_ckpt.formats.merging import LayerShard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors, refuse_view
 from elastic_ckpt.formats.model_states import ModelShard
 
-_RESTORE = "restore the missing files, or take another tag"
+RESTORE = "restore the missing files, or take another tag"
+ALONE = "the weights alone are in the model-states files: load_module_only=True"
 
 
 def weights_alone(found: CheckpointInfo, model: ModelShard, zero_stage: int = 0) -> CheckpointMetadata:
@@ -38,21 +39,24 @@ def of_model_files(found: CheckpointInfo, mp: int, model: ModelShard, with_state
     if found.files.of_weights_alone and not with_states:
         return weights_alone(found, model, int(model.zero.get("stage") or 0))
     name = f"*zero_pp_rank_0_mp_rank_{mp:02d}_optim_states.pt"
-    problem, remedy = "a file of the checkpoint is missing", _RESTORE
+    problem, remedy = "a file of the checkpoint is missing", RESTORE
     if zero3:
         problem = "optimizer-states files are missing, which under ZeRO-3 hold the weights too"
     elif with_states and not found.files.optimizer:
         problem = "the checkpoint has no optimizer-states files"
-        remedy += "; the weights alone are in the model-states files: load_module_only=True"
+        remedy += f"; {ALONE}"
     raise LayoutError(problem, found.path(name), name, "none", remedy=remedy)
 
 
 def with_weights_checked(
-    metadata: CheckpointMetadata, models: Mapping[int, ModelShard], layers: Sequence[LayerShard]
+    metadata: CheckpointMetadata,
+    models: Mapping[int, ModelShard],
+    layers: Sequence[LayerShard],
+    lacking: Sequence[str] = (),
 ) -> CheckpointMetadata:
     """Metadata of weights alone, with a note that says so. Raises :class:`LayoutError` if some weights are missing.
 
-    ``models`` are by model-parallel rank.
+    ``models`` are by model-parallel rank; ``lacking``: optimizer-states files that are missing between others.
     """
     first, names = models[0], frozenset(name for name, _ in metadata.tensors)
     _refuse_missing_ranks(metadata, models)
@@ -65,8 +69,13 @@ def with_weights_checked(
         name = f"layer_{number:0>2}-*model_states.pt" if layers else ""
         problem = "weights of parameters are missing that were trained"
         both = f"their weights, since {first.path} lists them", "none"
-        raise LayoutError(problem, f"{metadata.source.folder}/{name}", *both, parameter=listed(lost), remedy=_RESTORE)
-    notes = [_dtypes_note(metadata, any(model.optimizer is not None for model in models.values()))]
+        raise LayoutError(problem, f"{metadata.source.folder}/{name}", *both, parameter=listed(lost), remedy=RESTORE)
+    why = "the checkpoint has no optimizer states"
+    if lacking:
+        why = f"optimizer-states files are missing ({shortened(lacking)})"
+    elif any(model.optimizer is not None for model in models.values()):
+        why = "no master weights could be named"
+    notes = [f"{why}: parameters are the module's own weights, saved in {_dtypes(metadata)}"]
     numbers = {layer.layer for layer in layers}
     gaps = sorted(set(range(max(numbers, default=0))) - numbers)
     if gaps and not trained:  # casts and such have a number, and nothing to save
@@ -74,10 +83,8 @@ def with_weights_checked(
     return replace(metadata, notes=(*metadata.notes, *notes))
 
 
-def _dtypes_note(metadata: CheckpointMetadata, has_states: bool) -> str:
-    dtypes = listed(sorted({metadata.tensors[name, FROZEN].dtype for name in metadata.names(FROZEN)}))
-    why = "no master weights could be named" if has_states else "the checkpoint has no optimizer states"
-    return f"{why}: parameters are the module's own weights, saved in {dtypes}"
+def _dtypes(metadata: CheckpointMetadata) -> str:
+    return listed(sorted({metadata.tensors[name, FROZEN].dtype for name in metadata.names(FROZEN)}))
 
 
 def _refuse_missing_ranks(metadata: CheckpointMetadata, models: Mapping[int, ModelShard]) -> None:
@@ -86,7 +93,7 @@ def _refuse_missing_ranks(metadata: CheckpointMetadata, models: Mapping[int, Mod
     if stated.dimensions is None and (stated.mp or 1) > len(models):
         problem = "files of model-parallel ranks are missing"
         expected = f"at least {stated.mp} ranks, from mp_world_size in {models[0].path}"
-        raise LayoutError(problem, metadata.source.folder, expected, str(len(models)), remedy=_RESTORE)
+        raise LayoutError(problem, metadata.source.folder, expected, str(len(models)), remedy=RESTORE)
 
 
 def _refuse_missing_layers(metadata: CheckpointMetadata, layers: Sequence[LayerShard], names: frozenset[str]) -> None:
@@ -102,7 +109,7 @@ def _refuse_missing_layers(metadata: CheckpointMetadata, layers: Sequence[LayerS
                 f"layer_{number:02d}-model_{rank:02d}-model_states.pt",
             )
             both = f"a file of each of {len(every)} tensor-parallel ranks", f"those of ranks {sorted(present)}"
-            raise LayoutError(problem, os.path.join(metadata.source.folder, name), *both, remedy=_RESTORE)
+            raise LayoutError(problem, os.path.join(metadata.source.folder, name), *both, remedy=RESTORE)
     for layer in layers:
         for name, ref in layer.named(names).items():
             refuse_view(name, "this weight", ref, layer.path)

@@ -8,6 +8,7 @@ own. Ranks of one name write one file at the same time, so that it may be a mixt
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -20,13 +21,22 @@ from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import TrainingState
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, SavedOverError, UnsupportedError, listed
+from elastic_ckpt.errors import (
+    DamagedError,
+    ElasticCkptError,
+    LayoutError,
+    SavedOverError,
+    UnsupportedError,
+    listed,
+    shortened,
+)
 from elastic_ckpt.formats import merging, partitioned
 from elastic_ckpt.formats.assembling import Assembled, assemble, missing_file
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
 from elastic_ckpt.formats.leftovers import find_leftovers
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned, model_indexer
+from elastic_ckpt.formats.module_weights import ALONE, RESTORE
 from elastic_ckpt.formats.naming import number_of_writers, plain_name
 from elastic_ckpt.formats.own_entries import checked_tree
 from elastic_ckpt.formats.pickled import PickledFile, open_file
@@ -41,6 +51,9 @@ from elastic_ckpt.formats.shards import OptimizerShard, index_shard
 from elastic_ckpt.storage import open_stream
 
 _SAVE_ELSE = 'take another tag; save without "writer", or with "type": "fast" and "data_parallel": "replica"'
+#: Files of more ranks than this are not enumerated, since the number is only a file's claim.
+_MOST_RANKS = 1 << 17
+_RANKS = re.compile(r"rank_\d+_mp_rank_\d+")
 #: What one file of a native checkpoint holds.
 Indexed = ModelShard | OptimizerShard | LayerShard | ExpertShard | UnpartitionedState | None
 Indexer = Callable[[PickledFile], Indexed]
@@ -63,14 +76,21 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
 
     def fit(read: Sequence[Any], opened: Mapping[str, PickledFile], name_states: NameStates) -> Fitted:
         left = find_leftovers(found, dict(zip(names, read, strict=True)))
-        kept = [name not in left for name in names]
+        gone = missing_optimizers(found, left, [item for item in read if isinstance(item, ModelShard)])
+        # below ZeRO-3, weights are in the files of the module
+        are_alone = bool(gone) and not (options.with_states or found.files.model_zero3)
+        useless = left.union(found.files.optimizer.values()) if are_alone else left
+        kept = [name not in useless for name in names]
         indexed = [*compress(read, kept)]
         if damaged := [item for item in indexed if isinstance(item, DamagedError)]:
             raise damaged[0]
-        _refuse_holes(found, left, options.states)
+        if not are_alone:
+            _refuse_missing(found, gone)
+            _refuse_holes(found, left, options.states)
         if unsupported := [item for item in indexed if isinstance(item, UnsupportedError)]:  # which no waiting mends
             raise unsupported[0]
-        files = assemble(found, [*compress(mp_ranks, kept)], indexed, options, name_states, opened)
+        lacking = gone if are_alone else ()
+        files = assemble(found, [*compress(mp_ranks, kept)], indexed, options, name_states, opened, lacking)
         note = f"left out: files of another save of this tag, on other ranks, which may be removed: {listed(left)}"
         own, for_all = _own_state(files, options.coordinates)
 
@@ -130,6 +150,28 @@ def _expected_files(found: CheckpointInfo, wanted: MetadataOptions) -> list[tupl
 
 def _of(files: Mapping[tuple[int, int], str], mp: int) -> dict[int, str]:
     return {dp: name for (dp, rank), name in files.items() if rank == mp}
+
+
+def missing_optimizers(found: CheckpointInfo, left: Collection[str], models: Sequence[ModelShard]) -> list[str]:
+    """The optimizer-states files that are missing between others of a save, by the ranks that its ``models`` state."""
+    present = {at: name for at, name in found.files.optimizer.items() if name not in left}
+    ranks = max((int(model.counters["dp_world_size"]) for model in models), default=0)
+    if not present or ranks > _MOST_RANKS:
+        return []
+    sample = plain_name(next(iter(present.values())))
+    places = ((dp, mp) for mp in sorted(found.files.mp_ranks) for dp in range(ranks))
+    wanted = {(dp, mp): _RANKS.sub(f"rank_{dp}_mp_rank_{mp:02d}", sample) for dp, mp in places}
+    return [name for at, name in wanted.items() if at not in present]
+
+
+def _refuse_missing(found: CheckpointInfo, names: Sequence[str]) -> None:
+    """Raise :class:`LayoutError` for several files; one alone is refused with more that is known of it."""
+    if len(names) > 1:
+        problem = "optimizer-states files are missing"
+        problem += ", which under ZeRO-3 hold the weights too" if found.files.model_zero3 else ""
+        remedy = RESTORE if found.files.model_zero3 else f"{RESTORE}; {ALONE}"
+        have = f"{len(found.files.optimizer)} others"
+        raise LayoutError(problem, found.path(names[0]), shortened(names), have, remedy=remedy)
 
 
 def _refuse_holes(found: CheckpointInfo, left: Collection[str], options: StateOptions) -> None:

@@ -28,7 +28,7 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
 )
 from elastic_ckpt.core.shard_specs import DeclaredSpecs
-from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.state_kinds import COMPANIONS, StateOptions
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
@@ -50,6 +50,7 @@ from elastic_ckpt.formats.saved_states import (
     sort_states,
 )
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
+from elastic_ckpt.formats.universal_files import FILES, FileList, PresentFiles, read_file_list
 from elastic_ckpt.formats.universal_states import (
     CONVERT_AGAIN,
     NO_STATES,
@@ -88,6 +89,7 @@ class OptimizerFile:
     in_true_order: bool = False  # whether its writer guarantees that each parameter has its own data (TRUE_ORDER)
     shared: StatesOfOne = NO_STATES  # of every parameter that has states
     file: SourceFile | None = None  # with the tensors of these
+    file_list: FileList | None = None  # of the folder's files, by the parameters that have them
 
 
 def list_parameters(found: CheckpointInfo) -> tuple[bool, list[str]]:
@@ -148,6 +150,17 @@ def _model_files(found: CheckpointInfo) -> dict[tuple[int, int], str]:
     return dict(sorted(names.items()))
 
 
+def _refuse_missing_model_files(found: CheckpointInfo, models: Mapping[tuple[int, int], ModelShard]) -> None:
+    """Raise :class:`DamagedError` for a file that is needed: a first rank's, or any with a part of frozen weights."""
+    for (mp, _), model in models.items():
+        ranks = range(int(model.counters["dp_world_size"]) if model.frozen_fragments else 1)
+        lost = [dp for dp in ranks if (mp, dp) not in models]
+        if lost and found.files.model_zero3:
+            name = f"zero_pp_rank_{lost[0]}_mp_rank_{mp:02d}_model_states.pt"
+            problem, have = "a file of the universal checkpoint is missing", f"none of rank {', '.join(map(str, lost))}"
+            raise DamagedError(problem, found.path(name), name, have, remedy=CONVERT_AGAIN)
+
+
 class _Builder(StatesBuilder):
     """Builds metadata, given model-states files by model- and data-parallel rank, and files by parameter and key."""
 
@@ -161,6 +174,7 @@ class _Builder(StatesBuilder):
     ) -> None:
         super().__init__(found, list(models.values()), states, (optimizer.shared, optimizer.file), options.states)
         self._models, self._optimizer, self._states = list(models.values()), optimizer, states
+        _refuse_missing_model_files(found, models)
         self._ranks = [[models[rank] for rank in of_one] for _, of_one in groupby(models, key=itemgetter(0))]
         for rank in self._ranks:
             model_states.check_same_save(rank)
@@ -193,7 +207,30 @@ class _Builder(StatesBuilder):
             sequence=self.grid.sequence,
         )
         crc32s = weights_crc32s([self._ranks[rank][0] for rank in self.grid.stages[0]])
-        return replace(metadata, declared=declared, crc32s=crc32s)
+        facts = replace(metadata.states, missing=self._present().missing())
+        return replace(metadata, declared=declared, crc32s=crc32s, states=facts)
+
+    def _present(self) -> PresentFiles:
+        """The files of the folder."""
+        optimizer, counters = self._optimizer, self._models[0].counters
+        keys: dict[str, set[str]] = {}
+        codes: dict[str, set[str]] = {}
+        for (name, key), file in self._states.items():
+            keys.setdefault(name, set()).add(key)
+            if key in COMPANIONS and file.tensor is not None and file.tensor.dtype == "uint8":
+                codes.setdefault(name, set()).add(key)
+        return PresentFiles(
+            keys={name: frozenset(each) for name, each in keys.items()},
+            codes={name: frozenset(each) for name, each in codes.items()},
+            shared=frozenset(optimizer.shared.tensors).union(dict(optimizer.shared.scalars)),
+            has_optimizer_file=optimizer.scalars is not None,
+            ds_version=self._models[0].ds_version,
+            zero_stage=optimizer.zero_stage,
+            steps=int(counters["global_steps"]) - int(counters["skipped_steps"]),
+            file_list=optimizer.file_list,
+            groups=optimizer.groups,
+            parameters=self.parameters,
+        )
 
     def _add_parameters(self) -> None:
         """The parameters of all pipeline stages, of the shapes in their files or, if flat (from stage 3), as listed."""
@@ -313,6 +350,7 @@ def _index_optimizer(file: PickledFile, options: StateOptions) -> OptimizerFile:
         in_true_order=file.tree.get(TRUE_ORDER) is True,
         shared=shared,
         file=SourceFile(file.path, file.nbytes, records=file.records) if shared.tensors else None,
+        file_list=read_file_list(file.tree.get(FILES), file.path),
     )
 
 

@@ -28,7 +28,7 @@ from elastic_ckpt.core.fqn import (
     with_names,
 )
 from elastic_ckpt.core.local_state import LiveGroup, ModelLayout, WholeTensor
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, DerivedTensors, Place
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, DerivedTensors, Place, TensorMetadata
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import MismatchError, listed
 
@@ -237,6 +237,24 @@ def adopt_live_names(metadata: CheckpointMetadata, model: ModelLayout) -> Checkp
         return metadata
     notes = [f"tied: {old} in the checkpoint is {new} here" for old, new in renamed.items()]
     return with_names(metadata, lambda name: renamed.get(name, name), notes)
+
+
+def with_untied(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:
+    """The metadata in which names that were tied at the save, and are parameters of their own now, have weights each.
+
+    Of a load of weights alone: of two parameters that were one, each would need optimizer states of its own.
+    """
+    tensors: dict[Place, TensorMetadata] = {}
+    for alias, holder in metadata.aliases.items():
+        saved = metadata.tensors.get((holder, MASTER)) or metadata.tensors.get((holder, FROZEN))
+        is_known = alias in metadata.parameters or (alias, FROZEN) in metadata.tensors
+        if alias in model.names and saved is not None and not is_known:
+            tensors[alias, FROZEN] = replace(saved, name=alias, key=FROZEN)
+    if not tensors:
+        return metadata
+    note = f"tied in the checkpoint, not here: {listed(name for name, _ in tensors)} have the values of the other name"
+    more = {**metadata.tensors, **tensors}
+    return replace(metadata, tensors=more, notes=(*metadata.notes, note))
 
 
 def _with_tied_modules(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:

@@ -159,8 +159,10 @@ def match_states(
 
 
 def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | UnsupportedError]:
-    """An error for each damaged state, and for each of unknown layout."""
-    for key, description in metadata.states.damaged.items():
+    """An error for files that are missing, for each damaged state, and for each of unknown layout."""
+    if (missing := missing_files(metadata)) is not None:
+        yield missing
+    for key, description in metadata.states.damaged.items() if missing is None else ():
         problem = f"optimizer state {key!r} does not have the scales or the quantization map that its codes need"
         expected = "one scale for each block of 256 or 2048 elements, and one map of 256 ascending values in all files"
         if key in MOMENTS:
@@ -169,7 +171,7 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
                 "one real number for each element of its partition, or the shape of the parameter's other moments"
             )
         yield metadata.error(DamagedError, problem, key, expected, description, _RESTORE)
-    for key, description in metadata.states.opaque.items():
+    for key, description in metadata.states.opaque.items() if missing is None else ():
         problem = f"optimizer state {key!r} has a layout that cannot be resharded"
         expected = "one value per element of the partition, one per tensor, or a tensor that all ranks share"
         # of whole tensors, no declaration settles what another state is
@@ -182,6 +184,30 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
             remedy += f"; or {AT_ITS_TOPOLOGY}"
         remedy += "; load_optimizer_states=False leaves all states out"
         yield metadata.error(UnsupportedError, problem, key, expected, description, remedy)
+
+
+def missing_files(metadata: CheckpointMetadata) -> DamagedError | None:
+    """The error for files that a universal checkpoint lacks, which explain what else looks damaged or unknown."""
+    if not (missing := metadata.states.missing):
+        return None
+    texts = [f"{path} of {listed(names)}" if names else path for path, names in missing.items()]
+    (first, names), every = next(iter(missing.items())), sorted({*chain(*missing.values())})
+    are_several = len(missing) > 1 or len(every) > 1
+    problem = (
+        f"{'files of the universal checkpoint are' if are_several else 'a file of the universal checkpoint is'} missing"
+    )
+    remedy = "restore what is missing, or convert the native checkpoint again"
+    if not any(path.endswith(f"/{MASTER}.pt") for path in missing):
+        remedy += "; without optimizer states: load_optimizer_states=False"
+    path = f"{metadata.source.folder}/{first.replace('*', names[0]) if names else first}"
+    parameter = listed(every) if every else None
+    return DamagedError(problem, path, "; ".join(texts), "none", parameter=parameter, remedy=remedy)
+
+
+def refuse_missing_files(metadata: CheckpointMetadata) -> None:
+    """Raise :func:`missing_files`."""
+    if (error := missing_files(metadata)) is not None:
+        raise error
 
 
 def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:

@@ -218,9 +218,15 @@ def _is_adam(group: Mapping[str, Any]) -> bool:
 
 
 def with_own_values(
-    metadata: CheckpointMetadata, local_state: LocalState, config: ElasticConfig
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
+    config: ElasticConfig,
+    scheduled: frozenset[str] = frozenset(),
 ) -> tuple[CheckpointMetadata, tuple[Outcome, ...]]:
     """The metadata with this rank's values alone, and those that are left out.
+
+    ``scheduled``: hyperparameters that a restored lr scheduler sets, which are restored whatever the user leaves out:
+    the live ones are those of its beginning, where a warm-up's rate is 0.
 
     Raises :class:`UnsupportedError` for a value of ranks that owned something else, unless it is computed anew or the
     user leaves it out.
@@ -230,6 +236,12 @@ def with_own_values(
     own = differing(chain(states.values(), metadata.groups))
     fresh = frozenset(key for key, word in state_options(config).schema.items() if word == "fresh")
     named = fresh.intersection(chain.from_iterable(chain(states.values(), metadata.groups)))
+    if of_schedule := named & scheduled:
+        note = (
+            f'"states" names {listed(of_schedule)}, which the restored lr scheduler sets: the first step has the saved '
+        )
+        note += 'one; with "param_groups": "keep_live", it has what the live scheduler has at the restored step'
+        metadata, named = replace(metadata, notes=(*metadata.notes, note)), named - of_schedule
     may_be = _RECOMPUTED if local_state.optimizer == SAVED_OPTIMIZER else (local_state.optimizer,)
     recomputed = frozenset(key for optimizer in may_be for key in _RECOMPUTED.get(optimizer, ()))
     anew = recomputed.intersection(chain.from_iterable(states.values())) - fresh

@@ -190,7 +190,8 @@ class PlanBuilder:
         tensor = self.metadata.tensors.get((name, key))
         if tensor is None:
             problem = f"the checkpoint knows this parameter but holds no {key} for it"
-            remedy = "the save is incomplete: take another tag, or load with load_optimizer_states=False"
+            remedy = "the save is incomplete: take another tag"
+            remedy += "" if key == MASTER else ", or load with load_optimizer_states=False"
             raise self.metadata.error(DamagedError, problem, name, f"a tensor for {key}", "none", remedy)
         if (name, key) not in self._tiled:
             check_tiling(self.metadata, tensor)

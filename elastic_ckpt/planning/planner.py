@@ -30,8 +30,14 @@ from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReplicaCheck, Restore
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.added_rows import grown_parameters, keep_added_rows
-from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
-from elastic_ckpt.planning.matching import Matching, StateMatching, match_parameters, match_states
+from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names, with_untied
+from elastic_ckpt.planning.matching import (
+    Matching,
+    StateMatching,
+    match_parameters,
+    match_states,
+    refuse_missing_files,
+)
 from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, rates_of_members, with_own_values
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.read_items import read_items, refuse_shared_bytes, rows_in_order
@@ -56,6 +62,7 @@ class LoadOptions:
     scheduler: bool = False
     scheduled: frozenset[str] = frozenset()  # hyperparameters that it sets
     kept_live: frozenset[str] = frozenset()  # hyperparameters that a scheduler begins anew with
+    begins_anew: bool = False  # whether the engine has an lr scheduler whose state is not restored
 
     @classmethod
     def of(cls, config: ElasticConfig, **more: Any) -> LoadOptions:
@@ -80,8 +87,11 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     """Match checkpoint and live engine. Raises :class:`MismatchError` or :class:`DamagedError` if they do not fit."""
     refuse_shared_bytes(metadata)
     config, model = options.config, local_state.model
+    if any(path.endswith(f"/{MASTER}.pt") for path in metadata.states.missing):
+        refuse_missing_files(metadata)
     saved = with_own_copies(rename_saved(metadata, config.rename), model)
     metadata = adopt_live_kinds(adopt_live_names(saved, model), local_state.wholes)
+    metadata = metadata if options.optimizer_states else with_untied(metadata, model)
     parameters = match_parameters(metadata, local_state, options.strict)
     grown = grown_parameters(metadata, model, parameters.names, config.added_rows, options.rules)
     others = parameters.names.difference(each.name for each in grown)
@@ -90,7 +100,7 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     states, groups = StateMatching(), NO_GROUPS
     values: tuple[Outcome, ...] = ()
     if options.optimizer_states:
-        metadata, values = with_own_values(metadata, local_state, config)
+        metadata, values = with_own_values(metadata, local_state, config, options.scheduled)
         states = match_states(metadata, local_state, parameters, config.convert_optimizer)
     if options.optimizer_states or options.scheduler:
         keep_live = config.param_groups == "keep_live"
@@ -158,6 +168,8 @@ def _of_live_groups(local_state: LocalState, options: LoadOptions) -> str:
     stay = "hyperparameters of the live group stay"
     if options.scheduler:
         return f"{stay}, but for what the restored lr scheduler sets"
+    if options.begins_anew:
+        return f"{stay}, and the lr until the engine's lr scheduler, which begins anew, sets it"
     if any("initial_lr" in group.hyperparameters for group in local_state.groups):  # torch's schedules set it
         stay += ", and the lr, too, until the schedule outside of the engine sets it after the first step; "
         stay += '"states": {"betas": "fresh"} keeps single ones'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -26,22 +25,20 @@ from elastic_ckpt.errors import (
     UnsupportedError,
     listed,
 )
-from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.planning.matching import state_errors
 from elastic_ckpt.planning.param_groups import saved_optimizer
 from elastic_ckpt.planning.read_items import check_tiling, shared_bytes_error
 from elastic_ckpt.report import saved_topology, source_dict
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts
-from elastic_ckpt.storage import VIEW, copies_of, exists
+from elastic_ckpt.storage import VIEW, copies_of
 from elastic_ckpt.tools.opened import locate, open_checkpoint
+from elastic_ckpt.tools.remedies import of_command
 
 Level = Literal["error", "unchecked", "note"]
 ERROR: Level = "error"
 UNCHECKED: Level = "unchecked"
 NOTE: Level = "note"
-#: Releases of DeepSpeed whose universal checkpoints (BLOOM's) have no file of the optimizer.
-_WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 #: Roles of a parameter; buffers and frozen weights have their key. ``WEIGHT``: it is unknown whether it was trained.
 TRAINED, WEIGHT = "trained", "weight"
 SCALAR = "scalar"
@@ -92,6 +89,7 @@ def of_folders(folder: str) -> list[Finding]:
 def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ERROR) -> Finding:
     """The finding for an error; ``kind``: :func:`kind_of` it, if not given."""
     known = {name: getattr(error, name) for name in ("file", "expected", "found", "remedy")}
+    known["remedy"] = error.remedy and of_command(error.remedy)
     parameter = None if error.parameter == listed(()) else error.parameter
     return Finding(level, kind or kind_of(error), error.problem, parameter, **known)
 
@@ -116,24 +114,17 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     yield from _of_tensors(metadata)
     if (shared := shared_bytes_error(metadata)) is not None:
         yield of_error(shared, "shared")
-    is_universal, folder = metadata.source.is_universal, metadata.source.folder
     for name in metadata.parameters:
-        if (name, MASTER) not in metadata.tensors:
-            file = os.path.join(folder, UNIVERSAL_FOLDER) if is_universal else folder
-            text = f"no fp32 master of this parameter: no {name}/{MASTER}.pt"
-            yield Finding(ERROR, "incomplete", text, name, file)
-    if is_universal and not _WITHOUT_OPTIMIZER_FILE.match(metadata.source.ds_version):
-        file = os.path.join(folder, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER)
-        if not exists(file):
-            text = "no such file, which has the param groups' hyperparameters: restore it, or convert again"
-            yield Finding(ERROR, "missing", text, file=file)
+        if (name, MASTER) not in metadata.tensors and not metadata.states.missing:
+            yield Finding(ERROR, "incomplete", "no fp32 master of this parameter", name, metadata.source.folder)
     yield from _state_findings(metadata)
     for name, saved in metadata.parameters.items():
         for key, value in saved.scalars:
             if not all(map(math.isfinite, numbers(value))):
                 yield Finding(ERROR, "damaged", f"{key} is not a finite number: {value}", name)
     for error in state_errors(metadata):
-        yield of_error(error, level=ERROR if isinstance(error, DamagedError) else UNCHECKED)
+        kind = "missing" if metadata.states.missing else None
+        yield of_error(error, kind, ERROR if isinstance(error, DamagedError) else UNCHECKED)
     for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
         yield Finding(NOTE, "reader", note)
 
@@ -149,7 +140,8 @@ def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
         }
         every = set().union(*states.values())
         for name, present in states.items():
-            if (lost := every - present) and (present or not may_lack_all):
+            is_named = any(name in names for names in metadata.states.missing.values())
+            if (lost := every - present) and (present or not may_lack_all) and not is_named:
                 text = f"no {', '.join(sorted(lost))} of this parameter, but of others in its param group"
                 yield Finding(ERROR, "state-missing", text, name, metadata.source.folder)
 
@@ -198,9 +190,12 @@ def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> dict[
     try:
         checkpoint = open_checkpoint(found, config).checkpoint
     except (MismatchError, UnsupportedError, LayoutError) as error:
-        if isinstance(error, LayoutError) and not found.files.of_weights_alone:
+        if isinstance(error, LayoutError) and found.files.model_zero3:
             raise
-        checkpoint = open_checkpoint(found, config, with_states=False).checkpoint
+        try:
+            checkpoint = open_checkpoint(found, config, with_states=False).checkpoint
+        except LayoutError as without:
+            raise (without if found.files.of_weights_alone else error) from None
         refused = [of_error(error, "states", NOTE if isinstance(error, MismatchError) else ERROR)]
     return inspected(checkpoint.metadata, checkpoint.training_state, rules, refused)
 

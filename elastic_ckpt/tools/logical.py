@@ -23,7 +23,7 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, l
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
-from elastic_ckpt.planning.matching import refuse_unreadable_states
+from elastic_ckpt.planning.matching import refuse_missing_files, refuse_unreadable_states
 from elastic_ckpt.planning.planner import compare_replicas, of_first_stage
 from elastic_ckpt.planning.read_items import check_tiling, read_items, refuse_shared_bytes, rows_in_order
 from elastic_ckpt.sharding.resolve import resolve
@@ -58,6 +58,7 @@ def refuse_without_masters(metadata: CheckpointMetadata) -> None:
     """Raise :class:`DamagedError` if the checkpoint lacks master weights of a parameter that an optimizer owned."""
     missing = [name for name in metadata.parameters if (name, MASTER) not in metadata.tensors]
     if missing:
+        refuse_missing_files(metadata)
         problem = "the checkpoint knows these parameters but holds no master weights of them"
         remedy = "the save is incomplete: take another tag"
         raise DamagedError(problem, metadata.source.folder, parameter=listed(missing), remedy=remedy)

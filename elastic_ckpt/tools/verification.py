@@ -120,7 +120,7 @@ def verify(
         misled = [of_error(error, "latest"), Finding(NOTE, "latest", f"verified {found.tag} instead")]
     metadata, findings = read_metadata(found, config)
     files = files_by_kind(found)
-    is_whole = all(finding.kind != _STATES for finding in findings)
+    is_whole = all(finding.kind not in (_STATES, "missing") for finding in findings)
     if metadata is not None and found.by_rank and is_whole:  # not what is left out, with a note
         of_ranks = (*found.files.optimizer.values(), *found.files.model_zero3.values())
         for path in {*map(found.path, of_ranks)} - {file.path for file in metadata.files}:
@@ -261,7 +261,7 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
         findings.append(of_error(error))
     values_alone = config.model_copy(update={"verify": "bytes"})  # contradict each other, maybe
     for options, with_states in ((values_alone, True), (config, False)):
-        if with_states or found.files.of_weights_alone:
+        if with_states or not found.files.model_zero3:
             with suppress(ElasticCkptError):
                 return open_checkpoint(found, options, with_states).checkpoint.metadata, findings
     note = Finding(NOTE, "not-checked", "the tensors, since not all files can be read together")

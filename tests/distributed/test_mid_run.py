@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_ckpt.tools.conversion import convert
 from elastic_ckpt.tools.explain import explain
@@ -34,7 +35,9 @@ def publish(folder: Path) -> None:
     universal = folder / "published" / f"{TAG}_universal"
     universal.parent.mkdir()
     convert(open_folder(str(native), None, config_of(None)), universal)
-    (universal / "zero" / "optimizer_state.pt").unlink()  # which BLOOM's lack
+    (universal / "zero" / "optimizer_state.pt").unlink()  # which BLOOM's lack, of an older DeepSpeed
+    path = universal / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(path, weights_only=False), "ds_version": "0.6.5"}, path)
     for latest in universal.parent.glob("latest*"):
         latest.unlink()
     for copy in (folder / "alone" / TAG, folder / "two" / TAG, folder / "two" / "global_step9"):

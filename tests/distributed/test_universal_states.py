@@ -126,7 +126,7 @@ def by_hand(converted: Path, target: Path) -> None:
     truth = torch.load(target / "truth.pt", weights_only=False)
     zero = target / "step4_universal" / "zero"
     common = torch.load(zero / "optimizer_state.pt", weights_only=False)
-    shared = common.pop("elastic_ckpt_shared_states")
+    shared, _ = common.pop("elastic_ckpt_shared_states"), common.pop("elastic_ckpt_files")
     torch.save(common, zero / "optimizer_state.pt")
     for folder in filter(Path.is_dir, zero.iterdir()):
         if not (folder / "step.pt").exists() and not (folder / "trail.pt").exists():
@@ -190,6 +190,50 @@ def test_what_no_shape_tells_is_refused_with_the_line_that_settles_it(
         (text,) = refused.texts
         assert refused.kinds and refused.changed == set(), text
         assert all(word in text for word in refused.case["words"]) and "two conversions" not in text, text
+
+
+#: Files that are removed, the setup that saved them, and whether the folder is made by hand, without a list of its files.
+REMOVED: list[tuple[str, Setup, bool]] = [
+    ("zero/optimizer_state.pt", SAVED[0], False),
+    ("zero/bulk/absmax1.pt", SAVED[0], False),
+    ("zero/*/absmax2.pt", SAVED[0], False),
+    ("zero/*/state1.pt", SAVED[0], False),
+    ("zero/*/step.pt", SAVED[0], False),
+    ("zero/bulk/qmap1.pt", SAVED[0], True),
+    ("zero/*/absmax1.pt", SAVED[0], True),
+    ("zero/bulk/fp32.pt", SAVED[0], True),
+    ("zero/optimizer_state.pt", MAPPED[0], False),
+    ("zero/*/trail.pt", MAPPED[0], False),
+    ("zero/bulk/my_map.pt", MAPPED[0], True),
+    ("zero/gain/count.pt", MAPPED[0], True),
+]
+
+
+def test_a_missing_file_is_named_by_loads_and_commands(launch: Launch, universal: Path, tmp_path: Path) -> None:
+    live = [SAVED[0], configured(MAPPED[0], states=BY_NAME)]
+    every: dict[str, str] = {}
+    targets: list[dict[str, Any]] = [{"setup": setup, "folders": []} for setup in live]
+    for number, (removed, setup, is_by_hand) in enumerate(REMOVED):
+        folder = tmp_path / str(number)
+        (by_hand if is_by_hand else shutil.copytree)(universal / setup.name, folder)
+        for path in sorted((folder / "step4_universal").glob(removed)):
+            path.unlink()
+        every[str(folder)] = removed
+        targets[setup is not SAVED[0]]["folders"].append(str(folder))
+    facts = launch(2, "missing_jobs.load", targets)
+    assert len(facts) == len(REMOVED)
+    for refused in facts:
+        removed = every[refused.case]
+        wanted = removed.rpartition("/")[2]
+        (text,) = refused.texts
+        assert "DamagedError" in refused.kinds and refused.changed == set(), text
+        assert "missing" in text and f"/{wanted}" in text and ("*" in removed or f"/{removed}" in text), text
+        words = ["--config", str(universal / "config.json"), "--json"]
+        dcp = str(tmp_path / "dcp")
+        for command, code in ((["verify"], 1), (["inspect"], 1), (["convert", "--to", "dcp"], 3)):
+            targets = [refused.case, dcp] if command[0] == "convert" else [refused.case]
+            result = CliRunner().invoke(app, [*command, *targets, *words], catch_exceptions=False)
+            assert result.exit_code == code and f"/{wanted}" in result.stdout, (removed, result.stdout)
 
 
 def test_the_commands_know_these_states(universal: Path) -> None:

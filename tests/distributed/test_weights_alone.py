@@ -25,15 +25,18 @@ from tests.distributed.parallel_models import Parallel
 
 NEOX, NEOX_J = Parallel("neox", "real", 2, 1, 1, "fp16"), Parallel("neoxj", "real", 2, 1, 1, "fp32")
 SAVED = [Setup(1), Setup(2, "bf16")]
-TARGETS = [Setup(1), Setup(2, "bf16"), Setup(3)]
+TARGETS = [Setup(0), Setup(1), Setup(2, "bf16"), Setup(3)]
+#: Of two optimizer-states files, the one that is missing.
+LACKS = ("0", "1")
 WHOLE, ROWS = ("norm.weight", "norm.bias"), ("attention.dense.weight", "dense_4h_to_h.weight")
 SUMMED = ("attention.dense.bias", "dense_4h_to_h.bias")
 DRIFTED = "3.input_layernorm.weight"
 
 
-def without_optimizer(source: Path, target: Path) -> Path:
+def without_optimizer(source: Path, target: Path, ranks: str = "") -> Path:
+    """A copy without optimizer-states files, or those of some ranks."""
     shutil.copytree(source, target, dirs_exist_ok=True)
-    for path in target.glob("*/*optim_states.pt"):
+    for path in target.glob(f"*/*zero_pp_rank_{ranks}*_mp_rank_*optim_states.pt" if ranks else "*/*optim_states.pt"):
         path.unlink()
     return target
 
@@ -47,6 +50,8 @@ def plain(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
         kept = {name: value for name, value in truth["buffers"].items() if name != "scratch"}  # not persistent
         expected = {"weights": truth["weights"], "buffers": kept}
         torch.save(expected, without_optimizer(path, folder / path.name) / "expected.pt")
+        for rank in LACKS:
+            torch.save(expected, without_optimizer(path, folder / f"{path.name}-lacks{rank}", rank) / "expected.pt")
     return folder
 
 
@@ -126,18 +131,23 @@ def of(folder: Path, refused: bool = False, **config: Any) -> dict[str, Any]:
     return {"folder": str(folder), "config": config, "refused": refused, **how}
 
 
+@pytest.mark.parametrize("lacks", ["", *(f"-lacks{rank}" for rank in LACKS)])
 @pytest.mark.parametrize("setup", SAVED, ids=lambda setup: setup.name)
 def test_a_folder_without_optimizer_files_is_exported_in_the_saved_dtype(
-    setup: Setup, plain: Path, tmp_path: Path
+    setup: Setup, lacks: str, plain: Path, tmp_path: Path
 ) -> None:
-    source = plain / f"{setup.name}-dp2"
+    source = plain / f"{setup.name}-dp2{lacks}"
     found, notes = exported(source, tmp_path / "out")
     expected = torch.load(source / "expected.pt")
     wanted = {**expected["weights"], **expected["buffers"]}
     assert {name: value.dtype for name, value in found.items()} == {name: each.dtype for name, each in wanted.items()}
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
     dtype = "bfloat16" if setup.precision == "bf16" else "float32"
-    assert [note for note in notes if "no optimizer states" in note and f"saved in {dtype}" in note]
+    why = f"are missing ({'bf16_' * (dtype != 'float32')}zero_pp_rank_{lacks[-1]}_" if lacks else "no optimizer states"
+    assert [note for note in notes if why in note and f"saved in {dtype}" in note]
+    for command, level in (("inspect", 1), ("verify", 1)):
+        result = CliRunner().invoke(app, [command, str(source), "--json"])
+        assert result.exit_code == level and (not lacks or f"zero_pp_rank_{lacks[-1]}" in result.stdout), result.output
     opened = elastic_ckpt.open(source)
     assert all(torch.equal(opened[name], value) for name, value in found.items())
 
@@ -152,23 +162,48 @@ def test_what_needs_the_missing_files_is_refused(plain: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_any_stage_at_any_degree_loads_them(world_size: int, launch: Launch, plain: Path) -> None:
-    folders = [plain / f"{setup.name}-dp2" for setup in SAVED]
-    counted = {**of(folders[0]), "arguments": {"load_optimizer_states": False}}
-    with_states = {**of(folders[0], refused=True), "arguments": {}}
-    zero3 = of(plain / f"{Setup(3).name}-dp2", refused=True)
-    sources = [*map(of, folders), counted, with_states, zero3]
+    whole = [f"{setup.name}-dp2" for setup in SAVED]
+    folders = [plain / name for name in (*whole, *(f"{name}-lacks{rank}" for name in whole for rank in LACKS))]
+    counted = [{**of(plain / name), "arguments": {"load_optimizer_states": False}} for name in (whole[0], folders[2])]
+    zero3 = f"{Setup(3).name}-dp2"
+    with_states = [{**of(folder, refused=True), "arguments": {}} for folder in (folders[0], *folders[2:4])]
+    in_shards = [of(plain / name, refused=True) for name in (zero3, *(f"{zero3}-lacks{rank}" for rank in LACKS))]
+    sources = [*map(of, folders), *counted, *with_states, *in_shards]
     targets = [{"setup": setup, "sources": sources} for setup in TARGETS]
     facts = launch(world_size, "weights_jobs.load", targets)
     for found in facts:
+        name = Path(found.case["folder"]).name
+        lacks = f"zero_pp_rank_{name[-1]}_mp_rank_00" if "lacks" in name else ""
         if not found.case["refused"]:
             assert found.differences == {} and found.report.source.zero_stage in (1, 2), found.where
-            dtype = "bfloat16" if "bf16" in Path(found.case["folder"]).name else "float32"
-            assert f"own weights, saved in {dtype}" in " | ".join(found.report.notes)
+            notes = " | ".join(found.report.notes)
+            assert f"own weights, saved in {'bfloat16' if 'bf16' in name else 'float32'}" in notes
+            assert ("optimizer-states files are missing" in notes) == bool(lacks) and lacks in notes, notes
             continue
         (text,) = found.texts
         assert "LayoutError" in found.kinds and found.changed == set(), text
-        assert ("under ZeRO-3" if "z3" in found.case["folder"] else "load_module_only=True") in text
+        assert lacks in text and ("load_module_only=True" in text) == ("z3" not in name), text
+        assert lacks or "z3" not in name or "under ZeRO-3" in text, text
     assert len(facts) == world_size * len(targets) * len(sources)
+
+
+def test_names_that_are_no_longer_tied_both_get_the_weights(launch: Launch, plain: Path) -> None:
+    """From masters, and from the files of the module; with optimizer states, what each would have is not known."""
+    names = [f"{setup.name}-dp2" for setup in SAVED]
+    whole = [plain / "saved" / f"{setup.name}-dp2" for setup in (Setup(1), Setup(3))]  # in fp32, as masters are
+    folders = [*whole, *map(plain.__truediv__, names)]
+    sources = [{**of(folder), "expected": str(plain / folder.name / "expected.pt")} for folder in folders]
+    sources.append({**sources[0], "arguments": {}, "refused": True})
+    targets = [{"setup": setup, "model": "UntiedLM", "sources": sources} for setup in TARGETS]
+    facts = launch(2, "weights_jobs.load", targets)
+    for found in facts:
+        if found.case["refused"]:
+            (text,) = found.texts
+            assert "MismatchError" in found.kinds and "tied at save time, not now: head.weight" in text, text
+            continue
+        assert found.differences == {}, found.where
+        assert "tied in the checkpoint, not here: head.weight" in " | ".join(found.report.notes)
+    assert len(facts) == 2 * len(targets) * len(sources)
 
 
 def test_experts_are_in_files_of_their_own(launch: Launch, tmp_path: Path) -> None:

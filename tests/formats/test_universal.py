@@ -11,15 +11,20 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.played import PlayedJob
 from elastic_ckpt import distributed
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.core.metadata import SavedParameter
+from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.universal import index_state
+from elastic_ckpt.formats.universal_files import FILES, PresentFiles, list_files, read_file_list
 from elastic_ckpt.load.metadata import read_checkpoint
+from elastic_ckpt.planning.matching import missing_files
 
 OPTIONS = MetadataOptions(with_client_state=False)
 STATES = ("exp_avg", "exp_avg_sq", "fp32")
@@ -103,6 +108,9 @@ def test_a_folder_that_another_rank_cannot_see_is_named_on_all(found: Checkpoint
 
 
 def test_without_an_optimizer_file_only_parameters_with_states_have_a_step(found: CheckpointInfo) -> None:
+    """As in BLOOM's folders, of an older DeepSpeed."""
+    path = found.path("mp_rank_00_model_states.pt")
+    torch.save({**torch.load(path), "ds_version": "0.6.5"}, path)
     os.remove(found.path("zero/optimizer_state.pt"))
     trained, idle = (found.path(f"zero/{name}") for name in NAMES[:2])
     for path in (f"{trained}/step.pt", *(f"{idle}/{key}.pt" for key in ("exp_avg", "exp_avg_sq", "step"))):
@@ -120,3 +128,66 @@ def test_states_that_no_model_states_file_lists_are_refused_and_buffers_are_not(
     torch.save({"param": torch.ones(2)}, f"{folder}/exp_avg.pt")
     with pytest.raises(DamagedError, match=r"(?s)do not list all parameters.*a buffer"):
         read_checkpoint(found, OPTIONS)
+
+
+def missing(found: CheckpointInfo) -> str:
+    error = missing_files(read_checkpoint(found, OPTIONS).metadata)
+    return "" if error is None else str(error)
+
+
+@pytest.mark.parametrize("key", [*STATES, "step"])
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("names", [NAMES[3:4], NAMES[3:5], NAMES], ids=len)
+def test_a_missing_file_is_named_with_its_parameters(
+    key: str, is_listed: bool, names: list[str], found: CheckpointInfo
+) -> None:
+    """By the list that the converter wrote; else by other parameters, or by what DeepSpeed's writes of Adam."""
+    path = found.path("zero/optimizer_state.pt")
+    hyperparameters = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "params": [0]}
+    entry = {FILES: list_files({name: [*STATES, "step"] for name in NAMES})} if is_listed else {}
+    torch.save({"zero_stage": 1, "param_groups": [hyperparameters], **entry}, path)
+    assert missing(found) == ""
+    for name in names:
+        os.remove(found.path(f"zero/{name}/{key}.pt"))
+    text = missing(found)
+    assert found.path(f"zero/{names[0]}/{key}.pt") in text and f"zero/*/{key}.pt of {listed(names)}" in text
+    assert ("load_optimizer_states=False" in text) == (key != "fp32")
+    other = next(each for each in (*STATES, "step") if each != key)
+    assert f"{other}.pt" not in text
+
+
+def test_the_file_of_the_optimizer_is_named_and_all_that_is_gone_in_one_error(found: CheckpointInfo) -> None:
+    os.remove(found.path("zero/optimizer_state.pt"))
+    os.remove(found.path(f"zero/{NAMES[2]}/exp_avg.pt"))
+    text = missing(found)
+    assert "zero/optimizer_state.pt; zero/*/exp_avg.pt of layers.2.weight" in text
+
+
+def test_masters_alone_are_whole_before_the_first_step(found: CheckpointInfo) -> None:
+    for name in NAMES:
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            os.remove(found.path(f"zero/{name}/{key}.pt"))
+    assert "exp_avg_sq.pt" in missing(found)
+    path = found.path("mp_rank_00_model_states.pt")
+    torch.save({**torch.load(path, weights_only=False), "global_steps": 0}, path)
+    assert missing(found) == ""
+
+
+words = st.lists(st.text("abc.", min_size=1, max_size=4), unique=True, max_size=3)
+
+
+@given(st.dictionaries(st.text("xyz.", min_size=1), words, max_size=9))
+def test_the_list_of_files_is_what_was_listed(present: dict[str, list[str]]) -> None:
+    entry = list_files(present)
+    parameters = {name: SavedParameter((1,), 0, ()) for name in present}
+    empty: dict[str, frozenset[str]] = {name: frozenset() for name in present}
+    files = read_file_list(entry, "")
+    lacking = PresentFiles(empty, {}, frozenset(), True, "0.19.8", 1, 1, files, (), parameters).missing()
+    expected = {(f"zero/*/{key}.pt", name) for name, keys in present.items() for key in keys}
+    assert {(path, name) for path, names in lacking.items() for name in names} == expected
+
+
+@pytest.mark.parametrize("entry", [{}, "fp32", [1], [["fp32", None]], [[["fp32"]]], [[["fp32"], "x"]], [[[1], None]]])
+def test_another_list_of_files_is_damage(entry: object) -> None:
+    with pytest.raises(DamagedError, match="is no list of files"):
+        read_file_list(entry, "")

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 import elastic_ckpt
+from elastic_ckpt import config
 from elastic_ckpt.load.installation import _elastic_ckpt_flag as flag
+from elastic_ckpt.load.installation import with_flags
 
 REPO = Path(elastic_ckpt.__file__).resolve().parents[1]
 PARSERS = {
@@ -173,10 +175,46 @@ def test_a_launcher_hands_it_on(made: Made) -> None:
     assert parser.parse_args().arguments == ["--universal-checkpoint"] and counts() == "1"
 
 
-def test_parsers_of_other_words_are_left_alone(made: Made, capsys: Any) -> None:
-    parser = made(["--universal-checkpoint"])()
-    assert parser.parse_args([]) == argparse.Namespace() and counts() == "auto"
-    kind = made([])
-    with pytest.raises(SystemExit):
-        kind().parse_args(["--universal-checkpoint"])
-    assert "unrecognized arguments: --universal-checkpoint" in capsys.readouterr().err
+@pytest.mark.parametrize(("word", "mode"), [("--universal-checkpoint", "auto"), ("--universal_checkpoint=off", "off")])
+def test_behind_a_remainder_it_counts_in_this_process(
+    word: str, mode: str, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "flags", {})
+    kind = made(["--steps", "2", "model.width=3", word])
+    parser, second = kind(), kind()
+    parser.add_argument("--steps")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER)
+    assert parser.parse_args().overrides == ["model.width=3", word] and counts() == "1"
+    assert config.flags == {"mode": mode} and config.read_config({}).mode == mode
+    second.add_argument("--universal-checkpoint", "--universal_checkpoint", nargs="?")  # it was for the script
+    second.parse_args([word])
+    assert config.flags == {} and counts() == "1"
+
+
+@pytest.mark.parametrize("given", ["--universal", "--universal-c", "--trust", "--elastic", "--u", "--universal_"])
+@pytest.mark.parametrize("own", [[], ["--universal-data"], ["--trust-me", "--universe"]])
+@pytest.mark.parametrize("with_deepspeed", [False, True])
+def test_abbreviations_mean_what_they_would_without_us(
+    given: str, own: list[str], with_deepspeed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "flags", {})
+
+    def parsed(with_ours: bool) -> dict[str, Any] | None:
+        parser = argparse.ArgumentParser()
+        for name in own:
+            parser.add_argument(name, action="store_true")
+        if with_ours and with_deepspeed:
+            parser = with_flags(lambda parser: parser, parser)
+        elif with_ours:
+            elastic_ckpt.add_arguments(parser)
+        try:
+            return {key: value for key, value in vars(parser.parse_args([given])).items() if value}
+        except SystemExit:
+            return None
+
+    without, found = parsed(False), parsed(True)
+    assert found == without if without is not None else (found is not None) == is_one_of_ours(given, own)
+
+
+def is_one_of_ours(given: str, own: list[str]) -> bool:
+    return given.startswith(("--u", "--elastic")) and not any(name.startswith(given) for name in own)

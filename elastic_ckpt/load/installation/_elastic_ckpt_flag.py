@@ -5,7 +5,9 @@ file as it starts, so that it imports nothing but what is loaded by then, unless
 
 The flag counts from the start on, as the value of a variable in the environment. A parser that takes it, as an option
 of its own or as an argument of a script that it starts (torchrun, DeepSpeed's launcher), gives the variable its value
-back. To a parser that does not, the flag is no error. ``sys.argv`` stays as it is.
+back. Where it is among the words that a parser leaves as they are (``argparse.REMAINDER``), it counts in this process,
+but not in those that this one starts. To a parser that does not take it, the flag is no error. ``sys.argv`` stays as it
+is.
 """
 
 import os
@@ -55,6 +57,7 @@ class _Taken:
 
     def __init__(self, values: "list[str]") -> None:
         self._before = os.environ.get(VARIABLE)
+        self._is_here = False  # whether it counts in this process alone
         self.set(values)
 
     def set(self, values: "list[str]") -> None:
@@ -68,6 +71,16 @@ class _Taken:
             os.environ.pop(VARIABLE, None)
         else:
             os.environ[VARIABLE] = self._before
+        if self._is_here:
+            sys.modules["elastic_ckpt.config"].flags.pop("mode", None)
+        self._is_here = False
+
+    def keep_here(self, values: "list[str]") -> None:
+        """Have the flag count in this process alone: what a parser leaves as it is may be for another script."""
+        from elastic_ckpt import config  # noqa: PLC0415
+
+        if values[-1] in MODES:
+            config.flags["mode"], self._is_here = values[-1], True
 
 
 def take_flag(words: "Sequence[str]") -> None:
@@ -97,6 +110,10 @@ def _watch(parser_class: "type[argparse.ArgumentParser]", taken: _Taken) -> None
             parsing.pop()
         if not has_flag(left):
             taken.give_back()
+            rest = [value for value in vars(found).values() if isinstance(value, list)]  # argparse.REMAINDER
+            behind = [word for words in rest for word in words if isinstance(word, str)]
+            if has_flag(behind):
+                taken.keep_here(split_flag(behind)[1])
             return found, left
         others, values = split_flag(left)
         if values[-1] not in MODES:

@@ -8,6 +8,7 @@ rank 0's partitions is copied.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -27,8 +28,10 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, p
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.calls import Call, Global
 from elastic_ckpt.formats.universal import common_optimizer_state
+from elastic_ckpt.formats.universal_files import FILES, list_files
 from elastic_ckpt.formats.universal_states import SHARED_STATES
 from elastic_ckpt.io.coalesce import read_options
+from elastic_ckpt.planning.matching import refuse_missing_files
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
 from elastic_ckpt.storage import inherited, medium_of
@@ -40,6 +43,8 @@ from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
 #: DeepSpeed's note of parts of unequal widths. Its other notes are entries of ``deepspeed/checkpoint/constants.py``.
 _SUBPARAM_SHAPE = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+#: States of which a message says what they look like.
+_MOST_SHOWN = 8
 #: The only states that DeepSpeed's stage 3 loads.
 _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
 
@@ -92,11 +97,13 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
             return sizes[tensor.name, tensor.key]
 
         notes += _write_model_files(opened, models, place)
-        first = found.path(found.files.optimizer[min(found.files.optimizer)])
-        common = common_optimizer_state(open_pickled(first, opened.config.trust_pickle))
-        save({**common, SHARED_STATES: dict(shared.for_all)}, zero / UNIVERSAL_OPTIMIZER)
         for done in pool.map(write, tensors):  # an error cancels the others
             bar.update(done)
+        first = found.path(found.files.optimizer[min(found.files.optimizer)])
+        common = common_optimizer_state(open_pickled(first, opened.config.trust_pickle))
+        written = {name: [path.stem for path in (zero / name).iterdir()] for name in metadata.parameters}
+        common |= {SHARED_STATES: dict(shared.for_all), FILES: list_files(written)}
+        save(common, zero / UNIVERSAL_OPTIMIZER)
     files = sum(len(names) for _, _, names in os.walk(target))
     return WriteReport(str(target), len(tensors), files, nbytes, time.monotonic() - started, notes)
 
@@ -124,10 +131,12 @@ def _write_model_files(opened: OpenedCheckpoint, models: Sequence[str], place: P
 
 def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") -> None:
     """Raise :class:`UnsupportedError`, naming the reason, if a format cannot express a checkpoint that is whole."""
+    refuse_missing_files(metadata)
     refuse_without_masters(metadata)
     source, tensors, is_universal = metadata.source, metadata.tensors.items(), to == "universal"
+    if metadata.states.opaque:
+        raise _unknown_states(metadata, to)
     reasons: dict[str, Collection[str]] = {
-        "it has states of unknown layout": metadata.states.opaque,
         "it has damaged states": metadata.states.damaged,
         "it has experts, whose names are those of DeepSpeed's own layers": [*filter(expert_name, metadata.parameters)],
     }
@@ -152,6 +161,18 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
     for what, names in reasons.items():
         if names:
             raise _unconvertible(f"{what} ({listed(names)})", to, source.folder)
+
+
+def _unknown_states(metadata: CheckpointMetadata, to: str) -> UnsupportedError:
+    """The error for states of unknown layout, with the lines of a config that settle what each is."""
+    opaque = metadata.states.opaque
+    error = _unconvertible(f"it has states of unknown layout ({listed(opaque)})", to, metadata.source.folder)
+    error.found = "; ".join(f"{key}: {why}" for key, why in list(opaque.items())[:_MOST_SHOWN])
+    settles = {"elastic_checkpoint": {"states": dict.fromkeys(sorted(opaque), "replicated")}}
+    remedy = f"in the file of --config: {json.dumps(settles, ensure_ascii=False)}, if each is one tensor for all "
+    remedy += 'parameters ("elementwise": a value for each element; "fresh": left out)'
+    error.remedy = f"{remedy}; or {error.remedy}"
+    return error
 
 
 def _unconvertible(why: str, to: str, file: str) -> UnsupportedError:
@@ -205,6 +226,10 @@ def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, ShardSpec | None]
         yield "buffers and frozen weights are in the model-states files, from which elastic_ckpt alone restores them"
     if any(tensor.is_quantized for tensor in metadata.tensors.values()):
         yield "8-bit states are for elastic_ckpt alone: DeepSpeed's universal format knows no scales"
+    of_all = {state.key for saved in metadata.parameters.values() for state in saved.replicated}
+    of_all |= {key for saved in metadata.parameters.values() for key, _ in saved.scalars} - {"step"}
+    if of_all:
+        yield f"DeepSpeed's own loader leaves out what is one for all parameters: {listed(of_all)}"
     if metadata.source.zero_stage == 3:
         saved_names = (metadata.saved_names.get(name, name) for name in metadata.parameters)
         if metadata.source.tp > 1 and not all(map(metadata.declared.is_recorded, saved_names)):
