@@ -34,6 +34,7 @@ from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.resume_sheet import compare_run
+from elastic_ckpt.load.scheduler_hook import check_client_schedulers, expect_schedulers
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, united
@@ -131,6 +132,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             wanted |= {"scheduler": host.loads_scheduler, "scheduled": host.scheduled, "kept_live": host.kept_live}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             adapter.check(plan, checkpoint.metadata.source.zero_stage)
+            check_client_schedulers(engine, plan, checkpoint.training_state.checkpoint)
             planned.append((plan, host, warnings))
             return RankPlan.of(plan, at.mp_rank, config, found.folder, host.runs_code)
 
@@ -234,6 +236,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
         raise as_partial_load_error(cause) from cause
     compat.record_counts(call.engine)
+    expect_schedulers(call.engine, ready.plan)
     compares_run = call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
     replaced = ready.plan.replaces_live_values
     same, other = compare_run(call.engine, ready.found.folder, replaced) if compares_run else ("", ())

@@ -31,7 +31,14 @@ from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.planning.matching import Matching, StateMatching, match_parameters, match_states
-from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, rates_of_members, with_own_values
+from elastic_ckpt.planning.param_groups import (
+    NO_GROUPS,
+    Groups,
+    groups_of_members,
+    match_groups,
+    rates_of_members,
+    with_own_values,
+)
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.read_items import read_items, rows_in_order
 from elastic_ckpt.planning.replaced_values import describe_replaced
@@ -118,7 +125,8 @@ def plan_load(
         hyperparameters=hyperparameters,
         saved_groups=len(metadata.groups),
         group_sources=sources,
-        saved_rates=rates_of_members(metadata, local_state) if options.scheduler else (),
+        member_groups=groups_of_members(metadata, local_state) if options.optimizer_states else (),
+        saved_rates=rates_of_members(metadata, local_state) if options.scheduler or options.optimizer_states else (),
         outcomes=_outcomes(found, sources if options.optimizer_states else (), _of_live_groups(local_state, options)),
         notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes(), *([replaced] if replaced else ())),
         replaces_live_values=bool(replaced),
