@@ -287,9 +287,18 @@ class LoadPlan:
     hyperparameters: tuple[Mapping[str, Any], ...] = ()  # per live group, the values to set
     saved_groups: int = 0
     group_sources: tuple[tuple[int, ...], ...] = ()  # per live group, the saved ones; empty if the live values stay
+    #: Per live group, the saved ones of its members, wherever its values come from; empty if it has none, or if states
+    #: are left out.
+    member_groups: tuple[tuple[int, ...], ...] = ()
     #: Per live group, what its members were trained with; ``None`` if none is in the checkpoint.
     saved_rates: tuple[SavedRate | None, ...] = ()
     share: RestoredShare = NO_SHARE
     replaces_live_values: bool = False  # whether some of ``hyperparameters`` are others than the live ones
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def regroups(self) -> bool:
+        """Whether param groups are known to be others than at the save: more, fewer, or in another order."""
+        as_saved = tuple((number,) for number in range(self.saved_groups))
+        return bool(self.saved_groups and self.member_groups) and self.member_groups != as_saved

@@ -165,6 +165,39 @@ def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved
     return fitted
 
 
+def fits_as_it_is(state: Any, live_groups: int, saved_groups: int) -> bool:
+    """Whether all lists by param group of a state have as many entries as there are live groups, not as were saved."""
+    lengths = set(_lengths(state))
+    return live_groups != saved_groups and lengths == {live_groups}
+
+
+def check_fit(saved: Any, sources: Sequence[Sequence[int]], saved_groups: int) -> None:
+    """Raise :class:`MismatchError` if :func:`fit_scheduler` will, whatever the live scheduler has for new groups."""
+    fit_scheduler(saved, _stand_in(saved, len(sources)), sources, saved_groups)
+
+
+def _lengths(state: Any) -> Iterator[int]:
+    """The lengths of all lists by param group."""
+    if isinstance(state, Mapping):
+        yield from (len(state[key]) for key in _PER_GROUP & state.keys() if isinstance(state[key], (list, tuple)))
+        for inner in _inner_states(state):
+            yield from _lengths(inner)
+
+
+def _stand_in(state: Any, live_groups: int) -> Any:
+    """A state with a list for every list by param group, of as many entries as there are live groups."""
+    if not isinstance(state, Mapping):
+        return state
+    lists: dict[str, Any] = {key: [None] * live_groups for key in _PER_GROUP & state.keys()}
+    return lists | {_NESTED: [_stand_in(inner, live_groups) for inner in _inner_states(state)]}
+
+
+def _inner_states(state: Mapping[str, Any]) -> Sequence[Any]:
+    """Those of the schedulers in a sequence or a chain."""
+    inner = state.get(_NESTED)
+    return inner if isinstance(inner, (list, tuple)) else ()
+
+
 def _may_go_by_group(value: Any, saved_groups: int) -> bool:
     """Whether anything in a value, at any depth, has as many entries as there were groups."""
     if isinstance(value, Mapping):

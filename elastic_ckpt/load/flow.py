@@ -35,6 +35,7 @@ from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execu
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.nothing_matched import refuse_nothing
 from elastic_ckpt.load.resume_sheet import compare_run
+from elastic_ckpt.load.scheduler_hook import check_client_schedulers, expect_schedulers
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, united
@@ -134,6 +135,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             wanted["begins_anew"] = engine.lr_scheduler is not None and not host.loads_scheduler
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             adapter.check(plan, checkpoint.metadata.source.zero_stage)
+            check_client_schedulers(engine, plan, checkpoint.training_state.checkpoint)
             planned.append((plan, host, warnings))
             return RankPlan.of(plan, at.mp_rank, config, found.folder, host.runs_code)
 
@@ -239,6 +241,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
         raise as_partial_load_error(cause) from cause
     compat.record_counts(call.engine)
+    expect_schedulers(call.engine, ready.plan)
     compares_run = call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
     replaced = ready.plan.replaces_live_values
     same, other = compare_run(call.engine, ready.found.folder, replaced) if compares_run else ("", ())

@@ -31,6 +31,7 @@ from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, ex
 from elastic_ckpt.load.installation import with_flags
 from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
+from elastic_ckpt.load.scheduler_hook import forget_schedulers, unwatch_schedulers
 from elastic_ckpt.load.trainer_hook import unwatch_trainer, watch_trainer
 from elastic_ckpt.patches import aligned_partitions, argument, config_errors, pipeline_stages, unwrap, wrap
 from elastic_ckpt.storage import VIEW, absolute, exists, is_url, seen_through
@@ -66,6 +67,7 @@ def unpatch_engine() -> None:
         config_errors.unwatch_config()
         unwatch_pretrained()
         unwatch_trainer()
+        unwatch_schedulers()
 
 
 def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
@@ -87,6 +89,7 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
 def _decide_and_load(own: Callable[..., Any], engine: Any, arguments: LoadArguments) -> Any:
     """Decide, the same way on every rank, who loads; then load."""
     engine.elastic_report = None
+    forget_schedulers(engine)
     distributed.begin_load()
     call = LoadCall(engine, arguments, agreed_config(engine, arguments))
     if call.config.mode == "off":

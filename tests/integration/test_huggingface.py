@@ -50,6 +50,31 @@ def test_trainer_resumes_exactly_on(arguments: tuple[str, ...], ranks: int, save
     assert_trains_on(before, resumed)
 
 
+#: Norms and biases, which the Trainer puts into a param group of their own; DeepSpeed drops one that is empty.
+SMALL = r"ln_|\.bias$|norm"
+#: What each run trains, and the number of param groups that it has.
+OTHER_GROUPS = {
+    "freeze, then unfreeze": (("--frozen", SMALL), 1, (), 2),
+    "LoRA, then the norms too": ((LORA,), 1, (LORA, "--trained", "norm"), 2),
+    "all, then without norms and biases": ((), 2, ("--frozen", SMALL), 1),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_GROUPS)
+def test_the_schedule_of_the_trainer_goes_on_in_other_param_groups(case: str, saved: Run, run: Run) -> None:
+    was, before_groups, now, groups = OTHER_GROUPS[case]
+    before = saved(SCRIPT, *Z2, *was)
+    resumed = run(3, SCRIPT, *Z2, *now, TO_RESUME, str(before.output / "checkpoint-3"), elastic=True)
+    assert len(before.holds("saved-3")["groups"]) == before_groups
+    schedule = {str(step): 1e-2 * (6 - step) / 4 for step in (3, 4, 5)}  # linear, after two steps of warm-up
+    assert resumed.result["rates"] == {step: [pytest.approx(rate)] * groups for step, rate in schedule.items()}
+    held, loaded = before.holds("saved-3"), resumed.holds("loaded")
+    common = held["masters"].keys() & loaded["masters"].keys()
+    assert common and len(common) == min(len(held["masters"]), len(loaded["masters"]))
+    assert_same_tensors(*({name: each["masters"][name] for name in common} for each in (held, loaded)))
+    assert len(loaded["scheduler"]["base_lrs"]) == groups
+
+
 def test_eight_bit_states_of_cut_blocks_move_by_one_quantization_at_most(saved: Run, run: Run) -> None:
     arguments = (*Z3, *EIGHT_BIT)
     before = saved(SCRIPT, *arguments)

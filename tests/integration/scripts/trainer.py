@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def main() -> None:
     parser.add_argument("--local_rank", help="of DeepSpeed's launcher")
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--frozen", help="a pattern in the names of parameters that do not train")
+    parser.add_argument("--trained", help="a pattern in the names of parameters that train beside the adapter")
     parser.add_argument("--optim", default="adamw_torch")
     parser.add_argument("--deepspeed_scheduler", action="store_true")
     parser.add_argument("--align_partitions", action="store_true")
@@ -67,7 +70,13 @@ def main() -> None:
     texts = tokens(96)
     if options.sp is not None:
         texts = [sequence.with_positions(text["input_ids"]) for text in tokens(GLOBAL_BATCH // 2)] * 16
-    trainer = MeanOverTokens(build_model(options), settings, train_dataset=texts, eval_dataset=tokens(12))
+    model = build_model(options)
+    for name, param in model.named_parameters():
+        if options.frozen and re.search(options.frozen, name):
+            param.requires_grad_(False)
+        if options.trained and re.search(options.trained, name):
+            param.requires_grad_(True)
+    trainer = MeanOverTokens(model, settings, train_dataset=texts, eval_dataset=tokens(12))
     trainer.add_callback(Witness(trainer, options.seen))
     trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
     if options.load_best_model_at_end:
@@ -119,6 +128,10 @@ class Witness(TrainerCallback):
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self.trainer, self.folder = trainer, folder
+        self.rates: dict[int, list[float]] = {}  # by step, of each param group
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.rates[state.global_step] = [group["lr"] for group in self.trainer.deepspeed.optimizer.param_groups]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step:
@@ -131,6 +144,7 @@ class Witness(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         losses = {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry}
         result = {"global_step": state.global_step, "losses": losses, "best": state.best_model_checkpoint}
+        result["rates"] = self.rates
         if state.is_world_process_zero:
             (self.folder / "result.json").write_text(json.dumps(result))
 

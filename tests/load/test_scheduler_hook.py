@@ -1,0 +1,207 @@
+"""Schedulers that a framework restores after a load into other param groups, against ones that ran on such groups."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, SavedRate
+from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.load.scheduler_hook import (
+    check_client_schedulers,
+    expect_schedulers,
+    forget_schedulers,
+    unwatch_schedulers,
+)
+from elastic_ckpt.planning.param_groups import transferable
+from tests.engines.test_schedulers import FACTORIES, LOSSES, REBUILT, advance, optimizer_of
+
+OF_TORCH = [kind for kind in FACTORIES if not kind.startswith("Warmup") and kind != "OneCycle"]
+
+
+@pytest.fixture(autouse=True)
+def unpatched() -> Iterator[None]:
+    before = {kind: vars(kind).get("load_state_dict") for kind in (lr_scheduler.LRScheduler, lr_scheduler.LambdaLR)}
+    yield
+    unwatch_schedulers()
+    assert before == {kind: vars(kind).get("load_state_dict") for kind in before}
+
+
+def plan_of(sources: Sequence[int | None], saved_groups: int, rates: Sequence[float | None] = ()) -> LoadPlan:
+    members = tuple(() if source is None else (source,) for source in sources)
+    saved_rates = tuple(
+        None if source is None or rate is None else SavedRate(source, rate)
+        for source, rate in zip(sources, rates or [None] * len(sources), strict=True)
+    )
+    reads = ReadPlan((), (), (), ())
+    return LoadPlan(reads, saved_groups=saved_groups, member_groups=members, saved_rates=saved_rates)
+
+
+def engine_of(optimizer: torch.optim.Optimizer) -> Any:
+    return SimpleNamespace(optimizer=optimizer, lr_scheduler=None)
+
+
+class Wrapper:
+    """An optimizer around another one, as Accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+def saved_run(kind: str, names: list[str], steps: int) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = optimizer_of(names)
+    scheduler = FACTORIES[kind](optimizer, names)
+    advance(optimizer, scheduler, LOSSES[:steps])
+    return optimizer, copy.deepcopy(scheduler.state_dict())
+
+
+def loaded(old: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, sources: Sequence[int | None]) -> None:
+    """What ``load_checkpoint`` does of it."""
+    for group, source in zip(optimizer.param_groups, sources, strict=True):
+        group.update({} if source is None else transferable(old.param_groups[source]))
+    rates = [None if source is None else old.param_groups[source]["lr"] for source in sources]
+    expect_schedulers(engine_of(optimizer), plan_of(sources, len(old.param_groups), rates))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", REBUILT)
+@pytest.mark.parametrize("kind", OF_TORCH)
+def test_each_group_goes_on_with_its_own_rates(kind: str, case: str) -> None:
+    was, now, sources = REBUILT[case]
+    reference = optimizer_of(now)
+    expected = advance(reference, FACTORIES[kind](reference, now), LOSSES)
+    for steps in (1, 5, 8):
+        old, state = saved_run(kind, was, steps)
+        before, optimizer = copy.deepcopy(state), optimizer_of(now)
+        scheduler = FACTORIES[kind](optimizer, now)
+        loaded(old, optimizer, sources)
+        scheduler.load_state_dict(state)
+        assert repr(state) == repr(before), "it is the framework's"
+        assert advance(optimizer, scheduler, LOSSES[steps:]) == expected[steps:]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["LambdaLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR"])
+def test_a_new_group_begins_at_the_restored_position(kind: str) -> None:
+    """Of the Trainer that unfreezes a norm: one group was saved, two are live."""
+    names = ["a", "new"]
+    reference = optimizer_of(names)
+    expected = advance(reference, FACTORIES[kind](reference, names), LOSSES)
+    old, state = saved_run(kind, ["a"], 5)
+    optimizer = optimizer_of(names)
+    scheduler = FACTORIES[kind](optimizer, names)
+    loaded(old, optimizer, [0, None])
+    scheduler.load_state_dict(state)
+    assert [group["lr"] for group in optimizer.param_groups] == expected[4]
+    assert list(scheduler.get_last_lr()) == expected[4]
+    assert advance(optimizer, scheduler, LOSSES[5:]) == expected[5:]
+
+
+def test_a_new_group_of_a_schedule_without_a_formula_goes_on_from_its_own_rate(caplog: Any) -> None:
+    old, state = saved_run("StepLR", ["a"], 5)
+    optimizer = optimizer_of(["a", "new"])
+    scheduler = FACTORIES["StepLR"](optimizer, ["a", "new"])
+    loaded(old, optimizer, [0, None])
+    scheduler.load_state_dict(state)
+    assert [group["lr"] for group in optimizer.param_groups] == [old.param_groups[0]["lr"], 0.3]
+    assert "not applied to param groups 1, which continue from lr 0.3" in caplog.text
+    advance(optimizer, scheduler, LOSSES[5:6])  # step 6 halves both
+    assert optimizer.param_groups[1]["lr"] == 0.15
+
+
+def test_a_scheduler_on_a_wrapped_optimizer_is_found_and_one_of_another_optimizer_is_left() -> None:
+    old, state = saved_run("LambdaLR", ["a", "b"], 5)
+    optimizer, other = optimizer_of(["b", "a"]), optimizer_of(["b", "a"])
+    scheduler, of_other = (FACTORIES["LambdaLR"](each, ["b", "a"]) for each in (optimizer, other))
+    loaded(old, optimizer, [1, 0])
+    scheduler.optimizer = Wrapper(optimizer)
+    scheduler.load_state_dict(state_dict=state)
+    assert scheduler.base_lrs == state["base_lrs"][::-1]
+    of_other.load_state_dict(state)
+    assert of_other.base_lrs == state["base_lrs"]
+
+
+def test_only_the_next_state_is_put_in_order() -> None:
+    old, state = saved_run("LambdaLR", ["a", "b"], 5)
+    optimizer = optimizer_of(["b", "a"])
+    scheduler = FACTORIES["LambdaLR"](optimizer, ["b", "a"])
+    loaded(old, optimizer, [1, 0])
+    scheduler.load_state_dict(state)
+    own = copy.deepcopy(scheduler.state_dict())
+    scheduler.load_state_dict(own)
+    assert scheduler.base_lrs == own["base_lrs"] == state["base_lrs"][::-1]
+
+
+@pytest.mark.parametrize("end", ["another load", "uninstall", "groups as saved"])
+def test_what_is_over_replaces_nothing(end: str) -> None:
+    old, state = saved_run("LambdaLR", ["a", "b"], 5)
+    optimizer = optimizer_of(["b", "a"])
+    scheduler = FACTORIES["LambdaLR"](optimizer, ["b", "a"])
+    loaded(old, optimizer, [1, 0])
+    if end == "another load":
+        forget_schedulers(engine_of(optimizer))
+    elif end == "uninstall":
+        unwatch_schedulers()
+    else:
+        expect_schedulers(engine_of(optimizer), plan_of([0, 1], 2))
+    scheduler.load_state_dict(state)
+    assert scheduler.base_lrs == state["base_lrs"]
+
+
+def test_a_state_that_has_as_many_entries_as_there_are_live_groups_is_not_the_checkpoints() -> None:
+    old, _ = saved_run("LambdaLR", ["a"], 5)
+    optimizer = optimizer_of(["a", "b"])
+    scheduler = FACTORIES["LambdaLR"](optimizer, ["a", "b"])
+    _, state = saved_run("LambdaLR", ["b", "a"], 5)
+    loaded(old, optimizer, [0, None])
+    scheduler.load_state_dict(state)
+    assert scheduler.base_lrs == state["base_lrs"]
+
+
+class Own(lr_scheduler.LambdaLR):
+    """A class that keeps something by param group under a name of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.boosts = [1.0 for _ in optimizer.param_groups]
+        super().__init__(optimizer, lambda step: 1.0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+def test_what_cannot_be_put_in_order_is_an_error_at_that_call_and_before_it_in_a_client_state() -> None:
+    state = copy.deepcopy(Own(optimizer_of(["a", "b"])).state_dict())
+    optimizer = optimizer_of(["b", "a"])
+    scheduler = Own(optimizer)
+    own = repr(scheduler.state_dict())
+    plan = plan_of([1, 0], 2)
+    expect_schedulers(engine_of(optimizer), plan)
+    with pytest.raises(MismatchError, match="boosts") as caught:
+        scheduler.load_state_dict(state)
+    assert repr(scheduler.state_dict()) == own
+    assert "as they were saved" in str(caught.value.remedy) and "load_checkpoint" not in str(caught.value.remedy)
+    client_state = {"lr_schedulers": [state], "epoch": 3}
+    with pytest.raises(MismatchError, match="boosts"):
+        check_client_schedulers(engine_of(optimizer), plan, client_state)
+    check_client_schedulers(engine_of(optimizer), plan_of([0, 1], 2), client_state)
+    check_client_schedulers(engine_of(optimizer_of(["b", "a"])), plan, client_state)  # no scheduler is there
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("sources", [[1, 0], [0, 1, None], [1], [None, None], [0, 0, 1]])
+@pytest.mark.parametrize("kind", OF_TORCH)
+def test_no_state_of_torch_in_a_client_state_is_refused(kind: str, sources: list[int | None]) -> None:
+    _, state = saved_run(kind, ["a", "b"], 5)
+    optimizer = optimizer_of(["a"] * len(sources))
+    FACTORIES["LambdaLR"](optimizer, ["a"] * len(sources))
+    check_client_schedulers(engine_of(optimizer), plan_of(sources, 2), {"lr_schedulers": [state]})
