@@ -88,7 +88,7 @@ def test_no_loader_of_a_trainer_is_fed_otherwise(run: Run) -> None:
     )
     assert all(batches in said[kind] for kind in ("stream", "shard", "shards", "unsized"))
     assert ranks in said["shards"] and ranks not in said["stream"]
-    assert "global batch" in said["plain"] and "global batch" not in said["split"] and "off" not in said["split"]
+    assert "global batch" in said["plain"] and "batch: 4 -> 2" not in said["split"] and "off" not in said["split"]
 
 
 def said_of(log: str) -> dict[str, str]:
