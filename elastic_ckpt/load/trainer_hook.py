@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -194,7 +194,8 @@ def _counter_at_start(trainer: Any, call: dict[str, Any]) -> _Counter | None:
     everybody = distributed.all_gather("look at the Trainer's data", lambda: _looked_at(trainer, call))
     places, lines = zip(*everybody, strict=True)
     place: _Place = places[0]
-    is_known = place.length is not None and all(each == place for each in places)
+    # ranks may have seeds of their own, of which the first one's stands for all
+    is_known = place.length is not None and all(replace(each, order=place.order) == place for each in places)
     line = next(filter(None, lines), "")
     if distributed.rank() == 0 and line:
         logger.warning("%s", line)

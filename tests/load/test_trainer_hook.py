@@ -156,10 +156,16 @@ def test_a_loader_without_a_data_set_is_said_to_be_off(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(
-    "other", [lambda place: (trainer_hook._Place(), "failed"), lambda place: (replace(place, length=25), "")]
+    ("other", "counts"),
+    [
+        (lambda place: (trainer_hook._Place(), "failed"), False),
+        (lambda place: (replace(place, length=25), ""), False),
+        (lambda place: (replace(place, saved=17), ""), False),
+        (lambda place: (replace(place, order="Ordered of seed 2"), ""), True),
+    ],
 )
 def test_ranks_count_together_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: Callable[[Any], Any]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: Callable[[Any], Any], counts: bool
 ) -> None:
     def of_two(doing: str, work: Callable[[], Any]) -> list[Any]:
         mine = work()
@@ -167,4 +173,4 @@ def test_ranks_count_together_or_not_at_all(
 
     monkeypatch.setattr(distributed, "all_gather", of_two)
     counter, _ = counted(trainer_of(), Loader(Ordered(1)), caplog)
-    assert counter is None
+    assert (counter is not None) == counts
