@@ -192,14 +192,15 @@ def _counter_at_start(trainer: Any, call: dict[str, Any]) -> _Counter | None:
     if trainer.args.ignore_data_skip:
         return None
     everybody = distributed.all_gather("look at the Trainer's data", lambda: _looked_at(trainer, call))
-    places, lines = zip(*everybody, strict=True)
-    place: _Place = places[0]
+    place, line = everybody[0]
     # ranks may have seeds of their own, of which the first one's stands for all
-    is_known = place.length is not None and all(replace(each, order=place.order) == place for each in places)
-    line = next(filter(None, lines), "")
+    is_common = all(replace(each, order=place.order) == place for each, _ in everybody)
+    if not is_common:
+        lines = (said for each, said in everybody if each.length is None and said)
+        line = next(lines, f"{_LEFT}, since ranks find themselves at different places of it")
     if distributed.rank() == 0 and line:
         logger.warning("%s", line)
-    if not is_known or place.length is None:
+    if not is_common or place.length is None:
         return None
     counter = _Counter(trainer, place.length, place.order)
     counter.is_off = place.skipped != place.saved

@@ -156,21 +156,22 @@ def test_a_loader_without_a_data_set_is_said_to_be_off(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(
-    ("other", "counts"),
+    ("other", "why"),
     [
-        (lambda place: (trainer_hook._Place(), "failed"), False),
-        (lambda place: (replace(place, length=25), ""), False),
-        (lambda place: (replace(place, saved=17), ""), False),
-        (lambda place: (replace(place, order="Ordered of seed 2"), ""), True),
+        (lambda place: (trainer_hook._Place(), "leaves it, failed"), "leaves it, failed"),
+        (lambda place: (replace(place, length=25), "continues"), "different places"),
+        (lambda place: (replace(place, saved=17), "continues"), "different places"),
+        (lambda place: (replace(place, order="Ordered of seed 2"), "continues"), ""),
     ],
 )
 def test_ranks_count_together_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: Callable[[Any], Any], counts: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: Callable[[Any], Any], why: str
 ) -> None:
     def of_two(doing: str, work: Callable[[], Any]) -> list[Any]:
         mine = work()
         return [mine, other(mine[0])]
 
     monkeypatch.setattr(distributed, "all_gather", of_two)
-    counter, _ = counted(trainer_of(), Loader(Ordered(1)), caplog)
-    assert (counter is not None) == counts
+    counter, log = counted(trainer_of(), Loader(Ordered(1)), caplog)
+    assert (counter is None) == bool(why) and why in log
+    assert ("continues after" in log) == (counter is not None)
