@@ -142,7 +142,6 @@ COVERED_BY = {
     "distributed/test_ds_to_universal.py": "ds_to_universal/__main__",
     "tools/test_fetch.py": "cli/fetch",
     "data/test_sampler.py": "data/position",
-    "integration/test_trainer_data.py": "load/trainer_hook",
     "distributed/test_data_position.py": "load/data_position",
     "distributed/test_parallel.py": "megatron",
     "distributed/test_resume_sheet.py": "load/resume_sheet tools/explain",

@@ -84,8 +84,18 @@ def samples_consumed(saved: TrainingState) -> int | None:
 def counted_samples(saved: TrainingState) -> int | None:
     """DeepSpeed's own count, without AutoTP's ranks, which it multiplies it by; ``None`` if it is not saved."""
     samples, batch = saved.counters.get("global_samples"), saved.batch.global_batch
-    config = saved.checkpoint.get("ds_config")
-    stated = config.get("train_batch_size") if isinstance(config, Mapping) else None
-    if samples is None or batch is None or not isinstance(stated, int) or stated < 1:
+    if samples is None or batch is None:
         return samples
-    return int(samples * batch // stated)
+    config = saved.checkpoint.get("ds_config")
+    return int(samples * batch // _counted_batch(saved, config if isinstance(config, Mapping) else {}, batch))
+
+
+def _counted_batch(saved: TrainingState, config: Mapping[str, Any], batch: int) -> int:
+    """The samples that DeepSpeed counted in a step: AutoTP's ranks are among those that its config knows, unless an
+    ``mpu`` told them apart, whose steps count as many samples as a batch has."""
+    stated, section = config.get("train_batch_size"), config.get("tensor_parallel")
+    if isinstance(stated, int) and stated >= 1:
+        return stated
+    degree = section.get("autotp_size") if isinstance(section, Mapping) else None
+    is_each_once = saved.counters.get("global_samples") == saved.counters.get("global_steps", 0) * batch
+    return batch * degree if isinstance(degree, int) and degree > 1 and not is_each_once else batch

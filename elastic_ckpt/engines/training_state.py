@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -262,14 +262,19 @@ def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple
     return [Outcome("loss scale", what, (), why)], changes
 
 
-def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bool) -> tuple[str, ...]:
+def compare_batches(
+    engine: Any, data_degree: int, saved: BatchSizes, refuse: bool, is_split: bool = False
+) -> tuple[str, ...]:
     """Warnings about changes of the global batch and of the micro-batches per step.
 
     ``engine.train_batch_size()`` counts the tensor-parallel ranks of AutoTP too, each of which has the same samples.
-    Raises :class:`MismatchError` if something changed and ``refuse`` is set.
+    ``is_split``: a batch of the live loader is that of all ranks together, as it may have been in the saved run. Raises
+    :class:`MismatchError` if something changed and ``refuse`` is set.
     """
     micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-    live, changes = BatchSizes(micro * steps * data_degree, micro, steps), []
+    live, changes = BatchSizes(micro * steps * (1 if is_split else data_degree), micro, steps), list[str]()
+    if is_split and saved.global_batch != live.global_batch and None not in vars(saved).values():
+        saved = replace(saved, global_batch=(saved.micro_batch or 0) * (saved.accumulation_steps or 0))
     if saved.global_batch not in (None, live.global_batch):
         sizes = f"{saved.global_batch} -> {live.global_batch} samples"
         changes.append(f"global batch: {sizes}; steps and learning rate no longer mean the same")

@@ -36,6 +36,7 @@ from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.nothing_matched import refuse_nothing
 from elastic_ckpt.load.resume_sheet import compare_run
 from elastic_ckpt.load.scheduler_hook import check_client_schedulers, expect_schedulers
+from elastic_ckpt.load.trainer_hook import splits_batches
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, united
@@ -191,7 +192,8 @@ def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> t
     engine, saved, metadata = call.engine, checkpoint.training_state, checkpoint.metadata
     if call.arguments.load_module_only or not call.arguments.has_optimizer:
         return ()
-    warnings = training_state.compare_batches(engine, data_degree, saved.batch, refuse=call.config.on_change == "error")
+    refuse, is_split = call.config.on_change == "error", splits_batches()
+    warnings = training_state.compare_batches(engine, data_degree, saved.batch, refuse, is_split)
     warnings += training_state.warn_of_data(saved)
     if call.arguments.restores_states:
         warnings += metadata.warnings
@@ -344,6 +346,8 @@ def _data_progress(ready: Prepared) -> dict[str, int]:
     """The report's numbers about the data; none if the job begins anew."""
     consumed = samples_consumed(ready.checkpoint.training_state)
     if consumed is None or ready.call.arguments.load_module_only or not ready.call.arguments.has_optimizer:
+        return {}
+    if splits_batches():  # DeepSpeed counts each as many times as there are ranks
         return {}
     micro_batch = ready.call.engine.train_micro_batch_size_per_gpu() * ready.local_state.model.coordinates.data_degree
     batches, samples = divmod(consumed, micro_batch)

@@ -72,7 +72,8 @@ def _load_pretrained_model(
     distributed.begin_load()
 
     def objection() -> str | None:
-        configs.append(read_config(ds_config).model_copy(update={"rename": []}))  # which is about checkpoints
+        # both are about checkpoints
+        configs.append(read_config(ds_config).model_copy(update={"rename": [], "added_rows": []}))
         if configs[0].mode == "off" or configs[0].pretrained == "off":
             return ""
         return next(_objections(model, state_dict, checkpoint_files, load_config, ds_config), None)

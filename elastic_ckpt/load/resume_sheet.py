@@ -28,6 +28,7 @@ from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.coordinates import coordinates_of
 from elastic_ckpt.engines.data_position import registered
 from elastic_ckpt.formats.sheet import read_sheet
+from elastic_ckpt.load.trainer_hook import splits_batches
 from elastic_ckpt.storage.local import made_whole
 
 logger = logger_of(__name__)
@@ -87,7 +88,7 @@ def sheet_of(engine: Any, losses: Any = ()) -> ResumeSheet:
     return ResumeSheet(
         step=engine.global_steps,
         world_size=dist.get_world_size(),
-        global_batch=micro_batches * at.data_degree,
+        global_batch=micro_batches * (1 if splits_batches() else at.data_degree),
         precision="bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
         groups=[_numbers_in(group) for group in groups],
         data=None if (sampler := registered(engine)) is None else sampler.state_dict(),

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -18,12 +19,18 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.logs import logger_of
+from elastic_ckpt.core.text import one_line
 from elastic_ckpt.data import ElasticSampler, Trained
 from elastic_ckpt.engines.data_position import registered, saved_position, set_registered
 from elastic_ckpt.patches import unwrap, wrap
 
 logger = logger_of(__name__)
 _TRAINER, _METHOD, _COUNTER = "transformers.trainer", "_run_epoch", "_elastic_ckpt_counter"
+#: Entry of a data position: the order of its samples in words, the first of which means that of the data set.
+_ORDER, _AS_IT_IS = "order", "as it is"
+#: Of Accelerate: a loader whose first rank reads for all, and a stream of which each rank takes its part of a batch.
+_DISPATCHER, _STREAM_BY_BATCH = "DataLoaderDispatcher", "IterableDatasetShard"
+_LEFT = "elastic_ckpt leaves the data to the Trainer"
 _PARAMETERS = {"epoch", "train_dataloader", "steps_in_epoch", "resume_from_checkpoint"}
 _PARAMETERS |= {"epochs_trained", "steps_trained_in_current_epoch"}
 
@@ -38,13 +45,16 @@ class _Counter(ElasticSampler):
         is_off: whether the Trainer's own count begins at another sample, so that its epochs are not those of the data.
     """
 
-    def __init__(self, trainer: Any, length: int) -> None:
+    def __init__(self, trainer: Any, length: int, order: str) -> None:
         super().__init__(length, shuffle=False, num_replicas=1, rank=0)
-        self.begins, self.is_off = True, False
+        self.begins, self.is_off, self._order = True, False, order
         self._state, self._batch = trainer.state, int(trainer.get_total_train_batch_size(trainer.args))
 
     def _trained(self) -> Trained:
         return Trained(self._state.global_step * self._batch, 1)
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), _ORDER: self._order}
 
     def check(self, state: Any) -> None:
         """Nothing: its place is that of the Trainer's own run."""
@@ -97,9 +107,29 @@ def _run_epoch(original: Callable[..., None], trainer: Any, *args: Any, **kwargs
         counter.move_to((each + 1) * counter.length)
 
 
+def splits_batches() -> bool:
+    """Whether a Trainer calls whose Accelerate divides each batch between ranks, which its engine does not know.
+
+    It is found among the callers: nothing else leads from an engine to its Trainer while that makes it.
+    """
+    trainer, frame = getattr(sys.modules.get(_TRAINER), "Trainer", None), inspect.currentframe()
+    while trainer is not None and frame is not None:
+        if isinstance(caller := frame.f_locals.get("self"), trainer):
+            return bool(getattr(getattr(caller, "accelerator", None), "split_batches", False))
+        frame = frame.f_back
+    return False
+
+
+def _data_ranks(trainer: Any) -> int:
+    """Ranks with samples of their own."""
+    parallel = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
+    return int(trainer.args.world_size // parallel)
+
+
 def _per_batch(trainer: Any) -> int:
     """Samples of all ranks in one batch of their loaders."""
-    return int(trainer.get_total_train_batch_size(trainer.args) // trainer.args.gradient_accumulation_steps)
+    samples = trainer.get_total_train_batch_size(trainer.args) // trainer.args.gradient_accumulation_steps
+    return int(samples // _data_ranks(trainer) if trainer.accelerator.split_batches else samples)
 
 
 def _batches(trainer: Any, length: int, per_batch: int) -> int:
@@ -133,57 +163,156 @@ def _batch_sampler(loader: Any) -> Any:
     return sampler
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a run begins in its data, the same on all ranks.
+
+    Attributes:
+        length: samples of an epoch; ``None``: the data is left to the Trainer.
+        order: of an epoch's samples, in words.
+        saved: samples after which the saved run ended.
+        skipped: samples after which the Trainer would begin by its own count.
+    """
+
+    length: int | None = None
+    order: str = ""
+    saved: int = 0
+    skipped: int = 0
+
+
 def _counter_at_start(trainer: Any, call: dict[str, Any]) -> _Counter | None:
-    """What counts the samples of a Trainer for its saves, at the first of this run; ``None`` if that is not known."""
+    """What counts the samples of a Trainer for its saves, at the first of this run; ``None`` if that is not known.
+
+    Collective: saves are, where there is such a counter. What the data's own objects raise is no reason to stop.
+    """
     engine = getattr(trainer, "deepspeed", None)
     if engine is None or not isinstance(registered(engine), _Counter | None):  # the script has a sampler of its own
         return None
     set_registered(engine, None)
     if trainer.args.ignore_data_skip:
         return None
-    length, saved, skipped = _length(trainer, call), 0, 0
-    if call["resume_from_checkpoint"] is not None:
-        if length is None or (position := _saved_position(trainer, length)) is None:
-            _say_left(trainer, call)
-            return None
-        skipped = min(call["steps_trained_in_current_epoch"] * _per_batch(trainer), length)
-        saved, skipped = position, skipped + call["epochs_trained"] * length
-        off = f"; by its own count of steps, it would be {abs(skipped - saved)} samples off" * (skipped != saved)
-        if distributed.rank() == 0:
-            where = f"after sample {saved % length} of {length} in epoch {saved // length}"
-            logger.warning("elastic_ckpt: the Trainer continues %s%s", where, off)
-    if length is None:
+    everybody = distributed.all_gather("look at the Trainer's data", lambda: _looked_at(trainer, call))
+    place, line = everybody[0]
+    # ranks may have seeds of their own, of which the first one's stands for all
+    is_common = all(replace(each, order=place.order) == place for each, _ in everybody)
+    if not is_common:
+        lines = (said for each, said in everybody if each.length is None and said)
+        line = next(lines, f"{_LEFT}, since ranks find themselves at different places of it")
+    if distributed.rank() == 0 and line:
+        logger.warning("%s", line)
+    if not is_common or place.length is None:
         return None
-    counter = _Counter(trainer, length)
-    counter.is_off = skipped != saved
-    counter.move_to(saved)
+    counter = _Counter(trainer, place.length, place.order)
+    counter.is_off = place.skipped != place.saved
+    counter.move_to(place.saved)
     set_registered(engine, counter)
     return counter
 
 
-def _say_left(trainer: Any, call: dict[str, Any]) -> None:
-    """Warn of what the Trainer does by itself, if that is not to go on where the saved run ended."""
-    own = call["epochs_trained"] + call["steps_trained_in_current_epoch"] / (call["steps_in_epoch"] or 1)
-    if not hasattr(dataset := call["train_dataloader"].dataset, "__len__") or distributed.rank():
-        return
-    if off := round(abs(own - trainer.state.epoch) * len(dataset)):
-        text = f"goes on by its own count of steps, about {off} samples off"
-        logger.warning("elastic_ckpt leaves the data to the Trainer, which %s", text)
+def _looked_at(trainer: Any, call: dict[str, Any]) -> tuple[_Place, str]:
+    """This rank's place in the data, and what is to be said of it. Local; raises nothing."""
+    try:
+        return _place(trainer, call)
+    except Exception as error:  # of a sampler, a loader or a data set of the user's
+        why = f"{type(error).__name__}: {one_line(str(error))}"
+        return _Place(), f"{_LEFT}, since its loader does not tell its place ({why})"
+
+
+def _place(trainer: Any, call: dict[str, Any]) -> tuple[_Place, str]:
+    length, is_resumed = _length(trainer, call), call["resume_from_checkpoint"] is not None
+    order = "" if length is None else _order(_batch_sampler(call["train_dataloader"]).sampler)
+    if not is_resumed:
+        return _Place(length, order), ""
+    if length is None or (saved := _saved_position(trainer, length)) is None:
+        return _Place(), _of_the_trainers_own(trainer, call)
+    skipped = min(call["steps_trained_in_current_epoch"] * _per_batch(trainer), length)
+    skipped += call["epochs_trained"] * length
+    line = f"elastic_ckpt: the Trainer continues after sample {saved % length} of {length} in epoch {saved // length}"
+    line += f"; by its own count of steps, it would be {abs(skipped - saved)} samples off" * (skipped != saved)
+    return _Place(length, order, saved, skipped), line + _of_order(trainer, order, saved % length)
+
+
+def _order(sampler: Any) -> str:
+    """The order of a sampler's epochs, in words that differ where it does."""
+    if type(sampler) is SequentialSampler:
+        return _AS_IT_IS
+    seeds = (getattr(sampler, key, None) for key in ("initial_seed", "seed"))
+    seed = next((each for each in seeds if isinstance(each, int)), None)
+    return type(sampler).__name__ + ("" if seed is None else f" of seed {seed}")
+
+
+def _of_order(trainer: Any, order: str, within: int) -> str:
+    """What is to be said of the order, for a run that continues ``within`` an epoch."""
+    position = saved_position(trainer.deepspeed)
+    saved = None if position is None else position.get(_ORDER)
+    if not within or saved == order or (saved is None and order == _AS_IT_IS):
+        return ""
+    if saved is None:
+        return ". That is the next one if the order is the saved run's, whose seed and data_seed are not recorded"
+    return f", but of another order ({order} instead of {saved}): of this epoch, samples come twice, and others never"
+
+
+def _of_the_trainers_own(trainer: Any, call: dict[str, Any]) -> str:
+    """What the Trainer does by itself, if that is not known to go on where the saved run ended."""
+    loader = call["train_dataloader"]
+    if (batches := _len(loader)) is not None:
+        own = call["epochs_trained"] + call["steps_trained_in_current_epoch"] / (call["steps_in_epoch"] or 1)
+        part = abs(own - trainer.state.epoch)
+        samples = _len(_dataset(loader))
+        off = round(part * (batches * _per_batch(trainer) if samples is None else samples))
+        return f"{_LEFT}, which goes on by its own count of steps, about {off} samples off" if off else ""
+    if (batch := _saved_per_batch(trainer)) is None:
+        return ""
+    source, now = trainer.deepspeed.elastic_report.source, _data_ranks(trainer)
+    then = source.sequence.data_degree(source.partition_degree)
+    line = f"; those of the saved run had {batch}" * (batch != _per_batch(trainer))
+    if now != then and not _is_in_global_order(loader):
+        line += f"; what a stream gives to each rank may depend on their number, {now} instead of {then}, so that some "
+        line += "samples may come twice, and others never"
+    skips = f"{_LEFT}, which skips {call['steps_trained_in_current_epoch']} batches of {_per_batch(trainer)} samples"
+    return skips + line if line else ""
+
+
+def _saved_per_batch(trainer: Any) -> int | None:
+    """Samples of all ranks in one batch of the saved run's loaders; ``None`` if the checkpoint does not tell."""
+    report = trainer.deepspeed.elastic_report
+    if report is None or report.batch is None or None in vars(report.batch).values():
+        return None
+    if trainer.accelerator.split_batches:  # as then, it is supposed
+        return int(report.batch.micro_batch)
+    return int(report.batch.global_batch // report.batch.accumulation_steps)
+
+
+def _is_in_global_order(loader: Any) -> bool:
+    """Whether Accelerate divides a stream batch by batch, so that the ranks together get it in its own order."""
+    return type(loader).__name__ == _DISPATCHER or type(getattr(loader, "dataset", None)).__name__ == _STREAM_BY_BATCH
+
+
+def _len(sized: Any) -> int | None:
+    """The length of an object of the user's; ``None`` if it has none, or fails to tell it."""
+    try:
+        return len(sized)
+    except Exception:
+        return None
+
+
+def _dataset(loader: Any) -> Any:
+    """The data set of a loader, inside what Accelerate puts around a stream; ``None`` without one."""
+    dataset: Any = getattr(loader, "dataset", None)
+    return dataset.dataset if type(dataset).__name__ == _STREAM_BY_BATCH else dataset
 
 
 def _saved_position(trainer: Any, length: int) -> int | None:
     """Samples after which a save was made: as it says, or by its part of an epoch and the batch of the saved run."""
-    engine, position = trainer.deepspeed, saved_position(trainer.deepspeed)
+    position = saved_position(trainer.deepspeed)
     if position is not None:
-        if {**position, "samples_consumed": 0} != _Counter(trainer, length).facts() | {"samples_consumed": 0}:
+        own = {"samples_consumed": 0, _ORDER: ""}
+        if {**position, **own} != _Counter(trainer, length, "").facts() | own:
             return None
         saved = int(position["samples_consumed"])
     else:
-        report = engine.elastic_report
-        if report is None or report.batch is None or None in vars(report.batch).values():
-            return None
-        per_batch = report.batch.global_batch // report.batch.accumulation_steps
-        if not (batches := _batches(trainer, length, per_batch)):
+        per_batch = _saved_per_batch(trainer)
+        if per_batch is None or not (batches := _batches(trainer, length, per_batch)):
             return None
         epoch, batch = divmod(round(trainer.state.epoch * batches), batches)
         saved = int(epoch * length + min(batch * per_batch, length))

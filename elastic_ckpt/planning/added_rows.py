@@ -28,8 +28,8 @@ _SAME_SIZES = "build the model with the sizes it was saved with"
 
 
 @dataclass(frozen=True)
-class Grown:
-    """A parameter or buffer, or one of fewer rows, with its shape on both sides."""
+class Resized:
+    """A parameter or buffer whose shape is not the saved one."""
 
     name: str
     saved: Shape
@@ -53,7 +53,7 @@ def grown_parameters(
     names: Iterable[str],
     patterns: Sequence[str],
     rules: ShardingRules,
-) -> tuple[Grown, ...]:
+) -> tuple[Resized, ...]:
     """The parameters in ``names`` whose new rows the user asks to keep.
 
     Raises :class:`MismatchError` if one has other shapes and is not asked for, unless a rule says that it is a padded
@@ -74,7 +74,7 @@ def grown_parameters(
     return tuple(asked)
 
 
-def keep_added_rows(plan: ReshardPlan, grown: Iterable[Grown]) -> None:
+def keep_added_rows(plan: ReshardPlan, grown: Iterable[Resized]) -> None:
     """Add to a plan that the first rows of these parameters are the saved ones."""
     for each in grown:
         plan.transfers[each.name, ""] = each.sources
@@ -82,14 +82,14 @@ def keep_added_rows(plan: ReshardPlan, grown: Iterable[Grown]) -> None:
         plan.note(_KEPT, f"{each.name} ({each.saved[0]} -> {each.live[0]})")
 
 
-def _of_other_shapes(metadata: CheckpointMetadata, model: ModelLayout, names: Iterable[str]) -> Iterable[Grown]:
+def _of_other_shapes(metadata: CheckpointMetadata, model: ModelLayout, names: Iterable[str]) -> Iterable[Resized]:
     """What has another shape than in the checkpoint, where neither side has tensor-parallel shards."""
     for name in sorted(names):
         tensor, live = tensor_of(metadata, name), model.layouts.get(name)
         if tensor is None or live is None or len(tensor.shard_shapes) != 1 or len(live.shapes) != 1:
             continue
         if tensor.shard_shapes != live.shapes:
-            yield Grown(name, tensor.shard_shapes[0], live.shapes[0])
+            yield Resized(name, tensor.shard_shapes[0], live.shapes[0])
 
 
 def _is_asked(metadata: CheckpointMetadata, model: ModelLayout, name: str, patterns: Sequence[str]) -> bool:
@@ -101,20 +101,20 @@ def _matches(pattern: str, name: str) -> bool:
     return pattern == name or re.fullmatch(pattern, name) is not None
 
 
-def _is_vocabulary(metadata: CheckpointMetadata, model: ModelLayout, grown: Grown, rules: ShardingRules) -> bool:
+def _is_vocabulary(metadata: CheckpointMetadata, model: ModelLayout, resized: Resized, rules: ShardingRules) -> bool:
     """Whether :func:`~elastic_ckpt.sharding.resolve.resolve` knows that the difference is padding."""
-    tensor = tensor_of(metadata, grown.name)
+    tensor = tensor_of(metadata, resized.name)
     if tensor is None:
         return False
     if not metadata.source.is_universal:
-        rule = rules.of_user(grown.name, metadata.saved_names.get(grown.name, grown.name), metadata.run)
+        rule = rules.of_user(resized.name, metadata.saved_names.get(resized.name, resized.name), metadata.run)
         return rule is not None and rule.kind == VOCABULARY
-    with Shardings(metadata, rules, model.run).of(tensor, model.layouts[grown.name]) as sharding:
+    with Shardings(metadata, rules, model.run).of(tensor, model.layouts[resized.name]) as sharding:
         return sharding.chosen is not None and sharding.chosen.kind == VOCABULARY
 
 
 def _refuse_unknown(
-    metadata: CheckpointMetadata, model: ModelLayout, patterns: Sequence[str], others: Sequence[Grown]
+    metadata: CheckpointMetadata, model: ModelLayout, patterns: Sequence[str], others: Sequence[Resized]
 ) -> None:
     live = model.names.union(*model.ties.values())
     names = live.union(metadata.saved_names.values(), metadata.aliases)  # by which a parameter may be named, too
@@ -127,7 +127,7 @@ def _refuse_unknown(
 
 
 def _not_asked_for(
-    metadata: CheckpointMetadata, grown: Sequence[Grown], asked: Sequence[Grown], patterns: Sequence[str]
+    metadata: CheckpointMetadata, grown: Sequence[Resized], asked: Sequence[Resized], patterns: Sequence[str]
 ) -> MismatchError:
     problem = "the live model has more rows than the checkpoint, as after tokens were added"
     expected = f"in the live model: {listed(f'{each.name} {each.live}' for each in grown)}"

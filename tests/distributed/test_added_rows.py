@@ -70,7 +70,17 @@ def test_the_config_lines_of_the_refusal_restore_the_saved_rows(
     cases = cases_of(native, universal)
     fewer = {**cases[4], "rows": VOCABULARY - 1, "options": {"added_rows": ["embedding.weight", "head.*"]}}
     unknown = {**cases[4], "options": {"added_rows": ["embeding.weight"]}}
-    *found, shrunk, misspelt = launch(3, "added_rows_jobs.load", [*cases, fewer, unknown])
+    of_all = launch(3, "added_rows_jobs.load", [*cases, fewer, unknown])
+    for start in range(0, len(of_all), len(cases) + 2):
+        *found, shrunk, misspelt = of_all[start : start + len(cases) + 2]
+        check(found, shrunk, misspelt)
+    for folder, zero in ((native, 2), (universal, 3)):  # as a forecast of these loads, at the saved sizes
+        plan = planned(folder / "biased" / f"{Setup(1).name}-dp2", tmp_path / "ds.json", zero)
+        assert plan["loads"] and any("added_rows" in note for note in plan["notes"])
+
+
+def check(found: list[Any], shrunk: Any, misspelt: Any) -> None:
+    """What one rank has found."""
     for case, refused, differences, notes, goes_on in found:
         (text,) = refused.texts
         assert "MismatchError" in refused.kinds and not refused.changed, (case, text)
@@ -80,8 +90,5 @@ def test_the_config_lines_of_the_refusal_restore_the_saved_rows(
         assert f"embedding.weight ({VOCABULARY} -> {VOCABULARY + ADDED})" in note
     (text,) = shrunk[1].texts
     assert "does not have more rows" in text and not shrunk[1].changed
-    for folder, zero in ((native, 2), (universal, 3)):  # as a forecast of these loads, at the saved sizes
-        plan = planned(folder / "biased" / f"{Setup(1).name}-dp2", tmp_path / "ds.json", zero)
-        assert plan["loads"] and any("added_rows" in note for note in plan["notes"])
     (text,) = misspelt[1].texts
     assert "ConfigError" in text and not misspelt[1].changed and misspelt[2] == {} and misspelt[-1]

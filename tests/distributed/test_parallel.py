@@ -10,6 +10,8 @@ import pytest
 
 from tests.distributed.conftest import Convert, Launch
 from tests.distributed.facts import Loaded
+from tests.distributed.jobs import SAVE_AT
+from tests.distributed.model import GLOBAL_BATCH
 from tests.distributed.parallel_models import Parallel
 
 LLAMA, GPT = ("megatron", "llama"), ("megatron", "gpt")
@@ -133,6 +135,9 @@ def test_autotp_changes_its_degree(load: Load) -> None:
     for found in facts + load(4, (Parallel("autotp", "llama", tp=2, stage=3), llama)):
         assert found.format == "native" and found.differences == {}, found.where
         assert found.loss_gap <= 1e-5, found.where
+        # whose config states no train_batch_size, which DeepSpeed completes by all ranks
+        assert found.report is not None and found.report.samples_consumed == SAVE_AT * GLOBAL_BATCH, found.where
+        assert "set_train_batch_size" not in found.text, found.where
 
 
 def test_rows_of_vocabulary_padding_stay_or_are_the_models_own(launch: Launch, saved: Path) -> None:

@@ -17,6 +17,9 @@ def saved(steps: int, samples: int | None, batch: int | None = 12, **checkpoint:
     return TrainingState(counters, BatchSizes(batch, None, None), None, None, False, checkpoint)
 
 
+AUTOTP = {"tensor_parallel": {"autotp_size": 2}}
+
+
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
@@ -24,6 +27,13 @@ def saved(steps: int, samples: int | None, batch: int | None = 12, **checkpoint:
         (saved(4, None), 48),  # as DeepSpeed completes it
         (saved(4, None, None), None),
         (saved(4, 96, ds_config={"train_batch_size": 24}), 48),  # AutoTP's two ranks have the same samples
+        (saved(4, 96, ds_config={"train_batch_size": "auto", **AUTOTP}), 48),
+        (saved(4, 96, ds_config=AUTOTP), 48),  # which completes a config without a batch by all ranks
+        (saved(4, 120, ds_config=AUTOTP), 60),  # ramped up
+        (saved(4, 48, ds_config=AUTOTP), 48),  # with an mpu
+        (saved(4, 96, ds_config={"tensor_parallel": {"autotp_size": 1}}), 96),
+        (saved(4, 96, ds_config={"tensor_parallel": None}), 96),
+        (saved(4, 96, None, ds_config=AUTOTP), 96),
         (saved(4, 48, **{POSITION_KEY: {"samples_consumed": 40}}), 40),
         (saved(4, 48, **{POSITION_KEY: {"samples_consumed": "many"}}), 48),
         (saved(4, 48, **{POSITION_KEY: None}), 48),
@@ -35,6 +45,7 @@ def test_samples_are_those_that_the_checkpoint_counts(state: TrainingState, expe
 
 def test_a_batch_that_was_ramped_up_is_warned_of() -> None:
     assert warn_of_data(saved(4, 48)) == warn_of_data(saved(4, None)) == warn_of_data(saved(4, 48, None)) == ()
+    assert warn_of_data(saved(4, 96, ds_config=AUTOTP)) == ()
     (warning,) = warn_of_data(saved(4, 60))
     assert warning.startswith("the saved run's 4 steps used 60 samples, not 12 each as in its config")
     (warning,) = warn_of_data(saved(4, 48, data_sampler={"consumed_samples": 72}))

@@ -12,6 +12,7 @@ from tests.integration.scripts.trainer_data import LENGTH
 
 #: Of trainer_loaders.py.
 SAVED_AT = {"plain": 3, "stream": 3, "unsized": 3, "smaller": 3, "distributed": 3, "dropped": 4}
+SAVED_AT |= {"shard": 3, "shards": 3, "bare": 4, "split": 3}
 
 SCRIPT = "trainer_data.py"
 
@@ -38,12 +39,16 @@ def test_a_trainer_goes_on_at_its_sample_over_2_1_and_3_ranks(run: Run) -> None:
         "continues after sample 12 of 30 in epoch 1; by its own count of steps, it would be 7 samples off"
         in resumed.log
     )
+    assert "the saved run's, whose seed and data_seed are not recorded" in resumed.log, "saved without elastic_ckpt"
     at_75 = ("--save", "7", "--resume_from_checkpoint", checkpoint(resumed, 14))
     again = run(3, SCRIPT, *at_75, "--micro", "1", elastic=True)
     assert samples(again) == order[75:]
     assert (
         "continues after sample 15 of 30 in epoch 2; by its own count of steps, it would be 33 samples off" in again.log
     )
+    reordered = run(1, SCRIPT, *at_75, "--micro", "5", "--steps", "16", "--data_seed", "5", elastic=True)
+    other = "of another order (SeedableRandomSampler of seed 5 instead of SeedableRandomSampler of seed 42)"
+    assert other in reordered.log and "another order" not in again.log
     large = run(1, SCRIPT, *at_42, "--micro", "15", "--accumulation", "2", "--steps", "9", elastic=True)
     assert samples(large) == order[42:], "an epoch that its count of steps has left behind"
     assert json.loads((large.seen / "epochs.json").read_text()) == 2, "which begins like any other"
@@ -71,8 +76,24 @@ def test_no_loader_of_a_trainer_is_fed_otherwise(run: Run) -> None:
     assert found[2] == rest and all(rest.values())
     assert "samples off" not in resumed.log
     on_one = run(1, "trainer_loaders.py", "--resume_from", str(whole.output), elastic=True)
+    said = said_of(on_one.log)
     # of "smaller": 6 of 15 batches were done, and 6 of 30 are left out
-    assert "leaves the data to the Trainer, which goes on by its own count of steps, about 6 samples off" in on_one.log
+    assert (
+        "leaves the data to the Trainer, which goes on by its own count of steps, about 6 samples off"
+        in said["smaller"]
+    )
+    batches, ranks = (
+        "skips 6 batches of 2 samples; those of the saved run had 4",
+        "depend on their number, 1 instead of 2",
+    )
+    assert all(batches in said[kind] for kind in ("stream", "shard", "shards", "unsized"))
+    assert ranks in said["shards"] and ranks not in said["stream"]
+    assert "global batch" in said["plain"] and "batch: 4 -> 2" not in said["split"] and "off" not in said["split"]
+
+
+def said_of(log: str) -> dict[str, str]:
+    """What was logged by each kind of loader."""
+    return dict(part.split("\n", 1) for part in log.split("kind: ")[1:])
 
 
 def test_a_sampler_goes_on_where_accelerate_divides_its_batches(run: Run) -> None:

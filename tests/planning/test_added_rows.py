@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -10,15 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.local_state import LiveShards, LocalState
+from elastic_ckpt.core.local_state import LiveShards, LocalState, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import PER_PARAMETER, TOUCHED, LiveState
-from elastic_ckpt.core.strided import Shape
+from elastic_ckpt.core.strided import Shape, ShardSources, StridedCopy
 from elastic_ckpt.errors import ConfigError, MismatchError
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.sharding.resolve import resolve
 from tests.planning.test_plan_builder import (
     FOUR,
     catalog_of,
@@ -32,6 +36,7 @@ from tests.planning.test_plan_builder import (
     tensor_in,
 )
 from tests.planning.test_quantized_items import ROUNDING, Disk
+from tests.resolving import checkpoint
 from tests.simulation import live, saved
 
 SAVED: dict[str, Shape] = {"a": (3,), "emb": (5, 3), "z": (2,)}
@@ -158,6 +163,29 @@ def test_a_pattern_of_no_parameter_is_an_error_that_names_those_that_have_grown_
     with pytest.raises(ConfigError, match="names no parameter") as caught:
         plan_load(saved(SHAPES), of_shapes(live(SHAPES), SHAPES), options)
     assert config_of(caught.value) == '"elastic_checkpoint": {"added_rows": ["head.bias"'
+
+
+@pytest.mark.parametrize("asked", ["emb", "head", "he.*"])
+@pytest.mark.parametrize("in_file", ["emb", "head"])
+def test_a_tied_parameter_is_asked_for_by_any_of_its_names(asked: str, in_file: str) -> None:
+    engine = of_shapes(live({"emb": (7, 3)}), {"emb": (7, 3)})
+    engine = replace(engine, model=replace(engine.model, ties={"emb": ("head",)}))
+    metadata = saved({in_file: (5, 3)}, aliases={"emb" if in_file == "head" else "head": in_file})
+    plan = plan_load(metadata, engine, LoadOptions(ElasticConfig(added_rows=[asked])))
+    assert [(gap.start, gap.stop) for gap in target_of(plan, MASTER).gaps] == [(15, 21)]
+
+
+def test_tensor_parallel_ranks_need_a_rule_which_the_refusal_prints() -> None:
+    shards = [torch.zeros(3, 4), torch.zeros(3, 4)]
+    metadata, shapes = checkpoint({"emb": shards}), ((4, 4), (4, 4))
+    model = ModelLayout(RankCoordinates(tp=2), {"emb": LiveShards(shapes)})
+    state = replace(live({"emb": (4, 4)}, states=(), scalar_keys=()), model=model)
+    with pytest.raises(MismatchError) as caught:
+        plan_load(metadata, state, ASKED)
+    (rule,) = re.findall(r'"tp_rules": \[(.*)\]', str(caught.value.remedy))
+    options = LoadOptions.of(ElasticConfig(tp_rules=[ShardSpec(**json.loads(rule))]))
+    resharding = resolve(metadata, model, ["emb"], options.rules, "strict")
+    assert resharding.transfers["emb", ""] == ShardSources(((0, StridedCopy(0, 0, 12)), (1, StridedCopy(0, 12, 4))))
 
 
 def test_where_nothing_was_added_the_option_is_without_effect() -> None:

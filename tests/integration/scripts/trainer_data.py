@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--steps", type=int, default=-1)
     parser.add_argument("--drop_last", action="store_true")
+    parser.add_argument("--data_seed", type=int)
     options = parser.parse_args()
     settings = TrainingArguments(
         output_dir=options.output_dir,
@@ -68,6 +69,7 @@ def main() -> None:
         per_device_train_batch_size=options.micro,
         gradient_accumulation_steps=options.accumulation,
         dataloader_drop_last=options.drop_last,
+        data_seed=options.data_seed,
         deepspeed={"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"},
         report_to="none",
         disable_tqdm=True,
