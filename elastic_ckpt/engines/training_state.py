@@ -25,7 +25,7 @@ from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.coordinates import follow_topology
 from elastic_ckpt.engines.data_position import POSITION_KEY, counted_samples, position_of, registered, take_position
 from elastic_ckpt.engines.schedules import apply_schedule, keys_set_by
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.errors import MismatchError, Remedy
 from elastic_ckpt.report import DATA_POSITION
 
 logger = logger_of(__name__)
@@ -294,7 +294,8 @@ def _reorder(key: str, saved: Sequence[Any], live: Any, sources: Sequence[Sequen
 def _unknown(key: str, value: Any, expected: str) -> MismatchError:
     problem = "param groups were rebuilt since the save, and it is not known how this lr scheduler keeps state by group"
     found = f"{key}: {value!r}"[:200]
-    remedy = "build the groups as they were saved, or load with load_lr_scheduler_states=False"
+    without = Remedy("leaves the schedule out", arguments={"load_lr_scheduler_states": False})
+    remedy = Remedy("build the groups as they were saved"), without
     return MismatchError(problem, expected=expected, found=found, remedy=remedy)
 
 
@@ -315,7 +316,8 @@ def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bo
     if changes and refuse:
         before, now = (", ".join(f'"{key}": {value}' for key, value in each.config.items()) for each in (saved, live))
         expected, found = f"{before}, as in the checkpoint", f"{now} in the live engine"
-        remedy = 'set them to fit the number of ranks, or "elastic_checkpoint": {"on_change": "warn"}'
+        goes_on = Remedy("goes on with a warning", config={"on_change": "warn"})
+        remedy = Remedy("set them to fit the number of ranks"), goes_on
         raise MismatchError("; ".join(changes), expected=expected, found=found, remedy=remedy)
     return tuple(changes)
 

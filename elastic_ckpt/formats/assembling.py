@@ -11,7 +11,15 @@ from typing import Any
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
 from elastic_ckpt.core.values import Features
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed, shortened
+from elastic_ckpt.errors import (
+    WEIGHTS_ALONE,
+    WITHOUT_STATES,
+    DamagedError,
+    LayoutError,
+    UnsupportedError,
+    listed,
+    shortened,
+)
 from elastic_ckpt.formats import merging, model_states, module_weights, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
@@ -231,7 +239,7 @@ def _fit_together(
             problem += "and in ZeRO-1 with gradients in fp32"
             expected = "optimizer states, in this file or in optimizer-states files beside it"
             found_here = f"none, saved by DeepSpeed {models[0].ds_version}"
-            remedy = "load its weights alone: load_optimizer_states=False, or load_module_only=True"
+            remedy = WITHOUT_STATES, WEIGHTS_ALONE
             raise LayoutError(problem, models[0].path, expected, found_here, remedy=remedy)
         metadata = module_weights.weights_alone(found, models[0])
     elif models[0].optimizer is None:

@@ -13,7 +13,7 @@ from itertools import chain
 
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
-from elastic_ckpt.errors import LayoutError, listed, shortened
+from elastic_ckpt.errors import WEIGHTS_ALONE, LayoutError, Remedy, listed, shortened
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.merging import LayerShard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors, refuse_view
@@ -38,12 +38,12 @@ def of_model_files(found: CheckpointInfo, mp: int, model: ModelShard, with_state
     if found.files.of_weights_alone and not with_states:
         return weights_alone(found, model, int(model.zero.get("stage") or 0))
     name = f"*zero_pp_rank_0_mp_rank_{mp:02d}_optim_states.pt"
-    problem, remedy = "a file of the checkpoint is missing", _RESTORE
+    problem, remedy = "a file of the checkpoint is missing", [Remedy(_RESTORE)]
     if zero3:
         problem = "optimizer-states files are missing, which under ZeRO-3 hold the weights too"
     elif with_states and not found.files.optimizer:
         problem = "the checkpoint has no optimizer-states files"
-        remedy += "; the weights alone are in the model-states files: load_module_only=True"
+        remedy.append(WEIGHTS_ALONE)
     raise LayoutError(problem, found.path(name), name, "none", remedy=remedy)
 
 

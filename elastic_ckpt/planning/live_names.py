@@ -30,7 +30,7 @@ from elastic_ckpt.core.fqn import (
 from elastic_ckpt.core.local_state import LiveGroup, ModelLayout, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, DerivedTensors, Place
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.errors import MismatchError, listed
+from elastic_ckpt.errors import WITHOUT_STATES, MismatchError, Remedy
 
 _OF_LAYER, _TIED_MODULE = re.compile(r"\d+\."), re.compile(r"tied_modules\.[^.]+\.")
 Names = Sequence[Sequence[str]]
@@ -235,10 +235,9 @@ def _unnamed(numbered: NumberedStates, live: Sequence[LiveGroup], fitting: Seque
     elif _are_in_another_order(numbered, live):
         found = "live param groups with the saved hyperparameters, in another order, and no name in each group"
     expected = "live param groups with the parameters of the saved ones, in their order"
-    remedy = "build the param groups as when the checkpoint was saved, frozen parameters included, or load with "
-    remedy += "load_optimizer_states=False"
-    names = listed(name for group in live for name in group.names)
-    return MismatchError(problem, numbered.path, expected, found, parameter=names, remedy=remedy)
+    rebuild = Remedy("build the param groups as when the checkpoint was saved, frozen parameters included")
+    names = [name for group in live for name in group.names]
+    return MismatchError(problem, numbered.path, expected, found, parameter=names, remedy=(rebuild, WITHOUT_STATES))
 
 
 def adopt_live_names(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:

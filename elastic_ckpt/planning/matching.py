@@ -13,7 +13,17 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, PER_PARAMETER, REPLICATED, SCRATCH, LiveState
 from elastic_ckpt.core.values import numbers
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, ITS_OPTIMIZER, DamagedError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import (
+    AT_ITS_TOPOLOGY,
+    ITS_OPTIMIZER,
+    NOT_STRICT,
+    WITHOUT_STATES,
+    DamagedError,
+    MismatchError,
+    Remedy,
+    UnsupportedError,
+    listed,
+)
 from elastic_ckpt.planning.param_groups import UPDATE_NORM, refuse_other_kind, renamed_states, saved_optimizer
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
@@ -21,7 +31,7 @@ _EXCLUDED = "saved without frozen parameters (exclude_frozen_parameters=True): t
 _NOT_CONVERTED = "DeepSpeed's converter drops the buffers of pipeline layers: the model's own values stay"
 _NO_PLACE = "the live model has no such entry"
 _ROLE = "optimizer states"
-_RESTORE = "restore the missing files, take another tag, or load with load_optimizer_states=False"
+_RESTORE = Remedy("restore the missing files, or take another tag"), WITHOUT_STATES
 _FUSED_ADAM = "deepspeed.ops.adam.fused_adam.FusedAdam"
 _OWN_GROUPS = "put them in param groups of their own, or load with load_optimizer_states=False"
 Scalars = Mapping[str, Any]
@@ -72,20 +82,19 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     names = unexpected & local_state.others
     if names and (strict or lost):  # which may be the lost ones, renamed by a hook
         problem = "the module's state dict has entries that are neither parameters nor buffers"
-        remedy = "load_checkpoint(..., load_module_strict=False), if they hold nothing that training needs; or "
+        remedy = Remedy(when="if they hold nothing that training needs", arguments={"load_module_strict": False})
         if lost:
-            remedy = f'"elastic_checkpoint": {{"rename": ...}}, if they are {listed(lost)} of the model; or '
+            remedy = Remedy(f'"elastic_checkpoint": {{"rename": ...}}, if they are {listed(lost)} of the model')
         both = "parameters and buffers under their own names", "entries that a hook of the module adds or renames"
-        raise metadata.error(UnsupportedError, problem, names, *both, remedy + AT_ITS_TOPOLOGY)
+        raise metadata.error(UnsupportedError, problem, names, *both, (remedy, AT_ITS_TOPOLOGY))
     if strict and (lost or unexpected):
         tied = listed(f"{name} = {metadata.aliases[name]}" for name in lost if name in metadata.aliases)
         hint = f"; tied at save time, not now: {tied}" if tied != "none" else ""
-        remedy = "load_checkpoint(..., load_module_strict=False) restores what matches and reports the rest; renamed "
-        remedy += 'ones: "elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}'
+        renamed = Remedy('renamed ones: "elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}')
         problem = "model and checkpoint do not have the same parameters and buffers"
         expected = f"in the model but not in the checkpoint: {listed(lost)}"
         found_names = f"in the checkpoint but not in the model: {listed(unexpected)}{hint}"
-        raise metadata.error(MismatchError, problem, lost or unexpected, expected, found_names, remedy)
+        raise metadata.error(MismatchError, problem, lost or unexpected, expected, found_names, (NOT_STRICT, renamed))
     outcomes = [
         *((role, "fresh", names, _NOT_SAVED) for role, names in missing.items()),
         (FROZEN, "fresh", excluded, _EXCLUDED),
@@ -151,10 +160,11 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
         expected = "one value per element of the partition, one per tensor, or a tensor that all ranks share"
         # of whole tensors, no declaration settles what another state is
         foreign = metadata.source.foreign
-        remedy = f'"elastic_checkpoint": {{"states": {{"{key}": "{"fresh" if foreign else "replicated"}"}}}}'
-        remedy += " leaves it out" if foreign else f' (or "elementwise", "fresh") says what it is; or {AT_ITS_TOPOLOGY}'
-        remedy += "; load_optimizer_states=False leaves all states out"
-        yield metadata.error(UnsupportedError, problem, key, expected, description, remedy)
+        fresh = Remedy("leaves it out", config={"states": {key: "fresh"}})
+        kinds = {"replicated": "one tensor that all ranks share", "elementwise": "a value for each element"}
+        declared = (Remedy(when=f"if it is {kind}", config={"states": {key: word}}) for word, kind in kinds.items())
+        remedy = (fresh,) if foreign else (*declared, fresh, AT_ITS_TOPOLOGY)
+        yield metadata.error(UnsupportedError, problem, key, expected, description, (*remedy, WITHOUT_STATES))
 
 
 def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:
@@ -251,7 +261,7 @@ class _Matcher:
             if not self.convert:
                 problem = "the checkpoint was saved by another optimizer, whose states can be converted"
                 both = f"states of the live optimizer {local_state.optimizer}", f"states of {saved_optimizer(metadata)}"
-                remedy = '"elastic_checkpoint": {"convert_optimizer": true}, or load_optimizer_states=False'
+                remedy = Remedy("converts them", config={"convert_optimizer": True}), WITHOUT_STATES
                 raise metadata.error(MismatchError, problem, members, *both, remedy)
             names, self.converted = dict(renamed), True
         refuse_other_kind(metadata, local_state, flat, members, is_converted)
@@ -288,8 +298,8 @@ class _Matcher:
         if len(found) != len(members) or not same or any(state.differs for state in found):
             problem = f"optimizer state {key!r} should be one for all partitions, but different values were saved"
             differing = f"{len({state.crc32 for state in found})} different values, or differences between ranks"
-            remedy = f'if it is not a replicated state: "elastic_checkpoint": {{"states": {{"{key}": "elementwise"}}}} '
-            remedy += '(or "fresh"); or load at the topology it was saved with'
+            elementwise = Remedy(when="if it has a value for each element", config={"states": {key: "elementwise"}})
+            remedy = elementwise, Remedy("leaves it out", config={"states": {key: "fresh"}}), AT_ITS_TOPOLOGY
             raise self.metadata.error(MismatchError, problem, members, "the same bytes everywhere", differing, remedy)
         return found[0]
 
