@@ -3,13 +3,19 @@
 Every error names what is known of: parameter, file, expected, found, remedy. All are picklable, since the same error is
 raised on every rank of the job (see :mod:`elastic_ckpt.distributed`). Attributes have a checkpoint's text as it is; in
 what is printed of an error, its control characters are escaped.
+
+A remedy is data wherever following it takes no person: config entries, arguments of ``load_checkpoint``, a command. Its
+text is made of that data, so that what is printed is what can be followed.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt.core.text import printable, printable_lines
@@ -20,12 +26,49 @@ _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _HELP = "docs/troubleshooting.md"
 _DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
 
-#: A remedy for what cannot be loaded elsewhere; for what DeepSpeed's own loader was not proven to load right, too.
-AT_ITS_TOPOLOGY = (
-    'load at the topology it was saved with, where "elastic_checkpoint": {"mode": "off"} gives DeepSpeed\'s own loader'
-)
-#: A remedy for states of another optimizer.
-ITS_OPTIMIZER = "resume with the optimizer that saved it, or with load_optimizer_states=False"
+
+@dataclass(frozen=True)
+class Remedy:
+    """One way out of an error, which suffices by itself.
+
+    Beside its data, ``text`` says what following it does; without any, what a person has to do.
+    """
+
+    text: str = ""
+    #: Entries to merge into ``"elastic_checkpoint"`` of the DeepSpeed config.
+    config: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of ``load_checkpoint``, beside those of the call
+    command: Sequence[str] = ()  # a command line, in words
+    when: str = ""  # what must be true, which only a person can know
+    at_saved_topology: bool = False  # the same load at the saved degrees and ZeRO stage: none for a load there
+
+    def __str__(self) -> str:
+        steps = [f'"elastic_checkpoint": {json.dumps(self.config, ensure_ascii=False)}'] if self.config else []
+        if self.arguments:
+            steps.append(
+                f"load_checkpoint(..., {', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
+            )
+        if self.command:
+            steps.append(shlex.join(self.command))
+        done = " ".join(filter(None, [" and ".join(steps), self.text]))
+        return f"{self.when}: {done}" if self.when else done
+
+    @property
+    def is_data(self) -> bool:
+        """Whether a program can follow it."""
+        return bool(self.config or self.arguments or self.command)
+
+
+#: What ``remedy`` of an error may be: a sentence for a person, one way out, or several.
+Remedies = str | Remedy | Sequence[Remedy] | None
+
+#: For what cannot be loaded elsewhere.
+AT_ITS_TOPOLOGY = Remedy("load at the topology it was saved with", at_saved_topology=True)
+WITHOUT_STATES = Remedy("leaves all optimizer states out", arguments={"load_optimizer_states": False})
+WEIGHTS_ALONE = Remedy("loads the weights alone", arguments={"load_module_only": True})
+NOT_STRICT = Remedy("restores what matches and reports the rest", arguments={"load_module_strict": False})
+#: For states of another optimizer.
+ITS_OPTIMIZER = (Remedy("resume with the optimizer that saved it"), WITHOUT_STATES)
 
 
 def shortened(names: Iterable[str], most: int = 8) -> str:
@@ -42,7 +85,9 @@ def listed(names: Iterable[str]) -> str:
 class ElasticCkptError(Exception):
     """A load was refused or failed."""
 
-    default_remedy: str | None = None
+    default_remedy: Remedies = None
+    remedies: tuple[Remedy, ...]  #: each suffices
+    remarks: tuple[str, ...]  #: what else is to know of them
 
     def __init__(
         self,
@@ -51,24 +96,46 @@ class ElasticCkptError(Exception):
         expected: Any = None,  # what a correct checkpoint or engine would have
         found: Any = None,  # what is there instead
         *,
-        parameter: str | None = None,  # the model parameter, buffer or state concerned
-        remedy: str | None = None,  # what the user can do, config lines included; of the class if not given
+        parameter: str | Iterable[str] | None = None,  # the model parameters, buffers or states concerned
+        remedy: Remedies = None,  # what the user can do, as data where it can be; of the class if not given
         rank: int | None = None,  # global rank that met the problem first
     ) -> None:
         super().__init__(problem)
-        self.problem, self.parameter, self.file, self.rank = problem, parameter, file, rank
+        self.problem, self.file, self.rank = problem, file, rank
+        self.parameter = parameter if parameter is None or isinstance(parameter, str) else listed(parameter)
+        #: All of them, where ``parameter`` names the first few.
+        self.parameters = () if parameter is None or isinstance(parameter, str) else tuple(sorted(parameter))
         self.expected, self.found = (None if each is None else str(each) for each in (expected, found))
+        self.remarks = ()
         self.remedy = remedy or self.default_remedy
 
     def __str__(self) -> str:
-        known = {name: value for name, value in self.details.items() if value is not None}
+        known = {name: value for name, value in self.texts.items() if value is not None}
         details = (f"\n  {name + ':':<11}{printable(str(value))}" for name, value in known.items())
         return f"{printable(self.problem)}{''.join(details)}\n  {'see:':<11}{_HELP}#{type(self).__name__.lower()}"
 
     @property
+    def remedy(self) -> str | None:
+        """The ways out, and remarks, as they are printed; ``None``: nothing is known."""
+        ways = "; or ".join(map(str, self.remedies))
+        return "; ".join(filter(None, [ways, *self.remarks])) or None
+
+    @remedy.setter
+    def remedy(self, remedy: Remedies) -> None:
+        if remedy is None or isinstance(remedy, (str, Remedy)):
+            remedy = [remedy if isinstance(remedy, Remedy) else Remedy(remedy)] if remedy else []
+        self.remedies = tuple(remedy)
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """Everything but the problem, as it is printed: of many names, the first few."""
+        return {name: getattr(self, name) for name in _DETAILS}
+
+    @property
     def details(self) -> dict[str, Any]:
         """Everything but the problem, as arguments of another error."""
-        return {name: getattr(self, name) for name in _DETAILS}
+        remedies = (*self.remedies, *map(Remedy, self.remarks))
+        return self.texts | {"parameter": self.parameters or self.parameter, "remedy": remedies}
 
 
 class ConfigError(ElasticCkptError):

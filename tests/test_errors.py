@@ -19,7 +19,7 @@ from elastic_ckpt import errors
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
 from elastic_ckpt.core.text import printable
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnforeseenError
+from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, ElasticCkptError, MismatchError, Remedy, UnforeseenError
 from elastic_ckpt.formats.detect import read_latest
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.io.reader import check_files
@@ -65,6 +65,47 @@ def test_an_error_prints_its_problem_first_and_then_every_detail(kind: type[Elas
     assert [line.split(":", 1)[0].strip() for line in lines[1:]] == list(DETAILS)
     assert [line.split(":", 1)[1].strip() for line in lines[1:]] == [str(value) for value in DETAILS.values()]
     assert len({len(line) - len(line.split(":", 1)[1].lstrip()) for line in lines[1:]}) == 1, "values are aligned"
+
+
+@pytest.mark.parametrize(
+    ("remedy", "text"),
+    [
+        (Remedy("wait"), "wait"),
+        (Remedy("leaves it out", config={"states": {"ä": "fresh"}}), '"elastic_checkpoint": {"states": {"ä": "fresh"}} leaves it out'),
+        (Remedy(arguments={"tag": "step4", "load_module_strict": False}), "load_checkpoint(..., tag='step4', load_module_strict=False)"),
+        (Remedy(command=("elastic-ckpt", "verify", "a folder", "--full")), "elastic-ckpt verify 'a folder' --full"),
+        (
+            Remedy(when="if it was meant", config={"verify": "bytes"}, arguments={"tag": "a"}),
+            "if it was meant: \"elastic_checkpoint\": {\"verify\": \"bytes\"} and load_checkpoint(..., tag='a')",
+        ),
+    ],
+)  # fmt: skip
+def test_a_remedy_is_printed_from_its_data(remedy: Remedy, text: str) -> None:
+    assert str(remedy) == text
+    error = MismatchError("differs", remedy=(remedy, WITHOUT_STATES))
+    assert error.remedy == f"{text}; or {WITHOUT_STATES}" and error.remedy in str(error)
+    error.remarks += ("files on all nodes: 3",)
+    again = type(error)(error.problem, **pickle.loads(pickle.dumps(error)).details)
+    assert again.remedies[:2] == error.remedies == (remedy, WITHOUT_STATES)
+    assert error.remedy.endswith("; files on all nodes: 3") and "files on all nodes: 3" in str(again)
+
+
+def test_a_remedy_that_is_a_sentence_may_be_given_as_one() -> None:
+    error = MismatchError("differs", remedy="build the model as it was")
+    assert error.remedies == (Remedy("build the model as it was"),) and not error.remedies[0].is_data
+    error.remedy = None
+    assert error.remedies == () and error.remedy is None
+
+
+def test_of_many_names_the_first_few_are_printed_and_all_are_kept() -> None:
+    names = [f"layers.{number:02d}.weight" for number in reversed(range(20))]
+    error = pickle.loads(pickle.dumps(MismatchError("differs", parameter=names)))
+    assert error.parameters == tuple(sorted(names))
+    assert error.parameter == ", ".join(sorted(names)[:8]) + " and 12 more"
+    again = DamagedError("differs", **error.details)
+    assert (again.parameters, again.parameter) == (error.parameters, error.parameter)
+    again.parameter = "another"
+    assert MismatchError("one", **MismatchError("one", parameter="a").details).parameters == ()
 
 
 def test_what_is_not_known_is_not_printed() -> None:

@@ -21,7 +21,15 @@ from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, DerivedTensors, TensorMetadata
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import (
+    AT_ITS_TOPOLOGY,
+    WITHOUT_STATES,
+    DamagedError,
+    LayoutError,
+    MismatchError,
+    UnsupportedError,
+    listed,
+)
 
 RenameRules = Sequence[tuple[str, str]]
 #: Rules that ``"rename"`` knows by a name. Megatron Core saves every layer under Transformer Engine's names.
@@ -173,7 +181,7 @@ def sliced(
 def cannot_slice(key: str, name: str) -> UnsupportedError:
     """The error for a state of a stacked parameter that has no part for each expert."""
     problem = f"optimizer state {key!r} is kept for stacked experts as a whole, and cannot be divided among them"
-    expected, remedy = "states with one value for each element", f"load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"
+    expected, remedy = "states with one value for each element", (WITHOUT_STATES, AT_ITS_TOPOLOGY)
     return UnsupportedError(problem, None, expected, key, parameter=name, remedy=remedy)
 
 

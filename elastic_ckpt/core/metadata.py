@@ -17,7 +17,7 @@ from elastic_ckpt.core.chunks import ChunkSource, FlatTensors, PartitionedChunks
 from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.shard_specs import DeclaredSpecs
 from elastic_ckpt.core.state_kinds import BlockFormat
-from elastic_ckpt.errors import ElasticCkptError, listed
+from elastic_ckpt.errors import ElasticCkptError, Remedies
 
 E = TypeVar("E", bound=ElasticCkptError)
 
@@ -279,11 +279,10 @@ class CheckpointMetadata:
     warnings: tuple[str, ...] = ()  # and what calls for the user's attention
 
     def error(
-        self, kind: type[E], problem: str, names: str | Iterable[str], expected: Any, found: Any, remedy: str = ""
+        self, kind: type[E], problem: str, names: str | Iterable[str], expected: Any, found: Any, remedy: Remedies = ""
     ) -> E:
         """An error about some names of this checkpoint."""
-        parameter = names if isinstance(names, str) else listed(names)
-        return kind(problem, self.source.folder, expected, found, parameter=parameter, remedy=remedy)
+        return kind(problem, self.source.folder, expected, found, parameter=names, remedy=remedy)
 
     def names(self, key: str) -> Sequence[str]:
         """Names that have a tensor under ``key``, in metadata order."""

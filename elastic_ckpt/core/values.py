@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from elastic_ckpt.errors import UnsupportedError, listed
+from elastic_ckpt.errors import Remedy, UnsupportedError
 
-_KEEP_LIVE = '"elastic_checkpoint": {"param_groups": "keep_live"}, which keeps all values of the live groups'
+_KEEP_LIVE = Remedy("keeps all values of the live groups", config={"param_groups": "keep_live"})
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -137,7 +137,7 @@ def refuse_left_in_file(group: Mapping[str, Any], names: Iterable[str], folder: 
         for each in left_in_file(value):
             problem = f'"{key}" of a param group holds a tensor, an array or an object, which is not supported yet'
             expected = "numbers, strings, dtypes, and collections of these"
-            raise UnsupportedError(problem, folder, expected, each, parameter=listed(names), remedy=_KEEP_LIVE)
+            raise UnsupportedError(problem, folder, expected, each, parameter=names, remedy=_KEEP_LIVE)
 
 
 #: 1-bit optimizers of DeepSpeed before 0.19, by lower-case class name, as in its config.

@@ -29,7 +29,7 @@ from elastic_ckpt.core import state_kinds
 from elastic_ckpt.core.read_plan import TargetTensor
 from elastic_ckpt.core.state_kinds import COMPANIONS, LiveState
 from elastic_ckpt.core.values import TensorValue
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, UnsupportedError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WITHOUT_STATES, UnsupportedError
 
 Group = Mapping[str, Any]
 _MASTER_DTYPE = "float32"
@@ -335,7 +335,7 @@ def schema_of(base: torch.optim.Optimizer) -> StateSchema:
     """The schema of a live base optimizer; raises :class:`UnsupportedError` if its states cannot be resharded."""
     if class_name(base).startswith("torchao."):
         problem = "torchao's optimizers keep their states in tensor classes of their own, which cannot be resharded"
-        remedy = f"load with load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"
+        remedy = WITHOUT_STATES, AT_ITS_TOPOLOGY
         raise UnsupportedError(problem, found=class_name(base), remedy=remedy)
     if is_bitsandbytes(base):
         return BitsAndBytesSchema(base)

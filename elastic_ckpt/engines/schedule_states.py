@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.errors import MismatchError, shortened
+from elastic_ckpt.errors import MismatchError, Remedy, shortened
 
 #: Lists with one entry per param group, in state dicts of ``torch.optim.lr_scheduler`` and of DeepSpeed; other lists;
 #: and lists of inner schedulers' state dicts.
@@ -51,7 +51,7 @@ _CLASSES: Mapping[frozenset[str], str] = {
 }
 _MODULE_OF_TORCH = "torch.optim.lr_scheduler"
 #: A remedy for a schedule that is not restored.
-BEGIN_ANEW = "load_checkpoint(..., load_lr_scheduler_states=False), with which the live schedule begins anew"
+BEGIN_ANEW = Remedy("begins the live schedule anew, from the live lr", arguments={"load_lr_scheduler_states": False})
 
 
 def refuse_other_scheduler(scheduler: Any, live: Any, saved: Any) -> None:
@@ -67,7 +67,7 @@ def refuse_other_scheduler(scheduler: Any, live: Any, saved: Any) -> None:
         "the checkpoint has the state of an lr scheduler of another class",
         expected=f"the live {type(scheduler).__name__}, whose state has {_described(live)}",
         found=f"{_class_of(saved) or 'another one'}, whose state has {_described(saved)}",
-        remedy=f"{BEGIN_ANEW}, from the live lr; or build the scheduler that was saved",
+        remedy=(BEGIN_ANEW, Remedy("build the scheduler that was saved")),
     )
 
 
@@ -224,5 +224,5 @@ def _unknown(key: str, value: Any, expected: str) -> MismatchError:
     problem = 'param groups were rebuilt since the save, or keep their live values ("keep_live"), '
     problem += "and it is not known how this lr scheduler keeps state by group"
     found = f"{key}: {value!r}"[:200]
-    remedy = f"build the groups as they were saved, or {BEGIN_ANEW}"
+    remedy = Remedy("build the groups as they were saved"), BEGIN_ANEW
     return MismatchError(problem, expected=expected, found=found, remedy=remedy)

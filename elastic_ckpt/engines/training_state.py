@@ -32,7 +32,7 @@ from elastic_ckpt.engines.schedule_states import (
     schedule_states,
 )
 from elastic_ckpt.engines.schedules import apply_schedule, keys_of_start, keys_set_by
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, shortened
+from elastic_ckpt.errors import ElasticCkptError, MismatchError, Remedy, shortened
 from elastic_ckpt.report import DATA_POSITION
 
 logger = logger_of(__name__)
@@ -284,7 +284,8 @@ def compare_batches(
     if changes and refuse:
         before, now = (", ".join(f'"{key}": {value}' for key, value in each.config.items()) for each in (saved, live))
         expected, found = f"{before}, as in the checkpoint", f"{now} in the live engine"
-        remedy = 'set them to fit the number of ranks, or "elastic_checkpoint": {"on_change": "warn"}'
+        goes_on = Remedy("goes on with a warning", config={"on_change": "warn"})
+        remedy = Remedy("set them to fit the number of ranks"), goes_on
         raise MismatchError("; ".join(changes), expected=expected, found=found, remedy=remedy)
     return tuple(changes)
 

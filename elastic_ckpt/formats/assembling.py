@@ -11,7 +11,14 @@ from typing import Any
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
 from elastic_ckpt.core.values import Features
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed, shortened
+from elastic_ckpt.errors import (
+    WEIGHTS_ALONE,
+    WITHOUT_STATES,
+    DamagedError,
+    LayoutError,
+    UnsupportedError,
+    listed,
+)
 from elastic_ckpt.formats import merging, model_states, module_weights, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
@@ -237,7 +244,7 @@ def _fit_together(
             problem += "and in ZeRO-1 with gradients in fp32"
             expected = "optimizer states, in this file or in optimizer-states files beside it"
             found_here = f"none, saved by DeepSpeed {models[0].ds_version}"
-            remedy = "load its weights alone: load_optimizer_states=False, or load_module_only=True"
+            remedy = WITHOUT_STATES, WEIGHTS_ALONE
             raise LayoutError(problem, models[0].path, expected, found_here, remedy=remedy)
         metadata = module_weights.weights_alone(found, models[0])
     elif models[0].optimizer is None:
@@ -279,10 +286,9 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
 
 
 def missing_file(found: CheckpointInfo, name: str, have: str, parameters: Iterable[str] = ()) -> DamagedError:
-    concerned, remedy = shortened(parameters) or None, module_weights.RESTORE
-    if name.endswith("optim_states.pt") and not found.files.model_zero3:
-        remedy += f"; {module_weights.ALONE}"
-    problem = "a file of the checkpoint is missing"
+    have_weights = name.endswith("optim_states.pt") and not found.files.model_zero3
+    remedy = module_weights.RESTORE_OR_ALONE if have_weights else module_weights.RESTORE
+    problem, concerned = "a file of the checkpoint is missing", tuple(parameters) or None
     return LayoutError(problem, found.path(name), name, have, parameter=concerned, remedy=remedy)
 
 
@@ -331,7 +337,6 @@ def _check_count(files: Sequence[SourceFile], expected: int, according_to: str) 
         problem = f"a file of the checkpoint is {'missing' if found < expected else 'one too many'}"
         file = files[expected].path if found > expected else missing
         have = f"{found} files, {name} to {os.path.basename(files[-1].path)}"
-        remedy = module_weights.RESTORE
-        if found < expected and isinstance(files[0], OptimizerShard) and files[0].zero_stage < 3:
-            remedy += f"; {module_weights.ALONE}"
+        have_weights = found < expected and isinstance(files[0], OptimizerShard) and files[0].zero_stage < 3
+        remedy = module_weights.RESTORE_OR_ALONE if have_weights else module_weights.RESTORE
         raise LayoutError(problem, file, f"{expected} files, according to {according_to}", have, remedy=remedy)

@@ -13,7 +13,7 @@ from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFacts, SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import TrainingState
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, Remedy, UnsupportedError
 from elastic_ckpt.formats.naming import FolderFiles, is_another_file
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.storage import exists
@@ -161,6 +161,6 @@ def refuse_swapped(file: PickledFile) -> None:
     if is_another_file(file.root, stem) or exists(os.path.join(folder, f"{file.root}.pt")):
         problem = "this file was saved under the name of another one: files changed places, or one was copied"
         expected, found = f"an archive that was saved as {name}", f"one that was saved as {file.root}.pt"
-        remedy = "give the file its own name back, or restore the right one; if it was renamed on purpose: "
-        remedy += '"elastic_checkpoint": {"verify": "bytes"}'
+        restore = Remedy("give the file its own name back, or restore the right one")
+        remedy = restore, Remedy(when="if it was renamed on purpose", config={"verify": "bytes"})
         raise DamagedError(problem, file.path, expected, found, remedy=remedy)

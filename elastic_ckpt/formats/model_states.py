@@ -25,7 +25,7 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import Features
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, UnsupportedError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WITHOUT_STATES, DamagedError, LayoutError, Remedy, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.own_entries import check_base_state, check_masters, check_own_entries, checked_tree
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, opened_once
@@ -215,7 +215,7 @@ def refuse_own_kind(file: PickledFile, state: Any) -> None:
     if isinstance(state, Mapping) and len(state) > 1 and state.keys().isdisjoint(of_optimizers):
         problem = "the saved optimizer has a state dict of its own kind, which is not supported"
         expected = "'state' and 'param_groups', as torch's optimizers have them"
-        remedy = f"load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"
+        remedy = WITHOUT_STATES, AT_ITS_TOPOLOGY
         raise UnsupportedError(problem, file.path, expected, sorted(map(str, state))[:8], remedy=remedy)
 
 
@@ -286,7 +286,7 @@ def saved_without_states(file: PickledFile) -> bool:
 
 def _damaged(file: PickledFile, expected: str, found: Any) -> DamagedError:
     problem = "the optimizer entry of this file is not one that DeepSpeed writes"
-    remedy = "the file is of another kind of run; take another tag, or load_optimizer_states=False"
+    remedy = Remedy("the file is of another kind of run: take another tag"), WITHOUT_STATES
     return LayoutError(problem, file.path, expected, found, remedy=remedy)
 
 

@@ -13,14 +13,15 @@ from itertools import chain
 
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
-from elastic_ckpt.errors import LayoutError, listed, shortened
+from elastic_ckpt.errors import WEIGHTS_ALONE, LayoutError, Remedy, listed, shortened
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.merging import LayerShard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors, refuse_view
 from elastic_ckpt.formats.model_states import ModelShard
 
-RESTORE = "restore the missing files, or take another tag"
-ALONE = "the weights alone are in the model-states files: load_module_only=True"
+RESTORE = Remedy("restore the missing files, or take another tag")
+#: Where the model-states files have all weights, too.
+RESTORE_OR_ALONE = RESTORE, WEIGHTS_ALONE
 
 
 def weights_alone(found: CheckpointInfo, model: ModelShard, zero_stage: int = 0) -> CheckpointMetadata:
@@ -39,12 +40,12 @@ def of_model_files(found: CheckpointInfo, mp: int, model: ModelShard, with_state
     if found.files.of_weights_alone and not with_states:
         return weights_alone(found, model, int(model.zero.get("stage") or 0))
     name = f"*zero_pp_rank_0_mp_rank_{mp:02d}_optim_states.pt"
-    problem, remedy = "a file of the checkpoint is missing", RESTORE
+    problem, remedy = "a file of the checkpoint is missing", [RESTORE]
     if zero3:
         problem = "optimizer-states files are missing, which under ZeRO-3 hold the weights too"
     elif with_states and not found.files.optimizer:
         problem = "the checkpoint has no optimizer-states files"
-        remedy += f"; {ALONE}"
+        remedy.append(WEIGHTS_ALONE)
     raise LayoutError(problem, found.path(name), name, "none", remedy=remedy)
 
 

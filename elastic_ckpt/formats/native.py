@@ -36,7 +36,7 @@ from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, Met
 from elastic_ckpt.formats.leftovers import find_leftovers
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned, model_indexer
-from elastic_ckpt.formats.module_weights import ALONE, RESTORE
+from elastic_ckpt.formats.module_weights import RESTORE, RESTORE_OR_ALONE
 from elastic_ckpt.formats.naming import number_of_writers, plain_name
 from elastic_ckpt.formats.own_entries import checked_tree
 from elastic_ckpt.formats.pickled import PickledFile, open_file
@@ -169,7 +169,7 @@ def _refuse_missing(found: CheckpointInfo, names: Sequence[str]) -> None:
     if len(names) > 1:
         problem = "optimizer-states files are missing"
         problem += ", which under ZeRO-3 hold the weights too" if found.files.model_zero3 else ""
-        remedy = RESTORE if found.files.model_zero3 else f"{RESTORE}; {ALONE}"
+        remedy = RESTORE if found.files.model_zero3 else RESTORE_OR_ALONE
         have = f"{len(found.files.optimizer)} others"
         raise LayoutError(problem, found.path(names[0]), shortened(names), have, remedy=remedy)
 

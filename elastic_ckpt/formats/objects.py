@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError, UnsupportedError, refuse_used_up
+from elastic_ckpt.errors import ElasticCkptError, Remedy, UnsafePickleError, UnsupportedError, refuse_used_up
 from elastic_ckpt.formats.numpy_objects import make_numpy, set_array_state, set_dtype_state
 from elastic_ckpt.formats.pickled import PickledFile, open_whole, unreadable
 from elastic_ckpt.formats.rebuilt_tensors import REBUILT, make_wrapper
@@ -79,7 +79,7 @@ def materialise_entries(
         except _NOT_MADE as error:
             file.budget.refuse_if_used_up()  # which is not of this entry
             name = repr(key)[:100] if isinstance(key, (str, int)) else f"of a {type(key).__name__}"
-            remedy = f'{error.remedy}; or go on without it: "elastic_checkpoint": {{"on_unreadable_entry": "skip"}}'
+            remedy = (*error.remedies, Remedy("goes on without it", config={"on_unreadable_entry": "skip"}))
             details = {**error.details, "file": file.path, "remedy": remedy}
             errors[key] = type(error)(f"the entry {name} of the client state: {error.problem}", **details)
             if not may_skip(key):

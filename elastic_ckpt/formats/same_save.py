@@ -22,7 +22,7 @@ from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.values import numbers
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, MixedSavesError, UnsupportedError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, MixedSavesError, Remedy, UnsupportedError
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import agrees_when_rounded, to_numbers
@@ -33,14 +33,18 @@ _NO_STEP_WHEN_BUILT = (0, 13, 5)  # from this release on, ZeRO's optimizers do n
 _OTHER_RUN = (
     MixedSavesError,
     "the fp32 masters in this file are not those of the weights saved beside it",
-    "the file is of another run, or weights were changed by hand before the save; "
-    'if that was meant: "elastic_checkpoint": {"verify": "bytes"}',
+    (
+        Remedy("the file is of another run: take another tag"),
+        Remedy(when="if weights were changed by hand before the save", config={"verify": "bytes"}),
+    ),
 )
 _OTHER_ORDER = (
     MismatchError,
     "without ZeRO, DeepSpeed saves masters without names, and this parameter's are not those of its weights",
-    "build the live param groups with the parameters of the saved ones, in their order; if they are, the file is "
-    "damaged: take another tag",
+    Remedy(
+        "build the live param groups with the parameters of the saved ones, in their order; if they are, the file is "
+        "damaged: take another tag"
+    ),
 )
 _ELEMENTS, _PARAMETERS = 16, 8  # compared in each file
 
@@ -70,8 +74,9 @@ def with_progress_compared(
     counts_all = not any({"d", "d0"} & group.keys() for group in metadata.groups)
     if why is not None and scalers and check_shards and counts_all:
         problem = "optimizer states and counters are of different steps: files of two saves may be mixed in this folder"
-        remedy = "take another tag; if the optimizer was reset during the run, or the run began without ZeRO in fp16 "
-        remedy += 'or bf16, or with DeepSpeed before 0.13, which explains it: "elastic_checkpoint": {"verify": "bytes"}'
+        explained = "if the optimizer was reset during the run, or the run began without ZeRO in fp16 or bf16, or with "
+        explained += "DeepSpeed before 0.13, which explains it"
+        remedy = Remedy("take another tag"), Remedy(when=explained, config={"verify": "bytes"})
         raise MixedSavesError(problem, model.path, *why, remedy=remedy)
     if not odd_steps:
         return metadata
@@ -189,8 +194,9 @@ def spot_check(
                 problem = "a schedule-free optimizer was in evaluation mode when this was saved: its masters are not "
                 problem += "those of the weights, which is not supported"
                 both = "train_mode: True in the param groups", "train_mode: False"
-                remedy = f"call optimizer.train() before saving; or {AT_ITS_TOPOLOGY}"
-                raise UnsupportedError(problem, file, *both, parameter=name, remedy=remedy)
+                saved_in_training = Remedy("call optimizer.train() before saving")
+                ways = saved_in_training, AT_ITS_TOPOLOGY
+                raise UnsupportedError(problem, file, *both, parameter=name, remedy=ways)
             is_partitioned = metadata.source.zero_stage > 0
             error, problem, remedy = _OTHER_RUN if is_partitioned else _OTHER_ORDER
             where = f" from element {start} on, as in {path}" if is_partitioned else ""

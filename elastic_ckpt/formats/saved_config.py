@@ -31,7 +31,7 @@ from elastic_ckpt.core.values import (
     LossScale,
     TrainingState,
 )
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
+from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, LayoutError, Remedy, UnsupportedError
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.objects import materialise_entries
 from elastic_ckpt.formats.pickled import PickledFile
@@ -313,7 +313,7 @@ def loss_scale_of(saved: Any) -> LossScale | None:
     if wrong or "cur_scale" not in found:
         problem, expected = "the loss scaler of this checkpoint has invalid values", "numbers, cur_scale among them"
         have = f"{', '.join(wrong)} of other types" if wrong else sorted(map(str, values))[:12]
-        remedy = "take another tag, or load with load_optimizer_states=False"
+        remedy = Remedy("take another tag"), WITHOUT_STATES
         raise LayoutError(problem, None, expected, have, remedy=remedy)
     return LossScale(dynamic, found)
 

@@ -20,7 +20,7 @@ from elastic_ckpt.core.chunks import group_rules
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.fqn import ExpertRank, NamedStates, NameStates, NumberedStates, expert_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
-from elastic_ckpt.errors import LayoutError, UnsupportedError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WEIGHTS_ALONE, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.classification import RankStates, compare_lengths
 from elastic_ckpt.formats.merging import ExpertShard
@@ -57,7 +57,7 @@ def unpartitioned_metadata(
         problem = "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter"
         expected = 'a save with "zero_optimization": {"stage": 1} (or bf16 with fp32 gradient accumulation)'
         both = expected, "optimizer states that are numbered, not named"
-        remedy = "load it at the topology it was saved with, or its weights alone: load_module_only=True"
+        remedy = AT_ITS_TOPOLOGY, WEIGHTS_ALONE
         raise UnsupportedError(problem, model.path, *both, remedy=remedy)
     ep, first = 1, len(optimizers[:1])
     if optimizers:

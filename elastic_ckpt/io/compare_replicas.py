@@ -13,9 +13,8 @@ import torch
 
 from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor, in_file_order
-from elastic_ckpt.core.text import config_text
 from elastic_ckpt.distributed import in_buckets
-from elastic_ckpt.errors import MismatchError, listed
+from elastic_ckpt.errors import MismatchError, Remedy, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.sharding.resolve import FIRST, MEAN
@@ -183,12 +182,16 @@ def judge_drift(found: Sequence[Drift], may_differ: frozenset[str], policy: str)
     asked = [drift for drift in drifts if drift.check.name not in may_differ]
     guessed = [drift for drift in asked if drift.check.is_guess]
     if guessed:  # of equal shape, but with other values on every rank: most likely each rank's own shard
-        pattern = config_text(re.escape(guessed[0].check.name))
+        pattern = re.escape(guessed[0].check.name)
         problem = "tensors that by their shapes alone would be copies are not the same on the tensor-parallel ranks"
         expected, found_here = "equal copies, or a rule that says how it is sharded", map(str, guessed[:_SHOWN])
-        remedy = f'"elastic_checkpoint": {{"tp_rules": [{{"pattern": {pattern}, "kind": "vocabulary"}}]}} (or column, '
-        remedy += 'row; replicated only for copies that drifted apart, together with "replicated_params")'
-        names = listed({drift.check.name for drift in guessed})
+        kinds = {kind: f"if it is sharded by {kind}" for kind in ("vocabulary", "column", "row")}
+        remedy = [
+            Remedy(when=when, config={"tp_rules": [{"pattern": pattern, "kind": kind}]}) for kind, when in kinds.items()
+        ]
+        copies = {"tp_rules": [{"pattern": pattern, "kind": "replicated"}], "replicated_params": "first"}
+        remedy.append(Remedy(when="if they are copies that drifted apart", config=copies))
+        names = {drift.check.name for drift in guessed}
         raise MismatchError(problem, None, expected, "; ".join(found_here), parameter=names, remedy=remedy)
     if asked and policy not in (FIRST, MEAN):
         raise _different(asked, idle)
@@ -203,17 +206,22 @@ def judge_drift(found: Sequence[Drift], may_differ: frozenset[str], policy: str)
 
 def _different(drifts: Sequence[Drift], idle: Collection[str]) -> MismatchError:
     """``idle``: names of which the first pipeline stage's copy is not the one that is trained."""
-    first = '"elastic_checkpoint": {"replicated_params": "first"} keeps'
     problem = "copies of replicated parameters differ between the ranks that saved them, and only one can be kept"
     expected = "equal copies on every tensor-parallel rank and pipeline stage"
-    remedy = f'{first} the copy of the first rank, "replicated_params": "mean" the mean of all ranks'
+    remedy = [
+        Remedy("keeps the copy of the first rank", config={"replicated_params": "first"}),
+        Remedy("keeps the mean of all ranks", config={"replicated_params": "mean"}),
+    ]
     if any(drift.check.names for drift in drifts):
         problem = "weights that are one in the live model have different values under their names in the checkpoint"
         expected = "equal values under each name of a tied weight"
-        remedy = f"build the model as it was saved, without this tie; or {first} the values of the name that is first"
+        kept = "keeps the values of the name that is first"
+        remedy = [Remedy("build the model as it was saved, without this tie")]
+        remedy.append(Remedy(kept, config={"replicated_params": "first"}))
     elif any(drift.check.name in idle for drift in drifts):
-        remedy = "a later pipeline stage trains its copy, and the first does not: resume with as many stages as saved"
+        trained = "a later pipeline stage trains its copy, and the first does not: resume with as many stages as saved"
+        remedy = [Remedy(trained)]
     more = f"; and {len(drifts) - _SHOWN} more" if len(drifts) > _SHOWN else ""
     names = dict.fromkeys(name for drift in drifts for name in drift.check.names or (drift.check.name,))
     found = "; ".join(map(str, drifts[:_SHOWN])) + more
-    return MismatchError(problem, parameter=listed(names), expected=expected, found=found, remedy=remedy)
+    return MismatchError(problem, parameter=names, expected=expected, found=found, remedy=remedy)

@@ -24,7 +24,7 @@ import torch
 
 from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, Remedy
 from elastic_ckpt.io.coalesce import StagedBatch, read_sizes, scales_of
 from elastic_ckpt.report import ReadStats
 
@@ -284,7 +284,7 @@ def encode(values: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torc
     if not torch.isfinite(scales).all() or (not codebook.signed and (values < 0).any()):
         problem, expected = "an optimizer state holds values that its 8-bit format cannot express", "finite values"
         expected += "" if codebook.signed else " that are not negative"
-        remedy = "the run that saved it had diverged: take an earlier tag, or load_optimizer_states=False"
+        remedy = Remedy("the run that saved it had diverged: take an earlier tag"), WITHOUT_STATES
         raise DamagedError(problem, None, expected, f"{values.min()} to {values.max()}", remedy=remedy)
     divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(1)
     codes = torch.bucketize(values / divisors, midpoints)

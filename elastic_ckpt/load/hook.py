@@ -288,7 +288,7 @@ class RetryPolicy:
             assert isinstance(cause, errors.ElasticCkptError)
             if self.nodes.view is not None:
                 seen = f"files on all nodes: {self.nodes.view.summary(found.folder if found else self.nodes.view.root)}"
-                error.remedy = f"{error.remedy}; {seen}" if error.remedy else seen
+                error.remarks += (seen,)
             moved = isinstance(cause, errors.SavedOverError)
             is_final = moved or isinstance(cause, errors.ConflictingCopiesError)
             if not is_final and (other := self.nodes.take_other_copies(cause.file)) is not None:
@@ -299,12 +299,12 @@ class RetryPolicy:
             if again and self._older is None and self._wait(cause.problem):
                 return True
             if self._config.on_damage != "error" and isinstance(cause, errors.MixedSavesError):
-                error.remedy = f'{error.remedy}; "on_damage" goes back for proven damage alone'
+                error.remarks += ('"on_damage" goes back for proven damage alone',)
             elif self._config.on_damage != "error" and not (missing and self._tag is not None):
                 why_not = self._fall_back(cause, found)
                 if why_not is None:
                     return True
-                error.remedy = f"{error.remedy}; {why_not}" if error.remedy else why_not
+                error.remarks += (why_not,)
         if self.partly_overwritten and not partly:
             raise as_partial_load_error(error) from error
         return False

@@ -19,7 +19,7 @@ from elastic_ckpt.core.checksums import PartialSum
 from elastic_ckpt.core.chunks import QuantizedChunks
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFile
 from elastic_ckpt.core.read_plan import ReadPlan
-from elastic_ckpt.errors import DamagedError, listed
+from elastic_ckpt.errors import DamagedError, Remedy
 from elastic_ckpt.io.coalesce import SUMMED_AT_ONCE_NBYTES, ReadOptions, parts_of, scales_of
 from elastic_ckpt.io.reader import ReadSums
 from elastic_ckpt.report import Verified
@@ -159,6 +159,8 @@ def _damaged(metadata: CheckpointMetadata, keys: Sequence[Key], found: int) -> D
     problem = "bytes of the checkpoint are not those that were saved: the checksum of a record differs"
     problem += f" (and of records in {others} more files)" if others else ""
     expected = f"CRC32 {crc32:08x} of the {nbytes} bytes from byte {offset} on"
-    remedy = "copy the file again, or take another tag (elastic-ckpt verify --full names all damage); if its writer "
-    remedy += 'is known to leave wrong checksums in files: "elastic_checkpoint": {"verify": "off"}'
-    return DamagedError(problem, source.path, expected, f"{found:08x}", parameter=listed(names), remedy=remedy)
+    remedy = (
+        Remedy("copy the file again, or take another tag (elastic-ckpt verify --full names all damage)"),
+        Remedy(when="if its writer is known to leave wrong checksums in files", config={"verify": "off"}),
+    )
+    return DamagedError(problem, source.path, expected, f"{found:08x}", parameter=names, remedy=remedy)

@@ -30,7 +30,7 @@ from elastic_ckpt.core.fqn import (
 from elastic_ckpt.core.local_state import LiveGroup, ModelLayout, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, DerivedTensors, Place, TensorMetadata
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.errors import MismatchError, listed
+from elastic_ckpt.errors import WITHOUT_STATES, MismatchError, Remedy, listed
 
 _OF_LAYER, _TIED_MODULE = re.compile(r"\d+\."), re.compile(r"tied_modules\.[^.]+\.")
 Names = Sequence[Sequence[str]]
@@ -54,6 +54,28 @@ def name_states(
         pairs = ((name, other) for name, others in ties.items() for other in others)
         equal = {other: name for name, other in pairs if experts.crc32s.get(name, ()) == experts.crc32s.get(other)}
         numbered = replace(numbered, aliases={**numbered.aliases, **equal})
+    if (named := _named_in_order(numbered, live, rules)) is not None:
+        return named
+    # not fit if empty parameters are not in the live groups: ZeRO of DeepSpeed since 0.18 leaves them out
+    if (full := _without_empty(numbered)) is not None and (named := _named_in_order(full, live, rules)) is not None:
+        return _with_empty(numbered, named[0]), named[1]
+    if needed or live:
+        raise _unnamed(numbered, live, list(_fitting(numbered, live, rules)))
+    return None
+
+
+def _named_in_order(numbered: NumberedStates, live: Sequence[LiveGroup], rules: RenameRules) -> NamedStates | None:
+    """Names by the one order that fits, and notes; ``None`` if none does, or if several do and differ."""
+    candidates = _fitting(numbered, live, rules)
+    distinct = {tuple(map(tuple, members)) for members in candidates.values()}
+    if not candidates or (len(distinct) > 1 and not numbered.compared):
+        return None
+    origin, chosen = next(iter(candidates.items()))
+    return chosen, _notes(numbered, chosen, origin)
+
+
+def _fitting(numbered: NumberedStates, live: Sequence[LiveGroup], rules: RenameRules) -> dict[str, Members]:
+    """The members of the saved groups, by the origin of each order of names that fits them."""
     shapes = numbered.weights
     origins = {rename(name, rules): numbered.aliases.get(name, name) for name in shapes}
     names = [[origins[name] for name in group.names if name in origins] for group in live]
@@ -61,14 +83,33 @@ def name_states(
     in_order = [name for name in shapes if name not in unnumbered]
     of_model = [in_order] if live or len(numbered.shapes) == 1 else _assigned(numbered, in_order)
     orders = {"the live param groups": _in_saved_order(numbered, names, live), "the model": of_model}
-    candidates = {origin: fitted for origin, each in orders.items() if (fitted := _fit(numbered, each)) is not None}
-    distinct = {tuple(map(tuple, members)) for members in candidates.values()}
-    if candidates and (len(distinct) == 1 or numbered.compared):
-        origin, chosen = next(iter(candidates.items()))
-        return chosen, _notes(numbered, chosen, origin)
-    if needed or live:
-        raise _unnamed(numbered, live, list(candidates))
-    return None
+    return {origin: fitted for origin, each in orders.items() if (fitted := _fit(numbered, each)) is not None}
+
+
+def _without_empty(numbered: NumberedStates) -> NumberedStates | None:
+    """The same without parameters of no elements, which have states of none, or no state at all.
+
+    ``None`` if there are none, or if more have no state, which may be others that never had a gradient.
+    """
+    weights = {name: shape for name, shape in numbered.weights.items() if 0 not in shape}
+    shapes = [[shape for shape in group if not _may_be_empty(shape)] for group in numbered.shapes]
+    left_out = sum(map(len, numbered.shapes)) - sum(map(len, shapes))
+    others = {*numbered.buffers, *numbered.aliases}
+    if numbered.is_flat or not 0 < left_out <= len(numbered.weights.keys() - weights.keys() - others):
+        return None
+    kept = [index for index, group in enumerate(shapes) if group]  # DeepSpeed leaves out groups without members, too
+    groups = [numbered.groups[index] for index in kept]
+    return replace(numbered, weights=weights, shapes=[shapes[index] for index in kept], groups=groups)
+
+
+def _with_empty(numbered: NumberedStates, members: Members) -> Members:
+    """Names of all saved members, from those of members that are not empty."""
+    names = chain.from_iterable(members)
+    return [[None if _may_be_empty(shape) else next(names) for shape in group] for group in numbered.shapes]
+
+
+def _may_be_empty(shape: Shape | None) -> bool:
+    return shape is None or 0 in shape
 
 
 def _named_on_rank(names: Sequence[str], experts: ExpertRank) -> tuple[str, ...]:
@@ -194,10 +235,9 @@ def _unnamed(numbered: NumberedStates, live: Sequence[LiveGroup], fitting: Seque
     elif _are_in_another_order(numbered, live):
         found = "live param groups with the saved hyperparameters, in another order, and no name in each group"
     expected = "live param groups with the parameters of the saved ones, in their order"
-    remedy = "build the param groups as when the checkpoint was saved, frozen parameters included, or load with "
-    remedy += "load_optimizer_states=False"
-    names = listed(name for group in live for name in group.names)
-    return MismatchError(problem, numbered.path, expected, found, parameter=names, remedy=remedy)
+    rebuild = Remedy("build the param groups as when the checkpoint was saved, frozen parameters included")
+    names = [name for group in live for name in group.names]
+    return MismatchError(problem, numbered.path, expected, found, parameter=names, remedy=(rebuild, WITHOUT_STATES))
 
 
 def adopt_live_names(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:

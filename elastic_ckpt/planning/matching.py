@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import isfinite, nan
 from typing import Any
@@ -21,7 +21,17 @@ from elastic_ckpt.core.state_kinds import (
     LiveState,
 )
 from elastic_ckpt.core.values import numbers
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, ITS_OPTIMIZER, DamagedError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import (
+    AT_ITS_TOPOLOGY,
+    ITS_OPTIMIZER,
+    NOT_STRICT,
+    WITHOUT_STATES,
+    DamagedError,
+    MismatchError,
+    Remedy,
+    UnsupportedError,
+    listed,
+)
 from elastic_ckpt.planning.near_names import GENERIC_RENAME, live_shapes, propose_renames, saved_shapes
 from elastic_ckpt.planning.param_groups import UPDATE_NORM, refuse_other_kind, renamed_states, saved_optimizer
 
@@ -30,7 +40,7 @@ _EXCLUDED = "saved without frozen parameters (exclude_frozen_parameters=True): t
 _NOT_CONVERTED = "DeepSpeed's converter drops the buffers of pipeline layers: the model's own values stay"
 _NO_PLACE = "the live model has no such entry"
 _ROLE = "optimizer states"
-_RESTORE = "restore the missing files, take another tag, or load with load_optimizer_states=False"
+_RESTORE = Remedy("restore the missing files, or take another tag"), WITHOUT_STATES
 _FUSED_ADAM = "deepspeed.ops.adam.fused_adam.FusedAdam"
 _OWN_GROUPS = "put them in param groups of their own, or load with load_optimizer_states=False"
 Scalars = Mapping[str, Any]
@@ -81,20 +91,19 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     names = unexpected & local_state.others
     if names and (strict or lost):  # which may be the lost ones, renamed by a hook
         problem = "the module's state dict has entries that are neither parameters nor buffers"
-        remedy = "load_checkpoint(..., load_module_strict=False), if they hold nothing that training needs; or "
+        remedy = Remedy(when="if they hold nothing that training needs", arguments={"load_module_strict": False})
         if lost:
-            remedy = f'"elastic_checkpoint": {{"rename": ...}}, if they are {listed(lost)} of the model; or '
+            remedy = Remedy(f'"elastic_checkpoint": {{"rename": ...}}, if they are {listed(lost)} of the model')
         both = "parameters and buffers under their own names", "entries that a hook of the module adds or renames"
-        raise metadata.error(UnsupportedError, problem, names, *both, remedy + AT_ITS_TOPOLOGY)
+        raise metadata.error(UnsupportedError, problem, names, *both, (remedy, AT_ITS_TOPOLOGY))
     if strict and (lost or unexpected):
         tied = listed(f"{name} = {metadata.aliases[name]}" for name in lost if name in metadata.aliases)
         hint = f"; tied at save time, not now: {tied}" if tied != "none" else ""
-        remedy = "load_checkpoint(..., load_module_strict=False) restores what matches and reports the rest; renamed "
-        remedy += f"ones: {_renames_of(metadata, local_state)}"
+        renamed = _renames_of(metadata, local_state)
         problem = "model and checkpoint do not have the same parameters and buffers"
         expected = f"in the model but not in the checkpoint: {listed(lost)}"
         found_names = f"in the checkpoint but not in the model: {listed(unexpected)}{hint}"
-        raise metadata.error(MismatchError, problem, lost or unexpected, expected, found_names, remedy)
+        raise metadata.error(MismatchError, problem, lost or unexpected, expected, found_names, (NOT_STRICT, renamed))
     outcomes = [
         *((role, "fresh", names, _NOT_SAVED) for role, names in missing.items()),
         (FROZEN, "fresh", excluded, _EXCLUDED),
@@ -107,13 +116,16 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     return Matching(restored, found, tuple(told))
 
 
-def _renames_of(metadata: CheckpointMetadata, local_state: LocalState) -> str:
+def _renames_of(metadata: CheckpointMetadata, local_state: LocalState) -> Remedy:
     """The rules that bring the saved names to the live ones, as far as they are found; else the form of a rule."""
     is_renamed = any(old != new and new not in local_state.model.ties for new, old in metadata.saved_names.items())
     if is_renamed:  # the rules would take the place of the user's own
-        return GENERIC_RENAME
+        return Remedy(GENERIC_RENAME, when="if they were renamed")
     renames = propose_renames(saved_shapes(metadata), live_shapes(local_state))
-    return f"{renames.config} settles {len(renames.pairs)}" if renames.rules else GENERIC_RENAME
+    if not renames.rules:
+        return Remedy(GENERIC_RENAME, when="if they were renamed")
+    rules = [list(rule) for rule in renames.rules]
+    return Remedy(f"settles {len(renames.pairs)}", config={"rename": rules}, when="if they were renamed")
 
 
 @dataclass(frozen=True)
@@ -176,14 +188,12 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
         expected = "one value per element of the partition, one per tensor, or a tensor that all ranks share"
         # of whole tensors, no declaration settles what another state is
         foreign = metadata.source.foreign
-        remedy = f'"elastic_checkpoint": {{"states": {{"{key}": "{"fresh" if foreign else "replicated"}"}}}}'
-        if foreign:
-            remedy += " leaves it out"
-        else:
-            remedy += ' (or "elementwise"; "fresh" for a known optimizer, which starts it anew) says what it is'
-            remedy += f"; or {AT_ITS_TOPOLOGY}"
-        remedy += "; load_optimizer_states=False leaves all states out"
-        yield metadata.error(UnsupportedError, problem, key, expected, description, remedy)
+        fresh = Remedy("leaves it out", config={"states": {key: "fresh"}})
+        kinds = {"replicated": "one tensor that all ranks share", "elementwise": "a value for each element"}
+        declared = (Remedy(when=f"if it is {kind}", config={"states": {key: word}}) for word, kind in kinds.items())
+        anew = replace(fresh, when="with an optimizer that is known here")
+        remedy = (fresh,) if foreign else (*declared, anew, AT_ITS_TOPOLOGY)
+        yield metadata.error(UnsupportedError, problem, key, expected, description, (*remedy, WITHOUT_STATES))
 
 
 def missing_files(metadata: CheckpointMetadata) -> DamagedError | None:
@@ -196,9 +206,9 @@ def missing_files(metadata: CheckpointMetadata) -> DamagedError | None:
     problem = (
         f"{'files of the universal checkpoint are' if are_several else 'a file of the universal checkpoint is'} missing"
     )
-    remedy = "restore what is missing, or convert the native checkpoint again"
+    remedy = [Remedy("restore what is missing"), Remedy("convert the native checkpoint again")]
     if not any(path.endswith(f"/{MASTER}.pt") for path in missing):
-        remedy += "; without optimizer states: load_optimizer_states=False"
+        remedy.append(WITHOUT_STATES)
     path = f"{metadata.source.folder}/{first.replace('*', names[0]) if names else first}"
     parameter = listed(every) if every else None
     return DamagedError(problem, path, "; ".join(texts), "none", parameter=parameter, remedy=remedy)
@@ -304,7 +314,7 @@ class _Matcher:
             if not self.convert:
                 problem = "the checkpoint was saved by another optimizer, whose states can be converted"
                 both = f"states of the live optimizer {local_state.optimizer}", f"states of {saved_optimizer(metadata)}"
-                remedy = '"elastic_checkpoint": {"convert_optimizer": true}, or load_optimizer_states=False'
+                remedy = Remedy("converts them", config={"convert_optimizer": True}), WITHOUT_STATES
                 raise metadata.error(MismatchError, problem, members, *both, remedy)
             names, self.converted = dict(renamed), True
         refuse_other_kind(metadata, local_state, flat, members, is_converted)
@@ -344,9 +354,9 @@ class _Matcher:
             problem = f"optimizer state {key!r} should be one for all partitions, but different values were saved"
             values = len({state.crc32 for state in found})
             differing = f"{values} different values" if values > 1 else "differences between the ranks that saved it"
-            remedy = f"load_optimizer_states=False leaves all states out; or {AT_ITS_TOPOLOGY}"
+            remedy = [WITHOUT_STATES, AT_ITS_TOPOLOGY]
             if self.local_state.flats[0].states is not None:
-                remedy = f'"elastic_checkpoint": {{"states": {{"{key}": "fresh"}}}} starts it anew; {remedy}'
+                remedy.insert(0, Remedy("leaves it out", config={"states": {key: "fresh"}}))
             expected = "the same bytes everywhere"
             raise self.metadata.error(UnsupportedError, problem, members, expected, differing, remedy)
         return found[0]
@@ -356,10 +366,9 @@ class _Matcher:
         shapes = {self.metadata.tensors[name, key].shape for name in members if (name, key) in self.metadata.tensors}
         problem = f"optimizer state {key!r} is saved as a tensor for each parameter, of another shape than it"
         expected = "one value for each element, or one tensor for all that share a flat partition"
-        remedy = f"load_optimizer_states=False leaves all states out; or {AT_ITS_TOPOLOGY}"
+        remedy = [WITHOUT_STATES, AT_ITS_TOPOLOGY]
         if len(shapes) == 1:
-            line = f'"elastic_checkpoint": {{"states": {{"{key}": "replicated"}}}}'
-            remedy = f"{line}, if it is one table for all; {remedy}"
+            remedy.insert(0, Remedy(when="if it is one table for all", config={"states": {key: "replicated"}}))
         found = f"a tensor of shape {shape}"
         return self.metadata.error(UnsupportedError, problem, members, expected, found, remedy)
 

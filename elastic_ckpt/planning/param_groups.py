@@ -21,9 +21,8 @@ from elastic_ckpt.core.local_state import SAVED_OPTIMIZER, FlatPartition, LiveGr
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome, SavedRate
 from elastic_ckpt.core.state_kinds import SCRATCH
-from elastic_ckpt.core.text import config_text
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, ITS_OPTIMIZER, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, ITS_OPTIMIZER, MismatchError, Remedy, UnsupportedError, listed
 
 _DECOUPLED, _DECAYS = "decoupled_weight_decay", ("L2 (Adam)", "decoupled (AdamW)")
 #: Members, display names, and implementation choices, which do not affect training: the live run's are kept. So is the
@@ -84,7 +83,7 @@ def match_groups(
             if (was := metadata.groups[source].get(_DECOUPLED, live)) != live:
                 problem = f"weight decay of param group {number} is of another kind"
                 both = f"{_DECAYS[bool(live)]} in the live optimizer", f"{_DECAYS[bool(was)]} in the checkpoint"
-                raise MismatchError(problem, None, *both, parameter=listed(group.names), remedy=ITS_OPTIMIZER)
+                raise MismatchError(problem, None, *both, parameter=group.names, remedy=ITS_OPTIMIZER)
         if keep_live or not all(metadata.groups[source] for source in found):
             found = []  # by the user's choice, or because there are none (BLOOM's universal checkpoint)
         every = [transferable(metadata.groups[source]) for source in found]
@@ -143,13 +142,16 @@ def _mixed(
         f"saved group {source}, {len(members[source])} parameters such as {members[source][0]}: {values}"
         for source, values in shown.items()
     )
-    remedy = "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees "
-    remedy += '[0] under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is '
-    remedy += f"a different training: it keeps {live} for all {len(group.names)} parameters, "
-    remedy += f"which changes {len(changed)} of them"
+    rebuild = (
+        "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees "
+    )
+    rebuild += "[0] under ZeRO-3: look at param.ds_shape)"
+    kept = f"is a different training: it keeps {live} for all {len(group.names)} parameters, "
+    kept += f"which changes {len(changed)} of them"
+    remedy = Remedy(rebuild), Remedy(kept, config={"param_groups": "keep_live"})
     problem = f"param group {number} now mixes parameters whose saved groups had different hyperparameters"
     expected = "one set of hyperparameters for the group"
-    return MismatchError(problem, None, expected, found, parameter=listed(changed or group.names), remedy=remedy)
+    return MismatchError(problem, None, expected, found, parameter=changed or group.names, remedy=remedy)
 
 
 def transferable(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,8 +296,8 @@ def _refuse(
     problem = f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions are others "
     expected = f"the save's {source.partition_degree} partitions (ZeRO-{source.zero_stage}, TP={source.tp})"
     found = str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200]
-    remedy = f'"elastic_checkpoint": {{"states": {config_text(dict.fromkeys(keys, "fresh"))}}} leaves them {how}; or '
-    raise metadata.error(UnsupportedError, f"{problem}now", keys, expected, found, remedy + AT_ITS_TOPOLOGY)
+    remedy = Remedy(f"leaves them {how}", config={"states": dict.fromkeys(keys, "fresh")}), AT_ITS_TOPOLOGY
+    raise metadata.error(UnsupportedError, f"{problem}now", keys, expected, found, remedy)
 
 
 def own_file(metadata: CheckpointMetadata, local_state: LocalState) -> int | None:

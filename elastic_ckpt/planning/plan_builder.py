@@ -25,8 +25,7 @@ from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, Requant
 from elastic_ckpt.core.shard_specs import VOCABULARY
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
-from elastic_ckpt.core.text import config_text
-from elastic_ckpt.errors import ITS_OPTIMIZER, DamagedError, MismatchError, listed
+from elastic_ckpt.errors import ITS_OPTIMIZER, WITHOUT_STATES, DamagedError, MismatchError, Remedy, listed
 from elastic_ckpt.planning.matching import Matching, StateLink, StateMatching
 from elastic_ckpt.planning.read_items import (
     BroadcastRanges,
@@ -190,8 +189,7 @@ class PlanBuilder:
         tensor = self.metadata.tensors.get((name, key))
         if tensor is None:
             problem = f"the checkpoint knows this parameter but holds no {key} for it"
-            remedy = "the save is incomplete: take another tag"
-            remedy += "" if key == MASTER else ", or load with load_optimizer_states=False"
+            remedy = [Remedy("the save is incomplete: take another tag"), *([] if key == MASTER else [WITHOUT_STATES])]
             raise self.metadata.error(DamagedError, problem, name, f"a tensor for {key}", "none", remedy)
         if (name, key) not in self._tiled:
             check_tiling(self.metadata, tensor)
@@ -246,8 +244,11 @@ class PlanBuilder:
         problem = f"8-bit blocks of {key} would have to be requantized (lossy)"
         expected = 'blocks that are whole on both sides, since "on_change" is "error"'
         found = f"{changed} blocks of this partition mix elements of several saved blocks"
-        remedy = '"elastic_checkpoint": {"on_change": "warn"}; or load at the topology it was saved with; under '
-        remedy += '"align_partitions", a change of the data-parallel degree alone never needs it'
+        remedy = (
+            Remedy("requantizes them, within a bound that the report states", config={"on_change": "warn"}),
+            Remedy("load at the topology it was saved with", at_saved_topology=True),
+            Remedy('save with "align_partitions", under which another data-parallel degree alone never needs it'),
+        )
         return self.metadata.error(MismatchError, problem, name, expected, found, remedy)
 
     def _add_replicated(self, flat: FlatPartition, live: LiveState, saved: ReplicatedState) -> None:
@@ -270,9 +271,8 @@ class PlanBuilder:
                 is_grown, what = name in self.added, f"{tensor.key} is of a whole parameter, and cannot be"
                 problem = f"{what} {'extended by rows' if is_grown else 'cut for another tensor-parallel degree'}"
                 both = "a state with one value for each element", f"{tensor.key}, of a shape of its own"
-                remedy = "load with load_optimizer_states=False"
-                if not is_grown:
-                    remedy = f"load at the tensor-parallel degree it was saved with, or {remedy.removeprefix('load ')}"
+                its_degree = Remedy("load at the tensor-parallel degree it was saved with", at_saved_topology=True)
+                remedy = [WITHOUT_STATES] if is_grown else [its_degree, WITHOUT_STATES]
                 raise self.metadata.error(MismatchError, problem, name, *both, remedy)
             return
         live = shape if planes == 1 else (planes, *shape)
@@ -280,11 +280,11 @@ class PlanBuilder:
         if saved != live:
             problem = f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs"
             both = f"{live} in the live model", f"{saved} in the checkpoint"
-            remedy = "build the model with the sizes it was saved with"
+            remedy = [Remedy("build the model with the sizes it was saved with")]
             if tensor.shards and saved[1:] == live[1:]:
-                rule = config_text({"pattern": re.escape(name), "kind": VOCABULARY})
-                remedy += "; if rows at the end of a vocabulary are all that differs: "
-                remedy += f'"elastic_checkpoint": {{"tp_rules": [{rule}]}}'
+                rule = {"pattern": re.escape(name), "kind": VOCABULARY}
+                when = "if rows at the end of a vocabulary are all that differs"
+                remedy.append(Remedy(when=when, config={"tp_rules": [rule]}))
             raise self.metadata.error(MismatchError, problem, name, *both, remedy)
 
     def _refuse_unknown_beginnings(self, parts: Sequence[FragmentSource]) -> None:
@@ -300,9 +300,9 @@ class PlanBuilder:
         if is_quantized:
             if part.sources.scale is not None:
                 problem = f"{key} is quantized, and would have to be averaged or added up over ranks"
-                remedy = '"elastic_checkpoint": {"replicated_params": "first"}, or load_optimizer_states=False'
+                first = Remedy("takes the first rank's", config={"replicated_params": "first"})
                 both = "a state of plain values", "8-bit codes"
-                raise self.metadata.error(MismatchError, problem, name, *both, remedy)
+                raise self.metadata.error(MismatchError, problem, name, *both, (first, WITHOUT_STATES))
             if tensor.is_empty:  # which does not show whether it was quantized
                 return
             saved = _VALUES_DTYPE if tensor.is_quantized else saved
@@ -313,10 +313,10 @@ class PlanBuilder:
         if rounds and self.may_change:
             self._rounded[key, saved, dtype] = None
             return
-        remedy = "resume with the dtype of master weights and states that the checkpoint was saved with"
+        ways = [Remedy("resume with the dtype of master weights and states that the checkpoint was saved with")]
         if rounds:
-            remedy += '; or "elastic_checkpoint": {"on_change": "warn"}, which rounds them'
+            ways.append(Remedy("rounds them", config={"on_change": "warn"}))
         problem = f"{key} of this parameter would lose precision"
         file = next((self.metadata.files[chunk.file].path for chunk in tensor.chunks), None)
         both = f"{dtype}, which the live optimizer keeps", f"{tensor.dtype} in the checkpoint"
-        raise MismatchError(problem, file, *both, parameter=name, remedy=remedy)
+        raise MismatchError(problem, file, *both, parameter=name, remedy=ways)

@@ -20,7 +20,7 @@ from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.shard_specs import BY_SHAPES, COLUMN, KV_HEADS, REPLICATED, ROW, USER, Kind, ShardSpec
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.errors import ConfigError, MismatchError
+from elastic_ckpt.errors import ConfigError, MismatchError, Remedy
 
 if TYPE_CHECKING:
     from elastic_ckpt.sharding.specs import Sharding
@@ -50,7 +50,7 @@ class Preset(BaseModel):
         is_path, names = name.endswith(".json"), cls.names()
         if not is_path and name not in names:
             expected = f"one of {', '.join(names)}, or the path of a JSON file"
-            remedy = f'"elastic_checkpoint": {{"tp_preset": "{names[0]}"}}' if names else None
+            remedy = Remedy(config={"tp_preset": names[0]}) if names else None
             raise ConfigError(f'there is no preset "{name}"', None, expected, name, remedy=remedy)
         path = Path(name) if is_path else _folder() / f"{name}.json"
         try:
@@ -197,9 +197,9 @@ def refuse_other_code(
         if not is_settled and None not in parts and parts[0] != parts[1]:
             problem = "the live code arranges this parameter in another way than the code that saved it"
             sides = f"{live.name}, by the live {live.evidence}", f"{saved.name}, by the checkpoint's {saved.evidence}"
-            remedy = "go on with the version of the code that saved it; if the weights were rearranged since: "
-            remedy += f'"elastic_checkpoint": {{"tp_preset": "{live.name}"}}'
-            raise metadata.error(MismatchError, problem, name, *sides, remedy)
+            same_code = Remedy("go on with the version of the code that saved it")
+            rearranged = Remedy(when="if the weights were rearranged since", config={"tp_preset": live.name})
+            raise metadata.error(MismatchError, problem, name, *sides, (same_code, rearranged))
 
 
 def _by_live_parameter(sharding: Sharding) -> ShardSpec | None:

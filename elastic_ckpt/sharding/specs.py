@@ -19,7 +19,7 @@ from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadat
 from elastic_ckpt.core.shard_specs import BY_SHAPES, COLUMN, USER, VOCABULARY, CannotSplit, ShardSpec
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.core.text import config_text
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, Remedies, Remedy
 from elastic_ckpt.sharding.rules import ModelShapes, ShardingRules, presets_for, tensor_of
 
 #: A checkpoint that declares patterns shards parameters that match none along dimension 0.
@@ -88,7 +88,7 @@ class Sharding:
         return None if self.chosen is None else self.checkpoint.shapes.objection(self.name, self.chosen)
 
     def mismatch(
-        self, problem: str, expected: object, found: object, remedy: str, names: str | None = None
+        self, problem: str, expected: object, found: object, remedy: Remedies, names: str | None = None
     ) -> MismatchError:
         return self.metadata.error(MismatchError, problem, names or self.name, expected, found, remedy)
 
@@ -105,7 +105,7 @@ class Sharding:
         choices: list[dict[str, object]] = [{"pattern": pattern, "kind": "column"}]
         meaning = "whichever it is" + ", and likewise for the others" * (len(similar) > 1)
         if self.is_fused:
-            widths = self.checkpoint.shapes.qkv_widths(self.name) or "<relative widths>"
+            widths = self.checkpoint.shapes.qkv_widths(self.name) or _WIDTHS
             choices.append({**choices[0], "sub_parameters": widths})
             meaning = (
                 "the first where nothing is fused, or each head (or group) holds its own q, k and v; the second where "
@@ -118,16 +118,19 @@ class Sharding:
             choices += [{"pattern": pattern, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
         named = presets_for(self) if said is None else ()
         named = [each for each in named if all(each in presets_for(other) for other in others)]
-        presets = [f'"elastic_checkpoint": {{"tp_preset": "{each}"}}' for each in named]
-        rules = f"{' or '.join(map(_config, choices))}: {meaning}"
-        by_code = f"{' or '.join(presets)}, if one of these code bases saved it; otherwise " if presets else ""
+        remedy = [Remedy(when="if this code base saved it", config={"tp_preset": each}) for each in named]
+        remedy += [Remedy(config={"tp_rules": [choice]}) for choice in choices[:-1]]
+        if choices[-1].get("sub_parameters") == _WIDTHS:  # which only a person can fill in
+            remedy.append(Remedy(f"{_config(choices[-1])} ({meaning})"))
+        else:
+            remedy.append(Remedy(f"({meaning})", config={"tp_rules": choices[-1:]}))
         why = "nothing says so" if said is None else f"{said.origin}: {said.ambiguous}"
         of_several = ": it is made of several, whose arrangement its shape does not show" if self.is_fused else ""
         return self.mismatch(
             f"the tensor-parallel degree changes, and it is not known how this parameter is sharded{of_several}",
             expected="a rule of yours, of the checkpoint, of the live parameter or of a preset",
             found=f"{why}; {self._both()}",
-            remedy=by_code + rules,
+            remedy=remedy,
             names=", ".join(names),
         )
 
@@ -288,6 +291,10 @@ def known_specs(
                     parts = chosen.relative_widths(shardings.metadata.run)
                     found[name] = chosen.model_copy(update={"sub_parameters": parts})
     return found
+
+
+#: Stands for numbers that are not known.
+_WIDTHS = "<relative widths>"
 
 
 def _config(rule: Mapping[str, object]) -> str:

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, SavedOverError, UnforeseenError, refuse_used_up
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, Remedy, SavedOverError, UnforeseenError, refuse_used_up
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -325,6 +325,7 @@ def steady() -> Iterator[None]:
 
 def _saved_over(path: str, first: Version, now: object) -> SavedOverError:
     problem = "the checkpoint was saved over while it was being loaded"
-    remedy = 'load again once that save has ended, as "elastic_checkpoint": {"wait_for_files": 600} does; a tag of its '
+    waits = Remedy("loads again once that save has ended", config={"wait_for_files": 600})
+    remedy = waits, Remedy("save under a tag of its own each time")
     expected = f"{first}, as when it was first opened"
-    return SavedOverError(problem, path, expected, now, remedy=f"{remedy}own for each save avoids it")
+    return SavedOverError(problem, path, expected, now, remedy=remedy)

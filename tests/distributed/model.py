@@ -184,6 +184,34 @@ class LoraLM(TinyLM):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class HollowLM(TinyLM):
+    """Parameters and buffers without elements: before, between and behind others, tied, frozen, with a gradient.
+
+    They are of modules that are never called: DeepSpeed 0.19.8 cannot fetch what is empty in ZeRO-3.
+    """
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
+        modules, self._modules = self._modules, {}
+        self.first = nn.Module()
+        self.first.nothing = nn.Parameter(torch.empty(0))
+        for name, module in modules.items():
+            self._modules[name] = module
+            if name in ("hidden", "back"):
+                holder = self._modules[f"after_{name}"] = nn.Module()
+                holder.none = nn.Parameter(torch.empty(3, 0))
+                holder.void = nn.Parameter(torch.empty(0, 2), requires_grad=False)
+                holder.register_buffer("no_ticks", torch.empty(0, 3, dtype=torch.int64))
+        self.last = nn.Module()
+        self.last.hollow = self.first.hollow = nn.Parameter(torch.empty(0, 2))
+        self.last.used = nn.Parameter(torch.empty(0, 3))
+        self._used = [self.last.used]  # looked up as an attribute, ZeRO-3 would fetch it
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(tokens)
+        return loss + sum(param.sum() for param in self._used if not hasattr(param, "ds_id"))
+
+
 class RenamedLM(TinyLM):
     """Two modules, and with them their parameters, and a buffer under other names."""
 
@@ -218,6 +246,7 @@ BUILDERS = {
         HugeLM,
         HeadFirstLM,
         LoraLM,
+        HollowLM,
         RenamedLM,
     )
 }

@@ -40,7 +40,7 @@ def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
         gather_by_address(engine, keys, truth)
     else:
         for name, param in engine.module.named_parameters():
-            if not param.requires_grad:
+            if not param.requires_grad or not is_full(param):
                 continue
             truth["masters"][name] = safe_get_full_fp32_param(param).clone()
             for key in keys:
@@ -61,6 +61,11 @@ def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
     return truth
 
 
+def is_full(param: Any) -> bool:
+    """Whether a parameter has elements: DeepSpeed's getters answer ``None`` for what is empty, or raise."""
+    return bool(getattr(param, "ds_numel", param.numel()))
+
+
 def gather_unpartitioned(engine: Any, keys: list[str], truth: dict[str, Any]) -> None:
     """Without ZeRO: DeepSpeed has no getters for it, but everything lies whole in the optimizer."""
     optimizer, base = engine.optimizer, base_of(engine)
@@ -72,6 +77,8 @@ def gather_unpartitioned(engine: Any, keys: list[str], truth: dict[str, Any]) ->
             holder = values["params"][0 if flat else number]
             part = slice(position, position + param.numel()) if flat else slice(None)
             name = engine.param_names[param]
+            if not is_full(param):
+                continue
             truth["masters"][name] = holder.detach().reshape(-1)[part].view(param.shape).clone()
             for key in keys:
                 if key in base.state.get(holder, {}):
@@ -141,6 +148,9 @@ def low_precision(engine: Any) -> dict[str, torch.Tensor]:
 
     weights = {}
     for name, param in engine.module.named_parameters():
+        if not is_full(param):
+            weights[name] = param.data.new_empty(getattr(param, "ds_shape", param.shape))
+            continue
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
             weights[name] = param.data.clone()
     return weights

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.fqn import NumberedStates
+from elastic_ckpt.core.local_state import LiveGroup
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.live_names import name_states
 from tests.unpartitioned import catalog_of, check_states, indexed, trained
@@ -105,3 +106,29 @@ def ways_of(left: list[list[Shape | None]], names: list[str], shapes: dict[str, 
             for way in ways_of(others, rest, shapes):
                 found.append([[first, *each] if at == group else each for at, each in enumerate(way)])
     return found
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_live_groups_without_what_is_empty_name_the_states_right_or_not_at_all(data: st.DataObject) -> None:
+    """As of ZeRO in DeepSpeed since 0.18, whose groups lack empty parameters; a state of none may be missing."""
+    kinds = [(), (1,), (2,), (0,), (0, 2), (3, 0)]
+    dealt = data.draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 1)), min_size=1, max_size=8))
+    shapes: dict[str, Shape] = {f"p{at}": shape for at, (shape, _) in enumerate(dealt)}
+    members = [[f"p{at}" for at, (_, of) in enumerate(dealt) if of == group] for group in range(2)]
+    has_state = {name: 0 not in shape or data.draw(st.booleans(), label=name) for name, shape in shapes.items()}
+    if data.draw(st.booleans(), label="one that is not empty has no state, either"):
+        has_state[data.draw(st.sampled_from(sorted(shapes)))] = False
+    saved = [[shapes[name] if has_state[name] else None for name in group] for group in members if group]
+    full = [tuple(name for name in group if 0 not in shapes[name]) for group in members]
+    live = [LiveGroup(names, {"name": number}) for number, names in enumerate(full) if names]
+    labels = tuple({"name": number} for number, group in enumerate(members) if group)
+    try:
+        found = name_states(NumberedStates("", labels, saved, False, shapes), live)
+    except MismatchError:
+        assert not live or not all(has_state[name] for name, shape in shapes.items() if 0 not in shape)
+        return
+    assert found is not None
+    for group, of_group, names in zip([each for each in members if each], found[0], saved, strict=True):
+        for name, named, shape in zip(group, of_group, names, strict=True):
+            assert shape is None or 0 in shape or named == name

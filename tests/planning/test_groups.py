@@ -101,9 +101,9 @@ def test_merged_groups_with_different_values_are_refused_with_both_and_the_way_o
         "saved group 1, 1 parameters such as b.weight: {'lr': 0.0001}"
     )
     assert caught.value.parameter == "b.weight"  # the live rate is the other's
-    remedy = str(caught.value.remedy)
-    assert '"param_groups": "keep_live"' in remedy
-    assert "keeps {'lr': 0.001} for all 2 parameters, which changes 1 of them" in remedy
+    (remedy,) = (each for each in caught.value.remedies if each.is_data)
+    assert remedy.config == {"param_groups": "keep_live"}
+    assert "keeps {'lr': 0.001} for all 2 parameters, which changes 1 of them" in remedy.text
 
 
 def test_hyperparameters_that_were_not_read_are_refused_where_they_are_restored() -> None:

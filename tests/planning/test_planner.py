@@ -189,7 +189,7 @@ def test_a_parameter_that_the_checkpoint_lacks_is_an_error_when_strict() -> None
         plan_load(saved({"a.weight": (2, 5)}), live(TWO), LoadOptions(strict=True))
     assert caught.value.parameter == "b.weight"
     assert "b.weight" in str(caught.value.expected)
-    assert "load_module_strict=False" in str(caught.value.remedy)
+    assert {"load_module_strict": False} in [each.arguments for each in caught.value.remedies]
 
 
 def test_a_parameter_that_the_checkpoint_lacks_stays_fresh_when_not_strict() -> None:
@@ -341,7 +341,7 @@ def test_masters_and_states_are_rounded_to_bfloat16_with_a_note(source: str) -> 
 def test_a_master_that_might_leave_the_range_is_refused_whatever_the_options(source: str, target: str) -> None:
     with pytest.raises(MismatchError, match="lose precision") as caught:
         plan_load(saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions())
-    assert "on_change" not in str(caught.value.remedy)
+    assert not any(each.is_data for each in caught.value.remedies)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError
+from elastic_ckpt.errors import ElasticCkptError, Remedy, UnsafePickleError
 from elastic_ckpt.formats.torch_archive.charges import limit_error
 
 #: How a :class:`Call` is made: "new", of NEWOBJ, is an object that is not initialized; "member" one of an enum, by its
@@ -101,8 +101,11 @@ def unsafe_error(found: str) -> UnsafePickleError:
     """A name, or a use of it, that is not on the closed list."""
     problem = "this file asks for a Python class or function that is not on the list of safe globals"
     expected = "tensors, containers, numbers, strings, and DeepSpeed's own small classes"
-    remedy = "if you trust whoever wrote the file: torch.serialization.add_safe_globals([TheClass]) before loading, or "
-    remedy += '"elastic_checkpoint": {"trust_pickle": true}'
+    trusted, allow = (
+        "if you trust whoever wrote the file",
+        "torch.serialization.add_safe_globals([TheClass]) before loading",
+    )
+    remedy = Remedy(allow, when=trusted), Remedy(when=trusted, config={"trust_pickle": True})
     return UnsafePickleError(problem, expected=expected, found=f"Unsupported GLOBAL {found}"[:300], remedy=remedy)
 
 

@@ -73,7 +73,7 @@ class Listing:
         if at < 0:
             begin = self.read(0, min(self.nbytes, 9))
             if begin[8:] == b"{" and int.from_bytes(begin[:8], "little") <= self.nbytes - 8:  # of its header, in JSON
-                remedy = 'load it at the topology it was saved with, and "elastic_checkpoint": {"mode": "off"}'
+                remedy = "only DeepSpeed with DataStates-LLM's checkpoint engine can read them, and save them again"
                 raise UnsupportedError("files of DataStates-LLM are not supported", remedy=remedy)
             raise ArchiveError(f"{self.nbytes} bytes without a directory: the file is truncated, or no zip archive")
         _, _, _, _, self.count, nbytes, self.start, _ = END.unpack_from(tail, at)

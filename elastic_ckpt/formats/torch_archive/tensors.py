@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, Remedy, UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, described, refuse_errors
 from elastic_ckpt.formats.torch_archive.known_values import DTYPES, LAYOUTS
 
@@ -303,8 +303,12 @@ def kind_error(found: str) -> UnsupportedError:
 def subclass_error(name: str) -> UnsupportedError:
     """A tensor of a class of its own."""
     problem = "this file holds a tensor of a class of its own, whose parts cannot be cut for another topology"
-    remedy = "the 8- and 4-bit formats of torchao are not supported: load at the topology it was saved with; a class "
-    remedy += "of your own in the client state: torch.serialization.add_safe_globals([TheClass])"
+    allow = "torch.serialization.add_safe_globals([TheClass]), before the load"
+    own_class = Remedy(allow, when="if it is a class of your own in the client state")
+    remedy = (
+        Remedy(AT_ITS_TOPOLOGY.text, when="if it is of torchao's 8- or 4-bit formats", at_saved_topology=True),
+        own_class,
+    )
     return UnsupportedError(problem, expected="torch.Tensor", found=name[:300], remedy=remedy)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import ElasticCkptError, Remedy
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.tree import refusals
 from elastic_ckpt.formats.torch_archive.writer import TreePickler, pickled_tree
@@ -53,7 +53,7 @@ def rewrite(source: str, target: Path, *, trust_pickle: bool, skip_unreadable: b
     try:
         pickled, storages = pickled_tree(tree)
     except ElasticCkptError as error:
-        remedy = f'{error.remedy}; or leave it out: "elastic_checkpoint": {{"on_unreadable_entry": "skip"}}'
+        remedy = (*error.remedies, Remedy("leaves it out", config={"on_unreadable_entry": "skip"}))
         raise type(error)(error.problem, **{**error.details, "file": source, "remedy": remedy}) from error
     with file.kept_open(), zipfile.ZipFile(target, "w") as archive:
         _add(archive, "data.pkl", pickled)

@@ -18,7 +18,7 @@ from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, ReplicatedS
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, TargetTensor, in_file_order
 from elastic_ckpt.core.state_kinds import COMPANIONS, BlockFormat, Codebook
 from elastic_ckpt.core.values import common, differing
-from elastic_ckpt.errors import MismatchError, UnsupportedError
+from elastic_ckpt.errors import MismatchError, Remedy, UnsupportedError
 from elastic_ckpt.formats.universal_states import BLOCK_NUMEL, RUNS
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
@@ -55,7 +55,7 @@ def quantized_states(reader: LogicalReader, tensors: Iterable[LogicalTensor]) ->
         items, scale = reader.items_of(logical, FlatRange(0, logical.numel))
         if scale is not None:
             problem = f"{logical.key} is quantized, and would have to be averaged or added up over ranks"
-            remedy = '"elastic_checkpoint": {"replicated_params": "first"}'
+            remedy = Remedy("takes the first rank's", config={"replicated_params": "first"})
             both = "a state of plain values", "8-bit codes"
             folder = reader.metadata.source.folder
             raise MismatchError(problem, folder, *both, parameter=logical.name, remedy=remedy)
