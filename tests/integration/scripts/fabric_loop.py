@@ -27,11 +27,18 @@ def main() -> None:
     parser.add_argument("--resume_from")
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--lora", action="store_true", help="train adapters, and save without the frozen weights")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--not_strict", action="store_true")
     parser.add_argument("--seen", type=Path, required=True, help="folder for what the test compares")
     options = parser.parse_args()
     seed_everything(1)
     world = int(os.environ["WORLD_SIZE"])
-    strategy = DeepSpeedStrategy(stage=options.stage, exclude_frozen_parameters=options.lora)
+    # without logging_batch_size_per_gpu, Fabric tells DeepSpeed that a micro-batch is one sample
+    strategy = DeepSpeedStrategy(
+        stage=options.stage,
+        logging_batch_size_per_gpu=GLOBAL_BATCH // world,
+        exclude_frozen_parameters=options.lora,
+    )
     fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
     model = build_model(options)
@@ -43,7 +50,7 @@ def main() -> None:
     loader = fabric.setup_dataloaders(DataLoader(texts, batch_size=GLOBAL_BATCH // world))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "losses": {}}
     if options.resume_from:
-        fabric.load(options.resume_from, state)
+        fabric.load(options.resume_from, state, strict=not options.not_strict)
         witness.take(engine, options.seen / "loaded.pt", scheduler)
     for batch in islice(loader, state["step"], None):
         loss = model(input_ids=batch, labels=batch).loss
@@ -64,7 +71,9 @@ def build_model(options: argparse.Namespace) -> Any:
     if options.lora:
         return get_peft_model(sequence.llama(), LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2, **no_dropout))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=options.layers, n_head=2, **no_dropout)
+    )
 
 
 if __name__ == "__main__":
