@@ -143,8 +143,17 @@ def refuse_left_in_file(group: Mapping[str, Any], names: Iterable[str], folder: 
 #: 1-bit optimizers of DeepSpeed before 0.19, by lower-case class name, as in its config.
 ONE_BIT_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
 
-#: Entry of our section in a saved config: by how many steps counts of the optimizer are ahead of the counters.
-AHEAD = "ahead"
+#: Entry of our section in a saved config: by how many steps counts of the optimizer are ahead of the counters; and an
+#: entry of that: whether they were counted at the save itself, and not only at the load before it.
+AHEAD, AT_SAVE = "ahead", "at_save"
+
+
+@dataclass(frozen=True)
+class RecordedCounts:
+    """By how many steps counts of the optimizer are ahead of the counters, as far as a run has recorded it."""
+
+    ahead: Mapping[str, frozenset[int]] = field(default_factory=dict)  # "step", "cur_iter"
+    at_save: bool = False
 
 
 @dataclass(frozen=True)

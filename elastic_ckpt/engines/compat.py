@@ -26,7 +26,8 @@ from packaging.version import Version
 from elastic_ckpt import distributed
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.flat_ranges import group_offsets
-from elastic_ckpt.core.values import AHEAD, ONE_BIT_OPTIMIZERS, Features
+from elastic_ckpt.core.logs import logger_of
+from elastic_ckpt.core.values import AHEAD, AT_SAVE, ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 
 try:
@@ -34,6 +35,7 @@ try:
 except ImportError:  # before 0.17.2
     torch_autocast = None
 
+logger = logger_of(__name__)
 #: Key of the map of all ranks' shards in the ``conversion`` of AutoTP's record (since 0.19.7).
 AFFINE_MAP = getattr(constants, "AFFINE_MAP", None)
 #: Lists of the flat fp32 masters of ZeRO-3, 1 and 2, one of which an optimizer has.
@@ -208,13 +210,52 @@ def _updated(engine: Any) -> Sequence[torch.Tensor]:
 
 
 def record_counts(engine: Any) -> None:
-    """Let saves state by how many steps the optimizer's counts are ahead of the counters, if not as in a new run.
+    """Let later saves state by how many steps the optimizer's counts are ahead of the counters now.
 
     DeepSpeed puts ``engine.config``, if it is a dict, into each file that it saves.
     """
-    config = getattr(engine, "config", None)
-    if not has_optimizer(engine) or not isinstance(config, dict):
+    if has_optimizer(engine) and isinstance(getattr(engine, "config", None), dict):
+        _write_record(engine, _counts_ahead(engine))
+
+
+@contextmanager
+def recorded_counts(engine: Any) -> Iterator[None]:
+    """Let a save state by how many steps the optimizer's counts are ahead of the counters at that save.
+
+    They drift apart where something else than ``engine.step`` steps, as in Lightning Fabric, and after a reset.
+    """
+    before = getattr(engine, "config", None)
+    if not has_optimizer(engine) or not isinstance(before, dict):
+        yield
         return
+    try:
+        ahead = _counts_ahead(engine)
+        _write_record(engine, {**ahead, AT_SAVE: True} if ahead else {})
+    except Exception as error:  # of an optimizer that counts otherwise; a save without it is better than none
+        logger.warning("elastic_ckpt does not record in this save what the optimizer has counted: %s", error)
+    try:
+        yield
+    finally:
+        engine.config = before
+
+
+def steps_beside(engine: Any) -> int:
+    """Steps that the optimizer has taken without ``engine.step``, since the last load or the beginning."""
+    if not has_optimizer(engine) or not isinstance(getattr(engine, "config", None), dict):
+        return 0
+    new = [int(type(engine.optimizer).__name__ in _STEP_WHEN_BUILT)]
+    at_load = (engine.config.get(CONFIG_KEY) or {}).get(AHEAD, {})
+    return max(0, max(_counts_ahead(engine).get("step", new)) - max(at_load.get("step", new)))
+
+
+def _write_record(engine: Any, record: Mapping[str, Any]) -> None:
+    section = dict(engine.config.get(CONFIG_KEY) or {})
+    if section.pop(AHEAD, {}) != record:
+        engine.config = {**engine.config, CONFIG_KEY: {**section, **({AHEAD: record} if record else {})}}
+
+
+def _counts_ahead(engine: Any) -> dict[str, list[int]]:
+    """By how many steps the optimizer's counts are ahead of the counters; none where they are as in a new run."""
     base, scaler = base_optimizer(engine), loss_scaler(engine)
     # some keep entries of no parameter, which are numbers or tensors
     states = [state for state in getattr(base, "state", {}).values() if isinstance(state, dict) and state]
@@ -232,10 +273,7 @@ def record_counts(engine: Any) -> None:
     ahead = {"step": {step - engine.global_steps + engine.skipped_steps for step in steps}}
     if is_dynamic(scaler):
         ahead["cur_iter"] = {scaler.cur_iter - engine.global_steps}
-    recorded = {key: sorted(counts) for key, counts in ahead.items() if counts and counts != new[key]}
-    section = dict(config.get(CONFIG_KEY) or {})
-    if section.pop(AHEAD, {}) != recorded:
-        engine.config = {**config, CONFIG_KEY: {**section, **({AHEAD: recorded} if recorded else {})}}
+    return {key: sorted(counts) for key, counts in ahead.items() if counts and counts != new[key]}
 
 
 def is_dynamic(scaler: Any) -> bool:

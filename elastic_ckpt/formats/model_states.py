@@ -24,7 +24,7 @@ from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, RankCoordinates,
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.core.values import Features
+from elastic_ckpt.core.values import Features, RecordedCounts
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WITHOUT_STATES, DamagedError, LayoutError, Remedy, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.own_entries import check_base_state, check_masters, check_own_entries, checked_tree
@@ -102,7 +102,7 @@ class ModelShard(SourceFile):
     #: Parameter in which AutoEP stacks experts -> the experts on each expert-parallel rank.
     stacked: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)  # plain values among the run's arguments
-    ahead: Mapping[str, frozenset[int]] = field(default_factory=dict)  # see :func:`.counts_ahead`
+    counts: RecordedCounts = field(default_factory=RecordedCounts)
     has_schedule: bool = False  # whether the engine had an lr scheduler, which ``engine.step`` steps
 
     @property
@@ -154,7 +154,7 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
         declared=declared_by(tree.get("universal_checkpoint_info")),
         stacked=stacked_experts(file),
         run=run,
-        ahead=counts_ahead(file),
+        counts=counts_ahead(file),
         has_schedule=tree.get("lr_scheduler") is not None,
     )
 

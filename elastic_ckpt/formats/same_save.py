@@ -6,9 +6,9 @@ ZeRO-1/2 saves the low-precision weights whole in the model-states file, and Dee
 fp32 masters, so a few elements of each shard, rounded, must equal them. ZeRO-3 saves none: only counts are compared.
 
 Counts are not those of the counters after a reset, or where the run began elsewhere. How far they are apart then stays
-the same, and saves after a load by elastic_ckpt state it (``elastic_ckpt.engines.compat.record_counts``). Param groups
-that were added during the run have counted less, and where something else than ``engine.step`` steps, as in Lightning
-Fabric, the counters stay at 0 and tell nothing. So a difference is a suspicion, not a proof.
+the same. Param groups that were added during the run have counted less, and where something else than ``engine.step``
+steps, as in Lightning Fabric, the counters stand still and tell nothing. So a difference is a suspicion, not a proof.
+Saves under elastic_ckpt state it (``elastic_ckpt.engines.compat.recorded_counts``), so that two of them differ again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
-from elastic_ckpt.core.values import numbers
+from elastic_ckpt.core.values import RecordedCounts, numbers
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, MixedSavesError, Remedy, UnsupportedError
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -66,7 +66,7 @@ def with_progress_compared(
     if not metadata.source.by_rank:  # of a universal checkpoint each parameter has files of its own
         flats = frozenset({frozenset(chain.from_iterable(flats))} if flats else ())
     exact = metadata.source.zero_stage == 3
-    recorded, has_schedule = model.ahead, model.has_schedule
+    recorded, has_schedule = model.counts, model.has_schedule
     odd_steps, why = compare_counts(
         counted, skipped, flats, scalers, model.ds_version, recorded, exact, kind, has_schedule
     )
@@ -78,9 +78,13 @@ def with_progress_compared(
         explained += "DeepSpeed before 0.13, which explains it"
         remedy = Remedy("take another tag"), Remedy(when=explained, config={"verify": "bytes"})
         raise MixedSavesError(problem, model.path, *why, remedy=remedy)
-    if not odd_steps:
+    not_counted = steps_not_counted(metadata, model.counters)
+    if not odd_steps and not (recorded.at_save and not_counted):
         return metadata
     found = f"at step {_shown(chain.from_iterable(flats))}, counters at {counted - skipped}"
+    if not odd_steps:
+        reason = "something else than engine.step has stepped, as in Lightning Fabric"
+        return replace(metadata, notes=(*metadata.notes, f"optimizer states are {found}: {reason}"))
     if not counted:  # of an unfinished save over one from before the first step, too: a user has to know
         reason = (
             "no step was counted, as where something else than engine.step steps (Lightning Fabric); if that is not "
@@ -93,6 +97,13 @@ def with_progress_compared(
         reason = "as after a reset of the optimizer"
     note = f"optimizer states are {found}: {reason}"
     return replace(metadata, notes=(*metadata.notes, note))
+
+
+def steps_not_counted(metadata: CheckpointMetadata, counters: Mapping[str, Any]) -> int:
+    """Steps of the optimizer that the counters have not counted; one that it took when it was built is no such step."""
+    counted = int(counters["global_steps"]) - int(counters["skipped_steps"])
+    ahead = max(chain.from_iterable(_optimizer_steps(metadata, counted)), default=0) - counted
+    return int(ahead) if ahead > bool(counted) else 0
 
 
 def _optimizer_steps(metadata: CheckpointMetadata, expected: int) -> frozenset[frozenset[float]]:
@@ -120,7 +131,7 @@ def compare_counts(
     flats: Collection[Collection[float]],
     scalers: Sequence[Any],
     ds_version: str,
-    recorded: Mapping[str, Collection[int]],
+    recorded: RecordedCounts,
     exact: bool,
     kind: str = PLAIN,
     has_schedule: bool = False,
@@ -129,8 +140,8 @@ def compare_counts(
 
     The latter is what was expected and found; ``exact``: of any two saves, not of neighbours. ``counted`` and
     ``skipped`` are the counters of the model-states files, ``flats`` what the optimizer has counted of each flat tensor
-    on any rank, ``scalers`` loss scalers if its states are in other files. ``recorded``: by how many steps counts are
-    ahead, as far as the run has recorded it. ``kind`` is that of an optimizer without ZeRO.
+    on any rank, ``scalers`` loss scalers if its states are in other files. ``kind`` is that of an optimizer without
+    ZeRO.
     """
     expected, steps = counted - skipped, set(chain.from_iterable(flats))
     saved = (each if isinstance(each, Mapping) else getattr(each, "__dict__", {}) for each in scalers)
@@ -141,19 +152,19 @@ def compare_counts(
         step = {1} if scalers else {0, 1}
     elif () < tuple(map(int, re.findall(r"\d+", ds_version)[:3])) < _NO_STEP_WHEN_BUILT:
         step = {0, 1}
-    explained: Mapping[str, Collection[int]] = {"step": step, "cur_iter": {0}, **recorded}
+    explained: Mapping[str, Collection[int]] = {"step": step, "cur_iter": {0}, **recorded.ahead}
     odd_steps = {each - expected for each in steps} - set(explained["step"])
     odd = {each - counted for each in scaled} - set(explained["cur_iter"])
-    if not counted and (recorded or not has_schedule):  # no step has touched the counters; nothing shows that one would
-        return odd_steps, None
-    exact = exact and counted > 0
+    if not counted and not recorded.at_save and (recorded.ahead or not has_schedule):
+        return odd_steps, None  # no step has touched the counters; nothing shows that one would
+    exact = exact and (counted > 0 or recorded.at_save)
     near, near_steps = (  # one step apart from a count that is explained
         any(abs(each - known) == 1 for each in found for known in explained[key])
         for key, found in (("cur_iter", odd), ("step", odd_steps))
     )
     if near:
         return odd_steps, (f"a loss scaler at step {counted}, from global_steps", f"at step {_shown(scaled)}")
-    if "step" not in recorded and _only_began_later(expected, flats):
+    if "step" not in recorded.ahead and _only_began_later(expected, flats):
         return odd_steps, None
     # a scaler counts the steps that overflow, too: where it agrees, all files are of one save
     if (odd or not scaled) and (near_steps or (exact and odd_steps)):

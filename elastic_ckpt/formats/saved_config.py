@@ -24,11 +24,13 @@ from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.values import (
     AHEAD,
+    AT_SAVE,
     BATCH_KEYS,
     ONE_BIT_OPTIMIZERS,
     BatchSizes,
     Features,
     LossScale,
+    RecordedCounts,
     TrainingState,
 )
 from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, LayoutError, Remedy, UnsupportedError
@@ -83,11 +85,12 @@ def section_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def counts_ahead(file: PickledFile) -> dict[str, frozenset[int]]:
+def counts_ahead(file: PickledFile) -> RecordedCounts:
     """By how many steps the optimizer's counts are ahead of the counters, as far as the run has recorded it."""
-    ahead = config_section(file, CONFIG_KEY).get(AHEAD)
-    lists = {key: each for key, each in ahead.items() if isinstance(each, list)} if isinstance(ahead, Mapping) else {}
-    return {key: frozenset(each for each in steps if type(each) is int) for key, steps in lists.items()}
+    record = section_of(config_section(file, CONFIG_KEY), AHEAD)
+    lists = {key: each for key, each in record.items() if isinstance(each, list)}
+    ahead = {key: frozenset(each for each in steps if type(each) is int) for key, steps in lists.items()}
+    return RecordedCounts(ahead, at_save=record.get(AT_SAVE) is True)
 
 
 def features_in(file: PickledFile) -> Features:

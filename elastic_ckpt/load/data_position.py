@@ -9,6 +9,7 @@ from typing import Any
 from elastic_ckpt import distributed
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.data import DataPosition
+from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.data_position import POSITION_KEY, bind_sampler, position_of, registered, take_position
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats import CheckpointInfo
@@ -38,18 +39,29 @@ def register(engine: Any, *, sampler: DataPosition) -> None:
 def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedEngine.save_checkpoint``, with rank 0's data position, and the resume sheet once it has ended.
 
-    Collective before, too, if a sampler is registered. What the script gave as its client state stays as it is.
+    The files also state how far the optimizer's counts are from the counters, if not as in a new run. Collective
+    before, too, if a sampler is registered. What the script gave as its client state stays as it is.
     """
     arguments = (given := inspect.signature(original).bind(engine, *args, **kwargs)).arguments
     if (sampler := registered(engine)) is not None:
         try:
-            position = distributed.broadcast("save the data position", sampler.state_dict)
+            position = distributed.broadcast("save the data position", lambda: _position_to_save(engine, sampler))
             arguments["client_state"] = {**(arguments.get("client_state") or {}), POSITION_KEY: position}
         except MismatchError as error:  # a save without it is better than none
             logger.warning("elastic_ckpt saves no data position: %s", error)
-    result = original(*given.args, **given.kwargs)
+    with compat.recorded_counts(engine):
+        result = original(*given.args, **given.kwargs)
     write_sheet(engine, arguments)
     return result
+
+
+def _position_to_save(engine: Any, sampler: DataPosition) -> dict[str, Any]:
+    """The sampler's position; :class:`MismatchError` if the engine has not counted the steps. Local."""
+    if beside := compat.steps_beside(engine):
+        problem = f"engine.step has not counted {beside} steps of the optimizer, as in Lightning Fabric"
+        remedy = "keep the number of samples in the state that you save, and call the sampler's load_state_dict with it"
+        raise MismatchError(problem, remedy=remedy)
+    return sampler.state_dict()
 
 
 def check_position(call: LoadCall, found: CheckpointInfo) -> None:

@@ -29,6 +29,7 @@ from elastic_ckpt.engines.data_position import samples_consumed
 from elastic_ckpt.engines.zero import select_adapter
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, MismatchError, PartialLoadError, SavedOverError
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
+from elastic_ckpt.formats.same_save import steps_not_counted
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
@@ -343,11 +344,13 @@ def _outcomes(ready: Prepared) -> tuple[Outcome, ...]:
 
 
 def _data_progress(ready: Prepared) -> dict[str, int]:
-    """The report's numbers about the data; none if the job begins anew."""
+    """The report's numbers about the data; none if the job begins anew, or the saved counters have not counted it."""
     consumed = samples_consumed(ready.checkpoint.training_state)
     if consumed is None or ready.call.arguments.load_module_only or not ready.call.arguments.has_optimizer:
         return {}
     if splits_batches():  # DeepSpeed counts each as many times as there are ranks
+        return {}
+    if steps_not_counted(ready.checkpoint.metadata, ready.checkpoint.training_state.counters):
         return {}
     micro_batch = ready.call.engine.train_micro_batch_size_per_gpu() * ready.local_state.model.coordinates.data_degree
     batches, samples = divmod(consumed, micro_batch)

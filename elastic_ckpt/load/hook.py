@@ -28,6 +28,7 @@ from elastic_ckpt.load.agreed_config import agreed_config
 from elastic_ckpt.load.data_position import check_position, save_checkpoint, with_position
 from elastic_ckpt.load.fallback import check_objects, deepspeed_loads_it_right, objects_for_deepspeed, on_own_disks
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
+from elastic_ckpt.load.framework_arguments import calling_framework, in_words_of
 from elastic_ckpt.load.installation import with_flags
 from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
@@ -83,7 +84,13 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     given = inspect.signature(original).bind(engine, *args, **kwargs)
     arguments = LoadArguments.of(given, compat.has_optimizer(engine))
     load = functools.partial(_decide_and_load, functools.partial(_call, original, given), engine, arguments)
-    return with_position(engine, load, wanted=not arguments.load_module_only)
+    try:
+        return with_position(engine, load, wanted=not arguments.load_module_only)
+    except errors.ElasticCkptError as error:
+        framework = calling_framework()
+        if framework is not None and (words := in_words_of(framework, error.remedy or "")):
+            error.remedy = f"{error.remedy}; {words}"
+        raise
 
 
 def _decide_and_load(own: Callable[..., Any], engine: Any, arguments: LoadArguments) -> Any:

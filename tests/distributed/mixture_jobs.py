@@ -18,6 +18,7 @@ import elastic_ckpt
 from elastic_ckpt.errors import DamagedError, NotFoundError, PartialLoadError, SavedOverError
 from tests.distributed import parallel_models
 from tests.distributed import truth as oracle
+from tests.distributed.count_jobs import train_beside
 from tests.distributed.model import Setup, build_engine, close, train
 from tests.distributed.parallel_models import Parallel
 
@@ -29,7 +30,8 @@ class Pair:
     Attributes:
         setup: of the run.
         at: the step of the first save.
-        step: what the step between them is: ``normal``; ``still``: its learning rate is 0; ``skipped``: it overflows.
+        step: what the step between them is: ``normal``; ``still``: its learning rate is 0; ``skipped``: it overflows;
+            ``beside``: all but the first are the optimizer's alone, so that the counters stand still.
     """
 
     setup: Setup | Parallel
@@ -51,9 +53,14 @@ def save_pairs(arguments: dict[str, Any]) -> None:
         def go(first: int, last: int, pair: Pair = pair, engine: Any = engine, is_parallel: bool = is_parallel) -> None:
             if is_parallel:
                 parallel_models.train(engine, pair.setup, first, last)
+            elif pair.step == "beside":
+                for step in range(first, last):
+                    train_beside(engine, step) if step else train(engine, 0, 1)
             else:
                 train(engine, first, last)
 
+        if pair.step == "beside":
+            elastic_ckpt.install()
         go(0, pair.at)
         engine.save_checkpoint(folder, tag="a", client_state={"epoch": pair.at})
         if pair.step == "still":
@@ -64,6 +71,9 @@ def save_pairs(arguments: dict[str, Any]) -> None:
         go(pair.at, pair.at + 1)
         assert engine.skipped_steps == (pair.step == "skipped")
         engine.save_checkpoint(folder, tag="b", client_state={"epoch": pair.at + 1})
+        if pair.step == "beside":
+            assert engine.global_steps == 1
+            elastic_ckpt.uninstall()
         close(engine)
         dist.barrier()
 

@@ -27,11 +27,13 @@ from tests.distributed.mixture_jobs import Pair
 from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
 
+NO_SHEET = (("elastic_checkpoint", {"sheet": False}),)
 PLAIN = [
     *(Pair(Setup(stage, precision)) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")),
     Pair(Setup(1, "bf16_fp32acc")),
     *(Pair(Setup(stage, "bf16"), step="still") for stage in (1, 2, 3)),
     *(Pair(Setup(stage, "fp16"), step="skipped") for stage in (1, 2, 3)),
+    *(Pair(Setup(stage, "bf16", config=NO_SHEET), step="beside") for stage in (2, 3)),
     *(Pair(Setup(stage), at=0) for stage in (1, 3)),
     *(Pair(Setup(stage), at=0, step="still") for stage in (1, 3)),
 ]

@@ -23,9 +23,10 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
+from elastic_ckpt.core.values import RecordedCounts
 from elastic_ckpt.errors import DamagedError, MismatchError, MixedSavesError, UnsupportedError
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED
-from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
+from elastic_ckpt.formats.same_save import spot_check, steps_not_counted, with_progress_compared
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from tests.simulation import TWO, saved
 
@@ -40,11 +41,13 @@ def model_of(
     kind: str | None = None,
     version: str = "0.19.8",
     ahead: Mapping[str, frozenset[int]] = MappingProxyType({}),
+    at_save: bool = False,
     has_schedule: bool = False,
 ) -> Any:
     optimizer = None if kind is None else SimpleNamespace(kind=kind)
     counters = {"global_steps": steps, "skipped_steps": skipped}
-    facts = {"optimizer": optimizer, "ds_version": version, "ahead": ahead, "has_schedule": has_schedule}
+    facts = {"optimizer": optimizer, "ds_version": version, "has_schedule": has_schedule}
+    facts["counts"] = RecordedCounts(ahead, at_save)
     return SimpleNamespace(counters=counters, path="file", **facts)
 
 
@@ -139,6 +142,31 @@ def test_a_count_that_no_step_has_touched_proves_nothing(stage: int, scalers: An
         compared = with_progress_compared(in_stage(stage, at_steps(steps)), model, True, scalers)
         (warning,) = compared.warnings
         assert "no step was counted" in warning and "older save" in warning
+
+
+@given(
+    stage=st.sampled_from([1, 2, 3]),
+    counted=st.integers(0, 3),
+    saves=st.tuples(st.integers(4, 9), st.integers(4, 9)),
+    scaled=st.booleans(),
+    has_schedule=st.booleans(),
+)
+def test_counters_that_stand_still_are_no_damage_where_saves_state_it_and_two_saves_are(
+    stage: int, counted: int, saves: tuple[int, int], scaled: bool, has_schedule: bool
+) -> None:
+    """As in a run that Lightning Fabric has continued: the counters are those of the load."""
+    of_model, of_optimizer = saves
+    ahead = {"step": frozenset({of_model - counted}), "cur_iter": frozenset({of_model - counted} if scaled else ())}
+    model = model_of(counted, ahead=ahead, at_save=True, has_schedule=has_schedule)
+    found = in_stage(stage, at_steps(float(of_optimizer)))
+    scalers = [scaler(of_optimizer)] if scaled else BESIDE
+    if of_model == of_optimizer:
+        compared = with_progress_compared(found, model, True, scalers)
+        assert not compared.warnings and all("something else than engine.step" in note for note in compared.notes)
+        assert bool(compared.notes) == (steps_not_counted(found, model.counters) > 0)
+    elif stage == 3 or abs(of_model - of_optimizer) == 1:
+        with pytest.raises(MixedSavesError, match="different steps"):
+            with_progress_compared(found, model, True, scalers)
 
 
 @given(

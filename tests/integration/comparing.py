@@ -17,7 +17,7 @@ REFUSAL = "Automatic adjustment of ZeRO's optimizer state partitioning with a ne
 ONE_QUANTIZATION = {"state1": 0.0070313, "state2": 0.0035157}
 
 
-def assert_restored(before: dict[str, Any], after: dict[str, Any], exact_states: bool = True) -> None:
+def assert_restored(before: dict[str, Any], after: dict[str, Any], exact_states: bool = True, step: int = 3) -> None:
     """Everything a job held when it saved is what another holds right after its load, bit by bit."""
     assert_same_tensors(before["masters"], after["masters"])
     assert_same_tensors(before["weights"], after["weights"])
@@ -28,7 +28,7 @@ def assert_restored(before: dict[str, Any], after: dict[str, Any], exact_states:
         _assert_one_quantization_apart(before["states"], after["states"], after["scales"])
     for fact in ("steps", "groups", "counters", "scheduler"):
         assert after[fact] == before[fact], fact
-    assert before["steps"] == [3]
+    assert before["steps"] == [step]
 
 
 def assert_same_tensors(before: dict[Any, torch.Tensor], after: dict[Any, torch.Tensor]) -> None:
@@ -55,6 +55,11 @@ def assert_trains_on(before: Job, after: Job, rel: float = 2e-6) -> None:
     expected, found = before.result["losses"], after.result["losses"]
     for step in ("4", "5", "6"):
         assert found[step] == pytest.approx(expected[step], rel=rel), step
+
+
+def rounding(ranks: int) -> float:
+    """How far a loss may be from the one of two ranks, which sum up gradients in another order than others."""
+    return 0.0 if ranks == 2 else 2e-6
 
 
 def assert_reported_once(

@@ -50,12 +50,15 @@ def _accelerate() -> None:
 
 
 def _lightning() -> None:
-    """Lightning's strategy refuses every accelerator but CUDA, and asks the devices for an index; CPUs have none."""
+    """Lightning's strategies refuse every accelerator but CUDA, and ask the devices for an index; CPUs have none."""
+    import lightning.fabric.accelerators
+    import lightning.fabric.strategies
+    import lightning.pytorch.accelerators
+    import lightning.pytorch.strategies
     import torch
-    from lightning.pytorch.accelerators import CPUAccelerator
-    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-    DeepSpeedStrategy.setup_environment = DDPStrategy.setup_environment
-    CPUAccelerator.get_parallel_devices = staticmethod(
-        lambda devices: [torch.device("cpu", number) for number in range(devices)]
-    )
+    for package in (lightning.fabric, lightning.pytorch):
+        package.strategies.DeepSpeedStrategy.setup_environment = package.strategies.DDPStrategy.setup_environment
+        package.accelerators.CPUAccelerator.get_parallel_devices = staticmethod(
+            lambda devices: [torch.device("cpu", number) for number in range(devices)]
+        )

@@ -10,6 +10,7 @@ from tests.integration.comparing import (
     assert_restored,
     assert_same_tensors,
     assert_trains_on,
+    rounding,
 )
 from tests.integration.conftest import Run
 
@@ -29,8 +30,8 @@ TO_RESUME = "--resume_from_checkpoint"
         (Z2, 1),
         ((*Z3, OF_DEEPSPEED), 4),
         ((*Z3, OF_DEEPSPEED), 1),
+        *(((*stage, LORA), ranks) for stage in (Z2, Z3) for ranks in (2, 3)),
         ((*Z2, LORA), 1),
-        ((*Z3, LORA), 3),
         # 92160 elements with weight decay: 180 whole blocks of 256 on each of 2 ranks, 120 on each of 3
         ((*Z2, *EIGHT_BIT), 3),
         ((*Z2, *ADAFACTOR), 2),  # whose RMS differs between ranks; on others, it clips updates by other norms
@@ -47,7 +48,7 @@ def test_trainer_resumes_exactly_on(arguments: tuple[str, ...], ranks: int, save
         assert names and not names & held["masters"].keys(), "the base is frozen"
     assert_restored(held, resumed.holds("loaded"))
     assert_reported_once(resumed, 2, ranks)
-    assert_trains_on(before, resumed)
+    assert_trains_on(before, resumed, rel=rounding(ranks))
 
 
 #: Norms and biases, which the Trainer puts into a param group of their own; DeepSpeed drops one that is empty.
