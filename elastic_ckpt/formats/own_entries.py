@@ -216,7 +216,9 @@ def _check_weights(file: PickledFile, tree: Mapping[Any, Any]) -> None:
 
 def _check_lengths(file: PickledFile, state: Mapping[str, Any]) -> None:
     flats = state.get("single_partition_of_fp32_groups")
-    for key in _PER_FLAT if flats is not None else ():
+    if flats is None:
+        return
+    for key in _PER_FLAT:
         values = state.get(key)
         if values and len(values) != len(flats):
             text = f"{len(flats)} items, as single_partition_of_fp32_groups has"
