@@ -606,8 +606,8 @@ def test_a_momentum_buffer_of_another_length_is_opaque(each: list[tuple[int, int
 
 
 def test_no_other_state_is_kept_for_whole_parameters() -> None:
-    for key in ("exp_avg", "mine"):
-        assert classify(muons((1500, 1500), (1200, 1200), key=key), said())[key].kind == OPAQUE
+    for key, kind in {"exp_avg": DAMAGED, "mine": OPAQUE}.items():  # of Adam's, the shape is known
+        assert classify(muons((1500, 1500), (1200, 1200), key=key), said())[key].kind == kind
 
 
 def test_the_users_word_comes_before_whole_parameters() -> None:

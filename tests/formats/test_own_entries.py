@@ -1,0 +1,64 @@
+"""Types of DeepSpeed's own entries: each of them, in turn, of another type, is damage that is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.errors import DamagedError, LayoutError
+from elastic_ckpt.formats.own_entries import check_groups, check_optimizer_file, check_own_entries
+from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from tests.attacks.seeds import TREES
+
+MODEL = ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "ds_version", "lr_scheduler")
+PARTITIONS = ("zero_stage", "loss_scaler", "group_paddings", "partition_count", "param_slice_mappings")
+
+
+def opened(folder: Path, tree: Any) -> PickledFile:
+    torch.save(tree, folder / "file.pt")
+    return open_pickled(str(folder / "file.pt"))
+
+
+@pytest.mark.parametrize("name", ["model", "zero1", "zero2", "zero3"])
+def test_what_deepspeed_writes_is_not_refused(name: str, tmp_path: Path) -> None:
+    check_own_entries(opened(tmp_path, TREES[name]))
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, torch.ones(2), range(3)], ids=str)
+@pytest.mark.parametrize("key", [*MODEL, *PARTITIONS])
+def test_an_entry_of_another_type_is_named(key: str, value: Any, tmp_path: Path) -> None:
+    if key in MODEL:
+        tree = {**TREES["model"], key: value}
+    else:
+        tree = {"optimizer_state_dict": {**TREES["zero1"]["optimizer_state_dict"], key: value}}
+    with pytest.raises(DamagedError) as caught:
+        check_own_entries(opened(tmp_path, tree))
+    assert key in str(caught.value.expected)
+    assert caught.value.found
+    assert not isinstance(caught.value, LayoutError), "DeepSpeed's own loader does not get it"
+
+
+GROUP = {"lr": 0.1, "params": [0]}
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [None, 7, {}, [], "text", [7], [[]], [{"lr": 0.1}], [{"params": 7}], [{"params": [None]}], [{"params": [-1]}]]
+    + [[{**GROUP, key: "text"}] for key in ("lr", "betas", "eps", "fused", "decoupled_weight_decay", "param_names")],
+    ids=str,
+)
+def test_param_groups_that_are_none(groups: Any, tmp_path: Path) -> None:
+    with pytest.raises(DamagedError):
+        check_groups(opened(tmp_path, {}), groups)
+    assert check_groups(opened(tmp_path, {}), [GROUP]) == [GROUP]
+
+
+@pytest.mark.parametrize(
+    "tree", [5, [], None, {"zero_stage": 9}, {"loss_scaler": 7}, {"optimizer_state_dict": []}], ids=str
+)
+def test_optimizers_files_that_are_none(tree: Any, tmp_path: Path) -> None:
+    with pytest.raises(DamagedError):
+        check_optimizer_file(opened(tmp_path, tree))
