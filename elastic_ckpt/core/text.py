@@ -16,14 +16,21 @@ _CONTROL = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud80
 _ANY = re.compile(f"[{_CONTROL}]")
 _ANY_BUT_NEWLINE = re.compile(f"(?!\n)[{_CONTROL}]")
 
+#: Characters of one line that are shown: a name or value of a checkpoint may have millions.
+_MOST_LENGTH = 1 << 14
+#: Characters that may be added to what was cut, before it is cut again.
+_MORE_LENGTH = 1 << 10
+
 
 def printable(text: str) -> str:
-    """Text on one line, with control characters escaped."""
-    return _ANY.sub(_escaped, text)
+    """Text on one line, with control characters escaped, and cut if it is very long."""
+    return _ANY.sub(_escaped, _cut(text))
 
 
 def printable_lines(text: str) -> str:
-    """Text of several lines, with other control characters than newlines escaped."""
+    """Text of several lines, each cut if it is very long, with other control characters than newlines escaped."""
+    if len(text) > _MOST_LENGTH + _MORE_LENGTH:
+        text = "\n".join(map(_cut, text.split("\n")))
     return _ANY_BUT_NEWLINE.sub(_escaped, text)
 
 
@@ -35,6 +42,13 @@ def one_line(text: str) -> str:
 def config_text(value: Any) -> str:
     """A value as JSON for a config, with letters of any language as they are and control characters escaped."""
     return _ANY.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(value, ensure_ascii=False))
+
+
+def _cut(text: str) -> str:
+    """The text, or its beginning and how many characters follow."""
+    if len(text) <= _MOST_LENGTH + _MORE_LENGTH:
+        return text
+    return f"{text[:_MOST_LENGTH]}... and {len(text) - _MOST_LENGTH} characters"
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -51,3 +51,12 @@ def test_config_lines_are_json_that_can_be_read_and_pasted(text: str) -> None:
     assert controls_in(line) == [] and printable(line) == line
     if printable(text) == text and not {*'"\\'} & {*text}:
         assert text in line
+
+
+def test_text_without_end_is_cut_with_a_count_and_only_once() -> None:
+    """A name of a checkpoint may have millions of characters."""
+    text = "name" * 1_000_000
+    shown = printable(text)
+    assert len(shown) < 20_000 and shown.endswith("... and 3983616 characters")
+    assert printable_lines(f"{shown} is one of:\n{text}\nb") == f"{shown} is one of:\n{shown}\nb"
+    assert printable("a" * 16_000) == "a" * 16_000

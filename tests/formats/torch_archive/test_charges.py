@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
-from elastic_ckpt.formats.torch_archive import charges
+from elastic_ckpt.formats.torch_archive import charges, unpickler
 from elastic_ckpt.formats.torch_archive.globals import find_global
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef
 from elastic_ckpt.formats.torch_archive.tree import check_tree, replace_leaves
@@ -139,7 +139,8 @@ def interpreter(pickled: bytes, kept: list[Any]) -> Unpickler:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_objects_take_no_more_than_is_charged(kind: str) -> None:
+def test_objects_take_no_more_than_is_charged(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(unpickler, "_MOST_COPIED", 1 << 20)  # which is less than these files make of their parts
     interpreter(b"\x80\x04" + KINDS[kind](10) + b".", []).run()  # what is made but once
     for count in COUNTS:
         pickled, kept = b"\x80\x04" + KINDS[kind](count) + b".", list[Any]()
@@ -176,6 +177,7 @@ def test_what_is_refused_is_refused_before_it_is_taken(monkeypatch: pytest.Monke
     """Five counters of many entries, in a small file: what they take is charged, and not the names of their keys."""
     most = 32 << 20
     monkeypatch.setattr(charges, "_MOST_NBYTES", most)
+    monkeypatch.setattr(unpickler, "_MOST_COPIED", 1 << 20)
     for kind in ("counters of one dictionary", "storages", "a deque, one after another", "refused calls", "states"):
         machine = interpreter(b"\x80\x04" + KINDS[kind](400_000) + b".", [])
         with Measured() as read, pytest.raises(UnsupportedError, match="take more memory than elastic_ckpt spends"):
