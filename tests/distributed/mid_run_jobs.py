@@ -28,6 +28,8 @@ SCHEDULES = {
     "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20, eta_min=1e-4),
     "none": lambda optimizer: None,
 }
+#: Built otherwise than the schedule that was saved under the name before the dash.
+OTHERS = {"CosineAnnealingLR-longer": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=1e-4)}
 
 
 def build(schedule: str, section: dict[str, Any] | None = None, stage: int = 1, **values: Any) -> Any:
@@ -42,7 +44,7 @@ def build(schedule: str, section: dict[str, Any] | None = None, stage: int = 1, 
         "zero_force_ds_cpu_optimizer": False,
         "elastic_checkpoint": section or {},
     }
-    scheduler = SCHEDULES[schedule](optimizer)
+    scheduler = (SCHEDULES | OTHERS)[schedule](optimizer)
     return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
 
 
@@ -101,15 +103,34 @@ def look(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
     return found
 
 
+def as_saved(schedule: str) -> dict[str, Any]:
+    """The state of a schedule after the steps of the saved run."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **LIVE)
+    scheduler = SCHEDULES[schedule](optimizer)
+    for _ in range(STEPS):
+        optimizer.step()
+        scheduler.step()
+    return dict(scheduler.state_dict())
+
+
 def change(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """Resume with other values, as each case says; those of the first step, and of the second."""
+    """Resume with other values, as each case says; those of the first step, and of the second.
+
+    ``outside``: a schedule that the engine does not know, which its framework restores after the load.
+    """
     elastic_ckpt.install()
     found = []
     for case in arguments["cases"]:
         engine = build(case["schedule"], case["section"], case.get("stage", 1), **case["values"])
-        engine.load_checkpoint(os.path.join(arguments["folder"], case["schedule"]))
+        outside = SCHEDULES[case["outside"]](oracle.base_of(engine)) if "outside" in case else None
+        saved = case["schedule"].partition("-")[0]
+        engine.load_checkpoint(os.path.join(arguments["folder"], saved), **case.get("arguments", {}))
         first, report = values_of(engine), engine.elastic_report
+        if outside is not None:
+            outside.load_state_dict(as_saved(case["outside"]))
         train(engine, STEPS, STEPS + 1)
+        if outside is not None:
+            outside.step()
         second = values_of(engine)
         found.append(SimpleNamespace(case=case, first=first, second=second, report=report, text=str(report)))
         close(engine)

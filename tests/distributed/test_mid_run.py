@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,7 +139,39 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     ("none", {}, {"lr": 0.25}, ()),
     ("CosineAnnealingLR", {}, {}, ()),
     ("OneCycle", {}, {}, ()),
+    # below a restored schedule, the first step is not that of its beginning
+    ("WarmupLR", {"states": {"lr": "fresh"}}, {}, ()),
+    ("LambdaLR", {"states": {"lr": "fresh"}}, {}, ()),
 ]
+COSINE = "CosineAnnealingLR"
+
+
+def cosine(lr: float, step: int, steps: int = 20) -> float:
+    """What the saved schedule has at a step."""
+    return 1e-4 + (lr - 1e-4) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+#: Rows of the recipe about a new lr: schedule, case, the lr of the first step and of the second, and what is said.
+NEW_LR: list[tuple[str, dict[str, Any], float, float, str]] = [
+    # it begins anew
+    (COSINE, {"section": KEEP_LIVE, "arguments": {"load_lr_scheduler_states": False}}, 0.25, cosine(0.25, 1), "begins anew"),
+    # torch's has its saved options again, at the new rate
+    (f"{COSINE}-longer", {"section": KEEP_LIVE}, cosine(0.25, STEPS), cosine(0.25, STEPS + 1), "what the restored lr"),
+    # a framework restores its own, with the old rate
+    ("none", {"section": KEEP_LIVE, "outside": COSINE}, 0.25, cosine(1e-2, STEPS + 1), "outside of the engine"),
+    ("none", {"section": {"states": {"betas": "fresh"}}, "outside": COSINE}, 1e-2, cosine(1e-2, STEPS + 1), ""),
+]  # fmt: skip
+
+
+def test_a_new_lr_is_taken_as_the_recipe_says(saved: SimpleNamespace, launch: Launch) -> None:
+    values = {"lr": 0.25, "betas": (0.85, 0.97)}
+    cases = [{"schedule": schedule, "values": values, **case} for schedule, case, *_ in NEW_LR]
+    facts = launch(1, "mid_run_jobs.change", {"folder": str(saved.folder), "cases": cases})
+    for found, (_, _, first, second, said) in zip(facts, NEW_LR, strict=True):
+        text = " ".join(found.text.replace("│", " ").split())
+        assert found.first["lr"] == pytest.approx(first), found.case
+        assert found.second["lr"] == pytest.approx(second, rel=0.02), found.case
+        assert found.first["betas"] == values["betas"] and said in text, text
 
 
 @pytest.fixture(scope="module")

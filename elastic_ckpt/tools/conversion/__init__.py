@@ -76,9 +76,11 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
         notes = (*metadata.notes, *reader.notes, *reader.compare_copies(), *notes_on(metadata, rules))
         zero = place / UNIVERSAL_FOLDER
         shared = shared_states(metadata, reader.options)
+        written: dict[str, list[str]] = {}
         for name in metadata.parameters:
             (zero / _checked(name, found.folder)).mkdir(parents=True)
             step = {key: value for key, value in scalars_of(metadata, name).items() if key == "step"}
+            written[name] = [*step, *shared.own.get(name, {})]
             for key, value in {**step, **shared.own.get(name, {})}.items():
                 save(value, zero / name / f"{_checked(key, found.folder)}.pt")
 
@@ -97,11 +99,13 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
             return sizes[tensor.name, tensor.key]
 
         notes += _write_model_files(opened, models, place)
+        for tensor in tensors:
+            state = quantized.get((tensor.name, tensor.key))
+            written[tensor.name] += [tensor.key] if state is None else [tensor.key, state.blocks.scales]
         for done in pool.map(write, tensors):  # an error cancels the others
             bar.update(done)
         first = found.path(found.files.optimizer[min(found.files.optimizer)])
         common = common_optimizer_state(open_pickled(first, opened.config.trust_pickle))
-        written = {name: [path.stem for path in (zero / name).iterdir()] for name in metadata.parameters}
         common |= {SHARED_STATES: dict(shared.for_all), FILES: list_files(written)}
         save(common, zero / UNIVERSAL_OPTIMIZER)
     files = sum(len(names) for _, _, names in os.walk(target))
