@@ -136,7 +136,7 @@ DAMAGES: list[tuple[str, Change, str, str, str]] = [
     (Z1, damage.edit(RANK1, damage.drop_master), "damaged", RANK1, "number of flat tensors"),
     ("universal", drop_state, "missing", "exp_avg.pt", "is missing"),
     ("universal", drop_step, "missing", "step.pt", "is missing"),
-    ("universal", drop_parameter, "incomplete", "zero", "no fp32 master"),
+    ("universal", drop_parameter, "missing", "zero/back.weight/fp32.pt", "are missing"),
     (Z1, write_latest(b"step9"), "latest", "step9", "step4"),
     (Z1, write_latest(b"step\xb4"), "latest", "latest", "cannot be read"),
     (Z1, damage.remove_latest, "latest", "latest", "names the tag to load"),

@@ -151,15 +151,19 @@ def cosine(lr: float, step: int, steps: int = 20) -> float:
     return 1e-4 + (lr - 1e-4) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
+#: By which the saved schedule changes the rate that is in a group.
+RATIO = cosine(1.0, STEPS + 1) / cosine(1.0, STEPS)
 #: Rows of the recipe about a new lr: schedule, case, the lr of the first step and of the second, and what is said.
 NEW_LR: list[tuple[str, dict[str, Any], float, float, str]] = [
     # it begins anew
     (COSINE, {"section": KEEP_LIVE, "arguments": {"load_lr_scheduler_states": False}}, 0.25, cosine(0.25, 1), "begins anew"),
     # torch's has its saved options again, at the new rate
     (f"{COSINE}-longer", {"section": KEEP_LIVE}, cosine(0.25, STEPS), cosine(0.25, STEPS + 1), "what the restored lr"),
-    # a framework restores its own, with the old rate
-    ("none", {"section": KEEP_LIVE, "outside": COSINE}, 0.25, cosine(1e-2, STEPS + 1), "outside of the engine"),
-    ("none", {"section": {"states": {"betas": "fresh"}}, "outside": COSINE}, 1e-2, cosine(1e-2, STEPS + 1), ""),
+    # a framework restores its own, with the old rate; as the Trainer's, it begins with 0
+    ("none", {"section": KEEP_LIVE, "outside": "LambdaLR"}, 0.0, 1e-2 * (STEPS + 1) / 8, "outside of the engine"),
+    ("none", {"section": {"states": {"betas": "fresh"}}, "outside": "LambdaLR"}, 1e-2, 1e-2 * (STEPS + 1) / 8, ""),
+    # but for one that goes from the rate in the group to the next
+    ("none", {"section": KEEP_LIVE, "outside": COSINE}, 0.25, 0.25 * RATIO, "outside of the engine"),
 ]  # fmt: skip
 
 

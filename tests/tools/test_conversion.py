@@ -26,7 +26,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.values import PerRank
-from elastic_ckpt.errors import MismatchError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.sharding.specs import known_specs
@@ -83,6 +83,20 @@ def test_what_the_format_has_no_place_for_is_named() -> None:
             refuse_unconvertible(metadata(**changes))
 
 
+def test_unknown_states_are_refused_with_the_lines_that_settle_them() -> None:
+    states = StateFacts(opaque={"odd": "float32 of shape (256,) for a partition of 318", "other": "a list"})
+    with pytest.raises(UnsupportedError) as caught:
+        refuse_unconvertible(metadata(states=states))
+    assert '{"elastic_checkpoint": {"states": {"odd": "replicated", "other": "replicated"}}}' in caught.value.remedy
+    assert "--config" in caught.value.remedy and "odd: float32 of shape (256,)" in caught.value.found
+
+
+def test_files_that_are_missing_are_named_before_anything_else() -> None:
+    states = StateFacts(opaque={"odd": "a list"}, missing={"zero/*/odd.pt": ("w",)})
+    with pytest.raises(DamagedError, match=r"(?s)is missing.*/zero/w/odd\.pt"):
+        refuse_unconvertible(metadata(states=states))
+
+
 def test_parts_whose_widths_the_run_says_are_noted_in_numbers() -> None:
     """DeepSpeed cuts by what is noted: without it, queries would be taken for keys."""
     name = "layer.query_key_value.weight"
@@ -106,6 +120,10 @@ def test_what_deepspeed_will_not_restore_is_noted() -> None:
     assert "elastic_ckpt alone" in note
     (note,) = notes_on(replace(described, files=(SourceFile("/ckpt/layer_03-model_states.pt", 9),)), {})
     assert note.endswith("are lost: f")
+    table = ReplicatedState("my_map", "float32", (256,), 0, 8, 0)
+    saved = SavedParameter((4,), 0, (("count", 3.0), ("step", 1.0)), (table,))
+    (note,) = notes_on(metadata(parameters={"w": saved}), {})
+    assert note.endswith("one for all parameters: count, my_map")
     (note,) = notes_on(metadata(source=replace(metadata().source, zero_stage=3, tp=2)), {})
     assert "AutoTP alone" in note
 
