@@ -168,7 +168,7 @@ def compare_counts(
         return odd_steps, None
     # a scaler counts the steps that overflow, too: where it agrees, all files are of one save
     if (odd or not scaled) and (near_steps or (exact and odd_steps)):
-        wanted = f"optimizer step {expected}, from global_steps and skipped_steps"
+        wanted = f"optimizer step {expected}, from global_steps and skipped_steps, which engine.step alone counts"
         return odd_steps, (wanted, f"optimizer step {_shown(steps)}")
     return odd_steps, None
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import elastic_ckpt
+from elastic_ckpt.data import ElasticSampler
 from elastic_ckpt.errors import ElasticCkptError
 from tests.distributed import truth as oracle
 from tests.distributed.facts import log_lines
@@ -40,9 +41,11 @@ def phase(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
                     found.error = str(error)
             truth = torch.load(os.path.join(case["folder"], "truth.pt"))
             found.differences = different(truth, held(engine))
+        elastic_ckpt.register(engine, sampler=ElasticSampler(range(1000)))
         for step in range(done, done + STEPS):
             train_beside(engine, step) if case["beside"] else train(engine, step, step + 1)
-        engine.save_checkpoint(case["folder"], tag=f"after{done + STEPS}")
+        with log_lines() as found.lines_of_save:
+            engine.save_checkpoint(case["folder"], tag=f"after{done + STEPS}")
         found.steps = engine.global_steps
         truth = held(engine)
         if dist.get_rank() == 0:

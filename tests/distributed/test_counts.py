@@ -58,6 +58,8 @@ def test_each_save_resumes_bit_by_bit_and_none_goes_back(name: str, phases: Any)
         found = facts[name]
         assert found.error is None and found.differences == [], (number, found.error, found.differences)
         assert not any("lost" in line or "mixed" in line for line in found.lines), found.lines
+        # what the engine has not counted is no position in the data
+        assert any("no data position" in line for line in found.lines_of_save) == CELLS[name][2][number]
         assert found.steps == 2 * CELLS[name][2][: number + 1].count(False)
 
 
