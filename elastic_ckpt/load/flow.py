@@ -130,6 +130,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             warnings += tuple(checkpoint.training_state.left_out.values())
             wanted: dict[str, Any] = {"optimizer_states": with_states, "strict": strict}
             wanted |= {"scheduler": host.loads_scheduler, "scheduled": host.scheduled, "kept_live": host.kept_live}
+            wanted |= {"others_begin_anew": host.others_begin_anew}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             adapter.check(plan, checkpoint.metadata.source.zero_stage)
             check_client_schedulers(engine, plan, checkpoint.training_state.checkpoint)
