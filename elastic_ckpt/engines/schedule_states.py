@@ -59,9 +59,7 @@ def refuse_other_scheduler(scheduler: Any, live: Any, saved: Any) -> None:
 
     ``live``: its state. What a class of the user's own makes of its own former states is for that class to say.
     """
-    method = getattr(type(scheduler), "load_state_dict", None)
-    takes_any = getattr(method, "__module__", "") == _MODULE_OF_TORCH
-    if not _is_other(live, saved, takes_any):
+    if not is_of_another_scheduler(scheduler, live, saved):
         return
     raise MismatchError(
         "the checkpoint has the state of an lr scheduler of another class",
@@ -69,6 +67,13 @@ def refuse_other_scheduler(scheduler: Any, live: Any, saved: Any) -> None:
         found=f"{_class_of(saved) or 'another one'}, whose state has {_described(saved)}",
         remedy=(BEGIN_ANEW, Remedy("build the scheduler that was saved")),
     )
+
+
+def is_of_another_scheduler(scheduler: Any, live: Any, saved: Any) -> bool:
+    """Whether a saved state is that of another class than the live scheduler, whose own state is ``live``."""
+    method = getattr(type(scheduler), "load_state_dict", None)
+    takes_any = getattr(method, "__module__", "") == _MODULE_OF_TORCH
+    return _is_other(live, saved, takes_any)
 
 
 def lacking_entries(live: Any, saved: Any) -> str:

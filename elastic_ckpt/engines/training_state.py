@@ -89,9 +89,12 @@ class TrainingStateCommit:
         if self.loads_scheduler and is_saved:
             refuse_other_scheduler(live, live.state_dict() if hasattr(live, "state_dict") else None, saved.lr_scheduler)
         # a framework that passes load_lr_scheduler_states=False has it in the client state, and restores it itself
-        begins_anew = live is not None and not self.loads_scheduler and not any(schedule_states(saved.checkpoint))
+        restored_later = any(schedule_states(saved.checkpoint))
+        begins_anew = live is not None and not self.loads_scheduler and not restored_later
         #: Hyperparameters that stay live, because the lr scheduler begins anew with them.
         self.kept_live = keys_of_start(live, saved.lr_scheduler) if begins_anew else frozenset()
+        #: Whether a scheduler that the engine does not have begins anew, too, unless one was saved in its place.
+        self.others_begin_anew = live is None and not restored_later
         own = {}  # DeepSpeed's own schedulers that the engine has, by their keys in a checkpoint
         if not arguments.load_module_only:
             if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:

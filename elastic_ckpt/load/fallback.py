@@ -29,6 +29,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from elastic_ckpt import distributed
 from elastic_ckpt.engines import compat
+from elastic_ckpt.engines.schedule_states import is_of_another_scheduler
 from elastic_ckpt.formats import CheckpointInfo, saved_config
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
@@ -143,6 +144,8 @@ class _Comparison:
             or (self.stage == 0 and without_states and compat.keeps_own_masters(engine))
         ):
             return False
+        if not self._scheduler_fits():
+            return False
         if without_zero:
             return self._pipeline_fits()
         return self._has_a_trained_weight() if self.weights_alone else self._native_fits()
@@ -217,6 +220,15 @@ class _Comparison:
             has_schedule=tree.get("lr_scheduler") is not None,
         )
         return self.with_states and why is not None
+
+    def _scheduler_fits(self) -> bool:
+        """Whether the state that the lr scheduler would be given is of its class; DeepSpeed also gives it ``None``."""
+        scheduler, arguments = self.engine.lr_scheduler, self.arguments
+        if scheduler is None or arguments.load_module_only or not arguments.load_lr_scheduler_states:
+            return True
+        live = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
+        saved = self._open(self._models[0]).tree.get("lr_scheduler")
+        return (saved is not None or live is None) and not is_of_another_scheduler(scheduler, live, saved)
 
     def _pipeline_fits(self) -> bool:
         """Whether this rank's file holds states of exactly its stage's parameters; with ZeRO, DeepSpeed's fails too."""

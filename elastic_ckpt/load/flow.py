@@ -135,6 +135,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             wanted: dict[str, Any] = {"optimizer_states": with_states, "strict": strict}
             wanted |= {"scheduler": host.loads_scheduler, "scheduled": host.scheduled, "kept_live": host.kept_live}
             wanted["begins_anew"] = engine.lr_scheduler is not None and not host.loads_scheduler
+            wanted |= {"others_begin_anew": host.others_begin_anew}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             adapter.check(plan, checkpoint.metadata.source.zero_stage)
             check_client_schedulers(engine, plan, checkpoint.training_state.checkpoint)

@@ -24,6 +24,7 @@ from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, ITS_OPTIMIZER, MismatchError, Remedy, UnsupportedError, listed
 
+_INITIAL_LR = "initial_lr"
 _DECOUPLED, _DECAYS = "decoupled_weight_decay", ("L2 (Adam)", "decoupled (AdamW)")
 #: Members, display names, and implementation choices, which do not affect training: the live run's are kept. So is the
 #: kind of weight decay, which has to be the same.
@@ -92,7 +93,7 @@ def match_groups(
             raise _mixed(metadata, number, group, dict(zip(found, values, strict=True)))
         taken = values[0] if values else {}
         if converted:
-            known = {*group.hyperparameters, "initial_lr"}
+            known = {*group.hyperparameters, _INITIAL_LR}
             taken = {key: value for key, value in taken.items() if key in known}
         if with_states:
             refuse_left_in_file(taken, group.names, metadata.source.folder)
@@ -113,6 +114,19 @@ def groups_of_members(metadata: CheckpointMetadata, local_state: LocalState) -> 
             found = [] if has_members else [number]  # all its members are frozen, saved and live
         every.append(tuple(found))
     return tuple(every)
+
+
+def keys_of_new_scheduler(metadata: CheckpointMetadata, local_state: LocalState) -> frozenset[str]:
+    """What an lr scheduler begins with that the engine does not have, and that no saved run had; none if there is none.
+
+    torch's mark the param groups of their optimizer, which are saved with them.
+    """
+    live = set[str]().union(*(group.hyperparameters for group in local_state.groups))
+    saved = set[str]().union(*metadata.groups)
+    if _INITIAL_LR not in live or _INITIAL_LR in saved or "lr" not in saved:
+        return frozenset()
+    momenta = {"momentum", "betas"} if "max_momentum" in live else set()
+    return frozenset({"lr", *momenta})
 
 
 def rates_of_members(metadata: CheckpointMetadata, local_state: LocalState) -> tuple[SavedRate | None, ...]:

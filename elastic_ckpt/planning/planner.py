@@ -42,6 +42,7 @@ from elastic_ckpt.planning.param_groups import (
     NO_GROUPS,
     Groups,
     groups_of_members,
+    keys_of_new_scheduler,
     match_groups,
     rates_of_members,
     with_own_values,
@@ -56,6 +57,9 @@ from elastic_ckpt.sharding.rules import ShardingRules
 GRAIN_NUMEL = 1 << 18
 #: Fixed cost of reading one more copy, expressed in bytes.
 _READ_NBYTES = 1 << 18
+_ADDED = (
+    "an lr scheduler outside of the engine is new since the save: it begins with the live lr, which param groups keep"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,9 @@ class LoadOptions:
     optimizer_states: bool = True
     scheduler: bool = False
     scheduled: frozenset[str] = frozenset()  # hyperparameters that it sets
-    kept_live: frozenset[str] = frozenset()  # hyperparameters that a scheduler begins anew with
+    kept_live: frozenset[str] = frozenset()  # hyperparameters that a scheduler of the engine begins anew with
     begins_anew: bool = False  # whether the engine has an lr scheduler whose state is not restored
+    others_begin_anew: bool = False  # whether one that the engine does not have begins anew, unless one was saved
 
     @classmethod
     def of(cls, config: ElasticConfig, **more: Any) -> LoadOptions:
@@ -88,6 +93,7 @@ class Matched:
     states: StateMatching
     groups: Groups
     values: tuple[Outcome, ...] = ()  # what of the ranks' own values is not restored
+    notes: tuple[str, ...] = ()
 
 
 def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Matched:
@@ -106,14 +112,17 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     keep_added_rows(resharding, grown)
     states, groups = StateMatching(), NO_GROUPS
     values: tuple[Outcome, ...] = ()
+    added = frozenset[str]()
     if options.optimizer_states:
         metadata, values = with_own_values(metadata, local_state, config, options.scheduled)
         states = match_states(metadata, local_state, parameters, config.convert_optimizer)
     if options.optimizer_states or options.scheduler:
         keep_live = config.param_groups == "keep_live"
+        if options.others_begin_anew and not keep_live:
+            added = keys_of_new_scheduler(metadata, local_state)
         wanted = {"with_states": options.optimizer_states, "converted": states.converted}
-        groups = match_groups(metadata, local_state, keep_live, **wanted, kept_live=options.kept_live)
-    return Matched(saved, metadata, parameters, resharding, states, groups, values)
+        groups = match_groups(metadata, local_state, keep_live, **wanted, kept_live=added | options.kept_live)
+    return Matched(saved, metadata, parameters, resharding, states, groups, values, (_ADDED,) if added else ())
 
 
 def plan_load(
@@ -144,7 +153,14 @@ def plan_load(
         member_groups=groups_of_members(metadata, local_state) if options.optimizer_states else (),
         saved_rates=rates_of_members(metadata, local_state) if options.scheduler or options.optimizer_states else (),
         outcomes=_outcomes(found, sources if options.optimizer_states else (), _of_live_groups(local_state, options)),
-        notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes(), *([replaced] if replaced else ())),
+        notes=(
+            *found.notes,
+            *metadata.notes,
+            *resharding.notes,
+            *states.notes,
+            *builder.notes(),
+            *([replaced] if replaced else ()),
+        ),
         share=restored_share(metadata, local_state, found.parameters),
         replaces_live_values=bool(replaced),
     )

@@ -49,8 +49,10 @@ def optimizer_of(parameters: list[Any], rates: tuple[float, ...]) -> torch.optim
     return torch.optim.AdamW(groups, weight_decay=0.1)
 
 
-def build(schedule: str, rates: tuple[float, ...], section: dict[str, Any], stage: int) -> Any:
-    """An engine with a schedule of its own."""
+def build(
+    schedule: str, rates: tuple[float, ...], section: dict[str, Any], stage: int, outside: bool = False
+) -> tuple[Any, Any]:
+    """An engine with a schedule of its own, and one ``outside`` of it."""
     model = TinyLM()
     optimizer = optimizer_of([p for p in model.parameters() if p.requires_grad], rates)
     config = {
@@ -62,7 +64,9 @@ def build(schedule: str, rates: tuple[float, ...], section: dict[str, Any], stag
         "elastic_checkpoint": section,
     }
     scheduler = SCHEDULES[schedule](optimizer)
-    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+    own = None if outside else scheduler
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=own, config=config)[0]
+    return engine, scheduler if outside else None
 
 
 def rates_of(groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -86,7 +90,7 @@ def save(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     elastic_ckpt.install()
     found = {}
     for schedule in arguments["schedules"]:
-        engine = build(schedule, SAVED_RATES, {}, stage=2)
+        engine, _ = build(schedule, SAVED_RATES, {}, stage=2)
         train(engine, 0, STEPS)
         engine.save_checkpoint(os.path.join(arguments["folder"], schedule), tag="step")
         found[schedule] = _next_rates(engine)
@@ -99,13 +103,14 @@ def resume(arguments: dict[str, Any]) -> list[SimpleNamespace]:
     elastic_ckpt.install()
     found = []
     for case in arguments["cases"]:
-        engine = build(case["now"], LIVE_RATES, case.get("section", {}), case["stage"])
+        is_outside = case.get("outside", False)
+        engine, outside = build(case["now"], LIVE_RATES, case.get("section", {}), case["stage"], is_outside)
         facts = SimpleNamespace(case=case, error=None, remedy="", changed=False, rates=[], text="")
         before = _all_of(engine)
         try:
             engine.load_checkpoint(os.path.join(arguments["folder"], case["was"]), **case.get("arguments", {}))
             facts.text = str(engine.elastic_report)
-            facts.rates = _next_rates(engine)
+            facts.rates = _next_rates(engine, outside)
         except ElasticCkptError as error:
             facts.error, facts.remedy = f"{type(error).__name__}: {error}", error.remedy
             facts.changed = _differ(before, _all_of(engine))
@@ -114,11 +119,13 @@ def resume(arguments: dict[str, Any]) -> list[SimpleNamespace]:
     return found
 
 
-def _next_rates(engine: Any) -> list[list[tuple[Any, ...]]]:
+def _next_rates(engine: Any, outside: Any = None) -> list[list[tuple[Any, ...]]]:
     found = []
     for step in range(STEPS, STEPS + MORE):
         found.append(rates_of(engine.optimizer.param_groups))
         train(engine, step, step + 1)
+        if outside is not None:
+            outside.step()
     return found
 
 

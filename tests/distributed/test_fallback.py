@@ -130,6 +130,15 @@ def one_missing(setup: Setup, saved: dict[str, Path]) -> Change:
     return damage.remove(optimizer_of(setup, 1))
 
 
+def other_scheduler(setup: Setup, saved: dict[str, Path]) -> Change:
+    """That of DeepSpeed's schedules, which the live StepLR would load without a look."""
+    return in_all(models_of(setup), lambda tree: tree.update(lr_scheduler={"last_batch_iteration": 3}))
+
+
+def no_scheduler(setup: Setup, saved: dict[str, Path]) -> Change:
+    return in_all(models_of(setup), lambda tree: tree.update(lr_scheduler=None))
+
+
 CUSTOM = {"custom_load_fn": True}
 REQUIRED = {"setup": Setup(1, config=REQUIRE)}
 #: Saved setup, what happens to a copy, how it is asked for, the kind of error, and what it names beside the shard.
@@ -152,6 +161,8 @@ REFUSED: dict[str, tuple[Setup, list[Any], dict[str, Any], str, list[str]]] = {
     "z1: a shard of another run": (Setup(1), [of_run("other data")], {}, "DamagedError", [optimizer_of(Setup(1), 1), "weights"]),
     "z1: custom_load_fn, another step": (Setup(1), [of_run("shorter")], CUSTOM, "UnsupportedError", ["custom_load_fn"]),
     "z1: custom_load_fn, one missing": (Setup(1), [one_missing], CUSTOM, "UnsupportedError", ["custom_load_fn"]),
+    "z1: custom_load_fn, another scheduler": (Setup(1), [other_scheduler], CUSTOM, "UnsupportedError", ["custom_load_fn"]),
+    "z1: custom_load_fn, no scheduler": (Setup(1), [no_scheduler], CUSTOM, "UnsupportedError", ["custom_load_fn"]),
     # with "mode": "require" nothing is left to DeepSpeed
     "z1: no buffer_names, required": (Setup(1), [no_names], REQUIRED, "LayoutError", ["buffer_names"]),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,9 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
 ADDED = [("none", schedule) for schedule in SCHEDULES if schedule != "none"]
 ASKED = [(was, now) for was, now, _ in REFUSED] + [("LambdaLR", "LambdaLR"), ("SequentialLR", "SequentialLR")]
 
+#: Of a schedule that the script steps itself; two of them added since, one that the script would restore.
+OUTSIDE = [("none", "SequentialLR"), ("WarmupLR", "OneCycleLR"), ("LambdaLR", "LambdaLR")]
+
 
 @pytest.fixture(scope="module")
 def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
@@ -37,6 +41,7 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> SimpleNam
         *({"was": was, "now": now} for was, now in ADDED),
         *({"was": was, "now": now, "arguments": WITHOUT} for was, now in ASKED),
         {"was": "LambdaLR", "now": "none"},
+        *({"was": was, "now": now, "outside": True} for was, now in OUTSIDE),
     ]
     for number, case in enumerate(cases):
         case["stage"] = 3 if number % 2 else 1
@@ -71,5 +76,15 @@ def test_a_schedule_that_is_not_restored_begins_with_the_live_rates(number: int,
 
 
 def test_without_a_live_schedule_the_lr_is_that_of_the_checkpoint(found: SimpleNamespace) -> None:
-    for each in found.cells[-1]:
+    for each in found.cells[-1 - len(OUTSIDE)]:
         assert each.rates == found.truth["LambdaLR"][:1] * MORE
+
+
+def test_so_does_one_outside_of_the_engine_that_is_new(found: SimpleNamespace) -> None:
+    *new, restored = found.cells[-len(OUTSIDE) :]
+    for each in chain(*new):
+        assert each.rates == fresh_rates(each.case["now"])
+        assert "is new since the save" in each.text
+    for each in restored:
+        assert each.rates[0] == found.truth["LambdaLR"][0]
+        assert "is new since the save" not in each.text
