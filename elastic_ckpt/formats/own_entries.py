@@ -18,6 +18,7 @@ from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 
 _PROBLEM = "an entry of this file is not what DeepSpeed writes there"
 _MOST_STAGE = 3
+_NO_CONTAINERS = (bool, int, float, complex, str, bytes, bytearray, TensorRef, StorageRef)
 
 
 class Kind(NamedTuple):
@@ -62,9 +63,15 @@ def _is_any(_: Any) -> bool:
     return True
 
 
+def _is_scaler(value: Any) -> bool:
+    """An object of one of DeepSpeed's classes, or of one that the user allowed."""
+    return type(value) is Call and (value.is_users or value.name.endswith("LossScaler"))
+
+
 def _is_schedule(value: Any) -> bool:
     """A scheduler is a class of the user's, whose state may be any container or object."""
-    return not isinstance(value, (bool, int, float, complex, str, bytes, bytearray, range, TensorRef, StorageRef))
+    is_range = type(value) is Call and value.name == "builtins.range"
+    return not is_range and not isinstance(value, _NO_CONTAINERS)
 
 
 _DICT = Kind("a dictionary", lambda value: isinstance(value, Mapping))
@@ -78,7 +85,7 @@ _TENSORS = Kind(
 _STAGE = Kind(f"a ZeRO stage from 0 to {_MOST_STAGE}", _is_stage)
 _FLAG = Kind("True or False", lambda value: isinstance(value, (bool, int, float, TensorRef)))
 _TEXT = Kind("text", lambda value: isinstance(value, str))
-_SCALER = Kind("DeepSpeed's loss scaler", lambda value: hasattr(value, "__dict__"))
+_SCALER = Kind("DeepSpeed's loss scaler", _is_scaler)
 _MODEL_STATES: Mapping[str, Kind] = {
     "module": Kind("a dictionary of weights by name", lambda value: _is_mapping(value, _is_any)).or_none(),
     "buffer_names": _NAMES,
