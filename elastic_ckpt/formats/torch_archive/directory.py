@@ -89,11 +89,12 @@ class Listing:
                     *_, self.count, nbytes, self.start = END64.unpack(wide)
         # DeepSpeed's fast writer of several ranks leaves a part of its last block between directory and end
         self.directory_nbytes, self.surplus_nbytes = nbytes, end - self.start - nbytes
-        if self.start + nbytes <= self.nbytes and nbytes > _MOST_DIRECTORY_NBYTES:
-            raise limit_error(f"a directory of at most {_MOST_DIRECTORY_NBYTES} bytes", f"{nbytes} bytes")
-        if self.surplus_nbytes < 0 or self.count * ENTRY.size > nbytes:
+        most_nbytes = self.count * (ENTRY.size + 3 * 0xFFFF)  # of names, extra fields and comments
+        if self.surplus_nbytes < 0 or not self.count * ENTRY.size <= nbytes <= most_nbytes:
             what = f"{self.count} records in {nbytes} bytes from byte {self.start} on"
             raise ArchiveError(f"the end of its directory says {what}")
+        if nbytes > _MOST_DIRECTORY_NBYTES:
+            raise limit_error(f"a directory of at most {_MOST_DIRECTORY_NBYTES} bytes", f"{nbytes} bytes")
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the file; :class:`ArchiveError` if it ends before."""
