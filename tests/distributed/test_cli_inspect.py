@@ -188,14 +188,17 @@ def test_a_pipeline_without_zero_numbers_its_states(parallel: Callable[[Parallel
 
 
 def test_what_cannot_be_read_is_an_error_that_names_the_file(native: Path, tmp_path: Path) -> None:
+    """Below ZeRO-3, the weights are shown without the states of a file that is missing."""
     shard = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    lost = Path(shutil.copytree(native / "z1-fp32-adamw-dp2", tmp_path / "lost"))
-    (lost / "step4" / shard).unlink()
+    for name, code in (("z1-fp32-adamw-dp2", 1), ("z3-fp32-adamw-dp2", 3)):
+        lost = Path(shutil.copytree(native / name, tmp_path / name))
+        (lost / "step4" / shard).unlink()
+        found = facts(lost, code=code)
+        refused = found["findings"][0] if code == 1 else found
+        assert refused["file"] == str(lost / "step4" / shard) and ("load_" not in refused["remedy"])
     foreign = Path(shutil.copytree(native / "z1-fp32-adamw-dp2", tmp_path / "foreign"))
     shutil.copy(native / "z1-fp32-adamw-dp3" / "step4" / shard, foreign / "step4")
-    for folder in (lost, foreign):
-        found = facts(folder, code=3)
-        assert found["file"] == str(folder / "step4" / shard)
+    assert facts(foreign, code=3)["file"] == str(foreign / "step4" / shard)
 
 
 def test_which_checkpoint_of_a_folder(native: Path, tmp_path: Path) -> None:

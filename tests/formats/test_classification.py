@@ -343,6 +343,11 @@ def test_tensor_wise_quantization_of_old_versions_is_opaque() -> None:
     assert kinds["max1"] == kinds["new_max1"] == SavedKind(REPLICATED)
 
 
+def test_an_empty_state_is_said_to_be_empty() -> None:
+    for options in (said(), said(max_numel=256)):
+        assert kind_of(Saved((0,)), options) == SavedKind(REPLICATED, why="it has no elements")
+
+
 @pytest.mark.parametrize("max_numel", [BLOCKS, 1 << 20])
 def test_scales_are_scales_before_they_are_small(max_numel: int) -> None:
     held = ranks(N, quantized(N, 256), quantized(N, 256))
