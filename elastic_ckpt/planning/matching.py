@@ -16,6 +16,7 @@ from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import (
     AT_ITS_TOPOLOGY,
     ITS_OPTIMIZER,
+    MADE_ANEW,
     NOT_STRICT,
     WITHOUT_STATES,
     DamagedError,
@@ -160,7 +161,7 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
         expected = "one value per element of the partition, one per tensor, or a tensor that all ranks share"
         # of whole tensors, no declaration settles what another state is
         foreign = metadata.source.foreign
-        fresh = Remedy("leaves it out", config={"states": {key: "fresh"}})
+        fresh = Remedy("leaves it out", when=MADE_ANEW, config={"states": {key: "fresh"}})
         kinds = {"replicated": "one tensor that all ranks share", "elementwise": "a value for each element"}
         declared = (Remedy(when=f"if it is {kind}", config={"states": {key: word}}) for word, kind in kinds.items())
         remedy = (fresh,) if foreign else (*declared, fresh, AT_ITS_TOPOLOGY)
@@ -299,7 +300,7 @@ class _Matcher:
             problem = f"optimizer state {key!r} should be one for all partitions, but different values were saved"
             differing = f"{len({state.crc32 for state in found})} different values, or differences between ranks"
             elementwise = Remedy(when="if it has a value for each element", config={"states": {key: "elementwise"}})
-            remedy = elementwise, Remedy("leaves it out", config={"states": {key: "fresh"}}), AT_ITS_TOPOLOGY
+            remedy = elementwise, Remedy(when=MADE_ANEW, config={"states": {key: "fresh"}}), AT_ITS_TOPOLOGY
             raise self.metadata.error(MismatchError, problem, members, "the same bytes everywhere", differing, remedy)
         return found[0]
 
