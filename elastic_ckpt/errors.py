@@ -45,9 +45,9 @@ class Remedy:
     def __str__(self) -> str:
         steps = [f'"elastic_checkpoint": {json.dumps(self.config, ensure_ascii=False)}'] if self.config else []
         if self.arguments:
-            steps.append(
-                f"load_checkpoint(..., {', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
-            )
+            given = {key: repr(value) for key, value in self.arguments.items()}
+            others = [f"{key}={value}" for key, value in given.items() if key != "load_dir"]
+            steps.append(f"load_checkpoint({', '.join([given.get('load_dir', '...'), *others])})")
         if self.command:
             steps.append(shlex.join(self.command))
         done = " ".join(filter(None, [" and ".join(steps), self.text]))
@@ -62,6 +62,8 @@ class Remedy:
 #: What ``remedy`` of an error may be: a sentence for a person, one way out, or several.
 Remedies = str | Remedy | Sequence[Remedy] | None
 
+#: When a state can be left out: an optimizer that looks for it in a step would raise.
+MADE_ANEW = "if the optimizer's next step makes it anew"
 #: For what cannot be loaded elsewhere.
 AT_ITS_TOPOLOGY = Remedy("load at the topology it was saved with", at_saved_topology=True)
 WITHOUT_STATES = Remedy("leaves all optimizer states out", arguments={"load_optimizer_states": False})
@@ -125,6 +127,13 @@ class ElasticCkptError(Exception):
         if remedy is None or isinstance(remedy, (str, Remedy)):
             remedy = [remedy if isinstance(remedy, Remedy) else Remedy(remedy)] if remedy else []
         self.remedies = tuple(remedy)
+
+    def refuse_its_topology(self) -> None:
+        """Leave out ways that are a load at the topology of the save: this was one."""
+        others = tuple(each for each in self.remedies if not each.at_saved_topology)
+        self.remedies = others or (
+            Remedy("no way is known: please report it, with the output of elastic-ckpt inspect"),
+        )
 
     @property
     def texts(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, Remedy
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
@@ -87,7 +87,8 @@ def _is_itself_a_tag(load_dir: str, found: CheckpointInfo) -> NotFoundError:
     problem = "load_dir is the folder of a checkpoint, not the folder that has it under a tag, and loads nothing"
     expected = f"the folder that save_checkpoint was given, with a file {LATEST!r}, or a tag"
     around, tag = os.path.split(absolute(load_dir))
-    remedy = f"load_checkpoint({around!r}, tag={tag!r}); or --universal-checkpoint, which takes this folder itself"
+    by_tag = Remedy(arguments={"load_dir": around, "tag": tag})
+    remedy = by_tag, Remedy("--universal-checkpoint, which takes this folder itself")
     files = f"the files of a {found.format} checkpoint"
     return NotFoundError(problem, load_dir, expected, files, remedy=remedy)
 
@@ -193,7 +194,8 @@ def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
     tags = list_tags(load_dir)
     problem, file = "the checkpoint to load is not there", os.path.join(load_dir, tag or LATEST)
     found = f"checkpoints under the tags {', '.join(tags[:8])}" if tags else f"no checkpoint in {load_dir}"
-    remedy = f"load_checkpoint({load_dir!r}, tag={tags[0]!r})" if tags else "check the path"
+    by_tag = Remedy(arguments={"load_dir": load_dir, "tag": next(iter(tags), None)})
+    remedy = by_tag if tags else Remedy("check the path")
     return NotFoundError(problem, file, wanted, found, remedy=remedy)
 
 

@@ -75,6 +75,17 @@ def objects_for_deepspeed(call: LoadCall) -> AbstractContextManager[None]:
     return compat.replaced_loads(call.engine, os.fspath(call.arguments.load_dir), read_objects)
 
 
+def at_saved_topology(engine: Any, found: CheckpointInfo) -> bool:
+    """Whether the live degrees, and ZeRO-3 or not, are those that the names of a folder's files show. Local."""
+    files, stage = found.files, engine.zero_optimization_stage()
+    if not found.by_rank or files.of_experts or bool(files.model_zero3) != (stage == 3):
+        return False
+    if not stage:
+        return not files.optimizer and len(files.model) == dist.get_world_size() // engine.seq_dp_world_size
+    partitions = {rank for rank, _ in files.optimizer}
+    return len(files.optimizer) == dist.get_world_size() and len(partitions) == engine.seq_dp_world_size
+
+
 def on_own_disks(engine: Any, found: CheckpointInfo) -> bool:
     """Whether nodes save different files to their own disks (``use_node_local_storage``)."""
     return engine.use_node_local_storage() and found.by_rank and VIEW.get() is not None and not is_url(found.folder)

@@ -26,7 +26,13 @@ from elastic_ckpt.formats import CheckpointInfo, detect
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.agreed_config import agreed_config
 from elastic_ckpt.load.data_position import check_position, save_checkpoint, with_position
-from elastic_ckpt.load.fallback import check_objects, deepspeed_loads_it_right, objects_for_deepspeed, on_own_disks
+from elastic_ckpt.load.fallback import (
+    at_saved_topology,
+    check_objects,
+    deepspeed_loads_it_right,
+    objects_for_deepspeed,
+    on_own_disks,
+)
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
 from elastic_ckpt.load.framework_arguments import calling_framework, in_words_of
 from elastic_ckpt.load.installation import with_flags
@@ -114,6 +120,8 @@ def _decide_and_load(own: Callable[..., Any], engine: Any, arguments: LoadArgume
                     return _load(call, found, policy, own)
             except errors.ElasticCkptError as error:
                 if not policy.recover(error, found):
+                    if found is not None and at_saved_topology(engine, found):
+                        error.refuse_its_topology()
                     raise
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from math import isfinite, nan
 from typing import Any
@@ -24,6 +24,7 @@ from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import (
     AT_ITS_TOPOLOGY,
     ITS_OPTIMIZER,
+    MADE_ANEW,
     NOT_STRICT,
     WITHOUT_STATES,
     DamagedError,
@@ -188,11 +189,10 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
         expected = "one value per element of the partition, one per tensor, or a tensor that all ranks share"
         # of whole tensors, no declaration settles what another state is
         foreign = metadata.source.foreign
-        fresh = Remedy("leaves it out", config={"states": {key: "fresh"}})
+        fresh = Remedy("leaves it out", when=MADE_ANEW, config={"states": {key: "fresh"}})
         kinds = {"replicated": "one tensor that all ranks share", "elementwise": "a value for each element"}
         declared = (Remedy(when=f"if it is {kind}", config={"states": {key: word}}) for word, kind in kinds.items())
-        anew = replace(fresh, when="with an optimizer that is known here")
-        remedy = (fresh,) if foreign else (*declared, anew, AT_ITS_TOPOLOGY)
+        remedy = (fresh,) if foreign else (*declared, fresh, AT_ITS_TOPOLOGY)
         yield metadata.error(UnsupportedError, problem, key, expected, description, (*remedy, WITHOUT_STATES))
 
 
@@ -356,7 +356,7 @@ class _Matcher:
             differing = f"{values} different values" if values > 1 else "differences between the ranks that saved it"
             remedy = [WITHOUT_STATES, AT_ITS_TOPOLOGY]
             if self.local_state.flats[0].states is not None:
-                remedy.insert(0, Remedy("leaves it out", config={"states": {key: "fresh"}}))
+                remedy.insert(0, Remedy("leaves it out", when=MADE_ANEW, config={"states": {key: "fresh"}}))
             expected = "the same bytes everywhere"
             raise self.metadata.error(UnsupportedError, problem, members, expected, differing, remedy)
         return found[0]

@@ -22,7 +22,15 @@ from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome, SavedRate
 from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, ITS_OPTIMIZER, MismatchError, Remedy, UnsupportedError, listed
+from elastic_ckpt.errors import (
+    AT_ITS_TOPOLOGY,
+    ITS_OPTIMIZER,
+    MADE_ANEW,
+    MismatchError,
+    Remedy,
+    UnsupportedError,
+    listed,
+)
 
 _INITIAL_LR = "initial_lr"
 _DECOUPLED, _DECAYS = "decoupled_weight_decay", ("L2 (Adam)", "decoupled (AdamW)")
@@ -306,12 +314,14 @@ def _refuse(
     if not keys:
         return
     source, key = metadata.source, keys[0]
-    how = "as a new optimizer has them" if what == "hyperparameter" else "out, if the optimizer's next step needs none"
     problem = f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions are others "
     expected = f"the save's {source.partition_degree} partitions (ZeRO-{source.zero_stage}, TP={source.tp})"
     found = str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200]
-    remedy = Remedy(f"leaves them {how}", config={"states": dict.fromkeys(keys, "fresh")}), AT_ITS_TOPOLOGY
-    raise metadata.error(UnsupportedError, f"{problem}now", keys, expected, found, remedy)
+    fresh = {"states": dict.fromkeys(keys, "fresh")}
+    way = Remedy(when=MADE_ANEW, config=fresh)
+    if what == "hyperparameter":
+        way = Remedy("leaves them as a new optimizer has them", config=fresh)
+    raise metadata.error(UnsupportedError, f"{problem}now", keys, expected, found, (way, AT_ITS_TOPOLOGY))
 
 
 def own_file(metadata: CheckpointMetadata, local_state: LocalState) -> int | None:

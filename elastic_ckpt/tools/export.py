@@ -30,7 +30,15 @@ from elastic_ckpt.core.metadata import (
     is_floating,
 )
 from elastic_ckpt.core.values import common
-from elastic_ckpt.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError, listed, printable_errors
+from elastic_ckpt.errors import (
+    ConfigError,
+    MismatchError,
+    NotFoundError,
+    Remedy,
+    UnsupportedError,
+    listed,
+    printable_errors,
+)
 from elastic_ckpt.formats.safetensors import DTYPES, METADATA, SUFFIX
 from elastic_ckpt.planning.matching import refuse_unreadable_states
 from elastic_ckpt.report import progress_bar
@@ -294,8 +302,9 @@ def selected(
         except re.error as error:
             raise ConfigError("a pattern is not a regular expression", expected=pattern, found=str(error)) from error
         if not found:
-            problem, remedy = "a pattern matches no tensor of the checkpoint", "inspect --params lists the names"
-            raise ConfigError(problem, metadata.source.folder, pattern, listed(names), remedy=f"elastic-ckpt {remedy}")
+            problem, folder = "a pattern matches no tensor of the checkpoint", metadata.source.folder
+            remedy = Remedy("lists the names", command=("elastic-ckpt", "inspect", folder, "--params"))
+            raise ConfigError(problem, folder, pattern, listed(names), remedy=remedy)
         return found
 
     keep = set().union(*map(matching, include)) if include else set(names)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import ElasticCkptError, Remedy
 from elastic_ckpt.report import LoadReport
 from tests.distributed.truth import fingerprint
 
@@ -66,6 +66,7 @@ class Refused:
         texts: the errors of all ranks, which should be one.
         changed: what of the engine is not as before, on any rank.
         lines: what elastic_ckpt logged, from warnings up.
+        remedies: the ways out that the error names.
     """
 
     case: Any
@@ -73,6 +74,7 @@ class Refused:
     texts: frozenset[str]
     changed: frozenset[str]
     lines: tuple[str, ...]
+    remedies: tuple[Remedy, ...] = ()
 
 
 def attempt(case: Any, engine: Any, load: Callable[[], Any], skipped: Sequence[str] = ()) -> Refused:
@@ -85,20 +87,25 @@ def attempt(case: Any, engine: Any, load: Callable[[], Any], skipped: Sequence[s
         skipped: states that are not looked at.
     """
     before = fingerprint(engine, skipped)
-    kinds, text = (), "loaded without an error"
+    kinds, text, remedies = (), "loaded without an error", ()
     with log_lines() as lines:
         try:
             load()
         except ElasticCkptError as error:
             kinds = tuple(kind.__name__ for kind in type(error).__mro__)
-            text = f"{type(error).__name__}: {error}"
+            text, remedies = f"{type(error).__name__}: {error}", error.remedies
     after = fingerprint(engine, skipped)
     changed = {part for part in before if before[part] != after[part]}
     changed |= {"report"} if kinds and engine.elastic_report is not None else set()
     everyone = on_all_ranks((text, changed, lines))
     texts, changes, logs = zip(*everyone, strict=True)
     return Refused(
-        case, kinds, frozenset(texts), frozenset().union(*changes), tuple(line for log in logs for line in log)
+        case,
+        kinds,
+        frozenset(texts),
+        frozenset().union(*changes),
+        tuple(line for log in logs for line in log),
+        remedies,
     )
 
 
