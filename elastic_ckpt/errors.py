@@ -38,6 +38,7 @@ class Remedy:
     #: Entries to merge into ``"elastic_checkpoint"`` of the DeepSpeed config.
     config: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of ``load_checkpoint``, beside those of the call
+    code: str = ""  # a statement for the script, before the load
     command: Sequence[str] = ()  # a command line, in words
     when: str = ""  # what must be true, which only a person can know
     at_saved_topology: bool = False  # the same load at the saved degrees and ZeRO stage: none for a load there
@@ -48,6 +49,8 @@ class Remedy:
             given = {key: repr(value) for key, value in self.arguments.items()}
             others = [f"{key}={value}" for key, value in given.items() if key != "load_dir"]
             steps.append(f"load_checkpoint({', '.join([given.get('load_dir', '...'), *others])})")
+        if self.code:
+            steps.append(f"{self.code} before the load")
         if self.command:
             steps.append(shlex.join(self.command))
         done = " ".join(filter(None, [" and ".join(steps), self.text]))
@@ -71,6 +74,12 @@ WEIGHTS_ALONE = Remedy("loads the weights alone", arguments={"load_module_only":
 NOT_STRICT = Remedy("restores what matches and reports the rest", arguments={"load_module_strict": False})
 #: For states of another optimizer.
 ITS_OPTIMIZER = (Remedy("resume with the optimizer that saved it"), WITHOUT_STATES)
+
+
+def remedy_text(remedies: Iterable[Remedy], remarks: Iterable[str] = ()) -> str | None:
+    """Ways out, and remarks, as they are printed; ``None``: nothing is known."""
+    ways = "; or ".join(map(str, remedies))
+    return "; ".join(filter(None, [ways, *remarks])) or None
 
 
 def shortened(names: Iterable[str], most: int = 8) -> str:
@@ -119,8 +128,7 @@ class ElasticCkptError(Exception):
     @property
     def remedy(self) -> str | None:
         """The ways out, and remarks, as they are printed; ``None``: nothing is known."""
-        ways = "; or ".join(map(str, self.remedies))
-        return "; ".join(filter(None, [ways, *self.remarks])) or None
+        return remedy_text(self.remedies, self.remarks)
 
     @remedy.setter
     def remedy(self, remedy: Remedies) -> None:

@@ -70,8 +70,8 @@ def refusal(error: ElasticCkptError, exit_code: int = EXIT_UNREADABLE, instead: 
 
     ``instead``: what the command has in place of a load's argument that leaves optimizer states out.
     """
-    if error.remedy is not None:
-        error.remedy = of_command(error.remedy, instead)
+    if error.remedies:
+        error.remedy = of_command(error.remedies, instead)
     error.found = error.found and _ALLOWED.sub("", error.found)
     known = {name: value for name, value in error.details.items() if value is not None and name != "rank"}
     document = {"error": type(error).__name__, "problem": error.problem, **known}

@@ -28,12 +28,11 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.state_kinds import REPLICATED, StateOptions
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TensorValue, TrainingState
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import WITHOUT_STATES, ElasticCkptError, MismatchError, Remedy, UnsupportedError, listed
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
 from elastic_ckpt.formats.classification import FRESH
 from elastic_ckpt.formats.dcp_entries import (
     SAVE_ALONE,
-    WITHOUT_STATES,
     CommonState,
     Entries,
     GroupKey,
@@ -199,7 +198,7 @@ class _Builder(MetadataBuilder):
             if not isinstance(names, list) or not all(type(name) is str and name in weights for name in names):
                 problem = "a param group of a torch.distributed.checkpoint folder does not list its parameters by name"
                 both = "names of the model's parameters, as get_state_dict saves them", f"{names!r}"[:200]
-                remedy = f"save the state dict of get_state_dict{WITHOUT_STATES}"
+                remedy = Remedy("save the state dict of get_state_dict"), WITHOUT_STATES
                 raise UnsupportedError(problem, self._found.folder, *both, remedy=remedy)
             if isinstance(key, int) or values not in groups:
                 groups.append(values)

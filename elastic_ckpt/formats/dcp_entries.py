@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_ckpt.core.metadata import is_floating
-from elastic_ckpt.errors import MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import WITHOUT_STATES, MismatchError, Remedy, UnsupportedError, listed
 from elastic_ckpt.formats.dcp_metadata import DcpContents, Path, Shape, StoredItem
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import named_errors, open_pickled, unreadable
@@ -33,8 +33,7 @@ _STATE, _GROUPS = "state", "param_groups"
 #: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
 _COLLECTION = "an item of a hyperparameter that is a dictionary, or has tensors in it"
-WITHOUT_STATES = ", or load with load_optimizer_states=False"
-SAVE_ALONE = f"save the optimizer that is to be resumed alone{WITHOUT_STATES}"
+SAVE_ALONE = Remedy("save the optimizer that is to be resumed alone"), WITHOUT_STATES
 #: What wrappers (DDP, FSDP, ``torch.compile``, ``AveragedModel``) add to names.
 _WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 COMMON = "common.pt"
@@ -214,10 +213,10 @@ def _owner(word: str, names: Mapping[str, str]) -> str | None:
     return next((name for name in candidates if name in names), None)
 
 
-def _unknown_layout(folder: str, found: str, remedy: str = "") -> UnsupportedError:
+def _unknown_layout(folder: str, found: str, *others: Remedy) -> UnsupportedError:
     problem = "the entries of this torch.distributed.checkpoint folder are in an unknown layout"
     expected = "state dicts of torch.distributed.checkpoint.state_dict.get_state_dict, under keys of any names"
-    remedy = f"save {{'model': ..., 'optim': ...}} of get_state_dict(model, optimizer){remedy}"
+    remedy = Remedy("save {'model': ..., 'optim': ...} of get_state_dict(model, optimizer)"), *others
     return UnsupportedError(problem, folder, expected, found, remedy=remedy)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-_ARGUMENT = re.compile(r"\b(?:load_module_strict|load_optimizer_states|load_lr_scheduler_states|load_module_only)=\w+")
+from elastic_ckpt.errors import Remedy
+
 #: Packages whose functions stand between the caller of ``load_checkpoint`` and this module.
 _BETWEEN = ("elastic_ckpt", "deepspeed", "contextlib", "functools")
 
@@ -64,9 +64,10 @@ def calling_framework() -> Framework | None:
     return next((each for each in _FRAMEWORKS if _is_of(caller, each.packages)), None)
 
 
-def in_words_of(framework: Framework, remedy: str) -> str:
-    """What a user of the framework writes for arguments that a remedy names; empty if it names none."""
-    arguments = list(dict.fromkeys(_ARGUMENT.findall(remedy)))
+def in_words_of(framework: Framework, remedies: Iterable[Remedy]) -> str:
+    """What a user of the framework writes for the arguments of remedies; empty if they have none."""
+    given = (f"{key}={value!r}" for remedy in remedies for key, value in remedy.arguments.items())
+    arguments = list(dict.fromkeys(given))
     known = [f"{each} is {framework.ways[each]}" for each in arguments if each in framework.ways]
     others = [each for each in arguments if each not in framework.ways]
     words = [*known, *([f"for {', '.join(others)} {framework.otherwise}"] if others else [])]

@@ -94,8 +94,8 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
         return with_position(engine, load, wanted=not arguments.load_module_only)
     except errors.ElasticCkptError as error:
         framework = calling_framework()
-        if framework is not None and (words := in_words_of(framework, error.remedy or "")):
-            error.remedy = f"{error.remedy}; {words}"
+        if framework is not None and (words := in_words_of(framework, error.remedies)):
+            error.remarks = (*error.remarks, words)
         raise
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from elastic_ckpt import distributed
 from elastic_ckpt.core.fqn import RenameRules, rename_saved
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
 from elastic_ckpt.core.read_plan import RestoredShare
-from elastic_ckpt.errors import MismatchError, listed, shortened
+from elastic_ckpt.errors import MismatchError, Remedy, listed, shortened
 from elastic_ckpt.planning.near_names import GENERIC_RENAME, Renames, live_shapes, propose_renames, saved_shapes
-
-_ALONE = "load_checkpoint(..., load_module_only=True)"
 
 
 def refuse_nothing(
@@ -52,14 +53,17 @@ def _nothing_matched(
     )
 
 
-def _remedy(renames: Renames, local_state: LocalState, share: RestoredShare, with_states: bool) -> str:
+def _remedy(renames: Renames, local_state: LocalState, share: RestoredShare, with_states: bool) -> Sequence[Remedy]:
     frozen = {whole.name for whole in local_state.wholes if whole.key == FROZEN and not whole.trains}
-    #: Weights that only go to where they no longer train are the beginning of a run, without states.
-    alone = f"{_ALONE}, since they do not train here: the run begins anew, from these weights"
+    # Weights that only go to where they no longer train are the beginning of a run, without states.
+    why = "since they do not train here: the run begins anew, from these weights"
+    alone: dict[str, Any] = {"load_module_only": True}
     if renames.rules:
-        remedy = f"{renames.config} restores {len(renames.pairs)} of them"
-        only_frozen = all(new in frozen for _, new in renames.pairs)
-        return f"{remedy}, with {alone}" if with_states and only_frozen else remedy
+        config = {"rename": [list(rule) for rule in renames.rules]}
+        text = f"restores {len(renames.pairs)} of them"
+        if with_states and all(new in frozen for _, new in renames.pairs):
+            return (Remedy(f"{text}, {why}", config=config, arguments=alone),)
+        return (Remedy(text, config=config),)
     if share.placed_numel and with_states:
-        return alone
-    return f"give the folder of this model; or say which saved name is which: {GENERIC_RENAME}"
+        return (Remedy(why, arguments=alone),)
+    return Remedy("give the folder of this model"), Remedy(GENERIC_RENAME, when="if the names are others")

@@ -6,7 +6,6 @@ names under ``"added_rows"`` is restored in part: more rows may be another model
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.shard_specs import VOCABULARY
 from elastic_ckpt.core.strided import Shape, ShardSources, StridedCopy
-from elastic_ckpt.errors import ConfigError, MismatchError, listed
+from elastic_ckpt.errors import ConfigError, MismatchError, Remedy, listed
 from elastic_ckpt.sharding.resolve import ReshardPlan
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import Shardings
@@ -121,7 +120,8 @@ def _refuse_unknown(
     for pattern in patterns if live else ():
         if not any(_matches(pattern, name) for name in names):
             grown = [each.name for each in others if each.has_more_rows]
-            remedy = _config(grown or get_close_matches(pattern, names, n=1, cutoff=0.0))
+            nearest = grown or get_close_matches(pattern, names, n=1, cutoff=0.0)
+            remedy = Remedy(config={"added_rows": nearest})
             problem = '"added_rows" names no parameter of the model'
             raise ConfigError(problem, None, "a name, or a pattern of whole names", pattern, remedy=remedy)
 
@@ -132,11 +132,7 @@ def _not_asked_for(
     problem = "the live model has more rows than the checkpoint, as after tokens were added"
     expected = f"in the live model: {listed(f'{each.name} {each.live}' for each in grown)}"
     found = f"in the checkpoint: {listed(f'{each.name} {each.saved}' for each in grown)}"
-    config = _config([*(patterns if asked else ()), *(each.name for each in grown)])
-    remedy = f"{config} restores the saved rows with their states, and leaves the others as the model has them, with "
-    remedy += f"states as the optimizer begins them; otherwise {_SAME_SIZES}"
+    names = [*(patterns if asked else ()), *(each.name for each in grown)]
+    text = "restores the saved rows with their states, and leaves the others as the model has them, with states as the "
+    remedy = Remedy(f"{text}optimizer begins them", config={"added_rows": names}), Remedy(_SAME_SIZES)
     return metadata.error(MismatchError, problem, (each.name for each in grown), expected, found, remedy)
-
-
-def _config(names: Sequence[str]) -> str:
-    return f'"elastic_checkpoint": {{"added_rows": {json.dumps(names, ensure_ascii=False)}}}'

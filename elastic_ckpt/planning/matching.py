@@ -43,7 +43,7 @@ _NO_PLACE = "the live model has no such entry"
 _ROLE = "optimizer states"
 _RESTORE = Remedy("restore the missing files, or take another tag"), WITHOUT_STATES
 _FUSED_ADAM = "deepspeed.ops.adam.fused_adam.FusedAdam"
-_OWN_GROUPS = "put them in param groups of their own, or load with load_optimizer_states=False"
+_OWN_GROUPS = Remedy("put them in param groups of their own"), WITHOUT_STATES
 Scalars = Mapping[str, Any]
 
 

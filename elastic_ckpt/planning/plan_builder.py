@@ -292,7 +292,7 @@ class PlanBuilder:
         if grown := [part.fragment.name for part in parts if part.fragment.name in self.added]:
             problem = f"{self.local_state.optimizer} is not known, nor what its states start with where none is saved"
             both = "a saved state for each row", "rows that were added since the save"
-            raise self.metadata.error(MismatchError, problem, grown, *both, "load with load_optimizer_states=False")
+            raise self.metadata.error(MismatchError, problem, grown, *both, WITHOUT_STATES)
 
     def _check_values(self, part: FragmentSource, key: str, dtype: str, is_quantized: bool) -> None:
         """Refuse to lose precision; and of a state that is quantized on either side, to sum."""

@@ -24,6 +24,7 @@ from elastic_ckpt.errors import (
     UnsafePickleError,
     UnsupportedError,
     listed,
+    remedy_text,
 )
 from elastic_ckpt.planning.matching import state_errors
 from elastic_ckpt.planning.param_groups import saved_optimizer
@@ -89,7 +90,8 @@ def of_folders(folder: str) -> list[Finding]:
 def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ERROR) -> Finding:
     """The finding for an error; ``kind``: :func:`kind_of` it, if not given."""
     known = {name: getattr(error, name) for name in ("file", "expected", "found", "remedy")}
-    known["remedy"] = error.remedy and of_command(error.remedy)
+    if error.remedies:
+        known["remedy"] = remedy_text(of_command(error.remedies), error.remarks)
     parameter = None if error.parameter == listed(()) else error.parameter
     return Finding(level, kind or kind_of(error), error.problem, parameter, **known)
 

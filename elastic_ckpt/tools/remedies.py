@@ -1,32 +1,41 @@
-"""Remedies of errors in words of the command line, where there is no call of ``load_checkpoint`` to be changed."""
+"""Remedies of errors as ways out of a command, where there is no call of ``load_checkpoint`` to be changed."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from elastic_ckpt.errors import Remedy
 
 #: What takes the weights alone, where a load would have an argument for it.
 EXPORT = "elastic-ckpt export, without --optimizer, takes the weights alone"
 _OTHER_TAG = "take another tag"
-#: Between the ways of a remedy.
-_BETWEEN = re.compile(r"(; (?:or )?|, or )")
-_OF_A_LOAD = re.compile(r"\bload_(?:optimizer_states|module_only)=|\badd_safe_globals\(")
-_WITHOUT_STATES = re.compile(r"\bload_(?:optimizer_states|module_only)=")
-#: The config line for an option that commands have.
-_PRESET = re.compile(r'"elastic_checkpoint": \{"tp_preset": "([^"]+)"\}')
-_TRUST = re.compile(
-    r"torch\.serialization\.add_safe_globals\(\[TheClass\]\) before loading, or "
-    r'"elastic_checkpoint": \{"trust_pickle": true\}'
-)
+#: Arguments of a load that leave the optimizer states out.
+_WITHOUT_STATES: Mapping[str, Any] = {"load_optimizer_states": False, "load_module_only": True}
 
 
-def of_command(remedy: str, instead: str = EXPORT) -> str:
-    """A remedy without ways that only a script has; ``instead``: what is one for those without optimizer states."""
-    remedy = _TRUST.sub("--trust-pickle", _PRESET.sub(r"--preset \1", remedy))
-    if not _OF_A_LOAD.search(remedy):
-        return remedy
-    words = _BETWEEN.split(remedy)
-    ways, betweens = words[::2], ["", *words[1::2]]
-    kept = [(between, way) for between, way in zip(betweens, ways, strict=True) if not _OF_A_LOAD.search(way)]
-    if instead and _WITHOUT_STATES.search(remedy):
-        kept.append(("; ", instead))
-    return "".join(between * (number > 0) + way for number, (between, way) in enumerate(kept)) or _OTHER_TAG
+def of_command(remedies: Iterable[Remedy], instead: str = EXPORT) -> tuple[Remedy, ...]:
+    """Remedies without those that only a script can follow.
+
+    ``instead``: what the command has in place of those that leave the optimizer states out; empty if nothing.
+    """
+    ways: list[Remedy] = []
+    leaves_states_out = False
+    for remedy in remedies:
+        if remedy.arguments.items() & _WITHOUT_STATES.items():
+            leaves_states_out = True
+        elif not remedy.arguments and not remedy.code:
+            ways.append(_with_flags(remedy))
+    if leaves_states_out and instead:
+        ways.append(Remedy(instead))
+    return tuple(ways) or (Remedy(_OTHER_TAG),)
+
+
+def _with_flags(remedy: Remedy) -> Remedy:
+    """A remedy whose config is a flag of the commands."""
+    if remedy.config == {"trust_pickle": True}:
+        return replace(remedy, config={}, text=f"--trust-pickle {remedy.text}".rstrip())
+    if remedy.config.keys() == {"tp_preset"}:
+        return replace(remedy, config={}, text=f"--preset {remedy.config['tp_preset']} {remedy.text}".rstrip())
+    return remedy

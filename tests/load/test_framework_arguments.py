@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from elastic_ckpt.errors import NOT_STRICT, WEIGHTS_ALONE, WITHOUT_STATES, Remedy
 from elastic_ckpt.load.framework_arguments import calling_framework, in_words_of
 
-STRICT, STATES = "load_checkpoint(..., load_module_strict=False)", "load_optimizer_states=False leaves states out"
+STRICT, STATES, ALONE = NOT_STRICT, WITHOUT_STATES, WEIGHTS_ALONE
 
 
 def caller_in(module: str, function: Callable[[], Any] = calling_framework) -> Callable[[], Any]:
@@ -25,18 +26,18 @@ def caller_in(module: str, function: Callable[[], Any] = calling_framework) -> C
     [
         ("lightning.fabric.strategies.deepspeed", STRICT, "fabric.load(path, state, strict=False)"),
         ("lightning_fabric.strategies.deepspeed", STATES, "a state that lacks the optimizer"),
-        ("lightning.fabric.strategies.deepspeed", "or load_module_only=True", "fabric.strategy.model.load_checkpoint"),
+        ("lightning.fabric.strategies.deepspeed", ALONE, "fabric.strategy.model.load_checkpoint"),
         ("lightning.pytorch.strategies.deepspeed", STRICT, "strict_loading = False"),
         ("pytorch_lightning.strategies.deepspeed", STATES, "deepspeed_engine.load_checkpoint(path, ...)"),
         ("transformers.integrations.deepspeed", STATES, "trainer.deepspeed.load_checkpoint(folder, ...)"),
         ("accelerate.accelerator", STATES, "accelerator.load_state(folder, ...)"),
     ],
 )
-def test_arguments_are_given_as_the_framework_takes_them(module: str, remedy: str, words: str) -> None:
+def test_arguments_are_given_as_the_framework_takes_them(module: str, remedy: Remedy, words: str) -> None:
     between = caller_in("deepspeed.utils.nvtx", caller_in("contextlib"))
     for framework in (caller_in(module)(), caller_in(module, between)()):
-        assert words in in_words_of(framework, remedy)
-        assert in_words_of(framework, '"elastic_checkpoint": {"verify": "bytes"}') == ""
+        assert words in in_words_of(framework, [remedy])
+        assert in_words_of(framework, [Remedy(config={"verify": "bytes"})]) == ""
 
 
 @pytest.mark.parametrize("module", ["__main__", "train", "lightning.fabricated"])

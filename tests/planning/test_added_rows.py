@@ -20,7 +20,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import PER_PARAMETER, TOUCHED, LiveState
 from elastic_ckpt.core.strided import Shape, ShardSources, StridedCopy
-from elastic_ckpt.errors import ConfigError, MismatchError
+from elastic_ckpt.errors import ConfigError, MismatchError, WITHOUT_STATES
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.sharding.resolve import resolve
 from tests.planning.test_plan_builder import (
@@ -222,7 +222,7 @@ def test_a_momentum_of_whole_parameters_is_extended_and_a_state_of_its_own_shape
         return
     with pytest.raises(MismatchError, match="cannot be extended by rows") as caught:
         plan_load(metadata, engine, ASKED)
-    assert caught.value.remedy == "load with load_optimizer_states=False"
+    assert caught.value.remedies == (WITHOUT_STATES,)
 
 
 def test_states_of_an_unknown_optimizer_are_not_extended() -> None:

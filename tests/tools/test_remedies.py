@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
-import elastic_ckpt
+from elastic_ckpt.errors import (
+    AT_ITS_TOPOLOGY,
+    ITS_OPTIMIZER,
+    WEIGHTS_ALONE,
+    WITHOUT_STATES,
+    Remedy,
+    UnsupportedError,
+    remedy_text,
+)
 from elastic_ckpt.formats.torch_archive.calls import unsafe_error
+from elastic_ckpt.tools.inspection import of_error
 from elastic_ckpt.tools.remedies import EXPORT, of_command
 
-TRUST = "if you trust whoever wrote the file: --trust-pickle"
+TAG, WAIT = Remedy("take another tag"), Remedy("wait")
+FRESH = Remedy(config={"states": {"a": "fresh"}})
 
 
 @pytest.mark.parametrize(
-    ("remedy", "expected"),
+    ("remedies", "expected"),
     [
-        ("take another tag", "take another tag"),
-        ("restore it, take another tag, or load with load_optimizer_states=False", f"restore it, take another tag; {EXPORT}"),
-        ("load its weights alone: load_optimizer_states=False, or load_module_only=True", EXPORT),
-        ("load_optimizer_states=False, or load at its topology", f"load at its topology; {EXPORT}"),
-        ('"states": {"a": "fresh"}; load_optimizer_states=False does; or wait', f'"states": {{"a": "fresh"}}; or wait; {EXPORT}'),
-        ('"elastic_checkpoint": {"tp_preset": "megatron-core"}, or wait', "--preset megatron-core, or wait"),
-        (str(unsafe_error("x").remedy), TRUST),
-        ("use another; a class: torch.serialization.add_safe_globals([TheClass])", "use another"),
+        ((TAG,), "take another tag"),
+        ((TAG, WITHOUT_STATES), f"take another tag; or {EXPORT}"),
+        ((WITHOUT_STATES, WEIGHTS_ALONE), EXPORT),
+        (ITS_OPTIMIZER, f"resume with the optimizer that saved it; or {EXPORT}"),
+        ((WITHOUT_STATES, AT_ITS_TOPOLOGY), f"{AT_ITS_TOPOLOGY}; or {EXPORT}"),
+        ((FRESH, WITHOUT_STATES), f"{FRESH}; or {EXPORT}"),
+        ((Remedy(config={"tp_preset": "megatron-core"}), WAIT), "--preset megatron-core; or wait"),
+        (unsafe_error("x").remedies, "if you trust whoever wrote the file: --trust-pickle"),
+        ((WAIT, Remedy(code="torch.serialization.add_safe_globals([TheClass])")), "wait"),
+        ((Remedy(arguments={"load_module_strict": False}),), "take another tag"),
     ],
-)  # fmt: skip
-def test_they_are_of_the_command_line(remedy: str, expected: str) -> None:
-    assert of_command(remedy) == expected
+)
+def test_they_are_of_the_command_line(remedies: Sequence[Remedy], expected: str) -> None:
+    found = of_command(remedies)
+    assert remedy_text(found) == expected
+    assert not any(each.arguments or each.code for each in found)
 
 
 def test_a_command_that_has_nothing_instead_says_nothing_of_it() -> None:
-    assert of_command("load_module_only=True", "") == "take another tag"
-    assert of_command("wait; load_module_only=True", "--weights-only") == "wait; --weights-only"
+    assert of_command([WEIGHTS_ALONE], "") == (TAG,)
+    assert of_command([WAIT, WEIGHTS_ALONE], "--weights-only") == (WAIT, Remedy("--weights-only"))
 
 
-def test_no_remedy_of_the_package_keeps_an_argument_of_a_load() -> None:
-    """Every text in the code that may be a remedy or part of one."""
-    texts = {
-        node.value
-        for path in Path(elastic_ckpt.__file__).parent.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "load_" in node.value
-    }
-    assert len([text for text in texts if "load_optimizer_states=" in text]) > 10
-    for text in texts:
-        found = of_command(text)
-        assert "load_optimizer_states=" not in found and "load_module_only=" not in found, text
+def test_findings_have_them_too() -> None:
+    error = UnsupportedError("it is not supported", remedy=(WAIT, WITHOUT_STATES))
+    assert of_error(error).remedy == f"wait; or {EXPORT}"
+    assert of_error(UnsupportedError("it is not supported", remedy=(WITHOUT_STATES,))).remedy == EXPORT

@@ -101,11 +101,9 @@ def unsafe_error(found: str) -> UnsafePickleError:
     """A name, or a use of it, that is not on the closed list."""
     problem = "this file asks for a Python class or function that is not on the list of safe globals"
     expected = "tensors, containers, numbers, strings, and DeepSpeed's own small classes"
-    trusted, allow = (
-        "if you trust whoever wrote the file",
-        "torch.serialization.add_safe_globals([TheClass]) before loading",
-    )
-    remedy = Remedy(allow, when=trusted), Remedy(when=trusted, config={"trust_pickle": True})
+    trusted = "if you trust whoever wrote the file"
+    allow = "torch.serialization.add_safe_globals([TheClass])"
+    remedy = Remedy(when=trusted, code=allow), Remedy(when=trusted, config={"trust_pickle": True})
     return UnsafePickleError(problem, expected=expected, found=f"Unsupported GLOBAL {found}"[:300], remedy=remedy)
 
 

@@ -11,7 +11,7 @@ import sys
 from collections import Counter, OrderedDict
 from typing import Any
 
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import Remedy, UnsupportedError
 
 #: Objects take at most so many times the size of their file, or so many bytes.
 _MOST_TIMES, _MOST_NBYTES = 8, 2 << 30
@@ -90,6 +90,6 @@ def items_nbytes(container: Any, count: int) -> int:
 def limit_error(expected: str, found: str) -> UnsupportedError:
     """What elastic_ckpt does not read, because hostile files have it: the file may be whole."""
     problem = "this file has what elastic_ckpt reads up to a limit, and more of it"
-    remedy = 'the file may be whole: this is a limit of elastic_ckpt. Save it in another form, or "trust_pickle": true '
-    remedy += "if you trust whoever wrote it"
+    another_form = Remedy("the file may be whole: this is a limit of elastic_ckpt. Save it in another form")
+    remedy = another_form, Remedy(when="if you trust whoever wrote the file", config={"trust_pickle": True})
     return UnsupportedError(problem, expected=expected, found=found, remedy=remedy)

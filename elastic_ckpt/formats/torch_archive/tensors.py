@@ -303,12 +303,10 @@ def kind_error(found: str) -> UnsupportedError:
 def subclass_error(name: str) -> UnsupportedError:
     """A tensor of a class of its own."""
     problem = "this file holds a tensor of a class of its own, whose parts cannot be cut for another topology"
-    allow = "torch.serialization.add_safe_globals([TheClass]), before the load"
-    own_class = Remedy(allow, when="if it is a class of your own in the client state")
-    remedy = (
-        Remedy(AT_ITS_TOPOLOGY.text, when="if it is of torchao's 8- or 4-bit formats", at_saved_topology=True),
-        own_class,
-    )
+    allow = "torch.serialization.add_safe_globals([TheClass])"
+    own_class = Remedy(when="if it is a class of your own in the client state", code=allow)
+    of_torchao = replace(AT_ITS_TOPOLOGY, when="if it is of torchao's 8- or 4-bit formats")
+    remedy = of_torchao, own_class
     return UnsupportedError(problem, expected="torch.Tensor", found=name[:300], remedy=remedy)
 
 
