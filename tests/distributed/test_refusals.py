@@ -95,7 +95,7 @@ DAMAGED: dict[str, tuple[str, str, Any, str, Words]] = {
     "no optimizer anywhere": ("whole", "z0-fp32-adamw-dp2", damage.edit(MODEL, lambda tree: tree.update(optimizer=None)), "DamagedError", ["optim_states", "missing"]),
     "universal: state file gone": ("universal", Z1, damage.remove("zero/hidden.weight/exp_avg.pt"), "DamagedError", ["hidden.weight", "exp_avg"]),
     "universal: state file truncated": ("universal", Z1, damage.truncate("zero/back.weight/fp32.pt", 0.5), "DamagedError", ["back.weight"]),
-    "universal: step gone": ("universal", Z1, damage.remove("zero/back.weight/step.pt"), "MismatchError", ["back.weight", "step"]),
+    "universal: step gone": ("universal", Z1, damage.remove("zero/back.weight/step.pt"), "DamagedError", ["back.weight", "step"]),
     # DeepSpeed's converter scrambles these; the saved config tells, and where it does not, the values do
     "universal: round robin": ("universal", SCRAMBLED, in_each(), "UnsupportedError", ["round_robin"]),
     "universal: unknown config": ("universal", SCRAMBLED, UNKNOWN_CONFIG, "DamagedError", ["masters", '"verify": "bytes"']),
