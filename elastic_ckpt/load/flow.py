@@ -245,7 +245,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
         raise as_partial_load_error(cause) from cause
     compat.record_counts(call.engine)
-    expect_schedulers(call.engine, ready.plan)
+    expect_schedulers(call.engine, ready.plan, [call.engine.lr_scheduler] * ready.host.loads_scheduler)
     compares_run = call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
     replaced = ready.plan.replaces_live_values
     same, other = compare_run(call.engine, ready.found.folder, replaced) if compares_run else ("", ())

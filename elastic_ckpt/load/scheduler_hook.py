@@ -62,13 +62,17 @@ def check_client_schedulers(engine: Any, plan: LoadPlan, client_state: Any) -> N
                 check_fit(state, plan.member_groups, plan.saved_groups)
 
 
-def expect_schedulers(engine: Any, plan: LoadPlan) -> None:
-    """Watch what schedulers of an engine's optimizer are restored from, if its param groups are others now. Local."""
+def expect_schedulers(engine: Any, plan: LoadPlan, restored: Sequence[Any] = ()) -> None:
+    """Watch what schedulers of an engine's optimizer are restored from, if its param groups are others now. Local.
+
+    ``restored``: those that have had their state, in the live order.
+    """
     forget_schedulers(engine)
     if not plan.regroups:
         return
     optimizer = weakref.ref(compat.base_optimizer(engine))
-    _REGROUPED.append(_Regrouped(optimizer, plan.member_groups, plan.saved_groups, plan.saved_rates))
+    done = [weakref.ref(scheduler) for scheduler in restored if isinstance(scheduler, LRScheduler)]
+    _REGROUPED.append(_Regrouped(optimizer, plan.member_groups, plan.saved_groups, plan.saved_rates, done))
     for kind in _with_load_state_dict():
         wrap(kind, _METHOD, _load_state_dict)
 

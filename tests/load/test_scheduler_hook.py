@@ -142,7 +142,7 @@ def test_only_the_next_state_is_put_in_order() -> None:
     assert scheduler.base_lrs == own["base_lrs"] == state["base_lrs"][::-1]
 
 
-@pytest.mark.parametrize("end", ["another load", "uninstall", "groups as saved"])
+@pytest.mark.parametrize("end", ["another load", "uninstall", "groups as saved", "restored by the load"])
 def test_what_is_over_replaces_nothing(end: str) -> None:
     old, state = saved_run("LambdaLR", ["a", "b"], 5)
     optimizer = optimizer_of(["b", "a"])
@@ -152,6 +152,8 @@ def test_what_is_over_replaces_nothing(end: str) -> None:
         forget_schedulers(engine_of(optimizer))
     elif end == "uninstall":
         unwatch_schedulers()
+    elif end == "restored by the load":
+        expect_schedulers(engine_of(optimizer), plan_of([1, 0], 2), [scheduler])
     else:
         expect_schedulers(engine_of(optimizer), plan_of([0, 1], 2))
     scheduler.load_state_dict(state)
