@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 
 from elastic_ckpt.errors import Remedy
 
@@ -57,10 +58,10 @@ _FRAMEWORKS = (
 
 def calling_framework() -> Framework | None:
     """The framework in which ``load_checkpoint`` was called; ``None`` if a user's own code called it."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_of(frame.f_globals.get("__name__", ""), _BETWEEN):
+    frame = inspect.currentframe()
+    while frame is not None and _is_of(_module_of(frame), _BETWEEN):
         frame = frame.f_back
-    caller = frame.f_globals.get("__name__", "")
+    caller = "" if frame is None else _module_of(frame)
     return next((each for each in _FRAMEWORKS if _is_of(caller, each.packages)), None)
 
 
@@ -72,6 +73,10 @@ def in_words_of(framework: Framework, remedies: Iterable[Remedy]) -> str:
     others = [each for each in arguments if each not in framework.ways]
     words = [*known, *([f"for {', '.join(others)} {framework.otherwise}"] if others else [])]
     return f"in {framework.name}, {'; '.join(words)}" if words else ""
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _is_of(module: str, packages: tuple[str, ...]) -> bool:
