@@ -61,10 +61,12 @@ class Answer:
 
 def refusal(error: ElasticCkptError, exit_code: int = EXIT_UNREADABLE) -> Answer:
     """The answer of a command that cannot do it; the exit code is 2 if a config is wrong."""
+    remedies = [{key: value for key, value in dataclasses.asdict(each).items() if value} for each in error.remedies]
     if error.remedy is not None:
         error.remedy = _PRESET.sub(r"--preset \1", error.remedy)
-    known = {name: value for name, value in error.details.items() if value is not None and name != "rank"}
-    document = {"error": type(error).__name__, "problem": error.problem, **known}
+    known = {name: value for name, value in error.texts.items() if value is not None and name != "rank"}
+    known |= {"parameters": error.parameters} if error.parameters else {}  # all of them
+    document = {"error": type(error).__name__, "problem": error.problem, **known, "remedies": remedies}
     exit_code = EXIT_USAGE if isinstance(error, ConfigError) else exit_code
     return Answer(document, (), [f"{type(error).__name__}: {error}"], exit_code)
 
