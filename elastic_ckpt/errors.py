@@ -42,6 +42,7 @@ class Remedy:
     command: Sequence[str] = ()  # a command line, in words
     when: str = ""  # what must be true, which only a person can know
     at_saved_topology: bool = False  # the same load at the saved degrees and ZeRO stage: none for a load there
+    by_own_loader: bool = False  # and plain DeepSpeed was seen to load such a checkpoint there
 
     def __str__(self) -> str:
         steps = [f'"elastic_checkpoint": {json.dumps(self.config, ensure_ascii=False)}'] if self.config else []
@@ -69,6 +70,8 @@ Remedies = str | Remedy | Sequence[Remedy] | None
 MADE_ANEW = "if the optimizer's next step makes it anew"
 #: For what cannot be loaded elsewhere.
 AT_ITS_TOPOLOGY = Remedy("load at the topology it was saved with", at_saved_topology=True)
+#: For optimizers of which DeepSpeed's own loader restores what this package cannot, and nothing in the files proves it.
+BY_DEEPSPEED = Remedy(AT_ITS_TOPOLOGY.text, at_saved_topology=True, by_own_loader=True)
 WITHOUT_STATES = Remedy("leaves all optimizer states out", arguments={"load_optimizer_states": False})
 WEIGHTS_ALONE = Remedy("loads the weights alone", arguments={"load_module_only": True})
 NOT_STRICT = Remedy("restores what matches and reports the rest", arguments={"load_module_strict": False})
@@ -137,11 +140,12 @@ class ElasticCkptError(Exception):
         self.remedies = tuple(remedy)
 
     def refuse_its_topology(self) -> None:
-        """Leave out ways that are a load at the topology of the save: this was one."""
-        others = tuple(each for each in self.remedies if not each.at_saved_topology)
-        self.remedies = others or (
-            Remedy("no way is known: please report it, with the output of elastic-ckpt inspect"),
-        )
+        """Replace ways that are a load at the topology of the save: this was one."""
+        ways = [each for each in self.remedies if not each.at_saved_topology]
+        if any(each.by_own_loader for each in self.remedies):
+            ways.append(Remedy("gives DeepSpeed's own loader, which restores such states", config={"mode": "off"}))
+        none = Remedy("no way is known: please report it, with the output of elastic-ckpt inspect")
+        self.remedies = tuple(ways) or (none,)
 
     @property
     def texts(self) -> dict[str, Any]:

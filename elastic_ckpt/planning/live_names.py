@@ -46,8 +46,8 @@ def name_states(
     """Saved names of every saved group's members, and notes on how they were inferred.
 
     ``live`` are the live param groups, empty without a live model, whose names are as renamed by ``rules``; ``ties``:
-    parameter -> its other names in the live model. Raises :class:`MismatchError` if which parameter is which is
-    unknown; ``None`` if neither ``needed`` nor asked by a load.
+    parameter -> its other names in the live model. If which parameter is which is unknown, raises
+    :class:`MismatchError` if states are ``needed``, else returns ``None``: the weights have names.
     """
     if (experts := numbered.experts) is not None:
         live = [replace(group, names=_named_on_rank(group.names, experts)) for group in live]
@@ -59,7 +59,7 @@ def name_states(
     # not fit if empty parameters are not in the live groups: ZeRO of DeepSpeed since 0.18 leaves them out
     if (full := _without_empty(numbered)) is not None and (named := _named_in_order(full, live, rules)) is not None:
         return _with_empty(numbered, named[0]), named[1]
-    if needed or live:
+    if needed:
         raise _unnamed(numbered, live, list(_fitting(numbered, live, rules)))
     return None
 

@@ -23,6 +23,7 @@ from elastic_ckpt.core.state_kinds import (
 from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import (
     AT_ITS_TOPOLOGY,
+    BY_DEEPSPEED,
     ITS_OPTIMIZER,
     MADE_ANEW,
     NOT_STRICT,
@@ -192,7 +193,7 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
         fresh = Remedy("leaves it out", when=MADE_ANEW, config={"states": {key: "fresh"}})
         kinds = {"replicated": "one tensor that all ranks share", "elementwise": "a value for each element"}
         declared = (Remedy(when=f"if it is {kind}", config={"states": {key: word}}) for word, kind in kinds.items())
-        remedy = (fresh,) if foreign else (*declared, fresh, AT_ITS_TOPOLOGY)
+        remedy = (fresh,) if foreign else (*declared, fresh, BY_DEEPSPEED)
         yield metadata.error(UnsupportedError, problem, key, expected, description, (*remedy, WITHOUT_STATES))
 
 

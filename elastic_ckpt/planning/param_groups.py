@@ -22,15 +22,7 @@ from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome, SavedRate
 from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
-from elastic_ckpt.errors import (
-    AT_ITS_TOPOLOGY,
-    ITS_OPTIMIZER,
-    MADE_ANEW,
-    MismatchError,
-    Remedy,
-    UnsupportedError,
-    listed,
-)
+from elastic_ckpt.errors import BY_DEEPSPEED, ITS_OPTIMIZER, MADE_ANEW, MismatchError, Remedy, UnsupportedError, listed
 
 _INITIAL_LR = "initial_lr"
 _DECOUPLED, _DECAYS = "decoupled_weight_decay", ("L2 (Adam)", "decoupled (AdamW)")
@@ -321,7 +313,7 @@ def _refuse(
     way = Remedy(when=MADE_ANEW, config=fresh)
     if what == "hyperparameter":
         way = Remedy("leaves them as a new optimizer has them", config=fresh)
-    raise metadata.error(UnsupportedError, f"{problem}now", keys, expected, found, (way, AT_ITS_TOPOLOGY))
+    raise metadata.error(UnsupportedError, f"{problem}now", keys, expected, found, (way, BY_DEEPSPEED))
 
 
 def own_file(metadata: CheckpointMetadata, local_state: LocalState) -> int | None:

@@ -118,7 +118,7 @@ class Sharding:
             choices += [{"pattern": pattern, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
         named = presets_for(self) if said is None else ()
         named = [each for each in named if all(each in presets_for(other) for other in others)]
-        remedy = [Remedy(when="if this code base saved it", config={"tp_preset": each}) for each in named]
+        remedy = [Remedy(when=f"if code of {each} saved it", config={"tp_preset": each}) for each in named]
         remedy += [Remedy(config={"tp_rules": [choice]}) for choice in choices[:-1]]
         if choices[-1].get("sub_parameters") == _WIDTHS:  # which only a person can fill in
             remedy.append(Remedy(f"{_config(choices[-1])} ({meaning})"))

@@ -182,8 +182,10 @@ def test_a_refusal_says_why_and_what_would_help() -> None:
     refused = told("104b", "--tp", "8", code=1)
     every = "2.self_attention.query_key_value.weight and 31 like it"
     assert (refused["loads"], refused["error"], refused["parameter"]) == (False, "MismatchError", every)
-    assert refused["remedy"].startswith("--preset bloom or --preset megatron-deepspeed-contiguous or ")
-    assert r'{"pattern": "\\d+\\.self_attention\\.query_key_value\\.weight", "kind": "column"}' in refused["remedy"]
+    configs = [each["config"] for each in refused["remedies"] if "config" in each]
+    assert configs[:2] == [{"tp_preset": "bloom"}, {"tp_preset": "megatron-deepspeed-contiguous"}]
+    rule = {"pattern": r"\d+\.self_attention\.query_key_value\.weight", "kind": "column"}
+    assert {"tp_rules": [rule]} in configs and "--preset bloom" in refused["remedy"]
     preset = ("--tp-preset", "megatron-deepspeed-interleaved")
     assert told("104b", "--tp", "8", *preset, "--rank", "0")["ranks_planned"] == 1
     assert told("104b", "--tp", "3", *preset, code=1)["expected"] == "a multiple of 3"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ckpt.errors import ConfigError, Remedy
+from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.tools.export import export
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
@@ -61,7 +61,9 @@ def test_every_remedy_holds_what_it_promises(launch: Launch, saved: Path) -> Non
         assert len(outcome.followed) == count, f"{outcome.name}: {outcome.refused.remedies}"
         for followed in outcome.followed:
             assert followed.error == "" and followed.differences == {}, f"{outcome.name}, {followed.remedy}: {followed}"
-        assert not any("mode" in each.config for each in outcome.refused.remedies), "DeepSpeed's loader was not seen"
+        assert not any("mode" in each.config for each in outcome.refused.remedies), (
+            "DeepSpeed's loader does not reshard"
+        )
         of_topology |= {outcome.name for each in outcome.refused.remedies if each.at_saved_topology}
     assert of_topology == {"a state of unknown layout"}
     there = {name: replace(cells[name], setup=CELLS[name][0]) for name in of_topology}
@@ -81,7 +83,9 @@ def test_a_command_runs(saved: Path, tmp_path: Path) -> None:
 def test_a_load_at_its_topology_is_never_told_to_load_there(launch: Launch, saved: Path) -> None:
     required = {"mode": "require"}  # which leaves nothing to DeepSpeed's own loader
     cells = {"diary": Cell(str(saved / f"{DIARY.name}-dp2"), DIARY, config=required)}
-    for outcome in launch(2, "remedy_jobs.at_saved_topology", cells):
+    for outcome in launch(2, "remedy_jobs.follow", cells):
         assert outcome.refused.kinds[:1] == ("UnsupportedError",)
-        ways: tuple[Remedy, ...] = outcome.refused.remedies
-        assert any(each.is_data for each in ways) and not any(each.at_saved_topology for each in ways)
+        assert not any(each.at_saved_topology for each in outcome.refused.remedies)
+        assert [each.remedy.config for each in outcome.followed] == [{}, {"mode": "off"}]
+        for followed in outcome.followed:
+            assert followed.error == "" and followed.differences == {}, followed

@@ -17,7 +17,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState, Stat
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, BlockFormat, LiveState
 from elastic_ckpt.engines.optimizers import OptimizerParam, schema_of
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WITHOUT_STATES, DamagedError, MismatchError, UnsupportedError
+from elastic_ckpt.errors import BY_DEEPSPEED, WITHOUT_STATES, DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.planning.matching import StateLink, StateMatching, match_parameters, match_states
 from elastic_ckpt.planning.param_groups import match_groups, transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
@@ -619,7 +619,7 @@ def test_a_state_of_unknown_layout_is_refused_with_the_line_that_settles_it() ->
     assert caught.value.found == "a list"
     words = [each.config["states"]["mine"] for each in caught.value.remedies if each.config]
     assert words == ["replicated", "elementwise", "fresh"]
-    assert WITHOUT_STATES in caught.value.remedies and AT_ITS_TOPOLOGY in caught.value.remedies
+    assert WITHOUT_STATES in caught.value.remedies and BY_DEEPSPEED in caught.value.remedies
     metadata = replace(
         metadata, source=replace(metadata.source, format="dcp", by_rank=False, foreign="torch.distributed.checkpoint")
     )
