@@ -26,7 +26,7 @@ from elastic_ckpt.core.shard_specs import VOCABULARY
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import ITS_OPTIMIZER, WITHOUT_STATES, DamagedError, MismatchError, Remedy, listed
-from elastic_ckpt.planning.matching import Matching, StateLink, StateMatching
+from elastic_ckpt.planning.matching import Matching
 from elastic_ckpt.planning.read_items import (
     BroadcastRanges,
     FragmentSource,
@@ -37,6 +37,7 @@ from elastic_ckpt.planning.read_items import (
     rows_in_order,
     split_plane,
 )
+from elastic_ckpt.planning.state_matching import StateLink, StateMatching
 
 #: Dtype of decoded values.
 _VALUES_DTYPE = "float32"

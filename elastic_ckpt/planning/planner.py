@@ -31,13 +31,7 @@ from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.added_rows import grown_parameters, keep_added_rows
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names, with_untied
-from elastic_ckpt.planning.matching import (
-    Matching,
-    StateMatching,
-    match_parameters,
-    match_states,
-    refuse_missing_files,
-)
+from elastic_ckpt.planning.matching import Matching, match_parameters
 from elastic_ckpt.planning.param_groups import (
     NO_GROUPS,
     Groups,
@@ -50,6 +44,8 @@ from elastic_ckpt.planning.param_groups import (
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.read_items import read_items, refuse_shared_bytes, rows_in_order
 from elastic_ckpt.planning.replaced_values import describe_replaced
+from elastic_ckpt.planning.state_errors import refuse_missing_files
+from elastic_ckpt.planning.state_matching import StateMatching, match_states
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, ReshardPlan, resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 

@@ -40,7 +40,7 @@ from elastic_ckpt.errors import (
     printable_errors,
 )
 from elastic_ckpt.formats.safetensors import DTYPES, METADATA, SUFFIX
-from elastic_ckpt.planning.matching import refuse_unreadable_states
+from elastic_ckpt.planning.state_errors import refuse_unreadable_states
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, plain, scalars_of, weights_by_name
 from elastic_ckpt.tools.opened import Folders, config_of, open_folder, seen_together

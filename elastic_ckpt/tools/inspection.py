@@ -26,9 +26,9 @@ from elastic_ckpt.errors import (
     listed,
     remedy_text,
 )
-from elastic_ckpt.planning.matching import state_errors
 from elastic_ckpt.planning.param_groups import saved_optimizer
 from elastic_ckpt.planning.read_items import check_tiling, shared_bytes_error
+from elastic_ckpt.planning.state_errors import state_errors
 from elastic_ckpt.report import saved_topology, source_dict
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts

@@ -23,9 +23,9 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, l
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
-from elastic_ckpt.planning.matching import refuse_missing_files, refuse_unreadable_states
 from elastic_ckpt.planning.planner import compare_replicas, of_first_stage
 from elastic_ckpt.planning.read_items import check_tiling, read_items, refuse_shared_bytes, rows_in_order
+from elastic_ckpt.planning.state_errors import refuse_missing_files, refuse_unreadable_states
 from elastic_ckpt.sharding.resolve import resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.sharding.specs import virtual_layouts

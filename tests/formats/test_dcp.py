@@ -36,8 +36,8 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
-from elastic_ckpt.planning.matching import state_errors
 from elastic_ckpt.planning.planner import compare_replicas
+from elastic_ckpt.planning.state_errors import state_errors
 from elastic_ckpt.sharding.resolve import ReshardPlan
 from tests.attacks.guard import guarded
 

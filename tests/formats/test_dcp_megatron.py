@@ -20,7 +20,7 @@ from elastic_ckpt.core.metadata import FROZEN, MASTER
 from elastic_ckpt.core.values import LeftInFile, left_in_file
 from elastic_ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from elastic_ckpt.formats.dcp_entries import read_common_state
-from elastic_ckpt.planning.matching import state_errors
+from elastic_ckpt.planning.state_errors import state_errors
 from elastic_ckpt.sharding.rules import is_fused
 from tests.formats.test_dcp import read, rewrite, values
 

@@ -24,7 +24,7 @@ from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.universal import index_state
 from elastic_ckpt.formats.universal_files import FILES, PresentFiles, list_files, read_file_list
 from elastic_ckpt.load.metadata import read_checkpoint
-from elastic_ckpt.planning.matching import missing_files
+from elastic_ckpt.planning.state_errors import missing_files
 
 OPTIONS = MetadataOptions(with_client_state=False)
 STATES = ("exp_avg", "exp_avg_sq", "fp32")

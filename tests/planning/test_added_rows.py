@@ -20,7 +20,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import PER_PARAMETER, TOUCHED, LiveState
 from elastic_ckpt.core.strided import Shape, ShardSources, StridedCopy
-from elastic_ckpt.errors import ConfigError, MismatchError, WITHOUT_STATES
+from elastic_ckpt.errors import WITHOUT_STATES, ConfigError, MismatchError
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.sharding.resolve import resolve
 from tests.planning.test_plan_builder import (

@@ -13,8 +13,9 @@ from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
-from elastic_ckpt.planning.matching import match_parameters, match_states
+from elastic_ckpt.planning.matching import match_parameters
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.planning.state_matching import match_states
 from tests.simulation import ADAM, STATES, TWO, live, names_of, saved, unpartitioned, without_states
 
 ROLES = ("trained", FROZEN, BUFFER, None)

@@ -18,9 +18,10 @@ from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, BlockFormat, LiveState
 from elastic_ckpt.engines.optimizers import OptimizerParam, schema_of
 from elastic_ckpt.errors import BY_DEEPSPEED, WITHOUT_STATES, DamagedError, MismatchError, UnsupportedError
-from elastic_ckpt.planning.matching import StateLink, StateMatching, match_parameters, match_states
+from elastic_ckpt.planning.matching import match_parameters
 from elastic_ckpt.planning.param_groups import match_groups, transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.planning.state_matching import StateLink, StateMatching, match_states
 from tests.quantization import own_maps
 from tests.simulation import ADAM, TWO, live, saved, unpartitioned
 

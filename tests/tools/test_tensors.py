@@ -21,7 +21,7 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, SourceFile, TensorMetadata
 from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.errors import DamagedError, MismatchError, NotFoundError
-from elastic_ckpt.planning.matching import refuse_unreadable_states
+from elastic_ckpt.planning.state_errors import refuse_unreadable_states
 from elastic_ckpt.tools.comparison import compare
 from elastic_ckpt.tools.logical import CheckpointTensors
 from elastic_ckpt.tools.opened import OpenedCheckpoint, open_folder

@@ -31,7 +31,7 @@ from elastic_ckpt.formats.universal import common_optimizer_state
 from elastic_ckpt.formats.universal_files import FILES, list_files
 from elastic_ckpt.formats.universal_states import SHARED_STATES
 from elastic_ckpt.io.coalesce import read_options
-from elastic_ckpt.planning.matching import refuse_missing_files
+from elastic_ckpt.planning.state_errors import refuse_missing_files
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
 from elastic_ckpt.storage import inherited, medium_of
