@@ -68,12 +68,6 @@ def _is_scaler(value: Any) -> bool:
     return type(value) is Call and (value.is_users or value.name.endswith("LossScaler"))
 
 
-def _is_schedule(value: Any) -> bool:
-    """A scheduler is a class of the user's, whose state may be any container or object."""
-    is_range = type(value) is Call and value.name == "builtins.range"
-    return not is_range and not isinstance(value, _NO_CONTAINERS)
-
-
 _DICT = Kind("a dictionary", lambda value: isinstance(value, Mapping))
 _SHAPES = Kind("a dictionary of shapes by name", lambda value: _is_mapping(value, _is_shape))
 _NAMES = Kind("a list of names", lambda value: is_list(value, lambda each: type(each) is str))
@@ -95,7 +89,6 @@ _MODEL_STATES: Mapping[str, Kind] = {
     "shared_params": Kind(
         "a dictionary of names by name", lambda value: _is_mapping(value, lambda each: type(each) is str)
     ).or_none(),
-    "lr_scheduler": Kind("a scheduler's state", _is_schedule).or_none(),
     "ds_version": _TEXT,
     "num_experts": Kind("numbers of experts", lambda value: is_count(value) or _COUNTS.fits(value)).or_none(),
 }

@@ -13,7 +13,7 @@ from elastic_ckpt.formats.own_entries import check_groups, check_optimizer_file,
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from tests.attacks.seeds import TREES
 
-MODEL = ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "ds_version", "lr_scheduler")
+MODEL = ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "ds_version")
 PARTITIONS = ("zero_stage", "loss_scaler", "group_paddings", "partition_count", "param_slice_mappings")
 
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.errors import Remedy, UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, described
 
 _SUB_BYTE = ("float4_e2m1fn_x2", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16")
@@ -62,13 +63,20 @@ _CLASSES: dict[str, Callable[..., Any]] = {
 
 
 def check_device(kind: str, index: int | None = None) -> None:
-    """Raise :class:`pickle.UnpicklingError` unless ``torch.device`` has such a device, on this machine or another."""
+    """Raise :class:`pickle.UnpicklingError` for what is no device anywhere.
+
+    One of a backend that is not known here may be one elsewhere: :class:`UnsupportedError`.
+    """
     match = _DEVICE.fullmatch(kind)
     number = index if match is None or match[2] is None else int(match[2])
     is_named_twice = match is not None and match[2] is not None and index is not None
     is_index = number is None or 0 <= number < _MOST_DEVICES
-    if match is None or match[1] not in _DEVICES or is_named_twice or not is_index:
+    if match is None or is_named_twice or not is_index:
         raise pickle.UnpicklingError(f"a device that is none: {described(kind)}")
+    if match[1] not in _DEVICES:
+        problem = "this file names a device of a backend that elastic_ckpt does not know"
+        trusted = Remedy(when="if you trust whoever wrote the file", config={"trust_pickle": True})
+        raise UnsupportedError(problem, expected="a device of torch's", found=kind[:100], remedy=trusted)
 
 
 def check_member(enum: str, value: int | str) -> None:

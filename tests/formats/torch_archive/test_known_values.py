@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.errors import DamagedError, UnsafePickleError
+from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.objects import read_objects
 from elastic_ckpt.formats.pickled import open_pickled, refuse_unmade
 from elastic_ckpt.formats.torch_archive.known_values import DTYPES, LAYOUTS, QSCHEMES
@@ -79,7 +79,6 @@ MALFORMED = {
     "a fraction of nothing": call(name("fractions", "Fraction"), number(1), number(0)),
     "a deque of a number": call(name("collections", "deque"), number(1)),
     "a slice of nothing": call(name("builtins", "slice")),
-    "a device of no kind": call(DEVICE, text("zzz")),
     "a device of other letters": call(DEVICE, text("\x1b[31m")),
     "a device of index -1": call(DEVICE, text("cuda"), number(-1)),
     "a device of index 999": call(DEVICE, text("cuda:999")),
@@ -94,6 +93,12 @@ MALFORMED = {
 def test_what_nobody_can_make_is_refused_at_the_reading(what: str, tmp_path: Path) -> None:
     path = archive(tmp_path, b"\x80\x02}" + text("x") + MALFORMED[what] + b"s.")
     with pytest.raises((UnsafePickleError, DamagedError)):
+        refuse_unmade(open_pickled(path))
+
+
+def test_a_device_of_an_unknown_backend_is_no_damage(tmp_path: Path) -> None:
+    path = archive(tmp_path, b"\x80\x02}" + text("x") + call(DEVICE, text("zzz:0")) + b"s.")
+    with pytest.raises(UnsupportedError, match="a backend that elastic_ckpt does not know"):
         refuse_unmade(open_pickled(path))
 
 
