@@ -274,6 +274,20 @@ class RestoredShare:
 NO_SHARE = RestoredShare()
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerPlan:
+    """What becomes of lr schedulers, those of the engine and others, and of the hyperparameters that they set."""
+
+    is_restored: bool = False  # the engine's
+    sets: frozenset[str] = frozenset()  # hyperparameters that it then sets, whatever is in the param groups
+    begins_anew: bool = False  # the engine has one whose state is not restored
+    kept_live: frozenset[str] = frozenset()  # hyperparameters that it begins with
+    others_begin_anew: bool = False  # one that the engine does not have begins anew, unless one was saved in its place
+
+
+NO_SCHEDULER = SchedulerPlan()
+
+
 @dataclass(frozen=True)
 class LoadPlan:
     """Everything that one rank reads, checks, commits and reports in a load."""

@@ -19,7 +19,7 @@ import torch
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.logs import logger_of
-from elastic_ckpt.core.read_plan import LoadPlan, Outcome
+from elastic_ckpt.core.read_plan import LoadPlan, Outcome, SchedulerPlan
 from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.coordinates import follow_topology
@@ -82,19 +82,21 @@ class TrainingStateCommit:
         live = engine.lr_scheduler
         wanted = live is not None and arguments.load_lr_scheduler_states and not arguments.load_module_only
         is_saved = saved.lr_scheduler is not None
-        #: Whether the lr scheduler's state is restored; ``None`` is the state of some.
-        self.loads_scheduler = wanted and (is_saved or (hasattr(live, "state_dict") and live.state_dict() is None))
-        #: Hyperparameters that the restored lr scheduler sets, whatever is in the param groups.
-        self.scheduled = keys_set_by(live) if self.loads_scheduler else frozenset()
-        if self.loads_scheduler and is_saved:
+        # ``None`` is the state of some
+        is_restored = wanted and (is_saved or (hasattr(live, "state_dict") and live.state_dict() is None))
+        if is_restored and is_saved:
             refuse_other_scheduler(live, live.state_dict() if hasattr(live, "state_dict") else None, saved.lr_scheduler)
         # a framework that passes load_lr_scheduler_states=False has it in the client state, and restores it itself
         restored_later = any(schedule_states(saved.checkpoint))
-        begins_anew = live is not None and not self.loads_scheduler and not restored_later
-        #: Hyperparameters that stay live, because the lr scheduler begins anew with them.
-        self.kept_live = keys_of_start(live, saved.lr_scheduler) if begins_anew else frozenset()
-        #: Whether a scheduler that the engine does not have begins anew, too, unless one was saved in its place.
-        self.others_begin_anew = live is None and not restored_later
+        begins_anew = live is not None and not is_restored
+        is_first = begins_anew and not restored_later
+        self.scheduler = SchedulerPlan(
+            is_restored,
+            keys_set_by(live) if is_restored else frozenset(),
+            begins_anew,
+            keys_of_start(live, saved.lr_scheduler) if is_first else frozenset(),
+            live is None and not restored_later,
+        )
         own = {}  # DeepSpeed's own schedulers that the engine has, by their keys in a checkpoint
         if not arguments.load_module_only:
             if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
@@ -103,7 +105,7 @@ class TrainingStateCommit:
                 own["data_sampler"] = engine.training_dataloader.data_sampler
         self._own_schedulers = {key: each for key, each in own.items() if saved.checkpoint.get(key) is not None}
         #: Whether :meth:`load_schedulers` has any to load.
-        self.runs_code = self.loads_scheduler or bool(self._own_schedulers)
+        self.runs_code = is_restored or bool(self._own_schedulers)
         self._undo = ExitStack()
         scale, changes = loss_scale_changes(engine, saved, wanted=arguments.restores_states)
         counters, values = saved.counters, {"loaded_checkpoint_dp_world_size": saved.counters["dp_world_size"]}
@@ -147,9 +149,13 @@ class TrainingStateCommit:
         scheduler, saved = self._engine.lr_scheduler, self._saved.lr_scheduler
         if scheduler is None:
             return [] if saved is None else [Outcome("lr scheduler", "ignored", (), "the live engine has none")]
-        if not self.loads_scheduler:
+        if not self.scheduler.is_restored:
             what, why = ("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")
-            anew = "; the live one begins anew, from the live lr" if self.kept_live and plan.restores_states else ""
+            anew = (
+                "; the live one begins anew, from the live lr"
+                if self.scheduler.kept_live and plan.restores_states
+                else ""
+            )
             return [Outcome("lr scheduler", what, (), why + anew)]
         groups = self._engine.optimizer.param_groups
         before, undo = _kept(scheduler, groups)

@@ -132,10 +132,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             warnings = _compare_runs(call, at.data_degree, checkpoint)
             host = training_state.TrainingStateCommit(engine, checkpoint.training_state, arguments, at)
             warnings += tuple(checkpoint.training_state.left_out.values())
-            wanted: dict[str, Any] = {"optimizer_states": with_states, "strict": strict}
-            wanted |= {"scheduler": host.loads_scheduler, "scheduled": host.scheduled, "kept_live": host.kept_live}
-            wanted["begins_anew"] = engine.lr_scheduler is not None and not host.loads_scheduler
-            wanted |= {"others_begin_anew": host.others_begin_anew}
+            wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": host.scheduler}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             adapter.check(plan, checkpoint.metadata.source.zero_stage)
             check_client_schedulers(engine, plan, checkpoint.training_state.checkpoint)
@@ -245,7 +242,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
         raise as_partial_load_error(cause) from cause
     compat.record_counts(call.engine)
-    expect_schedulers(call.engine, ready.plan, [call.engine.lr_scheduler] * ready.host.loads_scheduler)
+    expect_schedulers(call.engine, ready.plan, [call.engine.lr_scheduler] * ready.host.scheduler.is_restored)
     compares_run = call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
     replaced = ready.plan.replaces_live_values
     same, other = compare_run(call.engine, ready.found.folder, replaced) if compares_run else ("", ())

@@ -26,7 +26,7 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReplicaCheck, RestoredShare
+from elastic_ckpt.core.read_plan import NO_SCHEDULER, LoadPlan, Outcome, ReplicaCheck, RestoredShare, SchedulerPlan
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.added_rows import grown_parameters, keep_added_rows
@@ -66,11 +66,7 @@ class LoadOptions:
     rules: ShardingRules = field(default_factory=ShardingRules)
     strict: bool = True
     optimizer_states: bool = True
-    scheduler: bool = False
-    scheduled: frozenset[str] = frozenset()  # hyperparameters that it sets
-    kept_live: frozenset[str] = frozenset()  # hyperparameters that a scheduler of the engine begins anew with
-    begins_anew: bool = False  # whether the engine has an lr scheduler whose state is not restored
-    others_begin_anew: bool = False  # whether one that the engine does not have begins anew, unless one was saved
+    scheduler: SchedulerPlan = NO_SCHEDULER
 
     @classmethod
     def of(cls, config: ElasticConfig, **more: Any) -> LoadOptions:
@@ -110,14 +106,14 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     values: tuple[Outcome, ...] = ()
     added = frozenset[str]()
     if options.optimizer_states:
-        metadata, values = with_own_values(metadata, local_state, config, options.scheduled)
+        metadata, values = with_own_values(metadata, local_state, config, options.scheduler.sets)
         states = match_states(metadata, local_state, parameters, config.convert_optimizer)
-    if options.optimizer_states or options.scheduler:
+    if options.optimizer_states or options.scheduler.is_restored:
         keep_live = config.param_groups == "keep_live"
-        if options.others_begin_anew and not keep_live:
+        if options.scheduler.others_begin_anew and not keep_live:
             added = keys_of_new_scheduler(metadata, local_state)
         wanted = {"with_states": options.optimizer_states, "converted": states.converted}
-        groups = match_groups(metadata, local_state, keep_live, **wanted, kept_live=added | options.kept_live)
+        groups = match_groups(metadata, local_state, keep_live, **wanted, kept_live=added | options.scheduler.kept_live)
     return Matched(saved, metadata, parameters, resharding, states, groups, values, (_ADDED,) if added else ())
 
 
@@ -135,7 +131,9 @@ def plan_load(
     model, names, (sources, hyperparameters) = local_state.model, found.parameters.names, found.groups
     may_change, added = config.on_change == "warn", frozenset(resharding.added)
     builder = PlanBuilder(metadata, local_state, resharding.transfers, may_change, added)
-    replaced = describe_replaced(local_state, hyperparameters if options.optimizer_states else (), options.scheduled)
+    taken = hyperparameters if options.optimizer_states else ()
+    replaced = describe_replaced(local_state, taken, options.scheduler.sets)
+    with_rates = options.scheduler.is_restored or options.optimizer_states
     return LoadPlan(
         reads=builder.build(found.parameters, states),
         replica_checks=compare_replicas(metadata, model, resharding, names, options.optimizer_states, found.saved),
@@ -147,7 +145,7 @@ def plan_load(
         saved_groups=len(metadata.groups),
         group_sources=sources,
         member_groups=groups_of_members(metadata, local_state) if options.optimizer_states else (),
-        saved_rates=rates_of_members(metadata, local_state) if options.scheduler or options.optimizer_states else (),
+        saved_rates=rates_of_members(metadata, local_state) if with_rates else (),
         outcomes=_outcomes(found, sources if options.optimizer_states else (), _of_live_groups(local_state, options)),
         notes=(
             *found.notes,
@@ -186,9 +184,9 @@ def restored_share(metadata: CheckpointMetadata, local_state: LocalState, matchi
 def _of_live_groups(local_state: LocalState, options: LoadOptions) -> str:
     """What becomes of param groups whose hyperparameters are not restored, in words."""
     stay = "hyperparameters of the live group stay"
-    if options.scheduler:
+    if options.scheduler.is_restored:
         return f"{stay}, but for what the restored lr scheduler sets"
-    if options.begins_anew:
+    if options.scheduler.begins_anew:
         return f"{stay}, and the lr until the engine's lr scheduler, which begins anew, sets it"
     if any("initial_lr" in group.hyperparameters for group in local_state.groups):  # torch's schedules set it
         stay += ", and the lr, too, until the schedule outside of the engine sets it after the first step; "

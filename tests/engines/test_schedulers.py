@@ -15,7 +15,7 @@ from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecay
 from torch.optim import lr_scheduler
 
 from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.core.read_plan import SavedRate
+from elastic_ckpt.core.read_plan import SavedRate, SchedulerPlan
 from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.schedule_states import fit_scheduler
 from elastic_ckpt.engines.schedules import apply_schedule
@@ -275,7 +275,7 @@ def test_merged_groups_that_differ_for_the_scheduler_alone_are_refused(kind: str
         return lr_scheduler.ReduceLROnPlateau(optimizer, min_lr=values)
 
     metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAM, ADAM))
-    plan = plan_load(metadata, live(TWO), LoadOptions(scheduler=True))
+    plan = plan_load(metadata, live(TWO), LoadOptions(scheduler=SchedulerPlan(is_restored=True)))
     scheduler = make(["b"], [0.1])
     engine = SimpleNamespace(lr_scheduler=scheduler, optimizer=scheduler.optimizer, training_dataloader=None)
     engine.random_ltd_enabled, engine.train_batch_size, engine.fp16_enabled = bool, lambda: 1, bool
@@ -314,7 +314,7 @@ def test_a_scheduler_that_fails_half_loaded_leaves_live_tensors_in_place() -> No
     host = TrainingState(counters, BatchSizes(None, None, None), state, None, False, {})
     commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"), RankCoordinates())
     with pytest.raises(MismatchError, match="half loaded") as caught:
-        commit.load_schedulers(plan_load(saved(TWO), live(TWO), LoadOptions(scheduler=True)))
+        commit.load_schedulers(plan_load(saved(TWO), live(TWO), LoadOptions(scheduler=SchedulerPlan(is_restored=True))))
     assert "load_lr_scheduler_states=False" in str(caught.value.remedy)
     commit.undo_schedulers()
     assert group["lr"] is rate and rate == 0.25

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
+from elastic_ckpt.core.read_plan import SchedulerPlan
 from elastic_ckpt.core.values import LeftInFile
 from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.planning.param_groups import match_groups, transferable
@@ -111,7 +112,10 @@ def test_hyperparameters_that_were_not_read_are_refused_where_they_are_restored(
     with pytest.raises(UnsupportedError, match='"mine" of a param group') as caught:
         plan_load(*case, LoadOptions())
     assert (caught.value.parameter, caught.value.file) == ("b.weight", case[0].source.folder)
-    plans = [plan_load(*case, options) for options in (KEEP_LIVE, LoadOptions(optimizer_states=False, scheduler=True))]
+    plans = [
+        plan_load(*case, options)
+        for options in (KEEP_LIVE, LoadOptions(optimizer_states=False, scheduler=SchedulerPlan(is_restored=True)))
+    ]
     assert [plan.restores_states for plan in plans] == [True, False]
 
 
@@ -163,7 +167,7 @@ def test_keep_live_leaves_every_group_alone_and_says_so() -> None:
 def test_without_optimizer_states_groups_are_matched_for_a_scheduler_only() -> None:
     case = two_groups([["b.weight"], ["a.weight"]])
     assert plan_load(*case, LoadOptions(optimizer_states=False)).group_sources == ()
-    plan = plan_load(*case, LoadOptions(optimizer_states=False, scheduler=True))
+    plan = plan_load(*case, LoadOptions(optimizer_states=False, scheduler=SchedulerPlan(is_restored=True)))
     assert plan.group_sources == ((1,), (0,))
     assert not [outcome for outcome in plan.outcomes if outcome.role == "param groups"]
     assert not plan.restores_states
@@ -181,7 +185,7 @@ def test_adam_for_adamw_is_refused_although_both_keep_the_same_states(was: bool,
     kinds = ("AdamW", "L2") if was else ("L2", "AdamW")
     assert kinds[0] in str(caught.value.found)
     assert kinds[1] in str(caught.value.expected)
-    plan_load(metadata, other, LoadOptions(optimizer_states=False, scheduler=True))
+    plan_load(metadata, other, LoadOptions(optimizer_states=False, scheduler=SchedulerPlan(is_restored=True)))
 
 
 @pytest.mark.parametrize(("saved_kind", "live_kind"), [({}, True), ({}, False), (True, {}), (False, {}), ({}, {})])

@@ -10,6 +10,7 @@ import pytest
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LiveGroup
+from elastic_ckpt.core.read_plan import SchedulerPlan
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.replaced_values import describe_replaced
 from tests.simulation import ADAM, TWO, live, saved
@@ -83,6 +84,6 @@ def test_groups_that_keep_their_values_say_whose_lr_the_first_step_has(
 ) -> None:
     metadata = saved(TWO, hyperparameters=(ADAM,))
     state = replace(live(TWO), groups=(LiveGroup(("a.weight", "b.weight"), {**ADAM, **values}),))
-    options = LoadOptions(ElasticConfig(param_groups="keep_live"), scheduler=scheduler)
+    options = LoadOptions(ElasticConfig(param_groups="keep_live"), scheduler=SchedulerPlan(is_restored=scheduler))
     (outcome,) = [each for each in plan_load(metadata, state, options).outcomes if each.role == "param groups"]
     assert outcome.what == "fresh" and said in outcome.reason
