@@ -151,12 +151,9 @@ class TrainingStateCommit:
             return [] if saved is None else [Outcome("lr scheduler", "ignored", (), "the live engine has none")]
         if not self.scheduler.is_restored:
             what, why = ("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")
-            anew = (
-                "; the live one begins anew, from the live lr"
-                if self.scheduler.kept_live and plan.restores_states
-                else ""
-            )
-            return [Outcome("lr scheduler", what, (), why + anew)]
+            if self.scheduler.kept_live and plan.restores_states:
+                why += "; the live one begins anew, from the live lr"
+            return [Outcome("lr scheduler", what, (), why)]
         groups = self._engine.optimizer.param_groups
         before, undo = _kept(scheduler, groups)
         state = fit_scheduler(copy.deepcopy(saved), before, plan.group_sources, plan.saved_groups)
