@@ -11,7 +11,7 @@ from typing import Any
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
 from elastic_ckpt.core.values import Features
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed, shortened
+from elastic_ckpt.errors import DamagedError, LayoutError, MissingFilesError, UnsupportedError, listed, shortened
 from elastic_ckpt.formats import merging, model_states, module_weights, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
@@ -274,7 +274,7 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
 
 def missing_file(found: CheckpointInfo, name: str, have: str, parameters: Iterable[str] = ()) -> DamagedError:
     concerned = shortened(parameters) or None
-    return LayoutError("a file of the checkpoint is missing", found.path(name), name, have, parameter=concerned)
+    return MissingFilesError("a file of the checkpoint is missing", found.path(name), name, have, parameter=concerned)
 
 
 def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerShard], numbers: Sequence[int]) -> None:
@@ -322,4 +322,5 @@ def _check_count(files: Sequence[SourceFile], expected: int, according_to: str) 
         problem = f"a file of the checkpoint is {'missing' if found < expected else 'one too many'}"
         file = files[expected].path if found > expected else missing
         have = f"{found} files, {name} to {os.path.basename(files[-1].path)}"
-        raise LayoutError(problem, file, f"{expected} files, according to {according_to}", have)
+        error = MissingFilesError if found < expected else LayoutError
+        raise error(problem, file, f"{expected} files, according to {according_to}", have)

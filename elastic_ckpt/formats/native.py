@@ -126,7 +126,7 @@ def _of(files: Mapping[tuple[int, int], str], mp: int) -> dict[int, str]:
 
 
 def _refuse_holes(found: CheckpointInfo, left: Collection[str], options: StateOptions) -> None:
-    """Raise :class:`LayoutError` for a file that is missing between others of the save."""
+    """Raise :class:`MissingFilesError` for a file that is missing between others of the save."""
     kinds = found.files.model_zero3, found.files.optimizer
     models, shards = ({at: name for at, name in kind.items() if name not in left} for kind in kinds)
     for kind in (shards, models):

@@ -19,7 +19,7 @@ from elastic_ckpt.core.chunks import group_rules
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.fqn import ExpertRank, Members, NamedStates, NameStates, NumberedStates, expert_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
-from elastic_ckpt.errors import LayoutError, UnsupportedError
+from elastic_ckpt.errors import LayoutError, MissingFilesError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.merging import ExpertShard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, dense_tensor, module_tensors, weights_crc32s
@@ -163,7 +163,8 @@ def _degree(
         problem = f"a file of the checkpoint is {'missing' if min(missing) < ep else 'one too many'}"
         expected = f"the optimizers of {ep} expert-parallel ranks"
         have = f"those of ranks {sorted(each.ep_rank for each in optimizers)}"
-        raise LayoutError(problem, found.path(name), expected, have)
+        error = MissingFilesError if min(missing) < ep else LayoutError
+        raise error(problem, found.path(name), expected, have)
     for expert in experts:
         if model.features.experts[expert.layer] % ep:
             problem, name = "a layer's experts cannot be on so many expert-parallel ranks", f"{expert.path_of_layer}*"

@@ -61,6 +61,7 @@ class Finding:
     expected: str | None = None
     found: str | None = None
     remedy: str | None = None
+    suspected: bool = False  # whether something else than damage may explain it
 
     @property
     def message(self) -> str:
@@ -95,7 +96,8 @@ def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ER
     """The finding for an error; ``kind``: :func:`kind_of` it, if not given."""
     known = {name: getattr(error, name) for name in ("file", "expected", "found", "remedy")}
     parameter = None if error.parameter == listed(()) else error.parameter
-    return Finding(level, kind or kind_of(error), error.problem, parameter, **known)
+    suspected = isinstance(error, (DamagedError, MismatchError)) and not error.proves_damage
+    return Finding(level, kind or kind_of(error), error.problem, parameter, **known, suspected=suspected)
 
 
 def of_unreadable(error: ElasticCkptError, kind: str | None = None) -> Finding:
@@ -170,8 +172,8 @@ def _of_tensors(metadata: CheckpointMetadata) -> Iterator[Finding]:
             end = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
             if end > file.nbytes:
                 text = f"{tensor.key} of this parameter reaches beyond the end of its file"
-                sizes = {"expected": f"{end} bytes or more", "found": f"{file.nbytes} bytes"}
-                yield Finding(ERROR, "unreadable", text, tensor.name, file.path, **sizes)
+                sizes = f"{end} bytes or more", f"{file.nbytes} bytes"
+                yield Finding(ERROR, "unreadable", text, tensor.name, file.path, *sizes)
 
 
 def of_shared_bytes(metadata: CheckpointMetadata) -> Finding | None:
