@@ -102,6 +102,8 @@ class ElasticCkptError(Exception):
     default_remedy: Remedies = None
     remedies: tuple[Remedy, ...]  #: each suffices
     remarks: tuple[str, ...]  #: what else is to know of them
+    #: Whether the checkpoint is known to be damaged: then, and only then, ``"on_damage"`` takes an older one.
+    proves_damage = False
 
     def __init__(
         self,
@@ -171,6 +173,7 @@ class DamagedError(ElasticCkptError):
     """A file is missing, truncated, unreadable, or belongs to another save."""
 
     default_remedy = "restore the folder from its original, or take another tag"
+    proves_damage = True
 
 
 class SavedOverError(DamagedError):
@@ -183,13 +186,26 @@ class MixedSavesError(DamagedError):
     Damage is not proven, so that ``"on_damage"`` never goes back for it.
     """
 
+    proves_damage = False
+
 
 class ConflictingCopiesError(DamagedError):
     """Nodes or folders have different files under one name: which belongs to the save is not known."""
 
 
 class LayoutError(DamagedError):
-    """Files contradict the layout that they state: one is damaged or missing, or the layout is unknown."""
+    """Files contradict the layout that they state: one is damaged, or of another save, or the layout is unknown.
+
+    Damage is not proven, so that ``"on_damage"`` never goes back for it.
+    """
+
+    proves_damage = False
+
+
+class MissingFilesError(LayoutError):
+    """Files that the save has written, by what the others state, are not there."""
+
+    proves_damage = True
 
 
 class UnsafePickleError(ElasticCkptError):

@@ -270,7 +270,7 @@ def _shown(outcome: Outcome) -> str:
 
 def _percent(share: float) -> str:
     """A share that is not shown as 0 unless it is."""
-    return f"{100 * share:.2g} %" if share >= 0.0005 or not share else "less than 0.05 %"
+    return f"{100 * share:.2g} %" if share >= 0.0005 or not share else "0.05 % or less"
 
 
 def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:

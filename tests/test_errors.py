@@ -45,6 +45,7 @@ def test_there_are_the_kinds_that_the_documentation_names() -> None:
         "DamagedError",
         "ConflictingCopiesError",
         "LayoutError",
+        "MissingFilesError",
         "MixedSavesError",
         "SavedOverError",
         "UnsafePickleError",

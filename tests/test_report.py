@@ -19,7 +19,7 @@ from rich.console import Console
 from elastic_ckpt.config import CONFIG_KEY, read_config
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
-from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan, names_with
+from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan, RestoredShare, names_with
 from elastic_ckpt.core.text import printable
 from elastic_ckpt.load.flow import publish
 from elastic_ckpt.report import (
@@ -67,6 +67,38 @@ def rows(report: LoadReport) -> list[tuple[str, str]]:
         console.print(report.table())
     lines = [re.split(r"[│┃|]", line)[1:3] for line in capture.get().splitlines() if re.search(r"[│┃|]", line)]
     return [(left.strip(), right.strip()) for left, right in lines]
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (RestoredShare(), ""),  # nothing trains
+        (RestoredShare(trained_numel=1000, restored_numel=500), ""),
+        (RestoredShare(trained_numel=1000, restored_numel=499), "only 50 % of what trains"),
+        (RestoredShare(trained_numel=1000, restored_numel=16), "only 1.6 % of what trains"),
+        (RestoredShare(trained_numel=10**9, restored_numel=1), "only 0.05 % or less of what trains"),
+        (RestoredShare(trained_numel=10, frozen_numel=90, frozen_restored_numel=90), "only 0 % of what trains"),
+    ],
+)
+def test_the_first_line_says_how_much_is_restored_if_that_is_little(share: RestoredShare, expected: str) -> None:
+    report = report_of(*OUTCOMES, share=share)
+    first = str(report).splitlines()[0]
+    assert first.startswith("elastic_ckpt: ") and expected in first
+    assert report.restores_little == bool(expected) and ("WARNING" in first) == bool(expected)
+
+
+@pytest.mark.parametrize("with_states", [True, False])
+def test_nothing_is_restored_only_if_that_is_so_on_all_ranks(with_states: bool) -> None:
+    empty, without = RestoredShare(), RestoredShare(trained_numel=5, frozen_numel=9, frozen_restored_numel=9)
+    some = RestoredShare(trained_numel=5, restored_numel=1)
+    assert not empty.is_nothing(with_states) and not (empty + some).is_nothing(with_states)
+    assert not (without + some).is_nothing(with_states)
+    assert (without + without).is_nothing(with_states)
+    # weights of a whole model below new adapters
+    assert replace(without, placed_numel=9).is_nothing(with_states) == with_states
+    # and of an engine that trains nothing
+    assert RestoredShare(frozen_numel=3).is_nothing(with_states)
+    assert not RestoredShare(frozen_numel=3, frozen_restored_numel=3).is_nothing(with_states)
 
 
 def test_names_are_those_of_one_outcome_sorted_and_each_once() -> None:

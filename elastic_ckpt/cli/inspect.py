@@ -193,7 +193,8 @@ def latest(
     """Print the path of the newest complete checkpoint in a folder, whatever its latest file says.
 
     It looks at folders of tags and at those of Hugging Face's Trainer (checkpoint-20), Accelerate and Lightning. Newer
-    checkpoints that are incomplete, or could not be checked, are listed on standard error, with the reason.
+    checkpoints that are incomplete, or could not be checked, are listed on standard error, with the reason. The newest
+    is not passed over for what is only suspected, such as files that may be of two saves: standard error names it too.
 
     Exit code 1: none is complete. 3: none is known to be, and one at least could not be checked.
     """
@@ -201,6 +202,8 @@ def latest(
     path = newest.path if newest else ""
     words = {False: "not complete", True: "not checked"}
     notes = [printable(f"{words[each.unchecked]}: {each.path}: {each.problem}") for each in skipped]
+    if newest is not None and newest.suspicion is not None:
+        notes.append(printable(f"maybe damaged: {newest.path}: {newest.suspicion}"))
     exit_code = EXIT_UNREADABLE if any(each.unchecked for each in skipped) else EXIT_FOUND
     if path != printable(path):
         notes, path = [*notes, f"{printable(path)}: its name has control characters: rename it"], ""

@@ -16,6 +16,7 @@ from elastic_ckpt.errors import (
     WITHOUT_STATES,
     DamagedError,
     LayoutError,
+    MissingFilesError,
     UnsupportedError,
     listed,
 )
@@ -289,7 +290,7 @@ def missing_file(found: CheckpointInfo, name: str, have: str, parameters: Iterab
     have_weights = name.endswith("optim_states.pt") and not found.files.model_zero3
     remedy = module_weights.RESTORE_OR_ALONE if have_weights else module_weights.RESTORE
     problem, concerned = "a file of the checkpoint is missing", tuple(parameters) or None
-    return LayoutError(problem, found.path(name), name, have, parameter=concerned, remedy=remedy)
+    return MissingFilesError(problem, found.path(name), name, have, parameter=concerned, remedy=remedy)
 
 
 def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerShard], numbers: Sequence[int]) -> None:
@@ -339,4 +340,5 @@ def _check_count(files: Sequence[SourceFile], expected: int, according_to: str) 
         have = f"{found} files, {name} to {os.path.basename(files[-1].path)}"
         have_weights = found < expected and isinstance(files[0], OptimizerShard) and files[0].zero_stage < 3
         remedy = module_weights.RESTORE_OR_ALONE if have_weights else module_weights.RESTORE
-        raise LayoutError(problem, file, f"{expected} files, according to {according_to}", have, remedy=remedy)
+        error = MissingFilesError if found < expected else LayoutError
+        raise error(problem, file, f"{expected} files, according to {according_to}", have, remedy=remedy)

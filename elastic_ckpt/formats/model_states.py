@@ -25,7 +25,15 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import Features, RecordedCounts
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WITHOUT_STATES, DamagedError, LayoutError, Remedy, UnsupportedError
+from elastic_ckpt.errors import (
+    AT_ITS_TOPOLOGY,
+    WITHOUT_STATES,
+    DamagedError,
+    LayoutError,
+    MissingFilesError,
+    Remedy,
+    UnsupportedError,
+)
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.own_entries import check_base_state, check_masters, check_own_entries, checked_tree
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, opened_once
@@ -357,6 +365,7 @@ def grid_of(
         tp = tp_of_layers
     expected = tp * pp or max(ranks) + 1
     if len(ranks) != expected or ranks[-1] != expected - 1:
+        missing = "files of model-parallel ranks are missing"
         problem, file, wanted = "there are files of more ranks than were saved", last.path, f"{expected} ranks"
         if stated.dimensions is not None and stated.mp not in (None, stated.dimensions[0]):
             problem = "two entries of a model-states file contradict each other, and the files fit neither"
@@ -364,9 +373,10 @@ def grid_of(
             both = f"mp_world_size {stated.mp} and checkpoint_parallel_dimensions {degrees}"
             file, wanted = first.path, f"as many model-parallel ranks as {both} say"
         elif len(ranks) < expected:
-            problem, file = "files of model-parallel ranks are missing", folder
+            problem, file = missing, folder
         remedy = "restore the missing files, or remove those of another save; or take another tag"
-        raise LayoutError(problem, file, wanted, f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}", remedy=remedy)
+        error = MissingFilesError if problem == missing else LayoutError
+        raise error(problem, file, wanted, f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}", remedy=remedy)
     stages, names = [ranks[at : at + tp] for at in range(0, len(ranks), tp or 1)], []
     if not tp:  # neighbours with the same names form a stage
         for each in (models[rank] for rank in ranks):

@@ -13,7 +13,7 @@ from itertools import chain
 
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
-from elastic_ckpt.errors import WEIGHTS_ALONE, LayoutError, Remedy, listed, shortened
+from elastic_ckpt.errors import WEIGHTS_ALONE, LayoutError, MissingFilesError, Remedy, listed, shortened
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.merging import LayerShard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors, refuse_view
@@ -46,7 +46,10 @@ def of_model_files(found: CheckpointInfo, mp: int, model: ModelShard, with_state
     elif with_states and not found.files.optimizer:
         problem = "the checkpoint has no optimizer-states files"
         remedy.append(WEIGHTS_ALONE)
-    raise LayoutError(problem, found.path(name), name, "none", remedy=remedy)
+    # a run without an optimizer writes no file of it; one with it lists the parameters that ZeRO has partitioned
+    was_written = bool(found.files.optimizer or (model.param_shapes and model.zero.get("stage")))
+    error = MissingFilesError if was_written else LayoutError
+    raise error(problem, found.path(name), name, "none", remedy=remedy)
 
 
 def with_weights_checked(
@@ -70,7 +73,9 @@ def with_weights_checked(
         name = f"layer_{number:0>2}-*model_states.pt" if layers else ""
         problem = "weights of parameters are missing that were trained"
         both = f"their weights, since {first.path} lists them", "none"
-        raise LayoutError(problem, f"{metadata.source.folder}/{name}", *both, parameter=listed(lost), remedy=RESTORE)
+        has_no_file = number.isdecimal() and int(number) not in {layer.layer for layer in layers}
+        error = MissingFilesError if layers and has_no_file else LayoutError
+        raise error(problem, f"{metadata.source.folder}/{name}", *both, parameter=listed(lost), remedy=RESTORE)
     why = "the checkpoint has no optimizer states"
     if lacking:
         why = f"optimizer-states files are missing ({shortened(lacking)})"
@@ -94,7 +99,7 @@ def _refuse_missing_ranks(metadata: CheckpointMetadata, models: Mapping[int, Mod
     if stated.dimensions is None and (stated.mp or 1) > len(models):
         problem = "files of model-parallel ranks are missing"
         expected = f"at least {stated.mp} ranks, from mp_world_size in {models[0].path}"
-        raise LayoutError(problem, metadata.source.folder, expected, str(len(models)), remedy=RESTORE)
+        raise MissingFilesError(problem, metadata.source.folder, expected, str(len(models)), remedy=RESTORE)
 
 
 def _refuse_missing_layers(metadata: CheckpointMetadata, layers: Sequence[LayerShard], names: frozenset[str]) -> None:
@@ -110,7 +115,7 @@ def _refuse_missing_layers(metadata: CheckpointMetadata, layers: Sequence[LayerS
                 f"layer_{number:02d}-model_{rank:02d}-model_states.pt",
             )
             both = f"a file of each of {len(every)} tensor-parallel ranks", f"those of ranks {sorted(present)}"
-            raise LayoutError(problem, os.path.join(metadata.source.folder, name), *both, remedy=RESTORE)
+            raise MissingFilesError(problem, os.path.join(metadata.source.folder, name), *both, remedy=RESTORE)
     for layer in layers:
         for name, ref in layer.named(names).items():
             refuse_view(name, "this weight", ref, layer.path)

@@ -24,7 +24,7 @@ from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import (
     DamagedError,
     ElasticCkptError,
-    LayoutError,
+    MissingFilesError,
     SavedOverError,
     UnsupportedError,
     listed,
@@ -165,17 +165,17 @@ def missing_optimizers(found: CheckpointInfo, left: Collection[str], models: Seq
 
 
 def _refuse_missing(found: CheckpointInfo, names: Sequence[str]) -> None:
-    """Raise :class:`LayoutError` for several files; one alone is refused with more that is known of it."""
+    """Raise :class:`MissingFilesError` for several files; one alone is refused with more that is known of it."""
     if len(names) > 1:
         problem = "optimizer-states files are missing"
         problem += ", which under ZeRO-3 hold the weights too" if found.files.model_zero3 else ""
         remedy = RESTORE if found.files.model_zero3 else RESTORE_OR_ALONE
         have = f"{len(found.files.optimizer)} others"
-        raise LayoutError(problem, found.path(names[0]), shortened(names), have, remedy=remedy)
+        raise MissingFilesError(problem, found.path(names[0]), shortened(names), have, remedy=remedy)
 
 
 def _refuse_holes(found: CheckpointInfo, left: Collection[str], options: StateOptions) -> None:
-    """Raise :class:`LayoutError` for a file that is missing between others of the save."""
+    """Raise :class:`MissingFilesError` for a file that is missing between others of the save."""
     kinds = found.files.model_zero3, found.files.optimizer
     models, shards = ({at: name for at, name in kind.items() if name not in left} for kind in kinds)
     for kind in (shards, models):

@@ -28,7 +28,7 @@ from elastic_ckpt.core.flat_ranges import group_offsets, per_parameter_numel
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.errors import DamagedError, LayoutError
+from elastic_ckpt.errors import DamagedError, LayoutError, MissingFilesError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.classification import RankStates, compare_lengths
 from elastic_ckpt.formats.merging import ExpertShard, with_module_files
@@ -213,7 +213,8 @@ def check_experts(
         name = f"layer_{layer}_expert_{expert}_mp_rank_{mp}_model_states.pt"
         problem = f"the file of an expert is {'missing' if (layer, expert) in expected else 'one too many'}"
         wanted = f"experts of {len(counts)} layers, {list(counts)} of them, according to {model.path}"
-        raise LayoutError(problem, found.path(name), wanted, f"{len(present)} files of experts")
+        error = MissingFilesError if (layer, expert) in expected else LayoutError
+        raise error(problem, found.path(name), wanted, f"{len(present)} files of experts")
     names: dict[int, str] = {}
     for each in experts:
         if names.setdefault(each.layer, each.path_of_layer) != each.path_of_layer:

@@ -20,7 +20,7 @@ from elastic_ckpt.core.chunks import group_rules
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.fqn import ExpertRank, NamedStates, NameStates, NumberedStates, expert_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WEIGHTS_ALONE, LayoutError, UnsupportedError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WEIGHTS_ALONE, LayoutError, MissingFilesError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.classification import RankStates, compare_lengths
 from elastic_ckpt.formats.merging import ExpertShard
@@ -212,7 +212,8 @@ def _degree(
         problem = f"a file of the checkpoint is {'missing' if min(missing) < ep else 'one too many'}"
         expected = f"the optimizers of {ep} expert-parallel ranks"
         have = f"those of ranks {sorted(each.ep_rank for each in optimizers)}"
-        raise LayoutError(problem, found.path(name), expected, have)
+        error = MissingFilesError if min(missing) < ep else LayoutError
+        raise error(problem, found.path(name), expected, have)
     for expert in experts:
         if model.features.experts[expert.layer] % ep:
             problem, name = "a layer's experts cannot be on so many expert-parallel ranks", f"{expert.path_of_layer}*"

@@ -313,7 +313,7 @@ class RetryPolicy:
             again = not partly or moved  # which the new save replaces
             if again and self._older is None and self._wait(cause.problem):
                 return True
-            if self._config.on_damage != "error" and isinstance(cause, errors.MixedSavesError):
+            if self._config.on_damage != "error" and not (missing or cause.proves_damage):
                 error.remarks += ('"on_damage" goes back for proven damage alone',)
             elif self._config.on_damage != "error" and not (missing and self._tag is not None):
                 why_not = self._fall_back(cause, found)

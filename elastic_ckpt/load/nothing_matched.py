@@ -46,11 +46,11 @@ def _nothing_matched(
         found = "all that the checkpoint has is frozen here, or not a parameter"
     if renames.pairs:
         found += f"; nearly the same: {shortened(f'{old} -> {new}' for old, new in renames.pairs)}"
-    what = "parameter that trains" if share.trained_numel else "parameter"
-    problem = f"nothing of this checkpoint would be trained on: no {what} of the live model is in it"
-    return metadata.error(
-        MismatchError, problem, lacking or live, expected, found, _remedy(renames, local_state, share, with_states)
-    )
+    problem = "no parameter that the live engine trains is restored from this checkpoint"
+    if not share.trained_numel:
+        problem = "no parameter of the live engine is restored from this checkpoint"
+    remedy = _remedy(renames, local_state, share, with_states)
+    return metadata.error(MismatchError, problem, lacking or live, expected, found, remedy)
 
 
 def _remedy(renames: Renames, local_state: LocalState, share: RestoredShare, with_states: bool) -> Sequence[Remedy]:

@@ -64,7 +64,8 @@ def propose_renames(saved: Shapes, live: Shapes) -> Renames:
     # the first rule that is found in a name applies: those for few names before those for many
     rules.sort(key=lambda rule: len(_ESCAPED.sub("", rule[0])), reverse=True)
     pairs = _settled(saved, live, rules, kept)
-    return Renames(tuple(rules), tuple(sorted(pairs.items()))) if pairs else Renames()
+    is_unique = len({rename(name, rules) for name in saved}) == len(saved)  # else a load refuses them
+    return Renames(tuple(rules), tuple(sorted(pairs.items()))) if pairs and is_unique else Renames()
 
 
 def _best_rule(saved: Shapes, live: Shapes, kept: Iterable[str]) -> tuple[Rule, dict[str, str]]:

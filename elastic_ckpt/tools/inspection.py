@@ -57,6 +57,7 @@ class Finding:
     expected: str | None = None
     found: str | None = None
     remedy: str | None = None
+    suspected: bool = False  # whether something else than damage may explain it
 
     @property
     def message(self) -> str:
@@ -93,7 +94,8 @@ def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ER
     if error.remedies:
         known["remedy"] = remedy_text(of_command(error.remedies), error.remarks)
     parameter = None if error.parameter == listed(()) else error.parameter
-    return Finding(level, kind or kind_of(error), error.problem, parameter, **known)
+    suspected = isinstance(error, (DamagedError, MismatchError)) and not error.proves_damage
+    return Finding(level, kind or kind_of(error), error.problem, parameter, **known, suspected=suspected)
 
 
 def of_unreadable(error: ElasticCkptError, kind: str | None = None) -> Finding:
@@ -162,8 +164,8 @@ def _of_tensors(metadata: CheckpointMetadata) -> Iterator[Finding]:
             end = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
             if end > file.nbytes:
                 text = f"{tensor.key} of this parameter reaches beyond the end of its file"
-                sizes = {"expected": f"{end} bytes or more", "found": f"{file.nbytes} bytes"}
-                yield Finding(ERROR, "unreadable", text, tensor.name, file.path, **sizes)
+                sizes = f"{end} bytes or more", f"{file.nbytes} bytes"
+                yield Finding(ERROR, "unreadable", text, tensor.name, file.path, *sizes)
 
 
 def _ends_inside(source: ChunkSource, metadata: CheckpointMetadata, known: dict[tuple[int, int], bool]) -> bool:

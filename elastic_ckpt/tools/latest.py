@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, UnsupportedError, printable_errors
 from elastic_ckpt.formats.detect import global_steps, list_below, list_checkpoints
@@ -16,9 +17,12 @@ from elastic_ckpt.storage import absolute, copies_of, exists, folder_names, is_f
 from elastic_ckpt.tools.opened import Folders, config_of, seen_together
 from elastic_ckpt.tools.verification import verify
 
+logger = logger_of(__name__)
 #: State of Hugging Face's Trainer beside a checkpoint, and its largest plausible size.
 _TRAINER_STATE, _MOST_STATE_NBYTES = "trainer_state.json", 64 << 20
 _NUMBER = re.compile(r"\d+")
+#: A folder of the Trainer, which names it by its own count.
+_OF_TRAINER = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,16 @@ class Candidate:
     tag: str
     step: int | None  # global step of its model-states files; ``None`` if none can be read
     problem: str | None = None  # why it is not whole, in one line; ``None``: it is, or was not looked at
+    suspicion: str | None = None  # why it may not be whole, where that is not proven: it counts as whole
     unchecked: bool = False  # whether it may be whole all the same, since this version does not support what it has
 
 
 @printable_errors()
 def find_latest(folder: Folders, full: bool = False) -> str:
     """The path of the newest complete checkpoint in a folder. Local.
+
+    One that may be damaged, without proof, is not passed over: the steps since the one before it would be lost. What is
+    suspected is logged, and the load says what settles it.
 
     Of a folder of DeepSpeed's tags it is that of a tag; of the folders that Hugging Face's Trainer (``checkpoint-20``),
     Accelerate and Lightning make, that of such a folder, as their own ``resume_from_checkpoint`` takes it.
@@ -58,6 +66,10 @@ def find_latest(folder: Folders, full: bool = False) -> str:
             problem = "no checkpoint in this folder is known to be complete: this version cannot check all of them"
             raise UnsupportedError(problem, absolute(path), found=found)
         raise DamagedError("no checkpoint in this folder is complete", absolute(path), found=found, remedy=remedy)
+    if newest.suspicion is not None:
+        logger.warning(
+            "elastic_ckpt: %s is the newest checkpoint, and may be damaged: %s", newest.path, newest.suspicion
+        )
     return newest.path
 
 
@@ -111,14 +123,21 @@ def _judged(candidate: Candidate, config: ElasticConfig, full: bool) -> Candidat
     except ElasticCkptError as error:
         is_unchecked = isinstance(error, UnsupportedError)
         return replace(candidate, problem=one_line(error.problem), unchecked=is_unchecked)
-    if problems := outcome.problems:
+    suspicion = None
+    if outcome.findings and all(finding.suspected for finding in outcome.findings):
+        suspicion = outcome.findings[0].line(candidate.load_dir)
+    elif problems := outcome.problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return replace(candidate, problem=problems[0].line(candidate.load_dir) + more, unchecked=not outcome.findings)
-    return replace(candidate, problem=_trainers_problem(candidate))
+    return replace(candidate, problem=_trainers_problem(candidate), suspicion=suspicion)
 
 
 def _trainers_problem(candidate: Candidate) -> str | None:
-    """Why it is not whole to Hugging Face's Trainer: its own state is missing, or of another step."""
+    """Why it is not whole to Hugging Face's Trainer: its own state is missing, or of another save.
+
+    The Trainer counts steps by itself. It is one behind the engine in a save between the engine's step and its own, as
+    its just-in-time checkpoint at ``on_pre_optimizer_step``; it may have begun with an engine that had trained.
+    """
     around, step = os.path.dirname(candidate.path), candidate.step
     others = (os.path.join(around, name, _TRAINER_STATE) for name in folder_names(around))
     if not any(map(exists, others)):
@@ -128,4 +147,6 @@ def _trainers_problem(candidate: Candidate) -> str | None:
             saved = parse_json(stream.read(_MOST_STATE_NBYTES))["global_step"]
     except (ElasticCkptError, OSError, ValueError, TypeError, LookupError) as error:
         return f"{_TRAINER_STATE} cannot be read, which the Trainer writes last: {type(error).__name__}"
-    return None if saved == step else f"{_TRAINER_STATE} is of step {saved}, the checkpoint of step {step}"
+    of_folder = _OF_TRAINER.fullmatch(os.path.basename(candidate.path))
+    own_step = (step, None if step is None else step - 1) if of_folder is None else (step, int(of_folder[1]))
+    return None if saved in own_step else f"{_TRAINER_STATE} is of step {saved}, the checkpoint of step {step}"

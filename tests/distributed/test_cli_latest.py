@@ -79,6 +79,37 @@ def test_what_is_not_whole_is_skipped_and_named(
     assert problem in found["skipped"][0]["problem"]
 
 
+def one_step_apart(tag: Path) -> None:
+    tree = torch.load(tag / MODEL, weights_only=False)
+    torch.save({**tree, "skipped_steps": tree["skipped_steps"] - 1}, tag / MODEL)
+
+
+def without_names(tag: Path) -> None:
+    tree = torch.load(tag / MODEL, weights_only=False)
+    del tree["buffer_names"]
+    torch.save(tree, tag / MODEL)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [(one_step_apart, "files of two saves may be mixed"), (without_names, "buffer_names")],
+    ids=["counts that do not fit", "a layout that is not known"],
+)
+def test_what_is_only_suspected_is_not_passed_over(
+    change: Callable[[Path], Any], problem: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change(folder / "global_step20")
+    result = latest(folder)
+    assert result.exit_code == 0 and result.stdout.strip() == str(folder / "global_step20")
+    assert problem in result.stderr and result.stderr.startswith("maybe damaged: ")
+    assert problem in json.loads(latest(folder, "--json").stdout)["newest"]["suspicion"]
+    assert elastic_ckpt.find_latest(folder) == str(folder / "global_step20")
+    assert problem in caplog.text and "may be damaged" in caplog.text
+    # with proof beside it, it is
+    (folder / "global_step20" / RANK1).write_bytes(b"")
+    assert elastic_ckpt.find_latest(folder) == str(folder / "global_step10")
+
+
 def test_a_save_that_had_just_begun_is_named_too(folder: Path) -> None:
     for name in ("global_step30", "logs", "offload_1"):
         (folder / name).mkdir()
@@ -101,6 +132,18 @@ def test_the_trainers_own_state_must_be_of_the_same_step(folder: Path, tmp_path:
     assert "is of step 19, the checkpoint of step 20" in latest(tmp_path / "out").stderr
     state.unlink()
     assert elastic_ckpt.find_latest(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-10")
+
+
+@pytest.mark.parametrize(("own_step", "name"), [(19, "checkpoint-19"), (5, "checkpoint-5"), (19, "renamed")])
+def test_the_trainers_own_count_may_be_behind_the_engines(own_step: int, name: str, folder: Path) -> None:
+    """In a save within a step, by one; in a run whose engine had trained before, by more."""
+    inside = folder / "out" / name
+    shutil.copytree(folder / "global_step20", inside / "global_step20")
+    (inside / "latest").write_text("global_step20")
+    (inside / "trainer_state.json").write_text(json.dumps({"global_step": own_step}))
+    assert elastic_ckpt.find_latest(folder / "out") == str(inside)
+    (inside / "trainer_state.json").write_text(json.dumps({"global_step": own_step + 2}))
+    assert "trainer_state.json is of step" in latest(folder / "out").stderr
 
 
 def test_where_nothing_is_whole_or_nothing_is_there(folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ckpt import errors
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.errors import (
@@ -163,6 +164,19 @@ def test_the_next_older_one_by_its_step_follows_until_none_is_left(folder: Path)
         and "skipped global_step30" in str(last)
         and "elastic-ckpt latest" in str(last)
     )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
+def test_it_goes_back_for_each_kind_of_error_that_proves_damage_and_for_no_other(kind: Any, folder: Path) -> None:
+    if not issubclass(kind, ElasticCkptError):
+        return
+    tried = attempts(folder, **PREVIOUS)
+    error = kind("something is wrong")
+    assert tried.recover(error, tried.find()) == kind.proves_damage
+    proven = {"DamagedError", "MissingFilesError", "ConflictingCopiesError", "SavedOverError"}
+    assert kind.proves_damage == (kind.__name__ in proven)
+    if isinstance(error, DamagedError) and not kind.proves_damage:
+        assert "proven damage alone" in str(error.remedy)
 
 
 def test_a_checkpoint_of_the_same_step_may_come_from_the_damaged_one(folder: Path) -> None:

@@ -279,7 +279,7 @@ def test_findings_are_one_line_each_that_no_terminal_obeys() -> None:
     assert (finding.kind, finding.parameter, finding.file) == ("mismatch", "w", "f")
     assert finding.message == "no fit; expected: (1, 2); found: x; remedy: y"
     error = MismatchError("d", parameter="none")
-    assert of_error(error, "foreign") == Finding(ERROR, "foreign", "d")
+    assert of_error(error, "foreign") == Finding(ERROR, "foreign", "d", suspected=True)
 
 
 def test_tensors_that_all_have_the_same_bytes_are_not_each_read(
