@@ -198,7 +198,8 @@ def _differences(cell: Cell, remedy: Remedy, engine: Any) -> dict[str, str]:
     if keys:
         oracle.relink(engine)
     now = oracle.gather(engine, keys)
-    expected = {kind: {_renamed(at, cell.names): value for at, value in truth[kind].items()} for kind in kinds}
+    names = cell.names if "rename" in remedy.config else {}  # else those are not restored
+    expected = {kind: {_renamed(at, names): value for at, value in truth[kind].items()} for kind in kinds}
     pairs = {kind: expected[kind].keys() & now[kind].keys() for kind in kinds}
     found = {kind: {at: _rows(now[kind][at], expected[kind][at]) for at in pairs[kind]} for kind in kinds}
     wrong = oracle.compare(found, {kind: {at: expected[kind][at] for at in pairs[kind]} for kind in kinds})
