@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
@@ -120,7 +121,8 @@ def _refuse_unknown(
         if not any(_matches(pattern, name) for name in names):
             grown = [each.name for each in others if each.has_more_rows]
             others_named = [each for each in patterns if any(_matches(each, name) for name in names)]
-            remedy = Remedy(config={"added_rows": [*others_named, *grown]})
+            nearest = grown or get_close_matches(pattern, names, n=1, cutoff=0.0)
+            remedy = Remedy(config={"added_rows": [*others_named, *nearest]})
             problem = '"added_rows" names no parameter of the model'
             raise ConfigError(problem, None, "a name, or a pattern of whole names", pattern, remedy=remedy)
 
