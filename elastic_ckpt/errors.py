@@ -37,7 +37,8 @@ class Remedy:
     text: str = ""
     #: Entries to merge into ``"elastic_checkpoint"`` of the DeepSpeed config.
     config: Mapping[str, Any] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of ``load_checkpoint``, beside those of the call
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of ``function``, beside those of the call
+    function: str = "load_checkpoint"  # that was called
     code: str = ""  # a statement for the script, before the load
     command: Sequence[str] = ()  # a command line, in words
     when: str = ""  # what must be true, which only a person can know
@@ -45,15 +46,15 @@ class Remedy:
     by_own_loader: bool = False  # and plain DeepSpeed was seen to load such a checkpoint there
 
     def __str__(self) -> str:
-        steps = [f'"elastic_checkpoint": {json.dumps(self.config, ensure_ascii=False)}'] if self.config else []
+        steps = [shlex.join(self.command)] if self.command else []
+        if self.config:
+            steps.append(f'"elastic_checkpoint": {json.dumps(self.config, ensure_ascii=False)}')
         if self.arguments:
             given = {key: repr(value) for key, value in self.arguments.items()}
             others = [f"{key}={value}" for key, value in given.items() if key != "load_dir"]
-            steps.append(f"load_checkpoint({', '.join([given.get('load_dir', '...'), *others])})")
+            steps.append(f"{self.function}({', '.join([given.get('load_dir', '...'), *others])})")
         if self.code:
             steps.append(f"{self.code} before the load")
-        if self.command:
-            steps.append(shlex.join(self.command))
         done = " ".join(filter(None, [" and ".join(steps), self.text]))
         return f"{self.when}: {done}" if self.when else done
 

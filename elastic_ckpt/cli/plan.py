@@ -20,7 +20,7 @@ from elastic_ckpt.core.batches import batch_for
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFacts
 from elastic_ckpt.core.values import BatchSizes
-from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError
+from elastic_ckpt.errors import WITHOUT_STATES, ConfigError, ElasticCkptError, MismatchError, Remedy
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.saved_config import saved_config
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
@@ -114,7 +114,7 @@ def plan(
     try:
         metadata, before, batch = _opened(folders, tag, config, not weights_only, model)
     except MismatchError as error:  # only live param groups could name the states
-        error.remedy = f"--weights-only plans the weights alone: {error.remedy}"
+        error.remedies = (WITHOUT_STATES, *error.remedies)
         raise
     saved = metadata.source
     dp = dp or saved.partition_degree
@@ -142,7 +142,7 @@ def plan(
         try:
             from elastic_ckpt.cli.plot import draw  # noqa: PLC0415  matplotlib is an extra
         except ImportError as error:
-            remedy = "pip install elastic_ckpt[plots]"
+            remedy = Remedy(command=("pip", "install", "elastic_ckpt[plots]"))
             raise ConfigError("--plot needs matplotlib", found=str(error), remedy=remedy) from error
         draw(job, ranks, plot)
     shown = {"storage": str(medium), **document(job, found)}

@@ -164,9 +164,14 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
     return result
 
 
-def no_other_loader(error: errors.ElasticCkptError) -> errors.ElasticCkptError:
-    """An error about a checkpoint in an object store, with what remains to be done."""
+def no_other_loader(error: errors.ElasticCkptError, url: str = "") -> errors.ElasticCkptError:
+    """An error about a checkpoint in an object store, with what remains to be done. ``url``: the tag's, once known."""
     error.remedy = "DeepSpeed's own loader reads folders alone: elastic-ckpt fetch URL FOLDER --all brings all files"
+    if url:
+        run, tag = url.rstrip("/").split("/")[-2:]
+        command = "elastic-ckpt", "fetch", url, f"{run}/{tag}", "--all"
+        loads = {"load_dir": run, "tag": tag}
+        error.remedy = errors.Remedy("gives DeepSpeed's own loader all files", command=command, arguments=loads)
     return error
 
 
@@ -198,7 +203,7 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
             may_leave = understood or isinstance(error, (errors.LayoutError, errors.UnforeseenError))
             may_leave = may_leave and VIEW.get() is None  # DeepSpeed's own looks at this node alone
             if understood and is_url(found.folder):
-                raise no_other_loader(error) from error.__cause__
+                raise no_other_loader(error, found.folder) from error.__cause__
             if elastic_only or not may_leave or not deepspeed_loads_it_right(call, found, check_steps=not understood):
                 raise error from error.__cause__
             why = error.problem

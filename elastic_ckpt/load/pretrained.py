@@ -25,7 +25,7 @@ from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.coordinates import expert_fqns, stacked_experts
 from elastic_ckpt.engines.modules import ModuleAdapter
 from elastic_ckpt.engines.pretrained_names import LiveWeights, live_weights, mark_as_initialized, without_ignored
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed, printable_errors
+from elastic_ckpt.errors import ElasticCkptError, MismatchError, Remedy, UnsupportedError, listed, printable_errors
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.formats.pretrained import no_folder, read_weights, weights_metadata
 from elastic_ckpt.formats.safetensors import WeightsFile
@@ -197,8 +197,10 @@ class PretrainedLoad:
             problem = "model and folder do not have the same weights"
             expected = f"in the model but not in the folder: {listed(lacking)}"
             found = f"in the folder but not in the model: {listed(foreign)}"
-            remedy = "strict=False loads what matches and reports the rest"
-            raise MismatchError(problem, self.folder, expected, found, remedy=remedy)
+            ways = Remedy(
+                "loads what matches and reports the rest", arguments={"strict": False}, function="load_pretrained"
+            )
+            raise MismatchError(problem, self.folder, expected, found, remedy=ways)
         return weights
 
     def _reported(self, weights: LiveWeights) -> tuple[set[str], set[str]]:

@@ -120,8 +120,9 @@ def _refuse_unknown(
     for pattern in patterns if live else ():
         if not any(_matches(pattern, name) for name in names):
             grown = [each.name for each in others if each.has_more_rows]
+            others_named = [each for each in patterns if any(_matches(each, name) for name in names)]
             nearest = grown or get_close_matches(pattern, names, n=1, cutoff=0.0)
-            remedy = Remedy(config={"added_rows": nearest})
+            remedy = Remedy(config={"added_rows": [*others_named, *nearest]})
             problem = '"added_rows" names no parameter of the model'
             raise ConfigError(problem, None, "a name, or a pattern of whole names", pattern, remedy=remedy)
 

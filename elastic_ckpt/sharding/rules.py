@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -50,7 +51,7 @@ class Preset(BaseModel):
         is_path, names = name.endswith(".json"), cls.names()
         if not is_path and name not in names:
             expected = f"one of {', '.join(names)}, or the path of a JSON file"
-            remedy = Remedy(config={"tp_preset": names[0]}) if names else None
+            remedy = [Remedy(config={"tp_preset": each}) for each in get_close_matches(name, names, n=1)]
             raise ConfigError(f'there is no preset "{name}"', None, expected, name, remedy=remedy)
         path = Path(name) if is_path else _folder() / f"{name}.json"
         try:

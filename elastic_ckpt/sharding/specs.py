@@ -139,23 +139,32 @@ class Sharding:
         chosen, saved, live = None if is_recorded else self.chosen, self.shapes, self.live.shapes
         rests = {shape[1:] for shape in (*saved, *live)}
         rows = [sum((*shape, 1)[0] for shape in side) for side in (saved, live)]
-        kind = "vocabulary" if len(rests) == 1 and rows[0] != rows[1] else "row"
-        config = _config({"pattern": re.escape(self.name), "kind": kind})
+        may_be_padded = len(rests) == 1 and rows[0] != rows[1]
         if chosen is None and len(saved) == len(live) == 1:
-            padded = f"; if rows of padding are all that differs: {config}" if kind == "vocabulary" else ""
-            remedy = f"build the model with the sizes it was saved with{padded}"
+            ways = [Remedy("build the model with the sizes it was saved with")]
+            if may_be_padded:
+                ways.append(self._declared("vocabulary", "if rows of padding are all that differs"))
             shapes = f"{live[0]} in the live model", f"{saved[0]} in the checkpoint"
-            return self.mismatch("the shape of this parameter differs", *shapes, remedy)
+            return self.mismatch("the shape of this parameter differs", *shapes, ways)
         layout = f"{chosen.kind}, according to {chosen.origin}" if chosen else "a recorded layout"
         problem = "what is known of this parameter's tensor-parallel layout contradicts the shapes"
-        remedy = f"say how it is sharded (column, row, vocabulary ...): {config}"
-        return self.mismatch(problem, f"{layout}: {why}", self._both(), remedy)
+        likely = "vocabulary" if may_be_padded else "row"
+        kinds = dict.fromkeys((likely, "column", "row", "vocabulary"))
+        if chosen is not None and not chosen.sub_parameters:
+            kinds.pop(chosen.kind, None)  # which is what contradicts them
+        ways = [self._declared(kind, f"if it is sharded by {kind}") for kind in kinds]
+        return self.mismatch(problem, f"{layout}: {why}", self._both(), ways)
+
+    def _declared(self, kind: str, when: str) -> Remedy:
+        """The rule of a user that says how this parameter is sharded."""
+        return Remedy(when=when, config={"tp_rules": [{"pattern": re.escape(self.name), "kind": kind}]})
 
     def vocabulary_too_small(self, saved: int, live: int, real: int | None) -> MismatchError:
         """Rows that may not be padding would be dropped; ``real``: rows that are not, if known."""
         known = f", of which {real} are no padding" if real else ", and nothing says which of them are padding"
         rule = {"pattern": re.escape(self.name), "kind": "vocabulary", "vocabulary": real or live}
-        remedy = f"build the model with a vocabulary that holds all tokens; if it does: {_config(rule)}"
+        larger = Remedy("build the model with a vocabulary that holds all tokens")
+        remedy = larger, Remedy(when="if the live one holds all tokens", config={"tp_rules": [rule]})
         problem = "the live vocabulary has fewer rows than the saved one"
         return self.mismatch(problem, f"{live} rows", f"{saved} rows{known}", remedy)
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from elastic_ckpt.core.logs import logger_of
-from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, SavedOverError, listed
+from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, Remedy, SavedOverError, listed
 from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import Entry
 from elastic_ckpt.storage.local import first_bytes
@@ -56,7 +56,8 @@ class RemoteFolder:
         try:
             from obstore.store import from_url  # noqa: PLC0415
         except ImportError as error:
-            problem, remedy = "reading from an object store needs obstore", "pip install 'elastic_ckpt[remote]'"
+            problem = "reading from an object store needs obstore"
+            remedy = Remedy(command=("pip", "install", "elastic_ckpt[remote]"))
             raise ConfigError(problem, url, remedy=remedy) from error
         self.url, self._prefix = url, unquote(parts.path).strip("/")
         self.requests, self._lock = Requests(), threading.Lock()

@@ -107,7 +107,8 @@ def export(
         try:
             opened = open_folder(path, tag, options, with_states=optimizer)
         except MismatchError as error:  # only live param groups could name the states
-            error.remedy = f"export without --optimizer: {error.remedy}" if optimizer else error.remedy
+            if optimizer:
+                error.remedies = (Remedy("export without --optimizer takes the weights alone"), *error.remedies)
             raise
         metadata, source = opened.metadata, opened.found.folder
         if not optimizer:

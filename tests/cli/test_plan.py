@@ -227,5 +227,5 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
     monkeypatch.delitem(sys.modules, "elastic_ckpt.cli.plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     result = run("small", "--plot", str(tmp_path / "scatter.png"))
-    assert result.exit_code == 2 and "pip install elastic_ckpt[plots]" in result.stderr
+    assert result.exit_code == 2 and "pip install 'elastic_ckpt[plots]'" in result.stderr
     assert told("small", "--plot", "scatter.png", code=2)["problem"] == "--plot needs matplotlib"

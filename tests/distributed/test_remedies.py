@@ -2,73 +2,105 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.tools.export import export
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
-from tests.distributed.remedy_jobs import Cell
-
-DIARY = Setup(1, optimizer="diary")
-SAVED = [Setup(0), Setup(1), Setup(3), Setup(1, optimizer="sgd"), DIARY]
-LARGER_BATCH = (("train_batch_size", 24), ("train_micro_batch_size_per_gpu", 8))
-#: Loads that are refused on three ranks, of what two ranks saved: the setup that saved it, the cell, class, and how many
-#: of its remedies a program can follow. Add yours.
-CELLS: dict[str, tuple[Setup, Cell, str, int]] = {
-    "another optimizer": (Setup(1, optimizer="sgd"), Cell("", Setup(1)), "MismatchError", 1),
-    "a state of unknown layout": (DIARY, Cell("", DIARY), "UnsupportedError", 1),
-    "a parameter more": (Setup(1), Cell("", Setup(3), "RicherLM"), "MismatchError", 1),
-    "a parameter fewer": (Setup(3), Cell("", Setup(2), "PoorerLM"), "MismatchError", 1),
-    "groups that were merged": (Setup(1), Cell("", Setup(2, groups="one")), "MismatchError", 1),
-    "unnamed states in other groups": (Setup(0), Cell("", Setup(1, groups="mixed")), "MismatchError", 1),
-    "another batch": (
-        Setup(1),
-        Cell("", Setup(1, config=LARGER_BATCH), config={"on_change": "error"}),
-        "MismatchError",
-        1,
-    ),
-    "a tag that is not there": (Setup(3), Cell("", Setup(1), arguments={"tag": "step5"}), "NotFoundError", 1),
-    "the folder of a tag": (Setup(3), Cell("", Setup(1), inside="step4"), "NotFoundError", 1),
-    "masters that would be rounded": (
-        Setup(1),
-        Cell("", Setup(1, "bf16_masters"), config={"on_change": "error"}, exact=()),
-        "MismatchError",
-        1,
-    ),
-}
+from tests.distributed.remedy_cells import CELLS, DIARY, MODEL, REASONS, SAVED, UNKNOWN
+from tests.distributed.remedy_jobs import Cell, Outcome
+from tests.distributed.remedy_sites import sites
 
 
 @pytest.fixture(scope="module")
 def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     launch(2, "save", {"folder": str(folder), "setups": SAVED})
+    # of whose states DeepSpeed's getters give nothing; in fp32 its weights are the masters
+    launch(2, "save", {"folder": str(folder), "setups": [UNKNOWN], "truth": False})
+    tree = torch.load(folder / f"{UNKNOWN.name}-dp2" / "step4" / MODEL, weights_only=False)
+    weights = {name: tree["module"][name] for shapes in tree["param_shapes"] for name in shapes}
+    torch.save({"masters": weights, "weights": weights, "states": {}}, folder / f"{UNKNOWN.name}-dp2" / "truth.pt")
     return folder
 
 
-def test_every_remedy_holds_what_it_promises(launch: Launch, saved: Path) -> None:
-    cells = {name: replace(cell, folder=str(saved / f"{by.name}-dp2")) for name, (by, cell, *_) in CELLS.items()}
-    of_topology: set[str] = set()
+@pytest.fixture(scope="module")
+def outcomes(launch: Launch, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """By cell: what each of three ranks found."""
+    cells = {}
+    for number, (name, case) in enumerate(CELLS.items()):
+        folder = saved / f"{case.saved.name}-dp2"
+        if case.change is not None:
+            copy = tmp_path_factory.mktemp("changed") / str(number)
+            shutil.copytree(folder, copy)
+            case.change(copy)
+            folder = copy
+        cells[name] = replace(case.cell, folder=str(folder))
+    found: dict[str, list[Outcome]] = {}
     for outcome in launch(3, "remedy_jobs.follow", cells):
-        *_, kind, count = CELLS[outcome.name]
-        assert outcome.refused.kinds[:1] == (kind,), f"{outcome.name}: {outcome.refused.texts}"
-        assert len(outcome.refused.texts) == 1 and not outcome.refused.changed, outcome.name
-        assert len(outcome.followed) == count, f"{outcome.name}: {outcome.refused.remedies}"
+        found.setdefault(outcome.name, []).append(outcome)
+    return found
+
+
+@pytest.fixture(scope="module")
+def at_their_topology(launch: Launch, saved: Path) -> list[Outcome]:
+    required = {"mode": "require"}  # which leaves nothing to DeepSpeed's own loader
+    cells = {"diary": Cell(str(saved / f"{DIARY.name}-dp2"), DIARY, config=required)}
+    return launch(2, "remedy_jobs.follow", cells)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_remedy_holds_what_it_promises(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    case = CELLS[name]
+    for outcome in outcomes[name]:
+        assert outcome.refused.kinds[:1] == (case.kind,), outcome.refused.texts
+        assert len(outcome.refused.texts) == 1 and not outcome.refused.changed
+        assert len(outcome.followed) == case.count, outcome.refused.remedies
         for followed in outcome.followed:
-            assert followed.error == "" and followed.differences == {}, f"{outcome.name}, {followed.remedy}: {followed}"
-        assert not any("mode" in each.config for each in outcome.refused.remedies), (
-            "DeepSpeed's loader does not reshard"
-        )
-        of_topology |= {outcome.name for each in outcome.refused.remedies if each.at_saved_topology}
-    assert of_topology == {"a state of unknown layout"}
-    there = {name: replace(cells[name], setup=CELLS[name][0]) for name in of_topology}
+            assert followed.error == "" and followed.differences == {}, f"{followed.remedy}: {followed}"
+        # DeepSpeed's loader does not reshard
+        assert not any("mode" in each.config for each in outcome.refused.remedies)
+
+
+def test_a_load_at_the_topology_of_the_save_is_named_where_it_works(
+    launch: Launch, saved: Path, outcomes: dict[str, list[Outcome]]
+) -> None:
+    of_topology = {
+        name for name, (first, *_) in outcomes.items() if any(each.at_saved_topology for each in first.refused.remedies)
+    }
+    there = {
+        name: replace(CELLS[name].cell, folder=str(saved / f"{CELLS[name].saved.name}-dp2"), setup=CELLS[name].saved)
+        for name in of_topology
+        if CELLS[name].change is None
+    }
+    assert there.keys() == {"a state of unknown layout"}
     for outcome in launch(2, "remedy_jobs.at_saved_topology", there):
         assert outcome.refused.kinds == (), outcome.refused.texts
+
+
+def test_each_way_out_is_followed_or_has_a_reason(
+    outcomes: dict[str, list[Outcome]], at_their_topology: list[Outcome]
+) -> None:
+    """A new remedy that a program can follow needs a cell here, or says what a cell would need."""
+    every = [*chain.from_iterable(outcomes.values()), *at_their_topology]
+    followed = {
+        site.name
+        for outcome in every
+        for site in outcome.sites
+        if site.is_among(each.remedy for each in outcome.followed)
+    }
+    assert {site.name for site in sites()} - followed - REASONS.keys() == set()
+    assert REASONS.keys() & followed == set(), "a cell follows it"
+    assert REASONS.keys() - {site.name for site in sites()} == set(), "it is no more"
 
 
 def test_a_command_runs(saved: Path, tmp_path: Path) -> None:
@@ -80,10 +112,8 @@ def test_a_command_runs(saved: Path, tmp_path: Path) -> None:
     assert subprocess.run(command, check=False, capture_output=True, timeout=120).returncode == 0
 
 
-def test_a_load_at_its_topology_is_never_told_to_load_there(launch: Launch, saved: Path) -> None:
-    required = {"mode": "require"}  # which leaves nothing to DeepSpeed's own loader
-    cells = {"diary": Cell(str(saved / f"{DIARY.name}-dp2"), DIARY, config=required)}
-    for outcome in launch(2, "remedy_jobs.follow", cells):
+def test_a_load_at_its_topology_is_never_told_to_load_there(at_their_topology: list[Outcome]) -> None:
+    for outcome in at_their_topology:
         assert outcome.refused.kinds[:1] == ("UnsupportedError",)
         assert not any(each.at_saved_topology for each in outcome.refused.remedies)
         assert [each.remedy.config for each in outcome.followed] == [{}, {"mode": "off"}]

@@ -87,7 +87,8 @@ def test_unknown_states_are_refused_with_the_lines_that_settle_them() -> None:
     states = StateFacts(opaque={"odd": "float32 of shape (256,) for a partition of 318", "other": "a list"})
     with pytest.raises(UnsupportedError) as caught:
         refuse_unconvertible(metadata(states=states))
-    assert '{"elastic_checkpoint": {"states": {"odd": "replicated", "other": "replicated"}}}' in caught.value.remedy
+    settled = [each.config["states"] for each in caught.value.remedies if each.config]
+    assert settled == [{"odd": word, "other": word} for word in ("replicated", "elementwise", "fresh")]
     assert "--config" in caught.value.remedy and "odd: float32 of shape (256,)" in caught.value.found
 
 

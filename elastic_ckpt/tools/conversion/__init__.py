@@ -8,7 +8,6 @@ rank 0's partitions is copied.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -22,7 +21,7 @@ from elastic_ckpt.core.fqn import expert_name, with_stacks
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.shard_specs import VOCABULARY, ShardSpec
 from elastic_ckpt.core.values import differing, left_in_file
-from elastic_ckpt.errors import UnsupportedError, listed
+from elastic_ckpt.errors import Remedy, UnsupportedError, listed
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
 from elastic_ckpt.formats.pickled import open_pickled
@@ -171,11 +170,16 @@ def _unknown_states(metadata: CheckpointMetadata, to: str) -> UnsupportedError:
     """The error for states of unknown layout, with the lines of a config that settle what each is."""
     opaque = metadata.states.opaque
     error = _unconvertible(f"it has states of unknown layout ({listed(opaque)})", to, metadata.source.folder)
+    in_file = "in the file of --config"
     error.found = "; ".join(f"{key}: {why}" for key, why in list(opaque.items())[:_MOST_SHOWN])
-    settles = {"elastic_checkpoint": {"states": dict.fromkeys(sorted(opaque), "replicated")}}
-    remedy = f"in the file of --config: {json.dumps(settles, ensure_ascii=False)}, if each is one tensor for all "
-    remedy += 'parameters ("elementwise": a value for each element; "fresh": left out)'
-    error.remedy = f"{remedy}; or {error.remedy}"
+    ways = []
+    for kind, when in (
+        ("replicated", "if each is one tensor for all parameters"),
+        ("elementwise", "if each has a value for each element"),
+        ("fresh", "to leave them out"),
+    ):
+        ways.append(Remedy(in_file, when=when, config={"states": dict.fromkeys(sorted(opaque), kind)}))
+    error.remedies = (*ways, *error.remedies)
     return error
 
 

@@ -1,0 +1,311 @@
+"""Loads that are refused, with remedies that a program can follow; and why some remedies have none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.distributed import damage
+from tests.distributed.conftest import SUB_GROUPS
+from tests.distributed.model import Setup
+from tests.distributed.remedy_jobs import Cell
+
+RANK0, RANK1 = map(damage.OPTIMIZER.format, range(2))
+MODEL = "mp_rank_00_model_states.pt"
+MODELS3 = tuple(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2))
+DIARY = Setup(1, optimizer="diary")
+WHOLE, PLAIN, ZERO3, SGD = Setup(0), Setup(1), Setup(3), Setup(1, optimizer="sgd")
+UNKNOWN, SPLIT = Setup(1, optimizer="unknown"), Setup(3, zero=SUB_GROUPS)
+SAVED = [WHOLE, PLAIN, ZERO3, SGD, DIARY, SPLIT]
+Change = Callable[[Path], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A refusal on three ranks, of what two ranks saved.
+
+    Attributes:
+        saved: by which setup.
+        cell: the load.
+        kind: of the error.
+        count: how many of its remedies a program can follow, where the cell's conditions hold.
+        change: of the files, before.
+    """
+
+    saved: Setup
+    cell: Cell
+    kind: str
+    count: int = 1
+    change: Change | None = None
+
+
+def edits(change: Callable[[dict[str, Any]], Any], *files: str) -> Change:
+    def apply(copy: Path) -> None:
+        for file in files or (RANK0, RANK1):
+            damage.edit(file, change)(copy)
+
+    return apply
+
+
+def of_base(change: Callable[[dict[str, Any]], Any]) -> Change:
+    """Changes the base optimizer's state dict in both files."""
+    return edits(lambda tree: change(tree["optimizer_state_dict"]["base_optimizer_state"]))
+
+
+def differently(copy: Path) -> None:
+    """Each rank has another value of one hyperparameter."""
+    for number, file in enumerate((RANK0, RANK1)):
+        damage.edit(file, lambda tree, number=number: _groups(tree)[0].update(mood=float(number)))(copy)
+
+
+def _groups(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    return tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+
+
+def rename_on_purpose(copy: Path) -> None:
+    """The second file was saved under the first one's name, and given its own."""
+    path = damage.tag(copy) / RANK1
+    elsewhere = copy.parent / f"elsewhere{copy.name}"
+    elsewhere.mkdir()
+    torch.save(torch.load(path, weights_only=False), elsewhere / RANK0)
+    shutil.move(elsewhere / RANK0, path)
+
+
+def drop_weights_by_hand(tree: dict[str, Any]) -> None:
+    for value in tree["module"].values():
+        value.mul_(0.5) if value.is_floating_point() else None
+
+
+def drop_states_of_one(copy: Path) -> None:
+    """One flat tensor of several of its param group loses its states."""
+    edits(lambda tree: tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].pop(0))(copy)
+
+
+def another_step(tree: dict[str, Any]) -> None:
+    tree["global_steps"] += 1
+
+
+def of_deepspeed_017(tree: dict[str, Any]) -> None:
+    tree.update(ds_version="0.17.5", optimizer=None)
+
+
+def break_scaler(tree: dict[str, Any]) -> None:
+    tree["optimizer_state_dict"]["loss_scaler"].cur_scale = "none"
+
+
+def remove(*names: str) -> Change:
+    return lambda copy: [damage.remove(name)(copy) for name in names]
+
+
+BATCH = (("train_batch_size", 24), ("train_micro_batch_size_per_gpu", 8))
+ON_CHANGE = {"on_change": "error"}
+TRUST = "if you trust whoever wrote the file"
+MADE_ANEW = "if the optimizer's next step makes it anew"
+NEW_NAMES = {
+    **{f"hidden.{kind}": f"inner.{kind}" for kind in ("weight", "bias")},
+    **{f"norm.{kind}": f"scale.{kind}" for kind in ("weight", "bias")},
+}
+NAMES = ("embedding.weight", "hidden.weight", "hidden.bias", "norm.weight", "norm.bias", "back.weight", "gain")
+WRAPPED = {name: f"wrapped.{name}" for name in (*NAMES, "never_used")}
+WEIGHTS = ("masters", "weights")
+
+
+CELLS: dict[str, Case] = {
+    "another optimizer": Case(SGD, Cell("", PLAIN), "MismatchError"),
+    "a state of unknown layout": Case(DIARY, Cell("", DIARY), "UnsupportedError"),
+    "a parameter more": Case(PLAIN, Cell("", ZERO3, "RicherLM"), "MismatchError"),
+    "a parameter fewer": Case(ZERO3, Cell("", Setup(2), "PoorerLM"), "MismatchError"),
+    "parameters that were renamed": Case(PLAIN, Cell("", ZERO3, "RenamedLM", names=NEW_NAMES), "MismatchError"),
+    "groups that were merged": Case(PLAIN, Cell("", Setup(2, groups="one")), "MismatchError"),
+    "unnamed states in other groups": Case(WHOLE, Cell("", Setup(1, groups="mixed")), "MismatchError"),
+    "another batch": Case(PLAIN, Cell("", Setup(1, config=BATCH), config=ON_CHANGE), "MismatchError"),
+    "a tag that is not there": Case(ZERO3, Cell("", PLAIN, arguments={"tag": "step5"}), "NotFoundError"),
+    "the folder of a tag": Case(ZERO3, Cell("", PLAIN, inside="step4"), "NotFoundError"),
+    "masters that would be rounded": Case(
+        PLAIN, Cell("", Setup(1, "bf16_masters"), config=ON_CHANGE, exact=()), "MismatchError"
+    ),
+    # schedules
+    "another schedule": Case(PLAIN, Cell("", PLAIN, scheduler=("CosineAnnealingLR", 9)), "MismatchError"),
+    "a schedule that fails": Case(PLAIN, Cell("", PLAIN, scheduler=("Picky", 3)), "MismatchError"),
+    "a schedule that keeps something by group": Case(
+        PLAIN,
+        Cell("", Setup(1, groups="reversed")),
+        "MismatchError",
+        change=edits(lambda tree: tree["lr_scheduler"].update(own=[1, 2]), MODEL),
+    ),
+    # other optimizers
+    "Adam for AdamW": Case(PLAIN, Cell("", Setup(1, optimizer="adam")), "MismatchError"),
+    "an optimizer that lacks a hyperparameter": Case(PLAIN, Cell("", Setup(1, optimizer="radam")), "MismatchError"),
+    "another kind, by the hyperparameters": Case(
+        PLAIN, Cell("", Setup(1, optimizer="unknown", groups="split")), "MismatchError"
+    ),
+    "states that can be converted": Case(
+        PLAIN, Cell("", Setup(1, optimizer="bnb.AdamW8bit"), exact=WEIGHTS), "MismatchError", 2
+    ),
+    "a parameter more, of an unknown optimizer": Case(
+        UNKNOWN, Cell("", UNKNOWN, "RicherLM", arguments={"load_module_strict": False}), "MismatchError"
+    ),
+    # states and hyperparameters
+    "a strange state": Case(
+        PLAIN,
+        Cell("", PLAIN, holds=(MADE_ANEW,)),
+        "UnsupportedError",
+        2,
+        edits(damage.add_strange_state),
+    ),
+    "a step that is no number": Case(
+        PLAIN,
+        Cell("", PLAIN),
+        "DamagedError",
+        change=of_base(lambda base: base["state"][0].update(step=torch.tensor(float("nan")))),
+    ),
+    "groups of other steps": Case(
+        PLAIN,
+        Cell("", Setup(1, groups="one"), config={"param_groups": "keep_live"}),
+        "MismatchError",
+        change=of_base(lambda base: base["state"][0].update(step=torch.tensor(3.0))),
+    ),
+    "a hyperparameter that is an array": Case(
+        PLAIN,
+        Cell("", PLAIN),
+        "UnsupportedError",
+        change=of_base(lambda base: base["param_groups"][0].update(thing=torch.ones(1000))),
+    ),
+    "a hyperparameter of each rank": Case(
+        UNKNOWN, Cell("", UNKNOWN, holds=(MADE_ANEW,)), "UnsupportedError", change=differently
+    ),
+    "states of one of several": Case(SPLIT, Cell("", ZERO3), "DamagedError", change=drop_states_of_one),
+    "a loss scaler without a scale": Case(PLAIN, Cell("", PLAIN), "LayoutError", change=edits(break_scaler)),
+    "an optimizer entry of another kind": Case(
+        WHOLE,
+        Cell("", PLAIN),
+        "LayoutError",
+        change=edits(lambda tree: tree.update(optimizer={"state": {}}), MODEL),
+    ),
+    "a state dict of its own kind": Case(
+        WHOLE,
+        Cell("", PLAIN),
+        "UnsupportedError",
+        change=edits(lambda tree: tree.update(optimizer={"mine": 1, "yours": 2}), MODEL),
+    ),
+    # files
+    "saved without states": Case(WHOLE, Cell("", PLAIN), "LayoutError", 2, edits(of_deepspeed_017, MODEL)),
+    "one missing file": Case(PLAIN, Cell("", PLAIN), "LayoutError", 1, remove(RANK1)),
+    "the first file missing": Case(PLAIN, Cell("", PLAIN), "LayoutError", 1, remove(RANK0)),
+    "no optimizer files": Case(PLAIN, Cell("", PLAIN), "LayoutError", 1, remove(RANK0, RANK1)),
+    "a file that was renamed": Case(
+        PLAIN,
+        Cell("", PLAIN, holds=("if it was renamed on purpose",)),
+        "DamagedError",
+        change=rename_on_purpose,
+    ),
+    "weights that were changed by hand": Case(
+        PLAIN,
+        Cell("", PLAIN, holds=("if weights were changed by hand before the save",)),
+        "MixedSavesError",
+        change=edits(drop_weights_by_hand, MODEL),
+    ),
+    "counters of another step": Case(
+        ZERO3,
+        Cell(
+            "",
+            ZERO3,
+            holds=(
+                "if the optimizer was reset during the run, or the run began without ZeRO in fp16 or bf16, or with "
+                "DeepSpeed before 0.13, which explains it",
+            ),
+        ),
+        "MixedSavesError",
+        change=edits(another_step, *MODELS3),
+    ),
+    "a class in the client state": Case(
+        PLAIN, Cell("", PLAIN, holds=(TRUST,)), "UnsafePickleError", 2, edits(damage.plant_bomb, MODEL)
+    ),
+    # names and sizes
+    "nothing has its name": Case(
+        PLAIN,
+        Cell("", PLAIN, "WrappedLM", arguments={"load_module_strict": False}, names=WRAPPED),
+        "MismatchError",
+    ),
+    "what is loaded is frozen": Case(
+        PLAIN,
+        Cell("", PLAIN, "LoraLM", arguments={"load_module_strict": False}, exact=("weights",)),
+        "MismatchError",
+    ),
+    "what is loaded is frozen, and has another name": Case(
+        PLAIN,
+        Cell("", PLAIN, "WrappedLoraLM", arguments={"load_module_strict": False}, exact=("weights",), names=WRAPPED),
+        "MismatchError",
+    ),
+    "rows that were added": Case(PLAIN, Cell("", ZERO3, "LongerLM"), "MismatchError"),
+    "rows that were added to nothing": Case(
+        PLAIN, Cell("", ZERO3, "LongerLM", config={"added_rows": ["embeding.weight"]}), "ConfigError"
+    ),
+    "rows that an unknown optimizer has states of": Case(
+        UNKNOWN, Cell("", UNKNOWN, "LongerLM", config={"added_rows": ["embedding.weight"]}), "MismatchError"
+    ),
+    "entries of a hook": Case(
+        PLAIN,
+        Cell("", PLAIN, "HookedMoreLM", holds=("if they hold nothing that training needs",)),
+        "UnsupportedError",
+        change=edits(lambda tree: tree["module"].update({"back.extra": torch.ones(2)}), MODEL),
+    ),
+    "a preset that is not there": Case(PLAIN, Cell("", PLAIN, config={"tp_preset": "megatron-coer"}), "ConfigError"),
+}
+
+#: Remedies that no cell follows: by the site's name.
+_EXPERTS, _PARALLEL = "needs expert parallelism", "needs tensor parallelism"
+_TOOL, _UNIVERSAL = "is of a command", "needs a universal checkpoint"
+_DCP, _SHARED = "needs a folder of torch.distributed.checkpoint", "needs an optimizer with a table for all parameters"
+REASONS: dict[str, str] = {
+    "load/verify_reads.py _damaged: verify": "needs wrong checksums that an archive's directory agrees on",
+    "planning/matching.py _renames_of: rename": "to do: it does not settle buffers that were renamed as well",
+    "planning/param_groups.py refuse_other_kind: load_optimizer_states": "needs a hyperparameter that one Adam lacks",
+    "cli/plan.py plan: command": "needs an installation without matplotlib",
+    "cli/plan.py plan: load_optimizer_states": _TOOL,
+    "core/fqn.py cannot_slice: load_optimizer_states": _EXPERTS,
+    "engines/optimizers.py schema_of: load_optimizer_states": "needs torchao",
+    "formats/assembling.py _check_count: load_module_only": "needs a middle one of three files to be missing",
+    "formats/dcp.py _Builder._groups_of: load_optimizer_states": _DCP,
+    "formats/dcp_entries.py _model: load_optimizer_states": _DCP,
+    "formats/dcp_entries.py _sorted: load_optimizer_states": _DCP,
+    "formats/dcp_entries.py add_state: load_optimizer_states": _DCP,
+    "formats/native.py _refuse_missing: load_module_only": "needs three files or more, two of them missing",
+    "formats/torch_archive/charges.py limit_error: trust_pickle": "needs a file beyond a limit, which takes long to write",
+    "formats/torch_archive/known_values.py check_device: trust_pickle": "needs a torch with another backend",
+    "formats/zero0.py unpartitioned_metadata: load_module_only": "needs a pipeline without ZeRO",
+    "io/compare_replicas.py _different: replicated_params": _PARALLEL,
+    "io/compare_replicas.py judge_drift: config": _PARALLEL,
+    "io/compare_replicas.py judge_drift: tp_rules": _PARALLEL,
+    "io/staging.py encode: load_optimizer_states": "needs 8-bit states that are not finite",
+    "load/hook.py no_other_loader: arguments, command": "needs an object store",
+    "load/pretrained.py PretrainedLoad._weights: strict": "is of load_pretrained",
+    "planning/plan_builder.py PlanBuilder._add_replicated: load_optimizer_states": _SHARED,
+    "planning/plan_builder.py PlanBuilder._check_shape: load_optimizer_states": _PARALLEL,
+    "planning/plan_builder.py PlanBuilder._check_shape: tp_rules": _PARALLEL,
+    "planning/plan_builder.py PlanBuilder._check_values: load_optimizer_states": _PARALLEL,
+    "planning/plan_builder.py PlanBuilder._check_values: replicated_params": _PARALLEL,
+    "planning/plan_builder.py PlanBuilder._part: load_optimizer_states": _UNIVERSAL,
+    "planning/plan_builder.py PlanBuilder._requantized: on_change": "needs 8-bit states",
+    "planning/state_errors.py missing_files: load_optimizer_states": _UNIVERSAL,
+    "planning/state_matching.py _Matcher._replicated: load_optimizer_states": _SHARED,
+    "planning/state_matching.py _Matcher._replicated: states": _SHARED,
+    "planning/state_matching.py _Matcher._whole_state: load_optimizer_states": "needs states of whole tensors",
+    "planning/state_matching.py _Matcher._whole_state: states": "needs states of whole tensors",
+    "sharding/rules.py refuse_other_code: tp_preset": "needs two versions of Megatron",
+    "sharding/specs.py Sharding._declared: tp_rules": _PARALLEL,
+    "sharding/specs.py Sharding.undecided: tp_preset": _PARALLEL,
+    "sharding/specs.py Sharding.undecided: tp_rules": _PARALLEL,
+    "sharding/specs.py Sharding.vocabulary_too_small: tp_rules": _PARALLEL,
+    "storage/local.py _saved_over: wait_for_files": "needs a save over the checkpoint in mid-load",
+    "storage/remote.py RemoteFolder.__init__: command": "needs an installation without obstore",
+    "tools/conversion/__init__.py _unknown_states: states": _TOOL,
+    "tools/conversion/rewriting.py rewrite: on_unreadable_entry": _TOOL,
+    "tools/conversion/states.py quantized_states: replicated_params": _TOOL,
+    "tools/export.py selected.matching: command": "is of a command, which the test below follows",
+}
