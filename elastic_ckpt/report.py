@@ -140,6 +140,11 @@ class LoadReport:
     share: RestoredShare = NO_SHARE  # of the weights that all ranks hold
 
     @property
+    def initialized(self) -> tuple[str, ...]:
+        """Sorted names of the frozen parameters that the checkpoint lacks: they are as the live model has them."""
+        return names_with((each for each in self.outcomes if each.role == FROZEN), "fresh")
+
+    @property
     def restores_little(self) -> bool:
         """Whether less than half of the elements that train are restored."""
         share = self.share.of_trained
@@ -164,7 +169,8 @@ class LoadReport:
 
     def as_json(self) -> str:
         """The report as JSON text."""
-        return json.dumps(asdict(self) | {"source": source_dict(self.source)}, indent=2, default=str)
+        more = {"source": source_dict(self.source), "initialized": self.initialized}
+        return json.dumps(asdict(self) | more, indent=2, default=str)
 
     def table(self) -> Table:
         """The report as a rich table."""

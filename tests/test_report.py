@@ -101,6 +101,24 @@ def test_nothing_is_restored_only_if_that_is_so_on_all_ranks(with_states: bool) 
     assert not RestoredShare(frozen_numel=3, frozen_restored_numel=3).is_nothing(with_states)
 
 
+def test_frozen_parameters_that_were_not_loaded_are_all_in_the_file_and_counted_on_the_screen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = tuple(f"layers.{number}.lora_A" for number in range(30))
+    lacking = [Outcome(FROZEN, "fresh", names[:20], "left out"), Outcome(FROZEN, "fresh", names[20:], "not there")]
+    report = report_of(Outcome(FROZEN, "restored", ("base",)), Outcome(MASTER, "fresh", ("head",), "new"), *lacking)
+    assert report.initialized == tuple(sorted(names))
+    file = tmp_path / "report.json"
+    publish(report, (), read_config({CONFIG_KEY: {"report": str(file)}}))
+    assert json.loads(file.read_text())["initialized"] == sorted(names)
+    (line,) = caplog.messages
+    assert "30 frozen parameters were initialized by this run and not loaded" in line and "and 22 more" in line
+    assert "layers.9.lora_A" not in line and "head" not in line
+    caplog.clear()
+    publish(report_of(*OUTCOMES), (), read_config({CONFIG_KEY: {"report": False}}))
+    assert caplog.messages == []
+
+
 def test_names_are_those_of_one_outcome_sorted_and_each_once() -> None:
     report = report_of(*OUTCOMES)
     assert report.names("fresh") == ("b", "c", "z")

@@ -27,7 +27,14 @@ from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.coordinates import model_of_all
 from elastic_ckpt.engines.data_position import samples_consumed
 from elastic_ckpt.engines.zero import select_adapter
-from elastic_ckpt.errors import CommunicationError, ElasticCkptError, MismatchError, PartialLoadError, SavedOverError
+from elastic_ckpt.errors import (
+    CommunicationError,
+    ElasticCkptError,
+    MismatchError,
+    PartialLoadError,
+    SavedOverError,
+    shortened,
+)
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.same_save import steps_not_counted
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
@@ -359,6 +366,10 @@ def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig
     """Print the report and write it to its file; failing to do so does not fail the load."""
     for warning in warnings:
         logger.warning("elastic_ckpt: %s", warning)
+    if names := report.initialized:
+        text = "elastic_ckpt: %d frozen parameters were initialized by this run and not loaded, since the checkpoint "
+        text += "lacks them; with other values than the saved run's, it is another model: %s"
+        logger.warning(text, len(names), shortened(names))
     if report.restores_little and not config.report:
         logger.warning(report.heading)
     if config.report:

@@ -22,6 +22,7 @@ from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.data import ElasticSampler, Trained
 from elastic_ckpt.engines.data_position import registered, saved_position, set_registered
+from elastic_ckpt.load.trainer_steps import at_first_epoch, finish_saved_step, is_done, is_over, steps_ahead
 from elastic_ckpt.patches import unwrap, wrap
 
 logger = logger_of(__name__)
@@ -49,9 +50,12 @@ class _Counter(ElasticSampler):
         super().__init__(length, shuffle=False, num_replicas=1, rank=0)
         self.begins, self.is_off, self._order = True, False, order
         self._state, self._batch = trainer.state, int(trainer.get_total_train_batch_size(trainer.args))
+        self._trainer, self._ahead = trainer, steps_ahead(trainer)
 
     def _trained(self) -> Trained:
-        return Trained(self._state.global_step * self._batch, 1)
+        # within a step, the engine has trained on its samples already
+        is_within_step = steps_ahead(self._trainer) == self._ahead + 1
+        return Trained((self._state.global_step + is_within_step) * self._batch, 1)
 
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), _ORDER: self._order}
@@ -86,10 +90,14 @@ def _run_epoch(original: Callable[..., None], trainer: Any, *args: Any, **kwargs
     call = inspect.signature(original).bind(trainer, *args, **kwargs).arguments
     epoch, state = call["epoch"], trainer.state
     if epoch == call["epochs_trained"]:  # the first of this run
+        call = finish_saved_step(trainer, call)
         setattr(trainer, _COUNTER, _counter_at_start(trainer, call))
     counter: _Counter | None = getattr(trainer, _COUNTER, None)
+    if is_over(trainer):
+        return
     if counter is None:
-        original(**call)
+        if not is_done(trainer, epoch):
+            original(**at_first_epoch(trainer, call))
         return
     ends_by_steps = counter.is_off and trainer.args.max_steps > 0 and epoch + 1 >= state.num_train_epochs
     is_another = False

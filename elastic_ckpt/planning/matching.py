@@ -19,7 +19,10 @@ from elastic_ckpt.errors import (
 from elastic_ckpt.planning.near_names import GENERIC_RENAME, live_shapes, propose_renames, saved_shapes
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
-_EXCLUDED = "saved without frozen parameters (exclude_frozen_parameters=True): the model's own values stay"
+_EXCLUDED = (
+    "initialized by this run, not loaded: saved without frozen parameters (exclude_frozen_parameters=True), which is "
+    "right where the model gets the same values again, as from_pretrained gives them, and wrong for random ones"
+)
 _NOT_CONVERTED = "DeepSpeed's converter drops the buffers of pipeline layers: the model's own values stay"
 _NO_PLACE = "the live model has no such entry"
 

@@ -121,6 +121,8 @@ def test_a_base_that_was_left_out_of_the_save_stays_as_the_model_has_it(
         assert load.differences == {}, load.where
         assert "frozen parameters " + ", ".join(load.case["fresh"]) in load.text
         assert "exclude_frozen_parameters=True" in load.text
+        assert "initialized by this run, not loaded" in load.text
+        assert set(load.report.initialized) == set(load.case["fresh"])
 
 
 def test_what_trains_now_and_was_frozen_starts_with_fresh_states(launch: Launch, frozen: dict[str, Path]) -> None:
