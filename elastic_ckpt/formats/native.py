@@ -76,7 +76,8 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
 
     def fit(read: Sequence[Any], opened: Mapping[str, PickledFile], name_states: NameStates) -> Fitted:
         left = find_leftovers(found, dict(zip(names, read, strict=True)))
-        gone = missing_optimizers(found, left, [item for item in read if isinstance(item, ModelShard)])
+        belong = (item for name, item in zip(names, read, strict=True) if name not in left)
+        gone = missing_optimizers(found, left, [item for item in belong if isinstance(item, ModelShard)])
         # below ZeRO-3, weights are in the files of the module
         are_alone = bool(gone) and not (options.with_states or found.files.model_zero3)
         useless = left.union(found.files.optimizer.values()) if are_alone else left

@@ -163,7 +163,8 @@ def check_base_state(file: PickledFile, base: Mapping[str, Any]) -> None:
     if "state" not in base or not isinstance(base["state"], Mapping):
         raise malformed(file, "state", "a dictionary of states", base.get("state"))
     for number, states in base["state"].items():
-        check_states(file, f"state / {text_of(number)}", states)
+        if is_count(number):  # others are of no parameter, and the optimizer's own
+            check_states(file, f"state / {number}", states)
     check_groups(file, base.get("param_groups"))
 
 

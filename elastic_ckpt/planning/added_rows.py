@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.fqn import EXPERTS
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.shard_specs import VOCABULARY
@@ -36,8 +37,8 @@ class Resized:
 
     @property
     def has_more_rows(self) -> bool:
-        """Whether more rows are all that differs."""
-        return self.saved[1:] == self.live[1:] and self.live[:1] > self.saved[:1] > ()
+        """Whether more rows are all that differs. A buffer without any is a parameter that ZeRO-3 had partitioned."""
+        return self.saved[1:] == self.live[1:] and self.live[:1] > self.saved[:1] > (0,)
 
     @property
     def sources(self) -> ShardSources:
@@ -68,7 +69,8 @@ def grown_parameters(
             raise metadata.error(MismatchError, problem, each.name, *both, _SAME_SIZES)
     settled = {each.name for each in asked}
     others = [each for each in others if each.name not in settled and not _is_vocabulary(metadata, model, each, rules)]
-    if others and all(each.has_more_rows for each in others):
+    has_more_experts = any(EXPERTS in name for name in model.names.difference(metadata.parameters))  # and so has a gate
+    if others and all(each.has_more_rows for each in others) and not has_more_experts:
         raise _not_asked_for(metadata, others, asked, patterns)
     return tuple(asked)
 

@@ -183,7 +183,6 @@ def test_a_refusal_says_why_and_what_would_help() -> None:
     every = "2.self_attention.query_key_value.weight and 31 like it"
     assert (refused["loads"], refused["error"], refused["parameter"]) == (False, "MismatchError", every)
     configs = [each["config"] for each in refused["remedies"] if "config" in each]
-    assert configs[:2] == [{"tp_preset": "bloom"}, {"tp_preset": "megatron-deepspeed-contiguous"}]
     rule = {"pattern": r"\d+\.self_attention\.query_key_value\.weight", "kind": "column"}
     assert {"tp_rules": [rule]} in configs and "--preset bloom" in refused["remedy"]
     preset = ("--tp-preset", "megatron-deepspeed-interleaved")

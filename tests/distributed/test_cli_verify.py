@@ -133,7 +133,7 @@ DAMAGES: list[tuple[str, Change, str, str, str]] = [
     (Z1, damage.remove(RANK1), "missing", RANK1, "no such file"),
     (Z3, damage.remove(MODEL3), "missing", MODEL3, "no such file"),
     (Z1, damage.remove(MODEL), "damaged", f"mp_rank_00_model_states.pt (or zero_pp_rank_*_{MODEL})", "missing"),
-    (Z1, damage.edit(RANK1, damage.drop_master), "damaged", RANK1, "number of flat tensors"),
+    (Z1, damage.edit(RANK1, damage.drop_master), "damaged", RANK1, "group_paddings"),
     ("universal", drop_state, "missing", "exp_avg.pt", "is missing"),
     ("universal", drop_step, "missing", "step.pt", "is missing"),
     ("universal", drop_parameter, "missing", "zero/back.weight/fp32.pt", "are missing"),

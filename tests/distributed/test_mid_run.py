@@ -161,7 +161,8 @@ NEW_LR: list[tuple[str, dict[str, Any], float, float, str]] = [
     (f"{COSINE}-longer", {"section": KEEP_LIVE}, cosine(0.25, STEPS), cosine(0.25, STEPS + 1), "what the restored lr"),
     # a framework restores its own, with the old rate; as the Trainer's, it begins with 0
     ("none", {"section": KEEP_LIVE, "outside": "LambdaLR"}, 0.0, 1e-2 * (STEPS + 1) / 8, "outside of the engine"),
-    ("none", {"section": {"states": {"betas": "fresh"}}, "outside": "LambdaLR"}, 1e-2, 1e-2 * (STEPS + 1) / 8, ""),
+    # one that is new since the save begins with the live lr, whatever the section says
+    ("none", {"section": {"states": {"betas": "fresh"}}, "outside": "LambdaLR"}, 0.0, 1e-2 * (STEPS + 1) / 8, ""),
     # but for one that goes from the rate in the group to the next
     ("none", {"section": KEEP_LIVE, "outside": COSINE}, 0.25, 0.25 * RATIO, "outside of the engine"),
 ]  # fmt: skip

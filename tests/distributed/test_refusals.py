@@ -88,7 +88,7 @@ DAMAGED: dict[str, tuple[str, str, Any, str, Words]] = {
     "universal: states swapped": ("universal", Z1, damage.swap("zero/back.weight/exp_avg.pt", "zero/back.weight/exp_avg_sq.pt"), "DamagedError", ["changed places", "exp_avg_sq.pt"]),
     "strange state": ("native", Z1, in_each(STRANGE0, STRANGE1), "UnsupportedError", ["curvature", "(3, 2)"]),
     "strange state in one shard": ("native", Z1, STRANGE1, "DamagedError", [RANK1, "optimizer states"]),
-    "a master dropped": ("native", Z1, damage.edit(RANK1, damage.drop_master), "DamagedError", [RANK1, "number of flat tensors"]),
+    "a master dropped": ("native", Z1, damage.edit(RANK1, damage.drop_master), "DamagedError", [RANK1, "group_paddings"]),
     "another shape in the file": ("native", Z1, damage.edit(MODEL, damage.change_shape), "MismatchError", ["hidden.weight", "(29, 13)", "(13, 29)"]),
     "a parameter forgotten": ("native", Z3, damage.edit("zero_pp_rank_0_mp_rank_00_model_states.pt", damage.forget_parameter), "DamagedError", ["param_shapes"]),
     "no counters": ("native", Z1, damage.edit(MODEL, damage.no_counters), "DamagedError", ["global_steps", MODEL]),

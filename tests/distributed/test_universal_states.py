@@ -268,7 +268,8 @@ def test_a_map_goes_to_a_folder_of_dcp_and_back(launch: Launch, universal: Path,
     for states in (BY_NAME, BY_SIZE):
         live = configured(MAPPED[0], states=states)
         for found in load(launch, 2, [(live, [source(str(tmp_path / "dcp"), 1.0)])]):
-            assert found.differences == {} and found.states == {}, found.where
+            # these folders have no state of a schedule: the live one begins anew, from the live lr
+            assert found.differences.keys() <= {"groups"} and found.states == {}, found.where
     words = ["convert", str(universal / "native" / f"{SAVED[0].name}-dp2"), str(tmp_path / "8bit"), "--to", "dcp"]
     refused = CliRunner().invoke(app, words, catch_exceptions=False)
     assert refused.exit_code == 3 and "8-bit states (state1, state2)" in refused.output.replace("\n", " ")

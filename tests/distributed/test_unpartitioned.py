@@ -138,7 +138,8 @@ def test_what_every_rank_holds_is_read_once_and_sent_around(launch: Launch, tmp_
 @pytest.mark.parametrize("setup", [Setup(0), Setup(0, "bf16"), Setup(1, "bf16_fp32acc")], ids=lambda setup: setup.name)
 def test_arguments_do_what_deepspeeds_own_loader_does(setup: Setup, launch: Launch, unpartitioned: Path) -> None:
     folder = str(unpartitioned / f"{setup.name}-dp2")
-    arguments: list[dict[str, Any]] = [{}, {"load_module_only": True}, {"load_lr_scheduler_states": False}]
+    # not load_lr_scheduler_states=False, with which a schedule begins anew from the live lr here
+    arguments: list[dict[str, Any]] = [{}, {"load_module_only": True}]
     if setup.stage > 0:
         # without ZeRO, DeepSpeed leaves old masters behind, which undo the loaded weights at the next step
         arguments.append({"load_optimizer_states": False})

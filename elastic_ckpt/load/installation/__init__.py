@@ -27,6 +27,7 @@ from elastic_ckpt import config
 from elastic_ckpt.config import VARIABLE
 from elastic_ckpt.engines import versions
 from elastic_ckpt.load.installation._elastic_ckpt_flag import FLAGS, MODES
+from elastic_ckpt.patches.abbreviations import abbreviate_as_before
 
 _HERE = Path(__file__).parent
 _MODULE = "_elastic_ckpt_startup"
@@ -113,20 +114,8 @@ def _add_missing(
     with suppress(argparse.ArgumentError):
         meaning = "let checkpoint files run code while they are read; only for files you trust"
         group.add_argument(_PICKLE_FLAG, **pickle, **of_pickle, help=meaning)
-    _abbreviate_as_before(parser)
+    abbreviate_as_before(parser, lambda action: isinstance(action, _SetFlag), _UNDERSCORED)
     return parser
-
-
-def _abbreviate_as_before(parser: argparse.ArgumentParser) -> None:
-    """Have abbreviations mean the script's own options; one of ours, only where it is no abbreviation of these."""
-    options_of = parser._get_option_tuples
-
-    def without_ours(word: str) -> list[Any]:
-        found = options_of(word)
-        others = [each for each in found if not isinstance(each[0], _SetFlag)]
-        return others or [each for each in found if each[1] != _UNDERSCORED] or found
-
-    parser._get_option_tuples = without_ours  # type: ignore[method-assign, assignment]
 
 
 def variables(mode: str | None = None) -> dict[str, str]:
