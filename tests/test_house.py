@@ -136,7 +136,7 @@ def test_each_command_says_of_itself_what_the_list_says(name: str) -> None:
 #: Tests of what no unit test imports: by test, the modules that it covers through what others do with them.
 COVERED_BY = {
     "formats/test_client_state.py": "formats/rebuilt_tensors",
-    "test_run.py": "__main__",
+    "test_run.py": "__main__ patches/abbreviations",
     "distributed/test_cli_diff.py": "cli/tensors",
     "distributed/test_cli_latest.py": "tools/latest",
     "distributed/test_ds_to_universal.py": "ds_to_universal/__main__",

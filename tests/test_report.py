@@ -21,7 +21,7 @@ from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan, RestoredShare, names_with
 from elastic_ckpt.core.text import printable
-from elastic_ckpt.load.flow import publish
+from elastic_ckpt.load.publishing import publish
 from elastic_ckpt.report import (
     LoadReport,
     RankWork,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
@@ -33,7 +31,6 @@ from elastic_ckpt.errors import (
     MismatchError,
     PartialLoadError,
     SavedOverError,
-    shortened,
 )
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.same_save import steps_not_counted
@@ -42,6 +39,7 @@ from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.nothing_matched import refuse_nothing
+from elastic_ckpt.load.publishing import publish
 from elastic_ckpt.load.resume_sheet import compare_run
 from elastic_ckpt.load.scheduler_hook import check_client_schedulers, expect_schedulers
 from elastic_ckpt.load.trainer_hook import splits_batches
@@ -360,29 +358,6 @@ def _data_progress(ready: Prepared) -> dict[str, int]:
     micro_batch = ready.call.engine.train_micro_batch_size_per_gpu() * ready.local_state.model.coordinates.data_degree
     batches, samples = divmod(consumed, micro_batch)
     return {"samples_consumed": consumed, "batches_to_skip": batches, "samples_to_skip": samples}
-
-
-def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig) -> None:
-    """Print the report and write it to its file; failing to do so does not fail the load."""
-    for warning in warnings:
-        logger.warning("elastic_ckpt: %s", warning)
-    if names := report.initialized:
-        text = "elastic_ckpt: %d frozen parameters were initialized by this run and not loaded, since the checkpoint "
-        text += "lacks them; with other values than the saved run's, it is another model: %s"
-        logger.warning(text, len(names), shortened(names))
-    if report.restores_little and not config.report:
-        logger.warning(report.heading)
-    if config.report:
-        try:
-            report.print_to(Console(file=sys.stderr))
-        except Exception:
-            logger.warning("elastic_ckpt could not print its load report", exc_info=True)
-    if isinstance(config.report, str):
-        try:
-            with open(config.report, "w", encoding="utf-8") as stream:
-                stream.write(report.as_json() + "\n")
-        except Exception as error:  # a full disk, or text that is none
-            logger.warning("elastic_ckpt could not write its load report to %s: %s", config.report, error)
 
 
 def told_apart(error: ElasticCkptError) -> ElasticCkptError:

@@ -20,6 +20,8 @@ logger = logger_of(__name__)
 _BY_METRIC = ("ReduceLROnPlateau", "GreedyLR")
 #: Attribute of a Trainer: the next epoch, if the saved step was the last of one; infinite if it was the run's last.
 _NEXT_EPOCH = "_elastic_ckpt_next_epoch"
+#: Attributes of a Trainer: the steps from which on it counts for its logs.
+_STEPS_LOGGED = ("_globalstep_last_logged", "_initial_global_step")
 #: Of an epoch, less than any batch's part.
 _ROUNDING = 1e-9
 
@@ -42,7 +44,8 @@ def finish_saved_step(trainer: Any, call: dict[str, Any]) -> dict[str, Any]:
     _step_scheduler(trainer)
     state.epoch = _epoch_after_step(trainer, call)
     state.global_step += 1
-    trainer._globalstep_last_logged = trainer._initial_global_step = state.global_step
+    for name in _STEPS_LOGGED:
+        setattr(trainer, name, state.global_step)
     epoch, steps = divmod(state.global_step, max(math.ceil(call["steps_in_epoch"] / in_step), 1))
     if epoch > call["epoch"]:
         setattr(trainer, _NEXT_EPOCH, epoch)

@@ -1,0 +1,37 @@
+"""Prints and writes the report of a load, on the rank that does so for all."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.logs import logger_of
+from elastic_ckpt.errors import shortened
+from elastic_ckpt.report import LoadReport
+
+logger = logger_of(__name__)
+
+
+def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig) -> None:
+    """Print the report and write it to its file; failing to do so does not fail the load."""
+    for warning in warnings:
+        logger.warning("elastic_ckpt: %s", warning)
+    if names := report.initialized:
+        text = "elastic_ckpt: %d frozen parameters were initialized by this run and not loaded, since the checkpoint "
+        text += "lacks them; with other values than the saved run's, it is another model: %s"
+        logger.warning(text, len(names), shortened(names))
+    if report.restores_little and not config.report:
+        logger.warning(report.heading)
+    if config.report:
+        try:
+            report.print_to(Console(file=sys.stderr))
+        except Exception:
+            logger.warning("elastic_ckpt could not print its load report", exc_info=True)
+    if isinstance(config.report, str):
+        try:
+            with open(config.report, "w", encoding="utf-8") as stream:
+                stream.write(report.as_json() + "\n")
+        except Exception as error:  # a full disk, or text that is none
+            logger.warning("elastic_ckpt could not write its load report to %s: %s", config.report, error)
