@@ -39,7 +39,7 @@ def test_no_file_outgrows_its_room() -> None:
 
 #: What asks the system itself, and why: by room, file and call.
 ASKS_THE_SYSTEM = {
-    "load/flow.py: open": "writes the report",
+    "load/publishing.py: open": "writes the report",
     "load/agreed_config.py: os.stat": "whether two spellings are of one folder",
     "load/nodes.py: os.stat": "whether ranks see one and the same folder, which has no answer in a view",
     "load/nodes.py: machine.exists": "the machine's name, in /proc",

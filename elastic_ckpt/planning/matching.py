@@ -80,7 +80,7 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     if strict and (lost or unexpected):
         tied = listed(f"{name} = {metadata.aliases[name]}" for name in lost if name in metadata.aliases)
         hint = f"; tied at save time, not now: {tied}" if tied != "none" else ""
-        renamed = _renames_of(metadata, local_state)
+        renamed = _renames_of(metadata, local_state, lost)
         problem = "model and checkpoint do not have the same parameters and buffers"
         expected = f"in the model but not in the checkpoint: {listed(lost)}"
         found_names = f"in the checkpoint but not in the model: {listed(unexpected)}{hint}"
@@ -97,7 +97,7 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     return Matching(restored, found, tuple(told))
 
 
-def _renames_of(metadata: CheckpointMetadata, local_state: LocalState) -> Remedy:
+def _renames_of(metadata: CheckpointMetadata, local_state: LocalState, lost: frozenset[str] | set[str]) -> Remedy:
     """The rules that bring the saved names to the live ones, as far as they are found; else the form of a rule."""
     is_renamed = any(old != new and new not in local_state.model.ties for new, old in metadata.saved_names.items())
     if is_renamed:  # the rules would take the place of the user's own
@@ -106,4 +106,7 @@ def _renames_of(metadata: CheckpointMetadata, local_state: LocalState) -> Remedy
     if not renames.rules:
         return Remedy(GENERIC_RENAME, when="if they were renamed")
     rules = [list(rule) for rule in renames.rules]
-    return Remedy(f"settles {len(renames.pairs)}", config={"rename": rules}, when="if they were renamed")
+    rest = lost - {live for _, live in renames.pairs}  # of buffers, which have no rules, too
+    arguments = {"load_module_strict": False} if rest else {}
+    text = f"settles {len(renames.pairs)}{' and reports the rest' if rest else ''}"
+    return Remedy(text, config={"rename": rules}, arguments=arguments, when="if they were renamed")
