@@ -102,7 +102,7 @@ def test_all_loggers_and_consoles_are_those_that_make_text_printable() -> None:
     assert found == {
         "core/logs.py: logging.getLogger",
         "load/installation/_elastic_ckpt_startup.py: logging.getLogger",  # before any checkpoint, and importing nothing
-        "load/flow.py: Console",  # prints the report, whose text is printable
+        "load/publishing.py: Console",  # prints the report, whose text is printable
         "report.py: Console",  # the same
         "load/pretrained.py: print",  # of what printable() has made
         "ds_to_universal/__init__.py: print",  # the same

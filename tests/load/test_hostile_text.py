@@ -152,7 +152,7 @@ def look_for_it(folder: Path, **section: Any) -> None:
                 if found is not None:
                     checkpoint = read_checkpoint(found, MetadataOptions())
                     for warning in (*checkpoint.metadata.warnings, *checkpoint.metadata.notes):
-                        logging.getLogger("elastic_ckpt.load.flow").warning("elastic_ckpt: %s", warning)
+                        logging.getLogger("elastic_ckpt.load.publishing").warning("elastic_ckpt: %s", warning)
                 return
             except ElasticCkptError as error:
                 if not policy.recover(error, found):
@@ -209,7 +209,7 @@ def test_no_control_character_is_printed(whole: Path, place: str, text: str) -> 
 
 
 #: Where text is that nothing prints of this folder: values that a load gives back, and entries that decide nothing.
-NOT_SHOWN = {"buffers", "shapes", "kinds of states", "client state", "config"}
+NOT_SHOWN = {"buffers", "shapes", "client state", "config"}
 
 
 def is_shown(text: str) -> bool:

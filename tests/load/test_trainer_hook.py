@@ -70,7 +70,7 @@ class Unsized:
 def trainer_of(position: Any = None, batch: int = MICRO, ranks: int = 1) -> Any:
     """A Trainer that resumes after 4 steps of ``batch`` samples on so many ranks."""
     report = SimpleNamespace(batch=BatchSizes(batch, batch // ranks, 1), source=replace(SOURCE, partition_degree=ranks))
-    engine = SimpleNamespace(elastic_report=report, _elastic_ckpt_position=position)
+    engine = SimpleNamespace(elastic_report=report, global_steps=4, _elastic_ckpt_position=position)
     args = SimpleNamespace(
         ignore_data_skip=False, gradient_accumulation_steps=1, world_size=1, dataloader_drop_last=False
     )
