@@ -280,6 +280,7 @@ class SchedulerPlan:
 
     is_restored: bool = False  # the engine's
     sets: frozenset[str] = frozenset()  # hyperparameters that it then sets, whatever is in the param groups
+    sets_first_beta: bool = False  # of ``betas``, which are not in ``sets``, the first alone, as torch's schedules do
     begins_anew: bool = False  # the engine has one whose state is not restored
     kept_live: frozenset[str] = frozenset()  # hyperparameters that it begins with
     others_begin_anew: bool = False  # one that the engine does not have begins anew, unless one was saved in its place

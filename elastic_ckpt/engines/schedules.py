@@ -47,6 +47,12 @@ def keys_set_by(scheduler: Any) -> frozenset[str]:
     return _MOMENTA | {"lr"} if cycles else frozenset({"lr"})
 
 
+def sets_first_beta_alone(scheduler: Any) -> bool:
+    """Whether a scheduler cycles the momentum in the first of ``betas``, and leaves the second, as torch's do."""
+    active = _active(scheduler)
+    return getattr(active, "cycle_momentum", False) is True and isinstance(active, of_torch.LRScheduler)
+
+
 def keys_of_start(scheduler: Any, saved: Any) -> frozenset[str]:
     """The hyperparameters of param groups that begin anew with a scheduler; ``saved``: the state that is not restored.
 

@@ -31,7 +31,7 @@ from elastic_ckpt.engines.schedule_states import (
     refuse_other_scheduler,
     schedule_states,
 )
-from elastic_ckpt.engines.schedules import apply_schedule, keys_of_start, keys_set_by
+from elastic_ckpt.engines.schedules import apply_schedule, keys_of_start, keys_set_by, sets_first_beta_alone
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, Remedy, shortened
 from elastic_ckpt.report import DATA_POSITION
 
@@ -79,24 +79,7 @@ class TrainingStateCommit:
 
     def __init__(self, engine: Any, saved: TrainingState, arguments: LoadArguments, at: RankCoordinates) -> None:
         self._engine, self._saved, self._arguments = engine, saved, arguments
-        live = engine.lr_scheduler
-        wanted = live is not None and arguments.load_lr_scheduler_states and not arguments.load_module_only
-        is_saved = saved.lr_scheduler is not None
-        # ``None`` is the state of some
-        is_restored = wanted and (is_saved or (hasattr(live, "state_dict") and live.state_dict() is None))
-        if is_restored and is_saved:
-            refuse_other_scheduler(live, live.state_dict() if hasattr(live, "state_dict") else None, saved.lr_scheduler)
-        # a framework that passes load_lr_scheduler_states=False has it in the client state, and restores it itself
-        restored_later = any(schedule_states(saved.checkpoint))
-        begins_anew = live is not None and not is_restored
-        is_first = begins_anew and not restored_later
-        self.scheduler = SchedulerPlan(
-            is_restored,
-            keys_set_by(live) if is_restored else frozenset(),
-            begins_anew,
-            keys_of_start(live, saved.lr_scheduler) if is_first else frozenset(),
-            live is None and not restored_later,
-        )
+        self.scheduler = _scheduler_plan(engine.lr_scheduler, saved, arguments)
         own = {}  # DeepSpeed's own schedulers that the engine has, by their keys in a checkpoint
         if not arguments.load_module_only:
             if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
@@ -105,7 +88,7 @@ class TrainingStateCommit:
                 own["data_sampler"] = engine.training_dataloader.data_sampler
         self._own_schedulers = {key: each for key, each in own.items() if saved.checkpoint.get(key) is not None}
         #: Whether :meth:`load_schedulers` has any to load.
-        self.runs_code = is_restored or bool(self._own_schedulers)
+        self.runs_code = self.scheduler.is_restored or bool(self._own_schedulers)
         self._undo = ExitStack()
         scale, changes = loss_scale_changes(engine, saved, wanted=arguments.restores_states)
         counters, values = saved.counters, {"loaded_checkpoint_dp_world_size": saved.counters["dp_world_size"]}
@@ -199,6 +182,30 @@ class TrainingStateCommit:
             reason += "rank 0's entries: give each rank a seed of its own rather than these"
             self.outcomes.append(Outcome("random state", "skipped", random, reason))
         return {key: value for key, value in saved.items() if key not in own}
+
+
+def _scheduler_plan(live: Any, saved: TrainingState, arguments: LoadArguments) -> SchedulerPlan:
+    """What becomes of an engine's lr scheduler; :class:`MismatchError` if the saved one is of another class."""
+    wanted = live is not None and arguments.load_lr_scheduler_states and not arguments.load_module_only
+    is_saved = saved.lr_scheduler is not None
+    # ``None`` is the state of some
+    is_restored = wanted and (is_saved or (hasattr(live, "state_dict") and live.state_dict() is None))
+    if is_restored and is_saved:
+        refuse_other_scheduler(live, live.state_dict() if hasattr(live, "state_dict") else None, saved.lr_scheduler)
+    # a framework that passes load_lr_scheduler_states=False has it in the client state, and restores it itself
+    restored_later = any(schedule_states(saved.checkpoint))
+    begins_anew = live is not None and not is_restored
+    is_first = begins_anew and not restored_later
+    first_beta = is_restored and sets_first_beta_alone(live)
+    sets = keys_set_by(live) if is_restored else frozenset[str]()
+    return SchedulerPlan(
+        is_restored,
+        sets - {"betas"} if first_beta else sets,
+        first_beta,
+        begins_anew,
+        keys_of_start(live, saved.lr_scheduler) if is_first else frozenset(),
+        live is None and not restored_later,
+    )
 
 
 def _load_state(scheduler: Any, state: Any) -> None:

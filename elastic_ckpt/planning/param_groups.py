@@ -19,7 +19,7 @@ from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.chunks import ChunkSource
 from elastic_ckpt.core.local_state import SAVED_OPTIMIZER, FlatPartition, LiveGroup, LocalState
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
-from elastic_ckpt.core.read_plan import Outcome, SavedRate
+from elastic_ckpt.core.read_plan import NO_SCHEDULER, Outcome, SavedRate, SchedulerPlan
 from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
 from elastic_ckpt.errors import BY_DEEPSPEED, ITS_OPTIMIZER, MADE_ANEW, MismatchError, Remedy, UnsupportedError, listed
@@ -247,12 +247,12 @@ def with_own_values(
     metadata: CheckpointMetadata,
     local_state: LocalState,
     config: ElasticConfig,
-    scheduled: frozenset[str] = frozenset(),
+    scheduler: SchedulerPlan = NO_SCHEDULER,
 ) -> tuple[CheckpointMetadata, tuple[Outcome, ...]]:
     """The metadata with this rank's values alone, and those that are left out.
 
-    ``scheduled``: hyperparameters that a restored lr scheduler sets, which are restored whatever the user leaves out:
-    the live ones are those of its beginning, where a warm-up's rate is 0.
+    What a restored lr ``scheduler`` sets is restored whatever the user leaves out: the live values are those of its
+    beginning, where a warm-up's rate is 0.
 
     Raises :class:`UnsupportedError` for a value of ranks that owned something else, unless it is computed anew or the
     user leaves it out.
@@ -262,7 +262,7 @@ def with_own_values(
     own = differing(chain(states.values(), metadata.groups))
     fresh = frozenset(key for key, word in state_options(config).schema.items() if word == "fresh")
     named = fresh.intersection(chain.from_iterable(chain(states.values(), metadata.groups)))
-    if of_schedule := named & scheduled:
+    if of_schedule := named & scheduler.sets:
         note = (
             f'"states" names {listed(of_schedule)}, which the restored lr scheduler sets: the first step has the saved '
         )
@@ -288,9 +288,18 @@ def with_own_values(
     groups = []
     for number, group in enumerate(metadata.groups):
         taken_here, own_now = _taken(group, named, file), live.get(number, {})
-        groups.append({key: taken_here.get(key, own_now.get(key)) for key in group if key in {**own_now, **taken_here}})
+        values = {key: taken_here.get(key, own_now.get(key)) for key in group if key in {**own_now, **taken_here}}
+        if scheduler.sets_first_beta and "betas" in named and "betas" in values:
+            values["betas"] = with_first_beta(group["betas"], values["betas"])
+        groups.append(values)
     outcomes = tuple(Outcome(key, "fresh", (), _FRESH if key in named else _ANEW) for key in sorted(left_out))
     return replace(metadata, parameters=parameters, groups=tuple(groups), notes=notes), outcomes
+
+
+def with_first_beta(of_first: Any, others: Any) -> Any:
+    """``others`` with the first momentum of ``of_first``, where both are momenta."""
+    are_momenta = all(isinstance(each, (list, tuple)) and len(each) > 1 for each in (of_first, others))
+    return (of_first[0], *others[1:]) if are_momenta else others
 
 
 def _taken(values: Mapping[str, Any], left_out: Collection[str], file: int | None) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     values: tuple[Outcome, ...] = ()
     added = frozenset[str]()
     if options.optimizer_states:
-        metadata, values = with_own_values(metadata, local_state, config, options.scheduler.sets)
+        metadata, values = with_own_values(metadata, local_state, config, options.scheduler)
         states = match_states(metadata, local_state, parameters, config.convert_optimizer)
     if options.optimizer_states or options.scheduler.is_restored:
         keep_live = config.param_groups == "keep_live"
@@ -132,7 +132,7 @@ def plan_load(
     may_change, added = config.on_change == "warn", frozenset(resharding.added)
     builder = PlanBuilder(metadata, local_state, resharding.transfers, may_change, added)
     taken = hyperparameters if options.optimizer_states else ()
-    replaced = describe_replaced(local_state, taken, options.scheduler.sets)
+    replaced = describe_replaced(local_state, taken, options.scheduler)
     with_rates = options.scheduler.is_restored or options.optimizer_states
     return LoadPlan(
         reads=builder.build(found.parameters, states),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.read_plan import SchedulerPlan
 from elastic_ckpt.core.values import PerRank, TensorValue
+from elastic_ckpt.planning.param_groups import with_first_beta
 
 #: What optimizers count or estimate in their param groups as they step, and begin anew in a new one.
 _OF_STEPS = frozenset(
@@ -18,19 +20,22 @@ _LR, _INITIAL = "lr", "initial_lr"
 
 
 def describe_replaced(
-    local_state: LocalState, hyperparameters: Sequence[Mapping[str, Any]], scheduled: Collection[str]
+    local_state: LocalState, hyperparameters: Sequence[Mapping[str, Any]], scheduler: SchedulerPlan
 ) -> str:
     """In words, which live values are replaced, and the config lines that keep them; empty if none is.
 
-    ``hyperparameters``: per live group, the values to set; ``scheduled``: those that a restored schedule sets anyway.
+    ``hyperparameters``: per live group, the values to set; a restored ``scheduler`` sets some anyway.
     """
-    known = (local_state.defaults | {_INITIAL}) - _OF_STEPS - set(scheduled)
+    known = (local_state.defaults | {_INITIAL}) - _OF_STEPS - scheduler.sets
     numbers: dict[str, list[int]] = {}
     keys = set[str]()
     for number, (group, values) in enumerate(zip(local_state.groups, hyperparameters, strict=False)):
         live = group.hyperparameters
+        saved = dict(values)
+        if scheduler.sets_first_beta and "betas" in live and "betas" in saved:
+            saved["betas"] = with_first_beta(live["betas"], saved["betas"])
         # an engine may not know of its schedule, which torch's mark with this value
-        changed = dict(_changed(live, values, known - {_LR} if _INITIAL in live else known))
+        changed = dict(_changed(live, saved, known - {_LR} if _INITIAL in live else known))
         keys |= changed.keys()
         if changed:
             numbers.setdefault(", ".join(changed.values()), []).append(number)

@@ -12,6 +12,7 @@ import pytest
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import SAVED_OPTIMIZER, LocalState
 from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.read_plan import NO_SCHEDULER, SchedulerPlan
 from elastic_ckpt.core.values import PerRank, TensorValue
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.planning.param_groups import own_file, with_own_values
@@ -97,3 +98,12 @@ def test_what_is_left_out_of_a_group_is_what_the_live_one_has() -> None:
     config = ElasticConfig(states={"d": "fresh"})
     found, _ = with_own_values(checkpoint(d=(1.0, 2.0)), replace(mine, groups=groups), config)
     assert values_of(found)[1] == [{**ADAM, "d": 3.0}]
+
+
+def test_a_restored_schedule_keeps_the_first_of_betas_alone_where_the_user_keeps_them() -> None:
+    metadata = saved(TWO, hyperparameters=({**ADAM, "betas": (0.85, 0.999)},))
+    groups = tuple(replace(each, hyperparameters={**ADAM, "betas": (0.9, 0.95)}) for each in engine(True).groups)
+    mine, config = replace(engine(True), groups=groups), ElasticConfig(states={"betas": "fresh"})
+    for plan, betas in ((NO_SCHEDULER, (0.9, 0.95)), (SchedulerPlan(True, sets_first_beta=True), (0.85, 0.95))):
+        found, _ = with_own_values(metadata, mine, config, plan)
+        assert [group["betas"] for group in found.groups] == [betas]

@@ -21,7 +21,7 @@ KEEP_ALL = '"elastic_checkpoint": {"param_groups": "keep_live"} for all hyperpar
 
 def said(before: Mapping[str, Any], after: Mapping[str, Any], *scheduled: str) -> str:
     state = replace(live(TWO), groups=(LiveGroup(("a.weight",), before),), defaults=DEFAULTS)
-    return describe_replaced(state, (after,), scheduled)
+    return describe_replaced(state, (after,), SchedulerPlan(sets=frozenset(scheduled)))
 
 
 def test_values_are_shown_with_the_lines_that_keep_them() -> None:
@@ -87,3 +87,11 @@ def test_groups_that_keep_their_values_say_whose_lr_the_first_step_has(
     options = LoadOptions(ElasticConfig(param_groups="keep_live"), scheduler=SchedulerPlan(is_restored=scheduler))
     (outcome,) = [each for each in plan_load(metadata, state, options).outcomes if each.role == "param groups"]
     assert outcome.what == "fresh" and said in outcome.reason
+
+
+def test_of_betas_the_first_alone_is_a_schedules() -> None:
+    """torch's OneCycleLR and CyclicLR set the first, and leave the second."""
+    state = replace(live(TWO), groups=(LiveGroup(("a.weight",), {"betas": (0.9, 0.95)}),), defaults=DEFAULTS)
+    plan = SchedulerPlan(is_restored=True, sets=frozenset({"lr", "momentum"}), sets_first_beta=True)
+    assert describe_replaced(state, ({"betas": (0.85, 0.95)},), plan) == ""
+    assert "betas (0.9, 0.95) -> (0.9, 0.999)" in describe_replaced(state, ({"betas": (0.85, 0.999)},), plan)
