@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.calls import Call
+from elastic_ckpt.formats.torch_archive.charges import limit_error
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 
 _PROBLEM = "an entry of this file is not what DeepSpeed writes there"
 _MOST_STAGE = 3
+_MOST_UNROLLED = 1 << 20
 _NO_CONTAINERS = (bool, int, float, complex, str, bytes, bytearray, TensorRef, StorageRef)
 
 
@@ -139,11 +141,34 @@ def check_own_entries(file: PickledFile) -> None:
     if "module" in tree:
         _check_all(file, tree, _MODEL_STATES)
         _check_weights(file, tree)
+        _check_unrolled(tree.get("lr_scheduler"))
     if isinstance(state := tree.get("optimizer_state_dict"), Mapping):
         _check_all(file, state, _PARTITIONS, "optimizer_state_dict / ")
         _check_lengths(file, state)
     elif state is not None:
         raise malformed(file, "optimizer_state_dict", "a dictionary", state)
+
+
+def _check_unrolled(value: Any) -> None:
+    """Raise :class:`UnsupportedError` for containers that, written out, have more items than are reasonable.
+
+    A few that hold each other twice stand for as many as 2 to the power of their number, which reports write out.
+    """
+    counts: dict[int, int] = {}  # items of each container, and of all in it
+    waiting = [value]
+    while waiting:
+        each = waiting[-1]
+        inner = [*each.values()] if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else ()
+        known = counts.get(id(each))
+        if known is None and inner:
+            counts[id(each)] = 0  # until all in it are known; of one that holds itself, too
+            waiting += [one for one in inner if id(one) not in counts]
+            continue
+        waiting.pop()
+        if not known and inner:
+            counts[id(each)] = len(inner) + sum(counts.get(id(one), 0) for one in inner)
+            if counts[id(each)] > _MOST_UNROLLED:
+                raise limit_error(f"lr_scheduler: at most {_MOST_UNROLLED} items, written out", "more")
 
 
 def check_optimizer_file(file: PickledFile) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.errors import DamagedError, LayoutError
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.own_entries import check_groups, check_optimizer_file, check_own_entries
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from tests.attacks.seeds import TREES
@@ -62,3 +62,20 @@ def test_param_groups_that_are_none(groups: Any, tmp_path: Path) -> None:
 def test_optimizers_files_that_are_none(tree: Any, tmp_path: Path) -> None:
     with pytest.raises(DamagedError):
         check_optimizer_file(opened(tmp_path, tree))
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """A few dictionaries that hold the one below twice."""
+    value: dict[str, Any] = {"last_epoch": 1}
+    for _ in range(levels):
+        value = {"a": value, "b": [value, value]}
+    return value
+
+
+def test_a_schedule_that_is_endless_written_out_is_a_limit(tmp_path: Path) -> None:
+    check_own_entries(opened(tmp_path, {**TREES["model"], "lr_scheduler": nested(6)}))
+    with pytest.raises(UnsupportedError, match="up to a limit"):
+        check_own_entries(opened(tmp_path, {**TREES["model"], "lr_scheduler": nested(40)}))
+    held: dict[str, Any] = {"last_epoch": 1}
+    held["itself"] = [held, held]
+    check_own_entries(opened(tmp_path, {**TREES["model"], "lr_scheduler": held}))

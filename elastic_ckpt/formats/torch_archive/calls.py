@@ -17,6 +17,8 @@ How = Literal["call", "new", "member", "tensor", "subclass", "wrapper"]
 Step = Literal["state", "items", "pairs", "members"]
 #: Most objects in a dictionary key or set member: hashing recurses into them.
 _MOST_KEY_OBJECTS = 32
+#: Length of a text or bytes in a key of several parts: equal ones are compared again and again if their keys collide.
+_LONGEST_KEY_PART = 1 << 10
 #: Smaller integers are their own hashes. Greater ones, floats and tuples can be made to collide: a dictionary or set
 #: takes them as long as it has fewer entries. Strings and bytes are hashed with a random seed of the process.
 LARGEST_KEY, _MOST_COLLIDING = 1 << 60, 1 << 12
@@ -143,5 +145,9 @@ def check_key(key: Any, others: int) -> None:
             raise limit_error(f"keys of at most {_MOST_KEY_OBJECTS} parts", "one of more")
         elif not (isinstance(each, _PLAIN_KEYS) or type(each) in (int, float)):
             raise pickle.UnpicklingError(f"a key of type {type(each).__name__}")
+        elif isinstance(each, (str, bytes)) and len(each) > _LONGEST_KEY_PART:
+            raise limit_error(
+                f"texts of at most {_LONGEST_KEY_PART} characters in keys of several parts", "a longer one"
+            )
     if others > _MOST_COLLIDING and type(key) not in (Global, Call):
         raise limit_error(f"at most {_MOST_COLLIDING} keys that are tuples, or large or real numbers", "more")

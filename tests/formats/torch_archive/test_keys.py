@@ -39,3 +39,12 @@ def test_only_a_few_may_be_of_kinds_that_can_collide(key: Any) -> None:
     check_key("a", others=1 << 30)
     with pytest.raises(UnsupportedError, match="a limit of elastic_ckpt"):
         check_key(key, others=1 << 13)
+
+
+@pytest.mark.parametrize("part", ["x" * 1025, b"x" * 1025])
+def test_long_texts_in_keys_of_several_parts_are_a_limit(part: str | bytes) -> None:
+    """Two that are equal are compared whole for each pair of keys that collide."""
+    with pytest.raises(UnsupportedError, match="up to a limit"):
+        check_key((part, 1), others=0)
+    check_key((part[:1024], 1), others=0)
+    check_key(part, others=0)
