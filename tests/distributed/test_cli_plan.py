@@ -128,7 +128,7 @@ def test_states_without_names_are_left_out_on_demand(unpartitioned: Path) -> Non
     assert proof_of_folder(folder_of(unpartitioned, Setup(0), 2), Topology(dp=3, zero_stage=3)).holds
     folder = folder_of(unpartitioned, Setup(0, "bf16", "fusedadam"), 2)
     error = told(folder, code=3)
-    assert error["remedy"].startswith("--weights-only")
+    assert "--weights-only" in error["remedy"]
     (found, *_) = told(folder, "--weights-only", "--zero", "3", "--all")["ranks"]
     assert proof_of_folder(folder, Topology(dp=2, zero_stage=3), with_states=False).holds
     assert {each["key"] for each in found["filled"]} == {"frozen", "buffer"}  # of no optimizer
