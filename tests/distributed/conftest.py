@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed import jobs
+from tests.distributed.cells import Cell, Launcher, Packs, Saves, cell_of
 from tests.distributed.launch import end, environment, run_ranks, start
 from tests.distributed.model import Setup
 
@@ -60,16 +62,6 @@ def launch(extensions_dir: str) -> Launch:
     return run
 
 
-@pytest.fixture(scope="session")
-def native(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``<setup>-dp<n>/step4``: the matrix in fp32 at DP 1 to 4, in bf16 at 2 and 3, the extras at 2."""
-    folder = tmp_path_factory.mktemp("native")
-    for degree in DEGREES:
-        setups = [setup for setup in MATRIX + EXTRA if degree in saved_at(setup)]
-        launch(degree, "save", {"folder": str(folder), "setups": setups})
-    return folder
-
-
 Convert = Callable[[Path, Path, list[str]], None]
 
 
@@ -89,6 +81,48 @@ def convert(extensions_dir: str) -> Convert:
             end(process)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def saves(extensions_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    """The checkpoints that cells name."""
+    return Saves(tmp_path_factory.mktemp("saves"), Launcher(extensions_dir))
+
+
+@pytest.fixture(scope="session")
+def packs(
+    saves: Saves, extensions_dir: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Packs:
+    """What cells found out."""
+    return Packs(saves, Launcher(extensions_dir), tmp_path_factory.mktemp("changed"), request.session.items)
+
+
+@pytest.fixture
+def facts(cell: Cell, packs: Packs, request: pytest.FixtureRequest) -> list[Any]:
+    """What the ranks of the test's cell found out."""
+    return packs.facts(request.node.path, cell)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Where everything is spoiled, a test of a cell passes by its failure."""
+    if not jobs.SPOILS or cell_of(pyfuncitem) is None:
+        return (yield)
+    try:
+        yield
+    except AssertionError:
+        return True
+    raise AssertionError("this test does not look at what it is about: it passes with another truth")
+
+
+@pytest.fixture(scope="session")
+def native(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``<setup>-dp<n>/step4``: the matrix in fp32 at DP 1 to 4, in bf16 at 2 and 3, the extras at 2."""
+    folder = tmp_path_factory.mktemp("native")
+    for degree in DEGREES:
+        setups = [setup for setup in MATRIX + EXTRA if degree in saved_at(setup)]
+        launch(degree, "save", {"folder": str(folder), "setups": setups})
+    return folder
 
 
 @pytest.fixture(scope="session")

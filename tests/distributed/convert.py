@@ -13,12 +13,18 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 
-def convert(native: Path, universal: Path, name: str, new_name: str = "") -> None:
-    """Convert ``native/name/step4`` to ``universal/<new_name or name>/step4_universal``, with its truth beside it."""
-    target = universal / (new_name or name)
+def convert_each(cases: list[dict[str, str]]) -> None:
+    """:func:`convert` the ``native`` of each to its ``folder``: a job of one rank."""
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # converters of old versions need it
+    for case in cases:
+        convert(Path(case["native"]), Path(case["folder"]))
+
+
+def convert(native: Path, target: Path) -> None:
+    """Convert ``native/step4`` to ``target/step4_universal``, with its truth beside it."""
     target.mkdir()
     arguments = Namespace(
-        input_folder=str(_without_extra_state(native / name / "step4", target / "native")),
+        input_folder=str(_without_extra_state(native / "step4", target / "native")),
         output_folder=str(target / "step4_universal"),
         num_extract_workers=1,
         num_merge_workers=1,
@@ -28,13 +34,14 @@ def convert(native: Path, universal: Path, name: str, new_name: str = "") -> Non
     )
     with contextlib.redirect_stdout(None):
         ds_to_universal.main(arguments)
-    shutil.copy(native / name / "truth.pt", target / "truth.pt")
+    shutil.copy(native / "truth.pt", target / "truth.pt")
 
 
 def run(arguments: dict[str, str]) -> None:
     """:func:`convert` as a job of one rank: a fork has imported everything. Converters of old versions need the flag."""
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
-    convert(Path(arguments["native"]), Path(arguments["universal"]), arguments["name"])
+    name = arguments["name"]
+    convert(Path(arguments["native"], name), Path(arguments["universal"], name))
 
 
 def _without_extra_state(folder: Path, copy: Path) -> Path:
@@ -52,4 +59,4 @@ def _without_extra_state(folder: Path, copy: Path) -> Path:
 
 if __name__ == "__main__":
     for folder in sys.argv[3:]:
-        convert(Path(sys.argv[1]), Path(sys.argv[2]), folder)
+        convert(Path(sys.argv[1], folder), Path(sys.argv[2], folder))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
+import inspect
 import json
 import os
+import pickle
 import random
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import deepspeed
 import torch
@@ -23,21 +28,87 @@ SAVE_AT = 4
 CONTINUE_TO = 7
 
 
+#: Whether tests are to be seen to fail: what ranks compare with is not what was saved.
+SPOILS = os.environ.get("ELASTIC_CKPT_TEST_SPOIL") == "1"
+#: The name under which :func:`run_cells` is launched.
+CELLS = "cells"
+
+
 def run(job: str, arguments: Any) -> Any:
     """Run a job of this module, or ``module.function`` of another one, in a process group; what it returns."""
-    torch.set_num_threads(1)
-    random.seed(0)
-    deepspeed.init_distributed(dist_backend="gloo")
-    module, _, function = job.rpartition(".")
-    facts = getattr(importlib.import_module(f"tests.distributed.{module or 'jobs'}"), function)(arguments)
+    _begin()
+    facts = _function(job)(arguments)
     dist.barrier()
     dist.destroy_process_group()
     return facts
 
 
+def run_cells(cells: list[tuple[str, str, Any]], stream: BinaryIO) -> None:
+    """Run many cells in one process group, and write down what each found as soon as it has found it.
+
+    Args:
+        cells: of each, its name, its job, which takes a case, or a list of them, ``cases``; and its case.
+        stream: takes a pickle of the facts of each.
+    """
+    _begin()
+    for name, job, case in cells:
+        print(f"=== {name}", flush=True)
+        with _left_as_found():
+            work = _function(job)
+            takes_many = next(iter(inspect.signature(work).parameters)) == "cases"
+            facts = work([case] if takes_many else case)
+        dist.barrier()
+        stream.write(pickle.dumps(facts))
+    dist.destroy_process_group()
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    random.seed(0)
+    deepspeed.init_distributed(dist_backend="gloo")
+
+
+def _function(job: str) -> Callable[[Any], Any]:
+    module, _, function = job.rpartition(".")
+    return getattr(importlib.import_module(f"tests.distributed.{module or 'jobs'}"), function)
+
+
+@contextlib.contextmanager
+def _left_as_found() -> Iterator[None]:
+    """One cell must not see what the one before it did to the process."""
+    environ, folder = dict(os.environ), os.getcwd()
+    random.seed(0)
+    yield
+    elastic_ckpt.uninstall()
+    elastic_ckpt.config.flags.clear()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    gc.collect()
+
+
 def truth_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the run that saved this checkpoint had, whole and by name."""
-    return torch.load(os.path.join(folder, "truth.pt"), weights_only=False)
+    """What the run that saved this checkpoint had, whole and by name; not quite that where tests are to be seen to fail."""
+    truth = torch.load(os.path.join(folder, "truth.pt"), weights_only=False)
+    return spoiled(truth) if SPOILS else truth
+
+
+def spoiled(truth: dict[str, Any]) -> dict[str, Any]:
+    """One master with another element, or one state: which of them is drawn by the number of masters."""
+    name, master = sorted(truth["masters"].items())[-1]
+    masters, states = dict(truth["masters"]), dict(truth["states"])
+    if states and len(masters) % 2:
+        key = max(states)
+        states[key] = _other_at_the_end(states[key])
+    else:
+        masters[name] = _other_at_the_end(master)
+    return {**truth, "masters": masters, "states": states}
+
+
+def _other_at_the_end(values: torch.Tensor) -> torch.Tensor:
+    changed = values.clone()
+    changed.view(-1)[-1:] += 1
+    return changed
 
 
 def client_state_of(rank: int) -> dict[str, Any]:
@@ -48,29 +119,40 @@ def client_state_of(rank: int) -> dict[str, Any]:
 
 
 def save(arguments: dict[str, Any]) -> None:
+    """:func:`save_each` of ``setups`` in folders ``<setup.name>-dp<ranks>``."""
+    shared = {key: value for key, value in arguments.items() if key not in ("folder", "setups")}
+    folder = arguments["folder"]
+    save_each(
+        [
+            {**shared, "setup": setup, "folder": os.path.join(folder, f"{setup.name}-dp{dist.get_world_size()}")}
+            for setup in arguments["setups"]
+        ]
+    )
+
+
+def save_each(cases: list[dict[str, Any]]) -> None:
     """Train each setup to step ``SAVE_AT``, save it, write down the truth, and train on for the reference losses.
 
     ``first`` (of the data) and ``steps`` make another run of the same shapes. ``steps`` of 0 saves without truth, as
     does ``truth``, for models whose parts DeepSpeed's getters cannot read. ``exclude_frozen`` leaves frozen parameters
     out, as HF Trainer does for PEFT.
     """
-    first, count = arguments.get("first", 0), arguments.get("steps", SAVE_AT)
-    for setup in arguments["setups"]:
-        folder = os.path.join(arguments["folder"], f"{setup.name}-dp{dist.get_world_size()}")
-        engine = build_engine(setup, models.BUILDERS[arguments.get("model", "TinyLM")]())
+    for case in cases:
+        first, count = case.get("first", 0), case.get("steps", SAVE_AT)
+        engine = build_engine(case["setup"], models.BUILDERS[case.get("model", "TinyLM")]())
         train(engine, first, first + count)
         engine.save_checkpoint(
-            folder,
+            case["folder"],
             tag="step4",
             client_state=client_state_of(dist.get_rank()),
-            exclude_frozen_parameters=arguments.get("exclude_frozen", False),
+            exclude_frozen_parameters=case.get("exclude_frozen", False),
         )
-        if count and arguments.get("truth", True):
+        if count and case.get("truth", True):
             oracle.relink(engine)
             truth = oracle.gather(engine, oracle.state_keys(engine))
             truth["losses"] = train(engine, SAVE_AT, CONTINUE_TO)
             if dist.get_rank() == 0:
-                torch.save(truth, os.path.join(folder, "truth.pt"))
+                torch.save(truth, os.path.join(case["folder"], "truth.pt"))
         close(engine)
         dist.barrier()
 

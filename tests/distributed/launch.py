@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,14 @@ class Zygote:
             start_new_session=True,
         )
 
-    def run(self, ranks: Sequence[dict[str, Any]], job: str, arguments: Any, timeout: float) -> list[int | None]:
-        """Run a job; see :func:`tests.distributed.zygote.run`."""
+    def run(
+        self, ranks: Sequence[dict[str, Any]], job: str, arguments: Any, timeout: float, imports: Sequence[str] = ()
+    ) -> list[int | None]:
+        """Run a job; see :func:`tests.distributed.zygote.run`. ``imports`` names the jobs that it runs in turn, if any."""
         assert self._process.stdin is not None and self._process.stdout is not None
         arguments = pickle.dumps(arguments).hex()
         request = {"ranks": list(ranks), "job": job, "arguments": arguments, "timeout": timeout}
+        request["imports"] = list(imports)
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
@@ -134,6 +138,70 @@ def close_zygotes() -> None:
         _zygotes.popitem()[1].close()
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What is left of the processes of one launch.
+
+    Attributes:
+        codes: exit codes; ``None`` where a rank still ran at the time limit.
+        outputs: what each printed, with its traceback.
+        facts: what each wrote down: one pickle behind the other.
+    """
+
+    codes: list[int | None]
+    outputs: list[str]
+    facts: list[list[Any]]
+
+    def __str__(self) -> str:
+        ranks = enumerate(zip(self.codes, self.outputs, strict=True))
+        return "\n".join(f"--- rank {rank}, exit {code}\n{output[-6000:]}" for rank, (code, output) in ranks)
+
+
+def launch_ranks(
+    world_size: int,
+    job: str,
+    arguments: Any,
+    extensions_dir: str,
+    timeout: float = 300,
+    deepspeed: str = "",
+    places: Sequence[tuple[int, dict[str, str]]] = (),
+    imports: Sequence[str] = (),
+) -> Ranks:
+    """Run a job on ``world_size`` processes, however they end; see :func:`run_ranks`.
+
+    ``imports`` are the jobs that it runs in turn, for what they import.
+    """
+    port, zygote = free_port(), zygote_of(extensions_dir, deepspeed)
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
+        ranks = []
+        for rank, log in enumerate(logs):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+            env = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            holder, more = places[rank] if places else (None, {})
+            files = {"log": str(log), "facts": str(log.with_suffix(".facts"))}
+            ranks.append({"env": env | more, "holder": holder, **files})
+        try:
+            codes = zygote.run(ranks, job, arguments, timeout, imports)
+        finally:
+            remove_shared_memory(port)
+        outputs = [log.read_text(errors="replace") for log in logs]
+        return Ranks(codes, outputs, [_pickles(Path(rank["facts"])) for rank in ranks])
+
+
+def _pickles(path: Path) -> list[Any]:
+    """All whole ones of a file: a rank may have been ended while it wrote the last one."""
+    found: list[Any] = []
+    if not path.exists():
+        return found
+    with path.open("rb") as stream:
+        while True:
+            try:
+                found.append(pickle.load(stream))
+            except (EOFError, pickle.UnpicklingError):
+                return found
+
+
 def run_ranks(
     world_size: int,
     job: str,
@@ -161,26 +229,9 @@ def run_ranks(
     Returns:
         The facts of all ranks, in the order of ranks. A job that returns facts has some on every rank.
     """
-    port, zygote = free_port(), zygote_of(extensions_dir, deepspeed)
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
-        ranks = []
-        for rank, log in enumerate(logs):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-            env = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            holder, more = places[rank] if places else (None, {})
-            files = {"log": str(log), "facts": str(log.with_suffix(".facts"))}
-            ranks.append({"env": env | more, "holder": holder, **files})
-        try:
-            codes = zygote.run(ranks, job, arguments, timeout)
-        finally:
-            remove_shared_memory(port)
-        if any(code != (-signal.SIGKILL if rank == killed else 0) for rank, code in enumerate(codes)):
-            outputs = "\n".join(f"--- rank {r}, exit {c}\n{logs[r].read_text()[-6000:]}" for r, c in enumerate(codes))
-            raise AssertionError(
-                f"{job} on {world_size} ranks failed (None: still running at the time limit)\n{outputs}"
-            )
-        alive = [rank for number, rank in enumerate(ranks) if number != killed]
-        facts = [pickle.loads(Path(rank["facts"]).read_bytes()) for rank in alive]
+    ranks = launch_ranks(world_size, job, arguments, extensions_dir, timeout, deepspeed, places)
+    if any(code != (-signal.SIGKILL if rank == killed else 0) for rank, code in enumerate(ranks.codes)):
+        raise AssertionError(f"{job} on {world_size} ranks failed (None: still running at the time limit)\n{ranks}")
+    facts = [found[0] for rank, found in enumerate(ranks.facts) if rank != killed]
     assert [] not in facts, f"{job}: nothing was found out"
     return list(chain.from_iterable(of_rank or () for of_rank in facts))

@@ -13,22 +13,26 @@ import elastic_ckpt
 from tests.distributed import model as models
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Refused, attempt
-from tests.distributed.jobs import SAVE_AT, truth_of
+from tests.distributed.jobs import SAVE_AT, SPOILS, truth_of
 from tests.distributed.model import build_engine, close, train
+
+_engines: dict[str, Any] = {}
 
 
 def refuse(cases: list[dict[str, Any]]) -> list[Refused]:
-    """Try to load the ``folder`` of each case with its ``arguments`` into an engine of its ``setup`` and ``model``."""
+    """Try to load the ``folder`` of each case with its ``arguments`` into an engine of its ``setup`` and ``model``.
+
+    An engine that refuses is as it was: the next case that asks for one of its kind gets the same.
+    """
     elastic_ckpt.install()
     facts: list[Refused] = []
-    engines: dict[str, Any] = {}
     for case in cases:
         key = repr((case["setup"], case.get("model")))
-        if key not in engines:
-            engines[key] = build_engine(case["setup"], models.BUILDERS[case.get("model", "TinyLM")]())
-            train(engines[key], 50, 52)
-        facts.append(refusal(case, engines[key]))
-        train(engines[key], 52, 53)
+        if key not in _engines:
+            _engines[key] = build_engine(case["setup"], models.BUILDERS[case.get("model", "TinyLM")]())
+            train(_engines[key], 50, 52)
+        facts.append(refusal(case, _engines[key]))
+        train(_engines[key], 52, 53)
     return once(facts)
 
 
@@ -47,7 +51,7 @@ def diverge(arguments: dict[str, Any]) -> list[Refused] | None:
     """Ranks ask for different things: folders, tags, arguments, and modes."""
     elastic_ckpt.install()
     engine = build_engine(arguments["setup"])
-    first, folder = dist.get_rank() == 0, arguments["folder"]
+    first, folder = dist.get_rank() == 0 or SPOILS, arguments["folder"]
     cases = [
         {"folder": folder if first else "/nowhere"},
         # rank 0 looks for the checkpoint: what it does not find is not the point
@@ -73,7 +77,7 @@ def bad_scheduler(arguments: dict[str, Any]) -> list[SimpleNamespace] | None:
     class Failing(real):
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             super().load_state_dict(state_dict)
-            if dist.get_rank() == 1 and state_dict["last_epoch"] == SAVE_AT:
+            if dist.get_rank() == 1 and not SPOILS and state_dict["last_epoch"] == SAVE_AT:
                 raise KeyError("a key that this scheduler wants")
 
     engine.lr_scheduler.__class__ = Failing
@@ -106,7 +110,7 @@ def without_a_name(cases: list[dict[str, Any]]) -> list[SimpleNamespace] | None:
     for case in cases:
         engine = build_engine(case["setup"])
         train(engine, 50, 52)
-        owner, _, name = case["name"].rpartition(".")
+        owner, _, name = case["owner_and_name"].rpartition(".")
         lacking = attrgetter(owner)(engine)
         kept = getattr(lacking, name)
         if dist.get_rank() == dist.get_world_size() - 1:

@@ -139,4 +139,4 @@ def start(_: Any) -> None:
 def to_universal(arguments: dict[str, Any]) -> None:
     """Convert the checkpoint of stop ``number`` in ``folder`` with DeepSpeed's converter."""
     folder, name = Path(arguments["folder"]), str(arguments["number"])
-    convert(folder, folder, name, f"{name}-universal")
+    convert(folder / name, folder / f"{name}-universal")

@@ -38,7 +38,8 @@ def serve() -> None:
     cpuinfo.get_cpu_info = lambda: info
     # takes minutes to build, for every version of DeepSpeed; with LOCAL_SIZE above the number of ranks nothing calls it
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-    for name in ("torch._dynamo", "bitsandbytes"):  # two seconds in each rank otherwise
+    # two seconds in each rank otherwise; the last is what install() imports
+    for name in ("torch._dynamo", "bitsandbytes", "elastic_ckpt.load.hook"):
         if importlib.util.find_spec(name):
             importlib.import_module(name)
     gc.collect()
@@ -46,7 +47,8 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
-        _import_for(request["job"])
+        for job in request.pop("imports") or [request["job"]]:
+            _import_for(job)
         answers.write(ANSWER + json.dumps(run(**request)) + "\n")
         answers.flush()
 
@@ -67,20 +69,31 @@ def _import_for(job: str) -> None:
 
 
 def run(ranks: list[dict[str, Any]], job: str, arguments: str, timeout: float) -> list[int | None]:
-    """Fork a process for each rank and wait for all; exit codes, ``None`` where one had to be ended at the time limit."""
+    """Fork a process for each rank and wait for all; exit codes, ``None`` where one had to be ended at the time limit.
+
+    The limit counts from the last time that a rank wrote down what it found.
+    """
     pids = [fork(rank, job, arguments) for rank in ranks]
     codes: dict[int, int] = {}
-    limit = time.monotonic() + timeout
+    limit, written = time.monotonic() + timeout, -1
     while len(codes) < len(pids) and time.monotonic() < limit:
         for pid in set(pids) - set(codes):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 codes[pid] = os.waitstatus_to_exitcode(status)
+        before, written = written, _nbytes_written(ranks)
+        if written != before:
+            limit = time.monotonic() + timeout
         time.sleep(0.02)
     for pid in set(pids) - set(codes):
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return [codes.get(pid) for pid in pids]
+
+
+def _nbytes_written(ranks: list[dict[str, Any]]) -> int:
+    facts = [Path(rank["facts"]) for rank in ranks]
+    return sum(path.stat().st_size for path in facts if path.exists())
 
 
 def fork(rank: dict[str, Any], job: str, arguments: str) -> int:
@@ -101,7 +114,11 @@ def fork(rank: dict[str, Any], job: str, arguments: str) -> int:
     try:
         module, colon, function = job.partition(":")
         work = getattr(sys.modules[module], function) if colon else partial(jobs.run, job)
-        Path(rank["facts"]).write_bytes(pickle.dumps(work(pickle.loads(bytes.fromhex(arguments)))))
+        with open(rank["facts"], "ab", buffering=0) as stream:
+            if job == jobs.CELLS:
+                jobs.run_cells(pickle.loads(bytes.fromhex(arguments)), stream)
+            else:
+                stream.write(pickle.dumps(work(pickle.loads(bytes.fromhex(arguments)))))
         code = 0
     except BaseException:  # the end of this process, whatever it was
         traceback.print_exc()
