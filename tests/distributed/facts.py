@@ -57,6 +57,29 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class Resumes:
+    """What is expected of most loads: everything came back bit by bit.
+
+    Attributes:
+        format: of the checkpoint, as the report names it.
+        loss_gap: by how much a loss of the run that goes on may differ from the uninterrupted run's, where other ranks
+            add gradients up in another order.
+        says: what the report says.
+    """
+
+    format: str = "native"
+    loss_gap: float = 0.0
+    says: tuple[str, ...] = ()
+
+    def check(self, loads: Sequence[Loaded]) -> None:
+        """Hold against what the ranks found."""
+        for load in loads:
+            assert load.format == self.format and load.differences == {}, (load.where, load.differences)
+            assert load.loss_gap <= self.loss_gap, load.where
+            assert [words for words in self.says if words not in load.text] == [], (load.where, load.text)
+
+
+@dataclass(frozen=True)
 class Refused:
     """A load that was tried on all ranks.
 
@@ -75,6 +98,27 @@ class Refused:
     changed: frozenset[str]
     lines: tuple[str, ...]
     remedies: tuple[Remedy, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refuses:
+    """What is expected of a load that must fail: one error on all ranks, and an engine that is as it was.
+
+    Attributes:
+        error: its class, or a base class.
+        words: what it says.
+    """
+
+    error: str
+    words: tuple[str, ...] = ()
+
+    def check(self, refusals: Sequence[Refused]) -> None:
+        """Hold against what the ranks found."""
+        for refusal in refusals:
+            (text,) = refusal.texts
+            assert self.error in refusal.kinds, text
+            assert [words for words in self.words if words not in text] == [], text
+            assert refusal.changed == set()
 
 
 def attempt(case: Any, engine: Any, load: Callable[[], Any], skipped: Sequence[str] = ()) -> Refused:

@@ -187,6 +187,26 @@ def load(arguments: dict[str, Any]) -> list[Loaded]:
     return facts
 
 
+def resume(case: dict[str, Any]) -> list[Loaded]:
+    """Load a checkpoint into an engine of ``setup`` and ``model``, compare with its truth, and train on as the saved run did.
+
+    ``format``: of the checkpoint; ``continue``: whether training goes on.
+    """
+    elastic_ckpt.install()
+    truth = truth_of(case["folder"])
+    engine = build_engine(case["setup"], models.BUILDERS[case.get("model", "TinyLM")](seed=8))
+    engine._config.load_universal_checkpoint = case.get("format") == "universal"
+    path, client_state = engine.load_checkpoint(case["folder"])
+    differences = oracle.differences(engine, truth)
+    if not os.path.isfile(path):
+        differences["path"] = path
+    differences |= client_differences(client_state, engine.elastic_report)
+    gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth) if case.get("continue", True) else 0.0
+    found = Loaded(case, where(case), engine.elastic_report, differences, gap, client_state)
+    close(engine)
+    return [found]
+
+
 def where(case: dict[str, Any]) -> str:
     """A case, for the test's messages."""
     setup = case["setup"]

@@ -2,64 +2,72 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
-import pytest
-
-from tests.distributed.conftest import EXTRA, MATRIX, Launch, in_precision, saved_at
+from tests.distributed.cells import Cell, Save, cells
+from tests.distributed.conftest import EXTRA, MATRIX, in_precision, saved_at
+from tests.distributed.facts import Loaded, Resumes
 from tests.distributed.model import Setup
 
 #: By which losses of the run that goes on may differ: other ranks sum gradients in another order.
 ROUNDING = {"fp32": 1e-5, "bf16": 5e-3}
 
 
-def sources(folder: Path, setups: list[Setup], degrees: list[int], kind: str) -> list[dict[str, str]]:
-    return [{"folder": str(folder / f"{s.name}-dp{n}"), "format": kind} for s in setups for n in degrees]
+def resumed(save: Save, target: Setup, ranks: int, goes_on: bool = True) -> Cell:
+    """A checkpoint that an engine loads as it is, with or without the training that follows."""
+    kind = "universal" if save.converted else "native"
+    case = {"setup": target, "format": kind, "continue": goes_on}
+    name = f"{save.setup.name}-dp{save.ranks}{' universal' * save.converted} to {target.name}-dp{ranks}"
+    return Cell(name, save, "resume", ranks, case, expected=Resumes(kind, ROUNDING[target.precision]))
 
 
-@pytest.mark.parametrize("degree", [1, 3, 4])  # 2 is what most other tests load on
-def test_any_stage_and_degree_resumes_bit_exactly_on(
-    degree: int, launch: Launch, native: Path, universal: Path
-) -> None:
-    targets = []
-    for number, target in enumerate(MATRIX):
-        if target.precision != "fp32" and degree % 2 == 0:
-            continue  # another precision changes nothing about the cuts
-        same_precision = [setup for setup in MATRIX if setup.precision == target.precision]
-        found = sources(native, same_precision, saved_at(target), "native")
-        found += sources(universal, same_precision, [2 + degree % 2], "universal")
-        # every fourth one, of each stage at some degree: the cuts are proven in test_planner.py
-        found = found[(number + degree) % 4 :: 4]
-        targets.append({"setup": target, "sources": found, "continue": list(range(0, len(found), 8))})
-    for load in launch(degree, "load", {"targets": targets}, timeout=500):
-        assert load.format == load.case["format"] and load.differences == {}, load.where
+def crossings(target: Setup, ranks: int) -> list[Save]:
+    """All checkpoints of a precision that an engine of so many ranks may load."""
+    sources = [setup for setup in MATRIX if setup.precision == target.precision]
+    native = [Save(setup, degree) for setup in sources for degree in saved_at(target)]
+    return native + [Save(setup, 2 + ranks % 2, converted=True) for setup in sources]
+
+
+def matrix() -> list[Cell]:
+    """Every fourth crossing, of each stage at some degree: the cuts are proven in ``test_planner.py``.
+
+    Two ranks are what most other tests load on, and another precision changes nothing about the cuts.
+    """
+    found = []
+    for ranks in (1, 3, 4):
+        for number, target in enumerate(MATRIX):
+            if target.precision == "fp32" or ranks % 2:
+                saves = crossings(target, ranks)[(number + ranks) % 4 :: 4]
+                found += [resumed(save, target, ranks, goes_on=place % 8 == 0) for place, save in enumerate(saves)]
+    return found
+
+
+@cells(matrix())
+def test_any_stage_and_degree_resumes_bit_exactly(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+    for load in facts:
         assert load.report.verified.nbytes and not load.report.verified.without_checksum_nbytes, load.text
-        assert load.loss_gap <= ROUNDING[load.case["setup"].precision], load.where
 
 
-@pytest.mark.parametrize("degree", [1, 3])
-def test_round_robin_alignment_amsgrad_and_cpu_adam_resume_bit_exactly_on(
-    degree: int, launch: Launch, native: Path
-) -> None:
-    adam, cpu = Setup(1), Setup(1, optimizer="cpuadam")
-    extra = {setup.name: setup for setup in EXTRA}
-    idle = [setup for setup in EXTRA if setup.groups == "idle"]
-    amsgrad = [setup for setup in EXTRA if setup.optimizer == "adam_amsgrad"]
-    round_robin = [extra[name] for name in extra if "round_robin" in name]
-    crossings = [
-        *[
-            (target, [target, in_precision(Setup(1), target.precision), in_precision(Setup(3), target.precision)])
-            for target in round_robin
-        ],
-        (Setup(2, precision="bf16"), [round_robin[1]]),
-        (Setup(3, zero=(("sub_group_size", 150),)), [Setup(2, zero=(("round_robin_gradients", True),)), cpu]),
-        (Setup(2), [Setup(2, zero=(("round_robin_gradients", True),))]),
-        (cpu, [cpu, Setup(3), extra["z3-fp32-cpuadam-sub_group_size-stage3_param_persistence_threshold"]]),
-        (Setup(3, optimizer="cpuadam"), [cpu, adam]),
-        *[(target, amsgrad) for target in amsgrad],
-        *[(target, idle) for target in idle],
-    ]
-    targets = [{"setup": target, "sources": sources(native, found, [2], "native")} for target, found in crossings]
-    for load in launch(degree, "load", {"targets": targets}):
-        assert load.format == "native" and load.differences == {}, load.where
-        assert load.loss_gap <= ROUNDING[load.case["setup"].precision], load.where
+ADAM, CPU_ADAM = Setup(1), Setup(1, optimizer="cpuadam")
+CPU_ADAM_3 = next(setup for setup in EXTRA if setup.stage == 3 and setup.optimizer == "cpuadam")
+ROUND_ROBIN, ALIGNED = [setup for setup in EXTRA if "round_robin" in setup.name]
+AMSGRAD = [setup for setup in EXTRA if setup.optimizer == "adam_amsgrad"]
+IDLE = [setup for setup in EXTRA if setup.groups == "idle"]
+#: Into which engine, and from which checkpoints of two ranks.
+OTHERS: list[tuple[Setup, list[Setup]]] = [
+    (ROUND_ROBIN, [ROUND_ROBIN, Setup(1), Setup(3)]),
+    (ALIGNED, [ALIGNED, in_precision(Setup(1), "bf16"), in_precision(Setup(3), "bf16")]),
+    (Setup(2, precision="bf16"), [ALIGNED]),
+    (Setup(3, zero=(("sub_group_size", 150),)), [ROUND_ROBIN, CPU_ADAM]),
+    (Setup(2), [ROUND_ROBIN]),
+    (CPU_ADAM, [CPU_ADAM, Setup(3), CPU_ADAM_3]),
+    (replace(CPU_ADAM, stage=3), [CPU_ADAM, ADAM]),
+    *[(target, AMSGRAD) for target in AMSGRAD],
+    *[(target, IDLE) for target in IDLE],
+]
+
+
+@cells([resumed(Save(setup), target, ranks) for ranks in (1, 3) for target, found in OTHERS for setup in found])
+def test_round_robin_alignment_amsgrad_and_cpu_adam_resume_bit_exactly(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
