@@ -358,6 +358,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "arguments"), [(run, ["--quick"]), (flat, []), (metadata, ["--most", "100"])])
 def test_without_matplotlib_the_start_says_so_and_the_picture_is_left_out(
     module: ModuleType, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -372,6 +373,7 @@ def test_without_matplotlib_the_start_says_so_and_the_picture_is_left_out(
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.slow
 def test_every_reader_of_metadata_is_measured(tmp_path: Path) -> None:
     result = CliRunner().invoke(metadata.app, ["--most", "100", "--repeats", "2", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -562,6 +564,7 @@ def test_what_a_rank_sends_does_not_grow_with_the_job() -> None:
     assert larger.received_nbytes < 8.2 * small.received_nbytes
 
 
+@pytest.mark.slow
 def test_bloom_is_exchanged_by_its_384_ranks() -> None:
     found = collectives.collectives_of(384, ScaleModel.load("bloom-176b"))
     assert found.collectives <= 14 and found.sent_nbytes < 10_000 and found.received_nbytes < 9 << 20

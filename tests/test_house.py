@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 import elastic_ckpt
 from elastic_ckpt.cli import COMMANDS, app, summary
-from tests.conftest import CORE, NIGHTLY, SLOW
 
 PACKAGE = Path(elastic_ckpt.__file__).parent
 
@@ -175,10 +174,3 @@ def test_every_module_has_a_test() -> None:
     assert sorted(set(without) - named) == [], "add a test, or name the one that covers it"
     assert named <= set(without), "remove the entry: the module is gone, or has a test"
     assert [name for name in COVERED_BY if not (tests / name).exists()] == []
-
-
-def test_what_runs_seldom_exists() -> None:
-    files = [*(PACKAGE.parent / "tests").rglob("test_*.py")]
-    trees = [ast.parse(path.read_text()) for path in files]
-    known = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    assert {name.partition("[")[0] for name in CORE | NIGHTLY | SLOW} <= known | {path.stem for path in files}

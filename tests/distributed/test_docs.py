@@ -60,6 +60,7 @@ def words_of(picture: str, folder: str) -> str:
     return re.sub(r"0x[0-9a-f]{8}|\d+\.\d+", "#", text.replace(folder, ""))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(path.stem for path in IMAGES.glob("*.svg")))
 def test_pictures_show_what_is_printed(name: str, drawn: tuple[Path, dict[str, str]]) -> None:
     """``python docs/terminal.py`` draws them anew."""

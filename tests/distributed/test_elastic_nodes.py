@@ -10,6 +10,8 @@ from tests.distributed.conftest import Launch
 from tests.distributed.elastic_nodes import Nodes, outcome_of
 from tests.distributed.nodes_script import WAIT
 
+pytestmark = pytest.mark.nightly
+
 STEPS, LIMIT = 9, 180
 #: Of float32 sums in another order.
 ROUNDING = 1e-4

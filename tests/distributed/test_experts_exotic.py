@@ -9,6 +9,8 @@ import pytest
 from tests.distributed.conftest import Launch
 from tests.distributed.expert_exotic_jobs import Exotic
 
+pytestmark = pytest.mark.nightly
+
 ONE_LAYER = r"mixtures\.0\.deepspeed_moe\.experts.*"
 BIASES = r".*deepspeed_experts.*bias"
 SAVED = [

@@ -14,6 +14,8 @@ from elastic_ckpt.cli import app
 from tests.distributed.conftest import Launch
 from tests.distributed.expert_tensor_jobs import Sharded
 
+pytestmark = pytest.mark.nightly
+
 SAVED = [
     Sharded(4, 1, 2),
     Sharded(4, 2, 1, "fp16", residual=True),

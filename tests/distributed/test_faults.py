@@ -77,8 +77,15 @@ def test_a_load_has_these_rounds(run: Run) -> None:
                 assert outcome.kinds == () and outcome.differences == {}
 
 
-@pytest.mark.parametrize(("fault", "seconds"), [("SIGKILL", 8.0), ("SIGSTOP", GROUP_SECONDS + 10.0)])
-@pytest.mark.parametrize(("source", "target"), [("z1", Setup(2, "bf16")), ("z3", Setup(3))], ids=["z2", "z3"])
+@pytest.mark.parametrize(
+    ("source", "target", "fault", "seconds"),
+    [
+        pytest.param("z1", Setup(2, "bf16"), "SIGKILL", 8.0, id="z2-SIGKILL"),
+        pytest.param("z1", Setup(2, "bf16"), "SIGSTOP", GROUP_SECONDS + 10.0, id="z2-SIGSTOP"),
+        pytest.param("z3", Setup(3), "SIGKILL", 8.0, id="z3-SIGKILL", marks=pytest.mark.nightly),
+        pytest.param("z3", Setup(3), "SIGSTOP", GROUP_SECONDS + 10.0, id="z3-SIGSTOP", marks=pytest.mark.nightly),
+    ],
+)
 def test_the_others_raise_an_error_when_a_rank_is_gone(
     fault: str, seconds: float, source: str, target: Setup, run: Run
 ) -> None:

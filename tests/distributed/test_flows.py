@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
+
 from tests.distributed.launch import REPO
 from tests.flows.__main__ import draw
+
+pytestmark = pytest.mark.nightly
 
 #: ``launch/test.sh --all`` takes as long as this for it.
 _SECONDS = 150

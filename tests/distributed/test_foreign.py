@@ -139,6 +139,7 @@ CROSSINGS: dict[int, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", CROSSINGS)
 def test_an_old_folder_loads_at_another_topology(launch: Launch, old: Path, world_size: int) -> None:
     for found in load(launch, old, world_size, *CROSSINGS[world_size]):

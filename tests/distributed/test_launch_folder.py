@@ -187,6 +187,7 @@ def test_a_universal_checkpoint_is_resumed_with_the_flag(
     uninterrupted.go_on_like(read_losses(tmp_path / "losses.csv"), first=5)
 
 
+@pytest.mark.nightly
 def test_a_lost_node_leaves_a_job_of_fewer_ranks_that_resumes_with_the_same_global_batch(
     uninterrupted: Uninterrupted, env: dict[str, str], tmp_path: Path
 ) -> None:

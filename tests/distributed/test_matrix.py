@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.distributed.cells import Cell, Save, cells
 from tests.distributed.conftest import EXTRA, MATRIX, in_precision, saved_at
 from tests.distributed.facts import Loaded, Resumes
 from tests.distributed.model import Setup
+
+pytestmark = pytest.mark.core
 
 #: By which losses of the run that goes on may differ: other ranks sum gradients in another order.
 ROUNDING = {"fp32": 1e-5, "bf16": 5e-3}

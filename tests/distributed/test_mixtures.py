@@ -27,6 +27,8 @@ from tests.distributed.mixture_jobs import Pair
 from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
 
+pytestmark = pytest.mark.core
+
 NO_SHEET = (("elastic_checkpoint", {"sheet": False}),)
 PLAIN = [
     *(Pair(Setup(stage, precision)) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")),

@@ -158,6 +158,7 @@ def bulk(make: Make) -> Cluster:
     return cluster
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("what", "lost"), LOST)
 def test_others_hear_of_a_holder_that_is_lost_in_a_transfer(
     bulk: Cluster, tmp_path: Path, what: signal.Signals, lost: int

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 
 from tests.distributed import damage
 from tests.distributed.cells import Cell, Save, cells
 from tests.distributed.conftest import ROUND_ROBIN
 from tests.distributed.facts import Loaded, Refused, Refuses
 from tests.distributed.model import Setup
+
+pytestmark = pytest.mark.core
 
 RANK0, RANK1 = map(damage.OPTIMIZER.format, range(2))
 MODEL = "mp_rank_00_model_states.pt"

@@ -9,6 +9,8 @@ import pytest
 from tests.distributed.conftest import Launch
 from tests.distributed.sequence_and_tensor_jobs import Case
 
+pytestmark = pytest.mark.nightly
+
 #: By number of ranks.
 SAVED = {4: [Case(2, 2, 1), Case(2, 2, 3, False), Case(1, 2, 3)], 2: [Case(1, 1, 3), Case(2, 1, 1, False)]}
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.soak.__main__ import report_of, run_walk, soak
 from tests.soak.walk import Stop, Walk
+
+pytestmark = pytest.mark.nightly
 
 
 def test_every_hop_of_random_walks_is_bit_exact(extensions_dir: str) -> None:

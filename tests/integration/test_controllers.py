@@ -22,6 +22,8 @@ from tests.distributed.nodes_script import BATCH, FAIL
 from tests.integration.conftest import SCRIPTS, Job, Run
 from tests.integration.scripts.trainer_data import LENGTH
 
+pytestmark = pytest.mark.nightly
+
 STEPS, LIMIT = 6, 400
 AGENTS = {
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=1"],

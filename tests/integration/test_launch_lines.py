@@ -17,6 +17,8 @@ from tests.distributed.launch import end, environment, free_port, remove_shared_
 from tests.integration.comparing import assert_reported_once, assert_restored, assert_trains_on
 from tests.integration.conftest import SCRIPTS, Job, Run
 
+pytestmark = pytest.mark.nightly
+
 ARGUMENTS = ("--stage", "2")
 LINES = [
     line

@@ -30,6 +30,7 @@ def trained(run: Run) -> dict[tuple[tuple[int, int], str], Job]:
     return {(topology, stage): job_of(run, topology, stage) for topology in (FOUR, TWO_PLAIN) for stage in STAGES}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("saved", "now"),
@@ -53,6 +54,7 @@ def test_trainer_resumes_exactly_at_another_sequence_parallel_degree(
     assert_trains_on(before, resumed)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_same_topology_resumes_with_elastic_ckpt_as_without(
     stage: str, trained: dict[tuple[tuple[int, int], str], Job], run: Run

@@ -75,6 +75,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.slow
 def test_an_environment_is_enabled_until_it_is_disabled(fresh: Path) -> None:
     listed = [fresh, "-c", "import sys; print(*sorted(sys.modules), sep='\\n')"]
     before = run(listed).stdout.split()

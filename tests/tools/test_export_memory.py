@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.unpartitioned import FILE, indexed
@@ -18,6 +19,8 @@ _SCRIPT = """
 import json, sys
 import elastic_ckpt
 from pathlib import Path
+
+import pytest
 
 def counted():
     io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
@@ -32,6 +35,7 @@ print(json.dumps({"read": after - read, "peak": peak - before, "written": report
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_shard_and_bytes_are_read_once(tmp_path: Path) -> None:
     source = tmp_path / "step"
     source.mkdir()
