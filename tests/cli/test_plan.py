@@ -22,8 +22,8 @@ from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from tests.big_models import catalog_of, small_model
 from tests.oracle.proof import proof_of
-from tests.test_benchmarks_scale import catalog_of, small_model
 
 H = 16384
 

@@ -16,7 +16,7 @@ from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import size
 from elastic_ckpt.tools.virtual import Topology, VirtualJob, bytes_by_file
-from tests.test_benchmarks_scale import small_model
+from tests.big_models import small_model
 
 
 @pytest.fixture(scope="module", params=[Topology(2, 2, 2, 1), Topology(4, 2, 1, 3)], ids=str)

@@ -14,15 +14,8 @@ from elastic_ckpt.core.fqn import RenameRules, rename, rename_saved
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from tests.core.names import WHOLES, names_in
 from tests.simulation import TWO, live, names_of, saved
-
-WHOLES = {("mask", BUFFER): ((2,), "int64"), ("old.bias", FROZEN): ((4,), "float32")}
-
-
-def names_in(metadata: CheckpointMetadata) -> set[str]:
-    assert all(name == tensor.name for (name, _), tensor in metadata.tensors.items()), "a tensor kept its old name"
-    return {*metadata.parameters, *(name for name, _ in metadata.tensors), *metadata.aliases}
-
 
 # --- renames of the user's --------------------------------------------------------------------------------------
 

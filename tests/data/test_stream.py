@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from elastic_ckpt.data import ElasticStream
 from elastic_ckpt.errors import MismatchError
-from tests.data.test_sampler import Counting
+from tests.data.engine_counters import Counting
 
 
 def in_pairs(documents: Iterator[int]) -> Iterator[tuple[list[int], int]]:

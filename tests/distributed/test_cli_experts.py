@@ -20,10 +20,10 @@ from elastic_ckpt.cli import app
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.tools.opened import open_folder
+from tests.big_models import check_places, described
 from tests.distributed.conftest import Launch
 from tests.distributed.expert_jobs import Experts
 from tests.distributed.jobs import truth_of
-from tests.test_benchmarks_scale import check_places, described
 
 #: What is saved, and the same state after a load at other degrees.
 SOURCE = Experts(4, 1, 2, "fp32")

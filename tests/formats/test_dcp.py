@@ -16,82 +16,34 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.values import left_in_file
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsafePickleError, UnsupportedError
-from elastic_ckpt.formats.base import Checkpoint, MetadataOptions
+from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.classification import FRESH
 from elastic_ckpt.formats.dcp_entries import sort_entries
 from elastic_ckpt.formats.dcp_metadata import read_dcp_file, read_dcp_metadata
 from elastic_ckpt.formats.detect import find_checkpoint
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
-from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.planning.planner import compare_replicas
 from elastic_ckpt.planning.state_errors import state_errors
 from elastic_ckpt.sharding.resolve import ReshardPlan
 from tests.attacks.guard import guarded
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(3, 5)
-        self.last = torch.nn.Linear(5, 3, bias=False)
-        self.last.weight.requires_grad_(False)
-        self.register_buffer("ticks", torch.arange(4))
-
-
-def trained() -> tuple[Net, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    net = Net()
-    groups = [{"params": [net.first.weight], "lr": 0.1}, {"params": [net.first.bias], "lr": 0.2}]
-    optimizer = torch.optim.AdamW(groups)
-    net.last(net.first(torch.ones(2, 3))).sum().backward()
-    optimizer.step()
-    return net, optimizer
-
-
-def state_dicts(flat: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    return get_state_dict(*trained(), options=StateDictOptions(flatten_optimizer_state_dict=flat))
-
-
-def save(folder: Path, state_dict: dict[str, Any]) -> Path:
-    dcp.save(state_dict, checkpoint_id=folder)
-    return folder
+from tests.formats.dcp_folders import read, rewrite, save, state_dicts, trained, values
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     model, optim = state_dicts()
     return save(tmp_path / "saved", {"model": model, "optim": optim, "note": "hello", "seen": {"tokens": 7}})
-
-
-def read(folder: Path, **options: Any) -> Checkpoint:
-    found = find_checkpoint(str(folder), None, prefer_universal=False)
-    assert found is not None and found.format == "dcp"
-    return read_checkpoint(found, MetadataOptions(**options))
-
-
-def values(checkpoint: Checkpoint, name: str, key: str) -> torch.Tensor:
-    """A tensor, from the bytes that its chunks name."""
-    tensor = checkpoint.metadata.tensors[name, key]
-    flat = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)).reshape(-1)
-    for chunk in tensor.chunks:
-        path = checkpoint.metadata.files[chunk.file].path
-        nbytes = chunk.range.numel * flat.itemsize
-        raw = numpy.fromfile(path, "u1", nbytes, offset=chunk.byte_offset)
-        flat[chunk.range.start : chunk.range.stop] = torch.from_numpy(raw).view(flat.dtype)
-    return flat.view(tensor.shape)
 
 
 def test_entries_become_masters_states_groups_and_client_state(folder: Path) -> None:
@@ -343,14 +295,6 @@ def test_the_last_step_without_latest_is_one_that_was_finished(tmp_path: Path, f
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     found = find_checkpoint(str(tmp_path), None, prefer_universal=False)
     assert found is not None and found.tag == "iter_0000020"
-
-
-def rewrite(folder: Path, change: Callable[[Any], object]) -> None:
-    """Change what ``.metadata`` says."""
-    path = folder / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    change(metadata)
-    path.write_bytes(pickle.dumps(metadata))
 
 
 def store(metadata: Any, **changes: Any) -> None:

@@ -22,7 +22,7 @@ from elastic_ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from elastic_ckpt.formats.dcp_entries import read_common_state
 from elastic_ckpt.planning.state_errors import state_errors
 from elastic_ckpt.sharding.rules import is_fused
-from tests.formats.test_dcp import read, rewrite, values
+from tests.formats.dcp_folders import read, rewrite, values
 
 STACKED = "decoder.layers.mlp.linear_fc2.weight"
 

@@ -25,27 +25,14 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.shard_specs import declared_by
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
-from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_module_files
 from elastic_ckpt.formats.model_states import Grid, ModelShard, grid_of
 from elastic_ckpt.formats.saved_config import StatedDegrees
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
+from tests.formats.model_shards import model
 
 # --- ranks ------------------------------------------------------------------------------------------------------
-
-
-def model(
-    names: Sequence[str] = (),
-    degrees: tuple[int, int] | None = None,
-    weights: Sequence[str] = (),
-    mp: int | None = None,
-) -> ModelShard:
-    refs = {name: TensorRef("float32", (1,), (1,), 0) for name in weights}
-    shapes = (tuple((name, (1,)) for name in names),) if names else ()
-    return ModelShard(
-        "/ckpt/mp_rank.pt", 1, shapes, refs, (), 0, (), {}, True, {}, {}, "0.19.8", {}, 1, Features(), None, stated=StatedDegrees(degrees, mp)
-    )  # fmt: skip
 
 
 def ranks(*models: ModelShard) -> dict[int, ModelShard]:

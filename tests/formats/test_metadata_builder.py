@@ -16,7 +16,7 @@ from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
-from tests.formats.test_grid import model
+from tests.formats.model_shards import model
 
 SHAPES = [("a", (2, 3)), ("b", (2,))]
 #: On two ranks with partitions of four elements.

@@ -29,6 +29,7 @@ from elastic_ckpt.formats.objects import materialise, materialise_entries
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import read_numbers
+from tests.trees import bits, spelled_out
 
 #: Written by tests that run under hypothesis: one folder for all examples is enough.
 REUSED_FOLDER = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -49,26 +50,6 @@ def by_hand(path: str, ref: TensorRef) -> torch.Tensor:
         start = ref.byte_offset + dtype.itemsize * sum(i * step for i, step in zip(index, ref.stride, strict=True))
         values.append(torch.frombuffer(bytearray(raw[start : start + dtype.itemsize]), dtype=dtype))
     return torch.cat(values).reshape(ref.shape) if values else torch.empty(ref.shape, dtype=dtype)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    dense = tensor.detach().to_dense().resolve_conj().clone(memory_format=torch.contiguous_format)
-    return dense.view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def spelled_out(node: Any) -> Any:
-    """Types, structure and every bit of every tensor and array, in a form that ``==`` compares."""
-    if type(node) in (torch.Tensor, torch.nn.Parameter):
-        return type(node), node.dtype, node.layout, tuple(node.shape), bits(node)
-    if isinstance(node, np.ndarray):
-        return type(node), node.dtype, node.shape, node.tolist()
-    if isinstance(node, dict):
-        return type(node), [(key, spelled_out(value)) for key, value in node.items()]
-    if type(node) in (list, tuple):
-        return type(node), [spelled_out(value) for value in node]
-    if isinstance(node, argparse.Namespace):
-        return type(node), spelled_out(vars(node))
-    return type(node), repr(node)
 
 
 def as_torch_loads(path: str) -> Any:

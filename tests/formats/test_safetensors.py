@@ -22,7 +22,7 @@ from elastic_ckpt.tools.inspection import inspect_folder
 from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.verification import verify
 from tests.attacks.guard import guarded
-from tests.formats.test_dcp import save, state_dicts, values
+from tests.formats.dcp_folders import save, state_dicts, values
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 CONFIG = ElasticConfig()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.live_names import align
-from tests.formats.test_zero0 import NAMES, adamw, with_masters
+from tests.formats.zero0_states import NAMES, adamw, with_masters
 from tests.unpartitioned import Model, catalog_of, contents, indexed, trained
 
 Shape = tuple[int, ...]

@@ -20,7 +20,7 @@ from elastic_ckpt.io import reader
 from elastic_ckpt.io.coalesce import MAX_BUFFERS, ReadOptions, read_options, staged_batches, staged_reads
 from elastic_ckpt.io.reader import ReadSums, execute
 from elastic_ckpt.io.staging import ReadStats, StagingBuffers
-from tests.io.test_staging import LateBuffers, needs_accelerator
+from tests.io.late_buffers import LateBuffers, needs_accelerator
 from tests.reading import UNTOUCHED, plan_of, run, untouched, write
 
 FILE_DTYPES = ["uint8", "int16", "bfloat16", "float32", "int64", "complex128"]

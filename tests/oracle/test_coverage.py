@@ -21,12 +21,12 @@ from elastic_ckpt.core.read_plan import LoadPlan, ReadItem
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from tests import simulation_parallel as parallel
+from tests.big_models import catalog_of, small_model
 from tests.oracle.coverage import Proof, prove
 from tests.oracle.intervals import coverage, covers_exactly, intervals, strided, together
 from tests.simulation import cases as flat_cases
 from tests.simulation import engine_of, saved
-from tests.test_benchmarks_scale import catalog_of, small_model
-from tests.tools.test_virtual import RULES, sharded
+from tests.tools.sharded_models import RULES, sharded
 
 slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

@@ -23,7 +23,7 @@ from elastic_ckpt.core.strided import Shape, ShardSources, StridedCopy
 from elastic_ckpt.errors import WITHOUT_STATES, ConfigError, MismatchError
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.sharding.resolve import resolve
-from tests.planning.test_plan_builder import (
+from tests.planning.building import (
     FOUR,
     catalog_of,
     coded,
@@ -35,7 +35,7 @@ from tests.planning.test_plan_builder import (
     target_of,
     tensor_in,
 )
-from tests.planning.test_quantized_items import ROUNDING, Disk
+from tests.planning.partitions import ROUNDING, Disk
 from tests.resolving import checkpoint
 from tests.simulation import live, saved
 

@@ -14,7 +14,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, DerivedTensors
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
-from tests.core.test_fqn import WHOLES, names_in
+from tests.core.names import WHOLES, names_in
 from tests.simulation import TWO, live, names_of, saved
 
 HEAD = ModelLayout(ties={"head": ("embedding",)})

@@ -20,7 +20,7 @@ from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.tools.comparison import compare
 from elastic_ckpt.tools.conversion.dcp import convert_to_dcp
 from elastic_ckpt.tools.opened import OpenedCheckpoint, open_folder
-from tests.formats.test_dcp import Net, save, state_dicts, trained
+from tests.formats.dcp_folders import Net, save, state_dicts, trained
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from elastic_ckpt.tools.comparison import compare
 from elastic_ckpt.tools.inspection import inspect_folder
 from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.verification import verify
-from tests.formats.test_dcp import save, state_dicts
+from tests.formats.dcp_folders import save, state_dicts
 
 CONFIG = ElasticConfig()
 

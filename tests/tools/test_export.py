@@ -22,7 +22,7 @@ from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError, No
 from elastic_ckpt.tools import export as exporting
 from elastic_ckpt.tools.export import converted, of_adapter, optimizer_facts
 from elastic_ckpt.tools.logical import LogicalTensor
-from tests.formats.test_dcp import save
+from tests.formats.dcp_folders import save
 from tests.unpartitioned import Model, indexed, trained
 
 INDEX = "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.virtual import Topology, VirtualJob, bytes_by_file, forecast
 from tests.simulation import saved
-from tests.tools.test_virtual import RULES, sharded
+from tests.tools.sharded_models import RULES, sharded
 
 # --- reads ------------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.tools.conversion.dcp import convert_to_dcp
 from elastic_ckpt.tools.opened import open_folder
-from tests.formats.test_dcp import save as save_dcp
-from tests.formats.test_dcp import state_dicts
+from tests.formats.dcp_folders import save as save_dcp
+from tests.formats.dcp_folders import state_dicts
 
 
 @contextmanager

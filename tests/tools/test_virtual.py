@@ -18,15 +18,14 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.chunks import chunks_of
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
-from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import PER_PARAMETER, REPLICATED, BlockFormat, Codebook
 from elastic_ckpt.errors import MismatchError, UnsupportedError
-from elastic_ckpt.formats.merging import merge_shards, merge_stages
+from elastic_ckpt.formats.merging import merge_stages
 from elastic_ckpt.planning.planner import LoadOptions, match, plan_load
-from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.tools import virtual
 from elastic_ckpt.tools.virtual import Topology, VirtualJob, _partition, stages_of
-from tests.simulation import Element, Shape, elements_of, saved
+from tests.simulation import Element, elements_of, saved
+from tests.tools.sharded_models import RULES, sharded
 
 OPTIONS = LoadOptions()
 
@@ -169,20 +168,6 @@ def test_names_are_those_after_the_users_renames() -> None:
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------------
-
-RULES = ShardingRules(
-    (
-        ShardSpec(pattern=r".*\.up", kind="column"),
-        ShardSpec(pattern=r".*\.down", kind="row"),
-        ShardSpec(pattern=r".*\.norm", kind="replicated"),
-        ShardSpec(pattern="words", kind="vocabulary"),
-    )
-)
-SHARDS = {"words": (10, 4), "0.up": (8, 4), "0.down": (4, 8), "0.norm": (4,)}
-
-
-def sharded(tp: int, shapes: dict[str, Shape] = SHARDS) -> CheckpointMetadata:
-    return merge_stages([merge_shards([saved(shapes) for _ in range(tp)])])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
