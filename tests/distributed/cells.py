@@ -18,6 +18,7 @@ what was to be damaged is not. A test that passes all the same has shown nothing
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -70,12 +71,12 @@ class Cell:
 
     Attributes:
         name: of the test, unique in its table.
-        save: what is loaded; ``None`` for a job that needs no checkpoint.
+        save: what is loaded; ``None`` for a job that saves its own, if any.
         job: a function of :mod:`tests.distributed.jobs`, or ``module.function`` of another module of jobs: it takes a
             case, or a list of ``cases``, here of one, and returns a list of facts, or ``None`` where other ranks have
             them.
         ranks: how many run it.
-        case: what the job is told, beside ``folder``.
+        case: what the job is told, beside ``name`` and ``folder``.
         change: is done to a copy of the save, which is loaded in its place; called with the copy and the folders of
             ``others``.
         others: more saves, of which parts are taken.
@@ -92,7 +93,7 @@ class Cell:
     change: Change | None = None
     others: tuple[Save, ...] = ()
     expected: Any = None
-    fits: tuple[Save, Mapping[str, Any]] | None = None
+    fits: tuple[Save | None, Mapping[str, Any]] | None = None
     seconds: float = 120
 
     def __str__(self) -> str:
@@ -211,6 +212,7 @@ class Packs:
 
     def __init__(self, saves: Saves, launcher: Launcher, folder: Path, selected: Sequence[pytest.Item]) -> None:
         self._saves, self._launcher, self._copies = saves, launcher, folder
+        self._numbers = itertools.count()
         self._waiting: dict[tuple[Path, int], list[Cell]] = {}
         for item in selected:
             cell = cell_of(item)
@@ -241,14 +243,12 @@ class Packs:
         if jobs.SPOILS and cell.fits is not None:
             save, case = cell.fits
         case = {"name": cell.name, **case}
-        if save is None:
-            return case
-        folder = self._saves.folder(save)
-        if cell.change is not None and not jobs.SPOILS:
-            copy = self._copies / str(len(list(self._copies.iterdir())))
-            shutil.copytree(folder, copy)
-            cell.change(copy, *map(self._saves.folder, cell.others))
-            folder = copy
+        folder = self._copies / str(next(self._numbers))  # to be made, where there is no save
+        if save is not None and (cell.change is None or jobs.SPOILS):
+            folder = self._saves.folder(save)
+        elif save is not None and cell.change is not None:
+            shutil.copytree(self._saves.folder(save), folder)
+            cell.change(folder, *map(self._saves.folder, cell.others))
         return {"folder": str(folder), **case}
 
 

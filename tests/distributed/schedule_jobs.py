@@ -9,7 +9,7 @@ import elastic_ckpt
 from elastic_ckpt.data import ElasticSampler
 from tests.distributed.data_jobs import DataLoader, Rows, in_global_order, train_micro_batches
 from tests.distributed.model import Setup, TinyLM, build_engine, close
-from tests.distributed.test_unchanged_topology import ROUTING
+from tests.distributed.unchanged_configurations import ROUTING
 
 
 def run(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:

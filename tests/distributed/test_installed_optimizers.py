@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from elastic_ckpt.cli import app
 from tests.distributed.conftest import Launch
 from tests.distributed.model import INSTALLED
-from tests.distributed.test_unchanged_topology import Cell, cells
+from tests.distributed.unchanged_configurations import Configuration, configurations
 
 HERE = [name for name, (module, *_) in INSTALLED.items() if importlib.util.find_spec(module.partition(".")[0])]
 #: Whose states only DeepSpeed's own loader restores, at which stages; DeepSpeed fails to save MADGRAD's in others.
@@ -24,8 +24,10 @@ STAGES = {
     **{"measuring": (0, 1, 2, 3), "hf.Adafactor": (0, 1, 2, 3), "po.MADGRAD": (0,)},
     **dict.fromkeys(("prodigy", "po.RACS"), (0, 1, 3)),
 }
-CELLS: dict[str, Cell] = {
-    cell["name"]: cell for name in HERE for cell in cells(name, STAGES.get(name, (1, 3)), optimizer=name, groups="one")
+CELLS: dict[str, Configuration] = {
+    cell["name"]: cell
+    for name in HERE
+    for cell in configurations(name, STAGES.get(name, (1, 3)), optimizer=name, groups="one")
 }
 #: What starts fresh on other ranks, where each computes it of its own partition.
 ANEW = {"hf.Adafactor": {"RMS"}, "came": {"RMS"}, "po.Lamb": {"weight_norm", "adam_norm", "trust_ratio"}}

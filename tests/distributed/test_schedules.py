@@ -10,7 +10,7 @@ import pytest
 from elastic_ckpt.data import ElasticSampler
 from tests.distributed.conftest import Launch
 from tests.distributed.data_jobs import LENGTH
-from tests.distributed.test_unchanged_topology import RANDOM_LTD
+from tests.distributed.unchanged_configurations import RANDOM_LTD
 
 STAGES = [1, 3]
 #: Ranks, micro-batch, then (global batch, micro-batches until the next one): of 6 samples, and from step 2 on of 12.

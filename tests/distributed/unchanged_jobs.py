@@ -26,6 +26,7 @@ from torch import nn
 import elastic_ckpt
 from tests.distributed import model as models
 from tests.distributed.facts import log_lines
+from tests.distributed.jobs import SPOILS
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, VOCABULARY, Setup, batch, build_optimizer, close
 from tests.distributed.odd_models import OddLM
 from tests.distributed.truth import base_of
@@ -323,6 +324,8 @@ def run_cell(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         truth = save(cell, folder)
     except Exception as error:
         return {**result, "a": {"save": text_of(error)}}
+    if SPOILS:
+        truth["masters"][0].view(-1)[:1] += 1
     for arguments in cell["loads"]:
         loaded: dict[str, Any] = {}
         for name, ours in (("a", False), ("b", True)):
@@ -343,28 +346,32 @@ def run_cell(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     return result
 
 
-def matrix(arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Run all cells; by cell, what any rank found."""
-    results: dict[str, Any] = {}
-    rank = dist.get_rank()
+def compare(cell: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Save and load one cell in its ``folder``; what any rank found."""
+    rank, folder = dist.get_rank(), cell["folder"]
     os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # of DeepSpeed's launcher, for "writer"
+    local_rank, place = os.environ["LOCAL_RANK"], os.getcwd()
+    if cell["own_disk"]:  # one rank a node, each with a disk of its own below the same path
+        os.environ["LOCAL_RANK"] = "0"
+        os.makedirs(f"{folder}-node{rank}")
+        os.chdir(f"{folder}-node{rank}")
+        folder = f"{folder}-node{rank}" if cell["own_disk"] == "named" else "/proc/self/cwd/checkpoints"
+    if cell["data"]:
+        os.chdir(os.path.dirname(folder))  # the data sampler leaves files there
+    mine = run_cell(cell, folder)
+    os.chdir(place)
+    os.environ["LOCAL_RANK"] = local_rank
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return [united(everyone)] if rank == 0 else None
+
+
+def matrix(arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """:func:`compare` all cells; by cell, what any rank found."""
+    results: dict[str, Any] = {}
     for cell in arguments["cells"]:
-        folder = os.path.join(arguments["folder"], cell["name"])
-        local_rank, place = os.environ["LOCAL_RANK"], os.getcwd()
-        if cell["own_disk"]:  # one rank a node, each with a disk of its own below the same path
-            os.environ["LOCAL_RANK"] = "0"
-            os.makedirs(f"{folder}-node{rank}")
-            os.chdir(f"{folder}-node{rank}")
-            folder = f"{folder}-node{rank}" if cell["own_disk"] == "named" else "/proc/self/cwd/checkpoints"
-        if cell["data"]:
-            os.chdir(arguments["folder"])  # the data sampler leaves files there
-        mine = run_cell(cell, folder)
-        os.chdir(place)
-        os.environ["LOCAL_RANK"] = local_rank
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        results[cell["name"]] = united(everyone)
-    return [results] if rank == 0 else None
+        results[cell["name"]] = compare({**cell, "folder": os.path.join(arguments["folder"], cell["name"])})
+    return [{name: found for name, (found,) in results.items()}] if dist.get_rank() == 0 else None
 
 
 def elsewhere(arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
