@@ -279,7 +279,8 @@ def _patterns(values: Any) -> list[str]:
     for value in patterns:
         if not isinstance(value, str) or len(value) > _LONGEST:
             raise TypeError(f"{str(value)[:40]!r} is no pattern")
-        re.compile(value)
+        if re.compile(value).flags & re.VERBOSE:  # whose blanks hide what is repeated from the checks below
+            raise ValueError(f"the pattern {value[:40]!r} is in verbose mode")
         tries = _TRIES_OF_A_REPEAT * len(_REPEATS.findall(value)) + value.count("|")
         of_all += tries
         if _SLOW.search(value) or tries > _MOST_TRIES or of_all > _MOST_TRIES_OF_ALL:

@@ -103,7 +103,9 @@ def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entrie
     weights = _model(contents, rest, trained, {name for _, name, _ in flattened}, folder)
     for root, word, entry in flattened:
         kind, _, key = word.partition(".")
-        name = _owner(word, weights) or ""
+        name = _owner(word, weights)
+        if name is None:
+            raise _unknown_layout(folder, f"{entry}, of no tensor of the model", WITHOUT_STATES)
         key = key.removeprefix(f"{name}.")
         if kind == _STATE:
             add_state(states, (name, key), entry, folder)
@@ -245,10 +247,13 @@ def read_common_state(folder: str, trust_pickle: bool) -> CommonState | None:
         chained = list(optimizer.values()) if set(map(type, optimizer)) == {int} else [optimizer]
         parts = [part.get("optimizer", part) for part in chained]  # of mixed precision
         groups = [group for part in parts for group in part.get("param_groups", ())]
-        distinct: list[dict[str, Any]] = []
+        by_text: dict[str, list[dict[str, Any]]] = {}  # what is equal has one text: not each is compared with all
         for group in groups:
             values = {key: value for key, value in group.items() if key not in ("params", "step")}
-            distinct += [values] * (values not in distinct)
+            of_one_text = by_text.setdefault(repr(values), [])
+            if values not in of_one_text:
+                of_one_text.append(values)
+        distinct = [values for of_one_text in by_text.values() for values in of_one_text]
         steps = [part["state"]["common_step"] for part in parts if "common_step" in part.get("state", {})]
         steps += [group["step"] for group in groups if "step" in group]  # as the distributed optimizer keeps it
         run = vars(others["args"]) if isinstance(others.get("args"), Namespace) else {}

@@ -141,7 +141,8 @@ def check_own_entries(file: PickledFile) -> None:
     if "module" in tree:
         _check_all(file, tree, _MODEL_STATES)
         _check_weights(file, tree)
-        _check_unrolled(tree.get("lr_scheduler"))
+        for key in ("lr_scheduler", "param_shapes", "frozen_param_shapes"):
+            _check_unrolled(key, tree.get(key))
     if isinstance(state := tree.get("optimizer_state_dict"), Mapping):
         _check_all(file, state, _PARTITIONS, "optimizer_state_dict / ")
         _check_lengths(file, state)
@@ -149,7 +150,7 @@ def check_own_entries(file: PickledFile) -> None:
         raise malformed(file, "optimizer_state_dict", "a dictionary", state)
 
 
-def _check_unrolled(value: Any) -> None:
+def _check_unrolled(entry: str, value: Any) -> None:
     """Raise :class:`UnsupportedError` for containers that, written out, have more items than are reasonable.
 
     A few that hold each other twice stand for as many as 2 to the power of their number, which reports write out.
@@ -168,12 +169,15 @@ def _check_unrolled(value: Any) -> None:
         if not known and inner:
             counts[id(each)] = len(inner) + sum(counts.get(id(one), 0) for one in inner)
             if counts[id(each)] > _MOST_UNROLLED:
-                raise limit_error(f"lr_scheduler: at most {_MOST_UNROLLED} items, written out", "more")
+                raise limit_error(f"{entry}: at most {_MOST_UNROLLED} items, written out", "more")
 
 
 def check_optimizer_file(file: PickledFile) -> None:
     """Raise :class:`DamagedError` for an entry of ``zero/optimizer_state.pt`` that is of another type."""
-    _check_all(file, checked_tree(file), _UNIVERSAL_OPTIMIZER)
+    tree = checked_tree(file)
+    _check_all(file, tree, _UNIVERSAL_OPTIMIZER)
+    for key, value in tree.items():
+        _check_unrolled(str(key), value)
 
 
 def checked_tree(file: PickledFile) -> Mapping[Any, Any]:
@@ -211,6 +215,7 @@ def check_groups(file: PickledFile, groups: Any, with_members: bool = True) -> S
     """The param groups of an optimizer, with the numbers of their members; :class:`DamagedError` if these are none."""
     if not isinstance(groups, (list, tuple)) or not groups:
         raise malformed(file, "param_groups", "a list of at least one param group", groups)
+    _check_unrolled("param_groups", groups)
     for group in groups:
         if not isinstance(group, Mapping):
             raise malformed(file, "param_groups", "a dictionary for each param group", group)

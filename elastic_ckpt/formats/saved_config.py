@@ -42,6 +42,8 @@ from elastic_ckpt.storage import absolute, file_names, is_folder, open_stream
 #: DeepSpeed's counters, and the degrees of the run.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 _ONE_BIT_STATES = {"worker_error", "server_error", "momentum_accumulator", "lamb_coeff_freeze", "scaling_coeff"}
+#: What PyYAML raises for scalars that are not of the type that they are tagged with.
+_MALFORMED = (ValueError, KeyError, IndexError, OverflowError, AttributeError, TypeError)
 _PLAIN = (str, int, float, bool, type(None))
 _ENDINGS = (".yml", ".yaml", ".json")
 _MOST_FILES, _MOST_BYTES, _MOST_RANKS = 32, 1 << 18, 1 << 17  # in untrusted files, above any real configuration
@@ -69,7 +71,7 @@ def saved_config(file: PickledFile) -> Mapping[str, Any] | None:
     if isinstance(config, str):
         try:
             config = json.loads(config)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None  # a path on the machine that saved it: the config is unknown, not empty
     return config if isinstance(config, Mapping) else None
 
@@ -196,7 +198,7 @@ def read_options(path: str) -> dict[str, Any] | None:
                 return None
             if isinstance(value, yaml.ScalarNode) and isinstance(plain := loader.construct_object(value), _PLAIN):
                 options[name.value.replace("-", "_")] = plain
-    except (DamagedError, OSError, yaml.YAMLError, ValueError, RecursionError):
+    except (DamagedError, OSError, yaml.YAMLError, RecursionError, *_MALFORMED):
         return None
     return options
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, groupby, islice
 from operator import itemgetter, or_
 from typing import Any
 
@@ -67,6 +67,7 @@ _PARTITIONS = frozenset(
     {"base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups"}
     | {"fp32_groups_flat_partition", "optimizer_state_dict"}
 )
+_SHOWN = 5  # of ranks without a file
 _LOAD_NATIVE = "load the native checkpoint instead"
 #: Marks that each parameter has its own data, whatever DeepSpeed's converter would have made of such a run.
 TRUE_ORDER = "elastic_ckpt_true_order"
@@ -154,11 +155,13 @@ def _refuse_missing_model_files(found: CheckpointInfo, models: Mapping[tuple[int
     """Raise :class:`DamagedError` for a file that is needed: a first rank's, or any with a part of frozen weights."""
     for (mp, _), model in models.items():
         ranks = range(int(model.counters["dp_world_size"]) if model.frozen_fragments else 1)
-        lost = [dp for dp in ranks if (mp, dp) not in models]
+        # a counter of the file, which may be of any size: the ranks are not listed
+        lost = list(islice((dp for dp in ranks if (mp, dp) not in models), _SHOWN + 1))
         if lost and found.files.model_zero3:
             name = f"zero_pp_rank_{lost[0]}_mp_rank_{mp:02d}_model_states.pt"
-            problem, have = "a file of the universal checkpoint is missing", f"none of rank {', '.join(map(str, lost))}"
-            raise DamagedError(problem, found.path(name), name, have, remedy=CONVERT_AGAIN)
+            shown = ", ".join(map(str, lost[:_SHOWN])) + ", ..." * (len(lost) > _SHOWN)
+            problem = "a file of the universal checkpoint is missing"
+            raise DamagedError(problem, found.path(name), name, f"none of rank {shown}", remedy=CONVERT_AGAIN)
 
 
 class _Builder(StatesBuilder):

@@ -369,6 +369,22 @@ def test_nothing_in_the_metadata_runs(folder: Path, place: str) -> None:
         read(folder)
 
 
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        (("param_groups",) * 30_000, "30000 keys"),
+        (("state",) * 65, "65 keys"),
+        (("optim", "state." + "a." * 150_000), "longest of 300006 characters"),
+    ],
+)
+def test_paths_that_no_state_dict_has_are_a_limit(folder: Path, path: tuple[str, ...], found: str) -> None:
+    """Each of their beginnings would be looked at: 63 KB of such a path took 4 GiB."""
+    rewrite(folder, lambda metadata: metadata.planner_data.update({next(iter(metadata.planner_data)): path}))
+    with guarded(64 << 20), pytest.raises(UnsupportedError, match="a limit of elastic_ckpt") as caught:
+        read(folder)
+    assert found in str(caught.value)
+
+
 @pytest.mark.parametrize("raw", [b"", b"\x80\x04.", pickle.dumps(7), pickle.dumps({"state_dict_metadata": {}})])
 def test_noise_for_metadata_is_damage(folder: Path, raw: bytes) -> None:
     (folder / ".metadata").write_bytes(raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,24 @@ def test_a_schedule_that_is_endless_written_out_is_a_limit(tmp_path: Path) -> No
     held: dict[str, Any] = {"last_epoch": 1}
     held["itself"] = [held, held]
     check_own_entries(opened(tmp_path, {**TREES["model"], "lr_scheduler": held}))
+
+
+@pytest.mark.parametrize("entry", ["param_groups", "param_shapes", "a list of the converter's"])
+def test_a_container_that_is_held_many_times_counts_each_time(entry: str, tmp_path: Path) -> None:
+    """Sixty param groups that share one list are a small file, and a minute of work."""
+    path = str(tmp_path / "file.pt")
+    if entry == "param_groups":
+        numbers = list(range(20_000))
+        torch.save({"groups": [{"lr": 0.1, "params": numbers} for _ in range(60)]}, path)
+        file = open_pickled(path, False)
+        check = partial(check_groups, file, file.tree["groups"])
+    elif entry == "param_shapes":
+        shapes = {str(number): torch.Size([1]) for number in range(10_000)}
+        torch.save({"module": {}, "param_shapes": [shapes] * 60}, path)
+        check = partial(check_own_entries, open_pickled(path, False))
+    else:
+        names = [str(number) for number in range(20_000)]
+        torch.save({"param_groups": [], "files": [[["fp32"], names]] * 60}, path)
+        check = partial(check_optimizer_file, open_pickled(path, False))
+    with pytest.raises(UnsupportedError, match="up to a limit"):
+        check()

@@ -136,6 +136,13 @@ def test_files_that_are_too_big_are_not_read(tmp_path: Path) -> None:
     assert run_arguments(NEOX, str(tmp_path)) == {**NEOX, "x": 1}
 
 
+@pytest.mark.parametrize("value", ["!!bool foo", "!!int ''", "1:" * 3000 + "1.0", "!!timestamp foo", "!!float x"])
+def test_scalars_that_are_not_what_their_tag_says_leave_options_unknown(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "options.yml"
+    path.write_text(f"a: {value}\n")
+    assert read_options(str(path)) is None
+
+
 def test_arguments_of_other_code_do_not_have_files_read(tmp_path: Path) -> None:
     configure(tmp_path, a='{"x": 1}')
     assert run_arguments({"seed": 3}, str(tmp_path)) == {"seed": 3}

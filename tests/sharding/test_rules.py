@@ -410,6 +410,12 @@ def test_patterns_that_could_take_for_ever_are_not_understood(pattern: str) -> N
         declared.spec("layers.0.norm.weight")
 
 
+def test_verbose_patterns_are_not_understood() -> None:
+    """Their blanks stand between a group and what repeats it, where no look at the text finds it."""
+    with pytest.raises(CannotSplit, match="verbose"):
+        declared_by({"tp_replicated_parameter_patterns": ["(?x)(a+) +$"]}).spec("a" * 40 + "b")
+
+
 def test_maps_of_enormous_shapes_take_no_memory() -> None:
     entry = {
         "logical_shape": [10**12, 4],
