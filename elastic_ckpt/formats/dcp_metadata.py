@@ -34,8 +34,10 @@ from elastic_ckpt.storage import PartStream, modified, open_stream, size_of
 
 #: Memory of the objects of a ``.metadata``, which is all pickle, a dozen of them for each chunk: times that of others.
 _MORE_MEMORY = 8
-#: Keys of a path from the top of a state dict to an entry, and characters of one: FQNs, or FQNs and a state's key.
-_MOST_KEYS, _LONGEST_KEY = 64, 2048
+#: Of a path from the top of a state dict to an entry.
+_MOST_KEYS = 64
+#: In characters: a key is a name, an FQN, or an FQN and the key of a state.
+_LONGEST_KEY = 2048
 Shape = tuple[int, ...]
 #: The keys that lead to an entry in the nested state dict.
 Path = tuple[str | int, ...]
@@ -135,7 +137,7 @@ def _refuse_long_path(keys: Sequence[str | int], path: str) -> None:
     """Raise :class:`UnsupportedError` for a path that no state dict has: sorting takes each beginning of one."""
     longest = max(len(key) if type(key) is str else 0 for key in keys)
     if len(keys) > _MOST_KEYS or longest > _LONGEST_KEY:
-        problem = "an entry of this torch.distributed.checkpoint folder lies deeper than elastic_ckpt reads"
+        problem = "an entry of this torch.distributed.checkpoint folder has a longer path than elastic_ckpt reads"
         expected = f"a path of at most {_MOST_KEYS} keys, each of at most {_LONGEST_KEY} characters"
         found = f"{len(keys)} keys, the longest of {longest} characters"
         remedy = "this is a limit of elastic_ckpt: save {'model': ..., 'optim': ...} with shorter names"

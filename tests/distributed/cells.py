@@ -229,6 +229,8 @@ class Packs:
         found = self._found[id(cell)]
         if isinstance(found, Failed):
             pytest.fail(found.text, pytrace=False)
+        if not found:
+            pytest.fail(f"{cell.job}: no rank found anything out, so there is nothing to check", pytrace=False)
         return found
 
     def _run(self, pack: list[Cell]) -> None:

@@ -103,6 +103,13 @@ def facts(cell: Cell, packs: Packs, request: pytest.FixtureRequest) -> list[Any]
     return packs.facts(request.node.path, cell)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where everything is spoiled, tests of cells are run alone: no other one knows that it has to fail."""
+    if jobs.SPOILS:
+        config.hook.pytest_deselected(items=[item for item in items if cell_of(item) is None])
+        items[:] = [item for item in items if cell_of(item) is not None]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """Where everything is spoiled, a test of a cell passes by its failure."""

@@ -15,7 +15,7 @@ import torch
 from elastic_ckpt.errors import UnsafePickleError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.saved_config import read_options, run_arguments
+from elastic_ckpt.formats.saved_config import read_options, run_arguments, saved_config
 
 NEOX = {"num_layers": 2, "model_parallel_size": 2}
 
@@ -134,6 +134,12 @@ def test_files_that_disagree_or_cannot_be_read_leave_options_unknown(tmp_path: P
 def test_files_that_are_too_big_are_not_read(tmp_path: Path) -> None:
     configure(tmp_path, a='{"x": 1}', b="# " + "x" * (1 << 18))
     assert run_arguments(NEOX, str(tmp_path)) == {**NEOX, "x": 1}
+
+
+def test_text_that_is_nested_too_deeply_is_no_config(tmp_path: Path) -> None:
+    path = str(tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"ds_config": "[" * 200_000}, path)
+    assert saved_config(open_pickled(path, False)) is None
 
 
 @pytest.mark.parametrize("value", ["!!bool foo", "!!int ''", "1:" * 3000 + "1.0", "!!timestamp foo", "!!float x"])
