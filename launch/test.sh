@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests.
-#   bash launch/test.sh            what takes seconds, and a core of real jobs: 6 minutes on two cores
+#   bash launch/test.sh            what takes seconds, and a core of real jobs: 8 minutes on two cores
 #   bash launch/test.sh --lint     lint, format, types, layers, documentation: one minute
 #   bash launch/test.sh --all      both, and the slow tests
 #   bash launch/test.sh --nightly  those marked nightly
