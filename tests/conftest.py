@@ -11,6 +11,8 @@ from hypothesis import settings
 from tests.distributed.launch import close_zygotes, zygote_of
 from tests.reporting import NAME, LinePerFile
 
+# readline exports the width of a terminal, which workers of pytest-xdist inherit: output is as wide as where there is none
+os.environ.pop("COLUMNS", None)
 # how long an example takes is no matter of correctness, and a busy machine would make tests fail by it
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
