@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -9,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
 
 from tests.distributed import jobs
 from tests.distributed.cells import Cell, Launcher, Packs, Saves, cell_of
@@ -81,6 +84,26 @@ def convert(extensions_dir: str) -> Convert:
             end(process)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def aio(extensions_dir: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """DeepSpeed's async_io op, built before a test with a time limit needs it: that takes minutes."""
+    log = tmp_path_factory.mktemp("aio") / "build.log"
+    build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
+    process = start([sys.executable, "-c", build], environment(extensions_dir), log)
+    try:
+        assert process.wait(550) == 0, log.read_text()[-6000:]
+    finally:
+        end(process)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def versions(record_testsuite_property: Any) -> None:
+    """Columns of the table that ``launch/matrix_table.py`` writes."""
+    record_testsuite_property("DeepSpeed", deepspeed.__version__)
+    record_testsuite_property("torch", torch.__version__)
+    record_testsuite_property("Python", platform.python_version())
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import pytest
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from tests.distributed.conftest import Launch
-from tests.distributed.launch import end, environment, start
 from tests.distributed.model import Setup
+from tests.distributed.offloading import CPU, PARAM, nvme
 
-CPU = ("offload_optimizer", {"device": "cpu", "pin_memory": True})
-PARAM = ("offload_param", {"device": "cpu", "pin_memory": True})
 HPZ = Setup(3, "bf16", zero=(("zero_hpz_partition_size", 2), ("stage3_param_persistence_threshold", 0)))
 OFFLOADED = [
     Setup(1, "bf16", "cpuadam", zero=(CPU,)),
@@ -30,18 +27,6 @@ needs_aio = pytest.mark.skipif(
     os.environ.get("ELASTIC_CKPT_TEST_NVME") != "1" or not AsyncIOBuilder().is_compatible(verbose=False),
     reason="DeepSpeed's async_io op takes minutes to build, and needs libaio-dev: set ELASTIC_CKPT_TEST_NVME=1",
 )
-
-
-@pytest.fixture(scope="module")
-def aio(extensions_dir: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """DeepSpeed's async_io op, built before a test with a time limit needs it: that takes minutes."""
-    log = tmp_path_factory.mktemp("aio") / "build.log"
-    build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
-    process = start([sys.executable, "-c", build], environment(extensions_dir), log)
-    try:
-        assert process.wait(550) == 0, log.read_text()[-6000:]
-    finally:
-        end(process)
 
 
 @pytest.fixture(scope="module")
@@ -94,28 +79,6 @@ def test_saving_after_an_elastic_load_gives_what_deepspeed_loads_alone(
     cases = [{"setup": setup, "folder": folder} for setup in OFFLOADED]
     for load in launch(3, "save_again", {"cases": cases, "folder": str(tmp_path)}):
         assert load.differences == {}, load.where
-
-
-def nvme(
-    folder: Path, optimizer: str = "cpuadam", pipeline: bool = False, precision: str = "fp32", **more: Any
-) -> Setup:
-    """ZeRO-3 with two sub-groups on NVMe, and smaller ones in memory."""
-    swap = {
-        "device": "nvme",
-        "nvme_path": str(folder),
-        "buffer_count": 16 if pipeline else 5,
-        "pipeline_read": pipeline,
-        "pipeline_write": pipeline,
-    }
-    zero = (("offload_optimizer", swap), ("sub_group_size", 300_000), ("stage3_param_persistence_threshold", 0))
-    aio = {
-        "block_size": 1 << 20,
-        "queue_depth": 8,
-        "intra_op_parallelism": 1,
-        "single_submit": False,
-        "overlap_events": True,
-    }
-    return Setup(3, precision, optimizer, zero=(*zero, *more.items()), config=(("aio", aio),))
 
 
 @needs_aio

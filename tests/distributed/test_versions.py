@@ -5,13 +5,9 @@ The other tests of this folder vary what these show once.
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
-from typing import Any
 
-import deepspeed
 import pytest
-import torch
 
 from elastic_ckpt.engines.versions import needed
 from tests.distributed.conftest import Launch
@@ -29,14 +25,6 @@ CELLS = {
 }
 #: Saved on four ranks, and loaded on two and on one.
 EXPERTS = [Experts(4, 1, 2), Experts(4, 2, 2, data_first=True), Experts(4, 0, 4, "fp32")]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def versions(record_testsuite_property: Any) -> None:
-    """Columns of the table that ``launch/matrix_table.py`` writes."""
-    record_testsuite_property("DeepSpeed", deepspeed.__version__)
-    record_testsuite_property("torch", torch.__version__)
-    record_testsuite_property("Python", platform.python_version())
 
 
 @pytest.fixture(scope="session")

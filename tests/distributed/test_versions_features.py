@@ -21,9 +21,8 @@ from elastic_ckpt.tools.conversion import convert as write_universal
 from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
 from tests.distributed.conftest import ROUND_ROBIN, Launch
 from tests.distributed.model import Setup
+from tests.distributed.offloading import CPU, PARAM, nvme
 from tests.distributed.parallel_models import Parallel
-from tests.distributed.test_offload import CPU, PARAM, aio, nvme  # noqa: F401  (the op that NVMe needs)
-from tests.distributed.test_versions import versions  # noqa: F401  (columns of the table)
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("ELASTIC_CKPT_TEST_VERSIONS") != "1", reason="launch/matrix.sh --all runs these on every version"

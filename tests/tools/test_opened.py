@@ -16,7 +16,7 @@ from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, Sa
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.tools import opened
 from elastic_ckpt.tools.opened import config_of, locate, open_folder
-from tests.formats import test_dcp
+from tests.formats.dcp_folders import save, state_dicts
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def safetensors(folder: Path) -> None:
 
 
 def dcp(folder: Path) -> None:
-    test_dcp.save(folder, dict(zip(("model", "optim"), test_dcp.state_dicts(), strict=True)))
+    save(folder, dict(zip(("model", "optim"), state_dicts(), strict=True)))
 
 
 @pytest.mark.parametrize("error", [None, ElasticCkptError("files do not fit together")])
