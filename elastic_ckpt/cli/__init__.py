@@ -132,6 +132,7 @@ class LazyCommands(_Brief, TyperGroup):
 
 def summary(command: str) -> str:
     """The first line of a command's docstring, which is read without importing its module."""
+    # asks the system: a module of this package
     tree = ast.parse((Path(__file__).parent / f"{COMMANDS[command]}.py").read_text(encoding="utf-8"))
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == command)
     return str(ast.get_docstring(function)).partition("\n")[0]

@@ -97,6 +97,7 @@ def exec(
     """
     for each in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and its successor would
         signal.signal(each, signal.SIG_DFL)
+    # asks the system: the command to run
     is_there = os.path.exists(command[0]) if os.path.dirname(command[0]) else shutil.which(command[0], os.F_OK)
     exit_code = _EXIT_NOT_EXECUTABLE if is_there else _EXIT_NO_COMMAND
     with os_errors_end_the_command(f"{command[0]} cannot be run", exit_code):

@@ -66,7 +66,7 @@ def main(args: Any) -> None:
             print(printable(line))
         return
     linked = f"it exists already, and stays as it is: {target}"
-    if not os.path.lexists(target):
+    if not os.path.lexists(target):  # asks the system: a link to what was written
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(os.path.relpath(found.folder, target.parent), target_is_directory=True)
         linked = f"a link to what is loaded, which must stay: {target} -> {found.folder}"

@@ -25,6 +25,7 @@ def agreed_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
     def call() -> tuple[dict[str, Any], str, Any]:
         """With what two paths of one folder have in common."""
         try:
+            # asks the system: whether two spellings are of one folder
             path, status = os.path.realpath(arguments.load_dir), os.stat(arguments.load_dir)
             return mine, path, (status.st_dev, status.st_ino, status.st_mtime_ns)
         except (OSError, TypeError, ValueError):  # of no folder, or of what is none

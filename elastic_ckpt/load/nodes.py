@@ -243,12 +243,14 @@ def _local_rank() -> int:
 def identity_of(folders: Sequence[str]) -> Node:
     def seen(folder: str) -> str:
         try:
+            # asks the system: whether ranks see one and the same folder, which has no answer in a view
             status = os.stat(folder)
         except (OSError, ValueError):
             return os.path.abspath(folder)
         return f"{status.st_dev} {status.st_ino}"
 
     machine = Path("/proc/sys/kernel/random/boot_id")
+    # asks the system: this machine's name
     boot = machine.read_text(encoding="ascii").strip() if machine.exists() else ""
     return f"{socket.gethostname()} {boot}", *map(seen, folders)
 

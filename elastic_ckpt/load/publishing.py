@@ -31,7 +31,7 @@ def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig
             logger.warning("elastic_ckpt could not print its load report", exc_info=True)
     if isinstance(config.report, str):
         try:
-            with open(config.report, "w", encoding="utf-8") as stream:
+            with open(config.report, "w", encoding="utf-8") as stream:  # asks the system: the report
                 stream.write(report.as_json() + "\n")
         except Exception as error:  # a full disk, or text that is none
             logger.warning("elastic_ckpt could not write its load report to %s: %s", config.report, error)

@@ -130,7 +130,7 @@ def _versions() -> dict[str, str]:
     modules = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
     versions = {"python": platform.python_version(), **{name: str(each) for name, each in modules.items() if each}}
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    with suppress(OSError, TypeError), open(script or "", "rb") as stream:
+    with suppress(OSError, TypeError), open(script or "", "rb") as stream:  # asks the system: the training script
         versions["script"] = f"{os.path.basename(script or '')} {_digest(stream.read(_MOST_SCRIPT_NBYTES))}"
     return versions
 

@@ -147,8 +147,8 @@ def _flatten(original: Callable[..., Any], optimizer: Any, tensors: Any, alignme
 
 def _init(original: Callable[..., Any], init: Any, *args: Any, **kwargs: Any) -> None:
     given = kwargs.get("config_dict_or_path", kwargs.get("config"))
-    if isinstance(given, (str, os.PathLike)) and os.path.isfile(given):
-        with open(given, encoding="utf-8") as stream:
+    if isinstance(given, (str, os.PathLike)) and os.path.isfile(given):  # asks the system: a DeepSpeed config
+        with open(given, encoding="utf-8") as stream:  # asks the system: a DeepSpeed config
             given = json.load(stream)
     if numel := _numel.get() or align_engine(given):
         setattr(init, _ATTRIBUTE, numel)

@@ -43,7 +43,7 @@ class Preset(BaseModel):
     @classmethod
     def names(cls) -> list[str]:
         """Names of the presets that the package ships."""
-        return sorted(path.stem for path in _folder().glob("*.json"))
+        return sorted(path.stem for path in _folder().glob("*.json"))  # asks the system: a folder of this package
 
     @classmethod
     def load(cls, name: str) -> Preset:
@@ -55,6 +55,7 @@ class Preset(BaseModel):
             raise ConfigError(f'there is no preset "{name}"', None, expected, name, remedy=remedy)
         path = Path(name) if is_path else _folder() / f"{name}.json"
         try:
+            # asks the system: a preset, of this package or the user's
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:  # pydantic's ValidationError is a ValueError
             expected = '{"name": ..., "description": ..., "rules": [{"pattern": ..., "kind": ...}]}'
@@ -73,6 +74,7 @@ class Preset(BaseModel):
 
 def _folder() -> Path:
     installed = Path(str(resources.files("elastic_ckpt"))) / "configs" / "rules"
+    # asks the system: a folder of this package
     return installed if installed.is_dir() else Path(__file__).parents[2] / "configs" / "rules"
 
 

@@ -196,6 +196,7 @@ def _save(path: Path, reader: LogicalReader, tensors: _Tensors, metadata: dict[s
     try:
         values = {name: converted(reader.tensor(tensor), dtype, name) for name, (tensor, dtype) in tensors.items()}
         save_file(values, path, metadata)
+        # asks the system: permissions of what is written
         path.chmod(path.parent.stat().st_mode & 0o666)  # the library makes files for their owner alone
     except UnicodeEncodeError as error:
         name = f"{error.object!r:.300}"

@@ -66,6 +66,7 @@ def fetch(url: str, folder: Path, options: Mapping[str, Any], everything: bool =
 
 def _is_current(path: Path, entry: Entry) -> bool:
     """Whether a file was fetched from just this object."""
+    # asks the system: what was fetched before
     return path.is_file() and version_of(str(path))[1:] == (entry.nbytes, entry.mtime_ns)
 
 

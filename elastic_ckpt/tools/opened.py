@@ -141,7 +141,7 @@ def deepspeed_config(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = json.loads(path.read_text(encoding="utf-8"))  # asks the system: a DeepSpeed config
     except (OSError, ValueError) as error:
         raise ConfigError("this DeepSpeed config cannot be read", file=str(path), found=str(error)) from error
     if not isinstance(loaded, dict):

@@ -41,9 +41,11 @@ def output_folder(target: Path, source: str, files: Sequence[SourceFile], latest
     around = next((each for each in copies_of(source) if Path(each).resolve() in parents), None)
     if was_url(target):
         raise ConfigError("nothing is written to an object store", str(target), "a folder, to be uploaded")
+    # asks the system: whether there is room for what is written
     if around or os.path.lexists(target) or target.name in ("", "..", LATEST, LATEST_UNIVERSAL):
         problem, remedy = "a checkpoint cannot be written there", "choose another name, or remove it"
         expected = "a folder with a name of its own that does not exist, outside of the checkpoint's"
+        # asks the system: whether there is room for what is written
         found = f"a folder inside {around}" if around else "it exists" if target.exists() else repr(target.name)
         raise ElasticCkptError(problem, str(target), expected, found, remedy=remedy)
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
@@ -79,8 +81,8 @@ def output_folder(target: Path, source: str, files: Sequence[SourceFile], latest
 
 
 def _sync(path: Path, deep: bool = True) -> None:
-    for each in [path, *(path.rglob("*") if deep else ())]:
-        descriptor = os.open(each, os.O_RDONLY)
+    for each in [path, *(path.rglob("*") if deep else ())]:  # asks the system: what was written
+        descriptor = os.open(each, os.O_RDONLY)  # asks the system: what was written
         try:
             os.fsync(descriptor)
         finally:

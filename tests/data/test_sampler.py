@@ -1,5 +1,7 @@
 """Each sample once an epoch, in one order, over changes of ranks, batch, workers and accumulation; nothing prefetched counts."""
 
+# Covers elastic_ckpt/data/position.py, which samplers keep.
+
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,7 @@
 """A registered sampler goes on with the next sample on any number of ranks, in the midst of an epoch."""
 
+# Covers elastic_ckpt/load/data_position.py, which the hook calls.
+
 from __future__ import annotations
 
 from collections.abc import Iterable

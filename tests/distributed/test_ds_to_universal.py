@@ -1,5 +1,7 @@
 """``python -m elastic_ckpt.ds_to_universal``, in the place of DeepSpeed's converter."""
 
+# Covers elastic_ckpt/ds_to_universal/__main__.py, which a process of its own runs.
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,7 @@
 """Checkpoints whose optimizer files were removed to save space: their weights, exported and loaded at other topologies."""
 
+# Covers elastic_ckpt/formats/module_weights.py, which reads such folders.
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """Client states, read without torch's loader, against what that makes of the same file."""
 
+# Covers elastic_ckpt/formats/rebuilt_tensors.py, which makes the tensors of client states.
+
 from __future__ import annotations
 
 import os

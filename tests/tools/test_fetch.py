@@ -1,5 +1,7 @@
 """What is brought from an object store, and what stays there."""
 
+# Covers elastic_ckpt/cli/fetch.py, which the command runs.
+
 from __future__ import annotations
 
 import json

@@ -131,6 +131,7 @@ def variables(mode: str | None = None) -> dict[str, str]:
 
 def enabled() -> list[Path]:
     """The ``.pth`` files that :func:`enable` wrote for this interpreter."""
+    # asks the system: files in site-packages
     return [file for folder in sys.path if (file := Path(folder, _PTH)).is_file()]
 
 
@@ -139,6 +140,7 @@ def enable() -> Path:
     own = site.getusersitepackages()
     is_own = site.ENABLE_USER_SITE and _HERE.is_relative_to(own)  # pip install --user
     file = Path(own if is_own else sysconfig.get_path("purelib"), _PTH)
+    # asks the system: a file in site-packages
     module = shutil.copyfile(_HERE / f"{_MODULE}.py", file.with_suffix(".py"))
     py_compile.compile(str(module))
     file.write_text(f"import {_MODULE}\n", encoding="utf-8")

@@ -107,7 +107,7 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
         common = common_optimizer_state(open_pickled(first, opened.config.trust_pickle))
         common |= {SHARED_STATES: dict(shared.for_all), FILES: list_files(written)}
         save(common, zero / UNIVERSAL_OPTIMIZER)
-    files = sum(len(names) for _, _, names in os.walk(target))
+    files = sum(len(names) for _, _, names in os.walk(target))  # asks the system: counts what was written
     return WriteReport(str(target), len(tensors), files, nbytes, time.monotonic() - started, notes)
 
 
