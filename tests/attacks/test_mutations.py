@@ -1,6 +1,7 @@
 """Mutated files: whatever happens to a file's bytes, nothing runs, hangs or takes memory, and errors are of this package.
 
-``ELASTIC_CKPT_FUZZ`` is the number of mutated files; ``launch/test.sh --fuzz`` is the nightly mode with 200,000.
+``ELASTIC_CKPT_FUZZ`` is the number of mutated files, which are the same ones in each run; ``launch/test.sh --fuzz`` is
+the nightly mode with 200,000.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.attacks.pickles import NAMES
 from tests.attacks.seeds import TREES, saved
 from tests.trees import described
 
-FILES = int(os.environ.get("ELASTIC_CKPT_FUZZ", "5000"))
+FILES = int(os.environ.get("ELASTIC_CKPT_FUZZ", "1400"))
 KINDS = [*TREES, "legacy", "protocol5"]
 REUSED_FOLDER = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -83,7 +84,7 @@ def test_no_mutation_breaks_the_reader(seeds: dict[str, Path], tmp_path: Path, k
             (kept := seeds[kind].parent / f"{kind}-{number}.pt").write_bytes(mutation)
             print(f"mutation {number} of {kind}: {kept}")
             raise
-    assert count < 500 or 0.2 * count < refused < count, (
+    assert count < 200 or 0.2 * count < refused < count, (
         "the others are still read: mutations reach behind the first checks"
     )
 
