@@ -8,6 +8,7 @@
 #   bash launch/test.sh --soak     nightly: an hour of random topologies
 #   bash launch/test.sh --flows    nightly: two hours of random jobs at an unchanged topology
 #   bash launch/test.sh --spoil    nightly: every cell of the distributed tests must be able to fail
+#   bash launch/test.sh --shuffle  --all in an order that a seed draws; ELASTIC_CKPT_TEST_SHUFFLE=SEED shows it again
 #   bash launch/test.sh -k planner other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -40,6 +41,7 @@ case ${1:-} in
     "") run_tests "not slow and not nightly" ;;
     --lint) lint ;;
     --all) lint; run_tests "not nightly" ;;
+    --shuffle) export ELASTIC_CKPT_TEST_SHUFFLE=${ELASTIC_CKPT_TEST_SHUFFLE:-$RANDOM}; run_tests "not nightly" ;;
     --nightly) "$PYTHON" -m pytest -m nightly "${jobs[@]}" ;;
     --fuzz) ELASTIC_CKPT_FUZZ=${ELASTIC_CKPT_FUZZ:-200000} "$PYTHON" -m pytest -n 2 -o timeout=0 tests/attacks/test_mutations.py ;;
     --soak) "$PYTHON" -m tests.soak --minutes "${ELASTIC_CKPT_SOAK:-60}" --seed "$RANDOM" ;;

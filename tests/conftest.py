@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.distributed.launch import close_zygotes, zygote_of
 from tests.reporting import NAME, LinePerFile
+from tests.shuffling import SEED, shuffled
 
 # readline exports the width of a terminal, which workers of pytest-xdist inherit: output is as wide as where there is none
 os.environ.pop("COLUMNS", None)
@@ -38,9 +39,22 @@ def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     close_zygotes()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start jobs are slow, but for those that are marked to run with every run of ``launch/test.sh``."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The seed of a shuffled run."""
+    if SEED:
+        terminalreporter.write_line(f"shuffled by ELASTIC_CKPT_TEST_SHUFFLE={SEED}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
+    """Tests that start jobs are slow, but for those that are marked to run with every run of ``launch/test.sh``.
+
+    The order is drawn when all others have left out what they leave out.
+    """
     for item in items:
         starts_jobs = item.path.parent.name in ("distributed", "integration")
         if starts_jobs and not any(item.iter_markers("core")) and not any(item.iter_markers("nightly")):
             item.add_marker(pytest.mark.slow)
+    yield
+    if SEED:
+        items[:] = shuffled(items, SEED)
