@@ -12,12 +12,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from elastic_ckpt.core.flat_ranges import checked_shape
+from elastic_ckpt.core.name_patterns import LONGEST, NamePatterns
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 
 Kind = Literal["column", "row", "vocabulary", "replicated", "averaged", "summed", "whole_only"]
@@ -36,13 +38,8 @@ USER, BY_SHAPES = 'your "tp_rules"', "the shapes"
 
 #: Raised by reading an entry of ``universal_checkpoint_info`` that does not have DeepSpeed's form.
 _MALFORMED = (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError)
-#: A checkpoint must not be able to stall a job: neither by nested quantifiers, which backtrack exponentially ...
-_SLOW = re.compile(r"(?:[*+|}]|(?<!\()\?).*\)[*+{]", re.DOTALL)
-#: ... nor by many quantifiers and alternatives in a row, each of which multiplies what has to be tried.
-_REPEATS = re.compile(r"(?<![\\(])[*+?{]")
-_MOST_TRIES, _MOST_TRIES_OF_ALL, _TRIES_OF_A_REPEAT = 20, 400, 4
-#: Longest pattern accepted, in characters; most patterns of a kind, and most sub-parameters of one parameter.
-_LONGEST, _MOST_ENTRIES = 512, 10_000
+#: Most patterns of a kind, and most sub-parameters of one parameter.
+_MOST_ENTRIES = 10_000
 _AFFINE_VERSION = 1
 #: In the converter's order; it applies vocabulary patterns on top of the others.
 _LISTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -63,7 +60,7 @@ class ShardSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    pattern: str = Field(max_length=_LONGEST, description="Python regex for the whole name of a parameter")
+    pattern: str = Field(max_length=LONGEST, description="Python regex for the whole name of a parameter")
     kind: Kind
     dim: Annotated[int | None, Field(ge=0)] = None
     sub_parameters: Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)] | Literal["qkv"] | None = None
@@ -185,25 +182,63 @@ class DeclaredSpecs:
             tuple(dict.fromkeys(self.one_stage + other.one_stage)),
         )
 
+    @cached_property
+    def _patterns(self) -> NamePatterns:
+        recorded = (pattern for _, pattern in self.recorded)
+        return NamePatterns([*(spec.pattern for spec in self.specs), *recorded, *self.one_stage])
+
+    @cached_property
+    def _spec_of_pattern(self) -> dict[str, ShardSpec]:
+        return {spec.pattern: spec for spec in reversed(self.specs)}
+
+    @cached_property
+    def _recorded_of_pattern(self) -> dict[str, list[tuple[int, tuple[int, str]]]]:
+        """Positions and keys of what is recorded, by pattern."""
+        found: dict[str, list[tuple[int, tuple[int, str]]]] = {}
+        for position, key in enumerate(self.recorded):
+            found.setdefault(key[1], []).append((position, key))
+        return found
+
+    def _matching(self, name: str) -> tuple[str, ...]:
+        """The patterns that a name begins with; :class:`CannotSplit` if that takes too long."""
+        try:
+            return self._patterns.matching(name)
+        except ValueError as error:
+            raise CannotSplit(f"its universal_checkpoint_info cannot be understood: {error}") from error
+
+    def _entries_for(self, name: str) -> list[tuple[int, str]]:
+        """Keys of what is recorded for a name, in their order."""
+        places = (self._recorded_of_pattern.get(pattern, ()) for pattern in self._matching(name))
+        return [key for _, key in sorted(chain.from_iterable(places))]
+
     def spec(self, name: str) -> ShardSpec | None:
         """The first spec for a name. Raises :class:`CannotSplit` if the declaration is unreadable."""
         if self.unreadable:
             raise CannotSplit(f"its universal_checkpoint_info cannot be understood: {self.unreadable}")
-        return next((spec for spec in self.specs if re.match(spec.pattern, name)), None)
+        found = (self._spec_of_pattern.get(pattern) for pattern in self._matching(name))
+        return next((spec for spec in found if spec is not None), None)
+
+    def is_of_one_stage(self, name: str) -> bool:
+        """Whether a tied parameter is that of the first pipeline stage."""
+        return not set(self.one_stage).isdisjoint(self._matching(name)) if self.one_stage else False
+
+    def check_patterns(self) -> None:
+        """Raise :class:`CannotSplit` unless all patterns can be matched."""
+        self._matching("")
 
     def is_recorded(self, name: str) -> bool:
         """Whether a layout of its shards is recorded."""
-        return any(kind != _UNSUPPORTED and re.match(pattern, name) for kind, pattern in self.recorded)
+        return any(kind != _UNSUPPORTED for kind, _ in self._entries_for(name))
 
     def layout(self, name: str, shapes: Sequence[Shape] = ()) -> TPLayout | None:
         """The recorded layout, for shards of these shapes; raises :class:`CannotSplit` if it does not describe them.
 
         Without shapes: of an affine map, which alone shows them.
         """
-        found = ((kind, entry) for (kind, pattern), entry in self.recorded.items() if re.match(pattern, name))
         layout = None
         try:
-            for kind, entry in found:
+            for kind, pattern in self._entries_for(name):
+                entry = self.recorded[kind, pattern]
                 if kind == _UNSUPPORTED:
                     raise CannotSplit(f"the run that saved it could not describe its layout: {entry}")
                 # ZeRO-3 records unusable maps, of empty parameters
@@ -225,7 +260,7 @@ def declared_by(info: Any) -> DeclaredSpecs:
     """Parse one file's ``universal_checkpoint_info``; errors are deferred until a layout is asked for."""
     try:
         return _declared({} if info is None else info)
-    except (*_MALFORMED, re.error, CannotSplit) as error:
+    except (*_MALFORMED, re.error, RecursionError, CannotSplit) as error:
         return DeclaredSpecs(unreadable=f"{type(error).__name__}: {error}"[:200])
 
 
@@ -251,7 +286,9 @@ def _declared(info: Mapping[str, Any]) -> DeclaredSpecs:
     vocabulary = info.get("original_vocab_size")
     known = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
     stages = tuple(_patterns(info.get("pipeline_replicated_parameter_patterns")))
-    return DeclaredSpecs((*specs, *of_fused), recorded, known, one_stage=stages)
+    declared = DeclaredSpecs((*specs, *of_fused), recorded, known, one_stage=stages)
+    declared.check_patterns()
+    return declared
 
 
 def _specs_of_fused(info: Mapping[str, Any]) -> list[ShardSpec]:
@@ -274,17 +311,12 @@ def _specs_of_fused(info: Mapping[str, Any]) -> list[ShardSpec]:
 
 
 def _patterns(values: Any) -> list[str]:
-    """The patterns, checked to compile and to match in reasonable time."""
-    patterns, of_all = _entries(values), 0
+    """The patterns of a list."""
+    patterns = _entries(values)
     for value in patterns:
-        if not isinstance(value, str) or len(value) > _LONGEST:
+        if not isinstance(value, str) or len(value) > LONGEST:
             raise TypeError(f"{str(value)[:40]!r} is no pattern")
-        if re.compile(value).flags & re.VERBOSE:  # whose blanks hide what is repeated from the checks below
-            raise ValueError(f"the pattern {value[:40]!r} is in verbose mode")
-        tries = _TRIES_OF_A_REPEAT * len(_REPEATS.findall(value)) + value.count("|")
-        of_all += tries
-        if _SLOW.search(value) or tries > _MOST_TRIES or of_all > _MOST_TRIES_OF_ALL:
-            raise ValueError(f"the pattern {value[:40]!r} repeats too much: to match it could take forever")
+    NamePatterns(patterns)  # before each is compiled
     return patterns
 
 

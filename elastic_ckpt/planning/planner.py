@@ -235,9 +235,9 @@ def of_first_stage(metadata: CheckpointMetadata, book: ShardingRules, model: Mod
         return frozenset()
     preset, found = book.preset_for(metadata.run), set()
     for saved, name in {metadata.saved_names.get(name, name): name for name, _ in metadata.replicas}.items():
-        declared = metadata.declared.one_stage if name in model.unsynchronized else ()
+        is_declared = name in model.unsynchronized and metadata.declared.is_of_one_stage(saved)
         is_known = preset is not None and any(re.fullmatch(pattern, saved) for pattern in preset.one_stage)
-        if is_known or any(re.match(pattern, saved) for pattern in declared):
+        if is_known or is_declared:
             found.add(name)
     return frozenset(found)
 

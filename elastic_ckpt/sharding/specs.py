@@ -16,6 +16,7 @@ from typing import Any
 
 from elastic_ckpt.core.local_state import LiveShards
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.name_patterns import matches_whole
 from elastic_ckpt.core.shard_specs import BY_SHAPES, COLUMN, USER, VOCABULARY, CannotSplit, ShardSpec
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.core.text import config_text
@@ -98,7 +99,7 @@ class Sharding:
         similar = Counter(_NUMBER.sub("#", each.name) for each in (self, *others))
         first = {_NUMBER.sub("#", each.name): each.name for each in (*reversed(others), self)}
         names = [first[like] + f" and {count - 1} like it" * (count > 1) for like, count in similar.items()]
-        if said is not None and re.fullmatch(said.pattern, self.saved_name):
+        if said is not None and matches_whole(said.pattern, self.saved_name):
             pattern = said.pattern  # one line settles all that it applies to
         elif similar[_NUMBER.sub("#", self.name)] > 1:
             pattern = _NUMBER.sub(r"\\d+", pattern)
