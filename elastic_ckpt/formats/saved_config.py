@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from numbers import Integral
 from typing import Any
@@ -46,7 +47,8 @@ _ONE_BIT_STATES = {"worker_error", "server_error", "momentum_accumulator", "lamb
 _MALFORMED = (ValueError, KeyError, IndexError, OverflowError, AttributeError, TypeError)
 _PLAIN = (str, int, float, bool, type(None))
 _ENDINGS = (".yml", ".yaml", ".json")
-_MOST_FILES, _MOST_BYTES, _MOST_RANKS = 32, 1 << 18, 1 << 17  # in untrusted files, above any real configuration
+#: In untrusted files, above any real configuration: files, bytes of all of them together, and ranks.
+_MOST_FILES, _MOST_BYTES, _MOST_RANKS = 32, 1 << 18, 1 << 17
 _NEOX_MARK = "model_parallel_size"  # the option that identifies a dict of arguments as gpt-neox's
 #: gpt-neox's defaults of options that decide about layouts (megatron/neox_arguments/neox_args.py).
 _NEOX_DEFAULTS = {
@@ -167,7 +169,7 @@ def _neox_options(folder: str) -> dict[str, Any]:
         configs = os.path.join(parent, "configs")
         names = sorted(file_names(configs)) if not paths and is_folder(configs) else []
         paths += [os.path.join(configs, name) for name in names if name.endswith(_ENDINGS)]
-    read = [read_options(path) for path in paths] if len(paths) <= _MOST_FILES else []  # more are not of one run
+    read = list(_read_configs(paths)) if len(paths) <= _MOST_FILES else []  # more are not of one run
     options: dict[str, Any] = {} if not read or None in read else dict(_NEOX_DEFAULTS)
     known = [each for each in read if each is not None]
     for key in dict.fromkeys(chain.from_iterable(known)):  # in an order that is the same on all ranks
@@ -178,17 +180,33 @@ def _neox_options(folder: str) -> dict[str, Any]:
     return options
 
 
-def read_options(path: str) -> dict[str, Any] | None:
-    """Plain top-level options of a YAML file, with underscores in their names; ``None``: it is no mapping of names.
+def _read_configs(paths: Sequence[str]) -> Iterator[dict[str, Any] | None]:
+    """The options of each file; of those that would make more than one configuration has, ``None``."""
+    left = _MOST_BYTES
+    for path in paths:
+        text = _read_text(path, left)
+        left -= len(text or b"")
+        yield None if text is None else parse_options(text)
 
-    Only plain scalars are constructed: aliases and merge keys of a hostile file would grow exponentially.
+
+def _read_text(path: str, most_nbytes: int) -> bytes | None:
+    """The text of a file; ``None``: it cannot be read, or is longer."""
+    try:
+        with open_stream(path) as stream:
+            text = stream.read(most_nbytes + 1)
+    except (DamagedError, OSError):
+        return None
+    return text if len(text) <= most_nbytes else None
+
+
+@lru_cache(maxsize=_MOST_FILES)  # each model-states file of a checkpoint asks for the same
+def parse_options(text: bytes) -> dict[str, Any] | None:
+    """Plain top-level options of YAML, with underscores in their names; ``None``: it is no mapping of names.
+
+    Only plain scalars are constructed: aliases and merge keys of hostile text would grow exponentially.
     """
     options = {}
     try:
-        with open_stream(path) as stream:
-            text = stream.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            return None
         loader = yaml.SafeLoader(text.decode())
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
@@ -198,7 +216,7 @@ def read_options(path: str) -> dict[str, Any] | None:
                 return None
             if isinstance(value, yaml.ScalarNode) and isinstance(plain := loader.construct_object(value), _PLAIN):
                 options[name.value.replace("-", "_")] = plain
-    except (DamagedError, OSError, yaml.YAMLError, RecursionError, *_MALFORMED):
+    except (yaml.YAMLError, RecursionError, *_MALFORMED):
         return None
     return options
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from elastic_ckpt.errors import UnsafePickleError
+from elastic_ckpt.formats import saved_config as saved_config_module
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.saved_config import read_options, run_arguments, saved_config
+from elastic_ckpt.formats.saved_config import parse_options, run_arguments, saved_config
 
 NEOX = {"num_layers": 2, "model_parallel_size": 2}
 
@@ -34,7 +36,7 @@ FLOW = """# a comment: with {braces}, "quotes
 
 def options_of(folder: Path, text: str) -> dict[str, Any] | None:
     (folder / "options.yml").write_text(text)
-    return read_options(str(folder / "options.yml"))
+    return parse_options((folder / "options.yml").read_bytes())
 
 
 def test_options_of_a_flow_mapping_are_read_as_yaml_means_them(tmp_path: Path) -> None:
@@ -136,6 +138,24 @@ def test_files_that_are_too_big_are_not_read(tmp_path: Path) -> None:
     assert run_arguments(NEOX, str(tmp_path)) == {**NEOX, "x": 1}
 
 
+def test_all_files_together_have_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML takes 12 seconds a MiB, so that 32 files of a quarter of one would take a minute and a half."""
+    texts = {f"file{number}": f"x{number}: 1\n# " + "y" * (1 << 16) for number in range(8)}
+    configure(tmp_path, **texts, last="z: 1\n")
+    parsed: list[int] = []
+    parse = saved_config_module.parse_options
+    monkeypatch.setattr(saved_config_module, "parse_options", lambda text: [parsed.append(len(text)), parse(text)][1])
+    assert run_arguments(NEOX, str(tmp_path)) == {**NEOX, "x0": 1, "x1": 1, "x2": 1, "z": 1}
+    assert sum(parsed) <= 1 << 18
+
+
+def test_text_is_parsed_once_for_all_files_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(tmp_path, a="seed: 12345\n")
+    first = run_arguments(NEOX, str(tmp_path))
+    monkeypatch.setattr(yaml, "SafeLoader", None)
+    assert run_arguments(NEOX, str(tmp_path)) == first and first["seed"] == 12345
+
+
 def test_text_that_is_nested_too_deeply_is_no_config(tmp_path: Path) -> None:
     path = str(tmp_path / "mp_rank_00_model_states.pt")
     torch.save({"ds_config": "[" * 200_000}, path)
@@ -144,9 +164,7 @@ def test_text_that_is_nested_too_deeply_is_no_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["!!bool foo", "!!int ''", "1:" * 3000 + "1.0", "!!timestamp foo", "!!float x"])
 def test_scalars_that_are_not_what_their_tag_says_leave_options_unknown(value: str, tmp_path: Path) -> None:
-    path = tmp_path / "options.yml"
-    path.write_text(f"a: {value}\n")
-    assert read_options(str(path)) is None
+    assert options_of(tmp_path, f"a: {value}\n") is None
 
 
 def test_arguments_of_other_code_do_not_have_files_read(tmp_path: Path) -> None:
