@@ -13,7 +13,7 @@ from torch.optim.swa_utils import SWALR
 
 from elastic_ckpt.engines.schedule_states import lacking_entries, refuse_other_scheduler, schedule_states
 from elastic_ckpt.errors import MismatchError
-from tests.engines.test_schedulers import FACTORIES, Factory, optimizer_of
+from tests.schedulers import FACTORIES, Factory, optimizer_of
 
 OF_DEEPSPEED = {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"}
 #: Classes whose states have the same entries: whatever one saved is restored by the other.

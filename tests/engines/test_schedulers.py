@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from torch.optim import lr_scheduler
 
 from elastic_ckpt.core.local_state import RankCoordinates
@@ -23,103 +21,8 @@ from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateComm
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.param_groups import transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from tests.schedulers import FACTORIES, LOSSES, RATES, REBUILT, Factory, advance, optimizer_of
 from tests.simulation import ADAM, TWO, live, saved
-
-#: Per parameter, all that a run sets by group.
-RATES = {"a": 0.1, "b": 0.02, "c": 0.02, "new": 0.3}
-FLOORS = {"a": 0.06, "b": 0.004, "c": 0.004, "new": 0.1}
-LOSSES = [3.0, 2.0, 2.5, 2.6, 2.7, 1.0, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]
-Factory = Callable[[torch.optim.Optimizer, list[str]], Any]
-
-
-class Decay:
-    """A callable object, whose attributes torch saves for each group."""
-
-    def __init__(self, half_life: float) -> None:
-        self.half_life = half_life
-
-    def __call__(self, step: int) -> float:
-        return math.pow(0.5, step / self.half_life)
-
-
-def by_name(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
-    return lr_scheduler.LambdaLR(optimizer, [Decay(100 * RATES[name]) for name in names])
-
-
-def cyclic(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
-    floors = [FLOORS[name] for name in names]
-    highest = [2 * RATES[name] for name in names]
-    momenta: Any = [RATES[name] for name in names]
-    most: Any = [0.9 for _ in names]
-    return lr_scheduler.CyclicLR(optimizer, floors, highest, step_size_up=3, base_momentum=momenta, max_momentum=most)
-
-
-def chained(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
-    inner = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)]
-    return lr_scheduler.ChainedScheduler(inner, optimizer)
-
-
-def sequential(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
-    inner = [
-        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
-        lr_scheduler.CosineAnnealingLR(optimizer, 20),
-        by_name(optimizer, names),
-    ]
-    return lr_scheduler.SequentialLR(optimizer, inner, [3, 6])
-
-
-def plateau(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
-    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, min_lr=[FLOORS[name] for name in names])
-
-
-def one_cycle(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
-    return lr_scheduler.OneCycleLR(optimizer, [2 * RATES[name] for name in names], total_steps=20)
-
-
-FACTORIES: Mapping[str, Factory] = {
-    "LambdaLR": by_name,
-    "MultiplicativeLR": lambda opt, names: lr_scheduler.MultiplicativeLR(opt, [lambda _: 0.9 for _ in names]),
-    "StepLR": lambda opt, _: lr_scheduler.StepLR(opt, 2, 0.5),
-    "MultiStepLR": lambda opt, _: lr_scheduler.MultiStepLR(opt, [2, 6], 0.5),
-    "CosineAnnealingLR": lambda opt, _: lr_scheduler.CosineAnnealingLR(opt, 9),
-    "CosineAnnealingWarmRestarts": lambda opt, _: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3, 2),
-    "PolynomialLR": lambda opt, _: lr_scheduler.PolynomialLR(opt, 10, 2.0),
-    "CyclicLR": cyclic,
-    "OneCycleLR": one_cycle,
-    "ChainedScheduler": chained,
-    "SequentialLR": sequential,
-    "ReduceLROnPlateau": plateau,
-    "WarmupLR": lambda opt, names: WarmupLR(opt, warmup_max_lr=[RATES[name] for name in names], warmup_num_steps=7),
-    "WarmupDecayLR": lambda opt, names: WarmupDecayLR(
-        opt, 12, warmup_max_lr=[RATES[name] for name in names], warmup_num_steps=5
-    ),
-    "WarmupCosineLR": lambda opt, names: WarmupCosineLR(opt, 12, warmup_num_steps=5),
-    "OneCycle": lambda opt, names: OneCycle(opt, 0.01, 0.2, cycle_first_step_size=4),
-}
-#: Saved groups, live groups, and for each live group the saved one. Groups are named by their first member.
-REBUILT = {
-    "another order": (["a", "b"], ["b", "a"], [1, 0]),
-    "three in another order": (["a", "b", "new"], ["new", "a", "b"], [2, 0, 1]),
-    "merged": (["a", "b", "c"], ["a", "b"], [0, 1]),
-    "merged and in another order": (["b", "a", "c"], ["a", "b"], [1, 0]),
-    "split": (["a", "b"], ["a", "b", "c"], [0, 1, 1]),
-    "one fewer": (["a", "b"], ["b"], [1]),
-}
-
-
-def optimizer_of(names: Sequence[str]) -> torch.optim.Optimizer:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": RATES[name]} for name in names]
-    return torch.optim.SGD(groups, momentum=0.9)
-
-
-def advance(optimizer: torch.optim.Optimizer, scheduler: Any, losses: Sequence[float]) -> list[list[float]]:
-    """The rates of all groups after each step."""
-    rates = []
-    for loss in losses:
-        optimizer.step()
-        scheduler.step(*([loss] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
-        rates.append([group["lr"] for group in optimizer.param_groups])
-    return rates
 
 
 def as_tuples(sources: Sequence[int | None]) -> list[tuple[int, ...]]:
@@ -336,7 +239,7 @@ def kept(make: Factory, names: list[str], steps: int, rates: Mapping[str, float]
     advance(old, scheduler, LOSSES[:steps])
     state = copy.deepcopy(scheduler.state_dict())
     of_members = [SavedRate(number, group["lr"]) for number, group in enumerate(old.param_groups)]
-    monkeypatch.setattr(f"{__name__}.RATES", rates)
+    monkeypatch.setattr("tests.schedulers.RATES", rates)
     optimizer = optimizer_of(names)
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.7  # the live run's

@@ -20,7 +20,7 @@ from elastic_ckpt.load.scheduler_hook import (
     unwatch_schedulers,
 )
 from elastic_ckpt.planning.param_groups import transferable
-from tests.engines.test_schedulers import FACTORIES, LOSSES, REBUILT, advance, optimizer_of
+from tests.schedulers import FACTORIES, LOSSES, REBUILT, advance, optimizer_of
 
 OF_TORCH = [kind for kind in FACTORIES if not kind.startswith("Warmup") and kind != "OneCycle"]
 
