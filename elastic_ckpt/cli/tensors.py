@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -136,12 +135,14 @@ def diff(config: ElasticConfig, a: Annotated[str, _checkpoint("A")], b: Annotate
     It compares masters, optimizer states, buffers, frozen weights, steps, hyperparameters, counters and the lr
     scheduler. A summary by kind comes first.
 
+    Where optimizer-states files are missing on one side, as when they were deleted to save space, the weights, buffers
+    and counters are compared, and the optimizer states count as missing.
+
     Exit code 1: something differs or is missing.
     """
     with seen_together(a, config), seen_together(b, config):
-        first, second, notes = open_both(a, b, config)
-        outcome = compare(first, second, config.reading.threads, None)
-    outcome = replace(outcome, notes=(*outcome.notes, *notes))
+        first, second, without = open_both(a, b, config)
+        outcome = compare(first, second, config.reading.threads, None, without)
     found, read = outcome.differences, f"({size(outcome.nbytes)} read)"
     parts: list[RenderableType] = [f"equal: {outcome.equal} tensors and other values {read}"]
     if found:

@@ -16,7 +16,7 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.core.values import left_in_file
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
+from elastic_ckpt.errors import ElasticCkptError, LayoutError, MismatchError, MissingFilesError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences, find_drift, united, without_untrained
 from elastic_ckpt.report import progress_bar
@@ -24,10 +24,13 @@ from elastic_ckpt.sharding.rules import Preset
 from elastic_ckpt.storage import inherited
 from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding
 from elastic_ckpt.tools.logical import LogicalReader
-from elastic_ckpt.tools.opened import OpenedCheckpoint, open_folder
+from elastic_ckpt.tools.opened import OpenedCheckpoint, locate, open_checkpoint
 
 DIFFERS, MISSING = "differs", "missing"
+_LOSS_SCALE = "loss scale"
 _MIB = 1 << 20
+#: Of each side, why it is without optimizer states; ``None``: it has them.
+Without = tuple[ElasticCkptError | None, ElasticCkptError | None]
 _ONE_CHUNK = ReadOptions(threads=1, chunk_nbytes=16 * _MIB, staging_nbytes=16 * _MIB)
 
 
@@ -57,30 +60,52 @@ class Comparison:
     kinds: Mapping[str, Mapping[str, float | str]] = field(default_factory=dict)
 
 
-def open_both(
-    first: str, second: str, config: ElasticConfig
-) -> tuple[OpenedCheckpoint, OpenedCheckpoint, tuple[str, ...]]:
-    """Two checkpoints, and a note if they are opened without optimizer states, which only a load can name."""
+def open_both(first: str, second: str, config: ElasticConfig) -> tuple[OpenedCheckpoint, OpenedCheckpoint, Without]:
+    """Two checkpoints, and why one or both are opened without optimizer states.
+
+    States that only a load can name are left out, and those of which files are missing, deleted to save space for
+    example, where the weights are in other files. Raises :class:`ElasticCkptError` where they are not.
+    """
+    left, without_left = _opened(first, config)
+    right, without_right = _opened(second, config)
+    return left, right, (without_left, without_right)
+
+
+def _opened(folder: str, config: ElasticConfig) -> tuple[OpenedCheckpoint, ElasticCkptError | None]:
+    found = locate(folder, None, config.trust_pickle)
     try:
-        return open_folder(first, None, config), open_folder(second, None, config), ()
-    except MismatchError as error:
-        left, right = (open_folder(path, None, config, with_states=False) for path in (first, second))
-        return left, right, (f"optimizer states are not compared: {error.problem} ({error.file})",)
+        return open_checkpoint(found, config), None
+    except (MismatchError, LayoutError) as error:
+        is_missing = isinstance(error, MissingFilesError) or not found.files.optimizer
+        if isinstance(error, LayoutError) and not is_missing:
+            raise
+        try:
+            return open_checkpoint(found, config, with_states=False), error
+        except LayoutError:
+            raise error from None
 
 
 def compare(
-    first: OpenedCheckpoint, second: OpenedCheckpoint, threads: int, progress: bool | None = None
+    first: OpenedCheckpoint,
+    second: OpenedCheckpoint,
+    threads: int,
+    progress: bool | None = None,
+    without: Without = (None, None),
 ) -> Comparison:
     """Compare masters, states, buffers, frozen weights, scalar states, hyperparameters and counters of two checkpoints.
 
     Values are compared exactly, 8-bit states after dequantization; zeros of either sign are equal, and so are NaNs.
     Memory: a few chunks of 16 MiB per thread.
 
+    ``without``: why a side has weights alone; the masters of the other side are then rounded to their dtype, as
+    DeepSpeed makes the weights of them, and its optimizer states are one difference together.
+
     Raises :class:`ElasticCkptError` if one cannot be read, or its tensor-parallel shards cannot be joined.
     """
-    sides = [_Side(opened) for opened in (first, second)]
+    sides = [_Side(opened, why is not None) for opened, why in zip((first, second), without, strict=True)]
     for side, other in (sides, reversed(sides)):
         side.adopt(other)
+    left_out, notes = _leave_out_states(sides, without)
     left, right = (side.tensors for side in sides)
     lacking = [Difference(*key, MISSING, "the second checkpoint does not have it") for key in left if key not in right]
     lacking += [Difference(*key, MISSING, "the first checkpoint does not have it") for key in right if key not in left]
@@ -95,12 +120,14 @@ def compare(
             if difference is not None:
                 differing.append(difference)
     facts = list(_facts(first, second))
+    if any(without):
+        facts = [(kind, fact) for kind, fact in facts if kind != _LOSS_SCALE]  # which is in optimizer-states files
     other_facts = [(kind, fact) for kind, fact in facts if fact is not None]
     equal = Counter(key for _, key in both) - Counter(each.key for each in differing)
     equal += Counter(kind for kind, fact in facts if fact is None)
-    one_sided, not_compared = _not_understood(first.metadata, second.metadata)
-    notes = [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
-    of_tensors = (*lacking, *differing, *one_sided)
+    one_sided, not_compared = ([], []) if any(without) else _not_understood(first.metadata, second.metadata)
+    notes += [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
+    of_tensors = (*lacking, *differing, *one_sided, *left_out)
     return Comparison(
         equal=equal.total(),
         differences=(*of_tensors, *(fact for _, fact in other_facts)),
@@ -121,8 +148,41 @@ def _kinds(equal: Mapping[str, int], found: Sequence[tuple[str, Difference]]) ->
     return kinds
 
 
+def _leave_out_states(sides: Sequence[_Side], without: Without) -> tuple[list[Difference], list[str]]:
+    """Take the states out of the side that alone has them: a difference, and notes on what is compared instead."""
+    why = next(filter(None, without), None)
+    if why is None:
+        return [], []
+    where = f"{why.problem} ({why.file})"
+    if all(without):
+        return [], [f"optimizer states are not compared: {where}"]
+    whole, lacking = sides if without[1] else reversed(sides)
+    states = {key for key in whole.tensors if key[1] not in (*WEIGHTS, BUFFER)}
+    for key in states:
+        del whole.tensors[key]
+    notes = [f"{len(states)} tensors of optimizer states, their steps and hyperparameters are not compared: {where}"]
+    dtypes = {lacking.tensors[key].dtype for key in whole.tensors if _is_rounded(sides, key)}
+    if dtypes:
+        notes.append(f"masters are compared as they are rounded to the other side's weights: {listed(dtypes)}")
+    which = "second" if without[1] else "first"
+    lost = Difference(
+        "all parameters", "optimizer states", MISSING, f"the {which} checkpoint does not have them: {where}"
+    )
+    return [lost], notes
+
+
+def _is_rounded(sides: Sequence[_Side], key: tuple[str, str]) -> bool:
+    """Whether one side has the master of a weight of which the other, without states, has the rounded one."""
+    both = [side.tensors.get(key) for side in sides]
+    if key[1] != MASTER or sides[0].is_alone == sides[1].is_alone or both[0] is None or both[1] is None:
+        return False
+    return both[0].dtype != both[1].dtype
+
+
 class _Side:
-    def __init__(self, opened: OpenedCheckpoint) -> None:
+    def __init__(self, opened: OpenedCheckpoint, is_alone: bool = False) -> None:
+        #: Whether it has weights alone, for want of files or names.
+        self.is_alone = is_alone
         self.reader = LogicalReader(opened.metadata, opened.config, _ONE_CHUNK)
         self.notes = (*self.reader.notes, *self.reader.compare_copies())
         self.tensors = dict(self.reader.tensors)
@@ -146,12 +206,15 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
     if left.shape != right.shape:
         return Difference(*key, DIFFERS, f"shape {left.shape} and {right.shape}")
     step = 16 * _MIB // max(ITEMSIZE[left.dtype], ITEMSIZE[right.dtype])
+    is_rounded, dtype = _is_rounded(sides, key), getattr(torch, (left if sides[0].is_alone else right).dtype)
     worst, at, differing, scale = 0.0, 0, 0, 0.0
     for start in range(0, left.numel, step):
         wanted = FlatRange(start, min(start + step, left.numel))
         values = [torch.empty(wanted.numel, dtype=getattr(torch, each.dtype)) for each in (left, right)]
         for side, out in zip(sides, values, strict=True):
             side.reader.read(side.tensors[key], wanted, out)
+        if is_rounded:
+            values = [values[0].to(dtype), values[1].to(dtype)]
         if left.dtype == right.dtype and torch.equal(*(value.view(torch.uint8) for value in values)):
             continue
         same, apart = differences(*values)
@@ -164,7 +227,9 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
         where = tuple(int(index) for index in torch.unravel_index(torch.tensor(at), left.shape)) if left.shape else ()
         of = f"{differing} of {left.numel} elements, at most {worst:.3g} apart, at {list(where)}"
         return Difference(*key, DIFFERS, of, worst, where, differing, scale)
-    return None if left.dtype == right.dtype else Difference(*key, DIFFERS, f"{left.dtype} and {right.dtype}", 0.0)
+    if left.dtype == right.dtype or is_rounded:
+        return None
+    return Difference(*key, DIFFERS, f"{left.dtype} and {right.dtype}", 0.0)
 
 
 def _facts(first: OpenedCheckpoint, second: OpenedCheckpoint) -> Iterator[tuple[str, Difference | None]]:
@@ -189,7 +254,7 @@ def _facts(first: OpenedCheckpoint, second: OpenedCheckpoint) -> Iterator[tuple[
         yield "counters", _fact(key, "counter", *(state.counters.get(key) for state in training))
     scales = [state.loss_scale for state in training]
     values = (None if scale is None else scale.values.get("cur_scale") for scale in scales)
-    yield "loss scale", _fact("loss scale", "", *values)
+    yield _LOSS_SCALE, _fact(_LOSS_SCALE, "", *values)
     yield "lr scheduler", _fact("lr scheduler", "", *(repr(state.lr_scheduler) for state in training))
 
 

@@ -121,11 +121,11 @@ def _deviations(
     notes: list[str] = []
     left, right = (_sheet(each, notes) for each in (first, second))
     found = compare_sheets(left, right) if left and right else []
-    *both, why_not = open_both(first.folder, second.folder, config)
-    outcome = compare(both[0], both[1], config.reading.threads)
-    topologies = {saved_topology(each.metadata.source) for each in both}
+    one, other, without = open_both(first.folder, second.folder, config)
+    outcome = compare(one, other, config.reading.threads, without=without)
+    topologies = {saved_topology(each.metadata.source) for each in (one, other)}
     found += _of_tensors(outcome, {each.component for each in found}, len(topologies) > 1, notes)
-    notes += [*outcome.notes, *why_not]
+    notes += outcome.notes
     if not any(each.component in _EFFECTS for each in found) and any(each.component == of_run.RNG for each in found):
         found = [each for each in found if each.component != of_run.RNG]
         notes.append("states of random generators differ, with no effect so far")

@@ -104,3 +104,44 @@ def test_without_zero_states_are_compared_where_shapes_tell_their_names(native: 
     fused = unpartitioned / "z0-bf16-fusedadam-dp2"
     result = run(fused, fused)
     assert result.exit_code == 0 and "optimizer states are not compared" in result.stdout
+
+
+def without_files(source: Path, copy: Path, pattern: str) -> Path:
+    """A copy without optimizer-states files, as they are deleted to save space."""
+    shutil.copytree(source, copy)
+    for path in copy.glob(f"step4/{pattern}"):
+        path.unlink()
+    return copy
+
+
+@pytest.mark.parametrize("pattern", ["*optim_states.pt", "*zero_pp_rank_1_*optim_states.pt"], ids=["all", "one"])
+@pytest.mark.parametrize("name", ["z1-fp32-adamw-dp2", "z2-bf16-adamw-dp3"])
+def test_without_optimizer_files_the_weights_are_compared(
+    name: str, pattern: str, native: Path, universal: Path, tmp_path: Path
+) -> None:
+    """Rounded masters are the weights; what cannot be compared is named, and counts as missing on one side."""
+    alone, whole = without_files(native / name, tmp_path / "alone", pattern), native / name
+    lost = ("all parameters", "optimizer states")
+    for both in ((alone, whole), (whole, alone), (universal / name, alone)):
+        found = differences(*both)
+        assert set(found) == {lost} and found[lost]["what"] == "missing"
+        assert ("first" if both[0] == alone else "second") in found[lost]["detail"]
+        notes = " | ".join(json.loads(run(*both, "--json").stdout)["notes"])
+        assert "16 tensors of optimizer states" in notes and "_optim_states.pt" in notes
+        assert ("rounded" in notes and "bfloat16" in notes) == ("bf16" in name)
+    assert differences(alone, alone) == {}
+    assert "optimizer states are not compared" in run(alone, alone).stdout
+    file = alone / "step4" / "mp_rank_00_model_states.pt"
+    tree = torch.load(file, weights_only=False)
+    tree["module"]["hidden.weight"].view(-1)[5] += 1
+    torch.save(tree, file)
+    found = differences(whole, alone)
+    assert set(found) == {lost, ("hidden.weight", "fp32")}
+    assert found["hidden.weight", "fp32"]["differing"] == 1
+
+
+def test_under_zero_3_the_weights_are_missing_with_the_files(native: Path, tmp_path: Path) -> None:
+    name = "z3-fp32-adamw-dp2"
+    alone = without_files(native / name, tmp_path / "alone", "*zero_pp_rank_1_*optim_states.pt")
+    result = run(native / name, alone)
+    assert result.exit_code == 3 and "zero_pp_rank_1_mp_rank_00_optim_states.pt" in result.output
