@@ -8,6 +8,9 @@ fp32 masters, so a few elements of each shard, rounded, must equal them. ZeRO-3 
 Counts are not those of the counters after a reset, or where the run began elsewhere. How far they are apart then stays
 the same. Param groups that were added during the run have counted less, and where something else than ``engine.step``
 steps, as in Lightning Fabric, the counters stand still and tell nothing. So a difference is a suspicion, not a proof.
+That counters stood still is told by an optimizer that is further, by two steps or more and alike in all groups on all
+ranks, where the engine steps no schedule: DeepSpeed writes model-states files first, so that a save which is cut short
+leaves optimizer states behind the counters, or ranks apart.
 Saves under elastic_ckpt state it (``elastic_ckpt.engines.compat.recorded_counts``), so that two of them differ again.
 """
 
@@ -34,7 +37,7 @@ _OTHER_RUN = (
     MixedSavesError,
     "the fp32 masters in this file are not those of the weights saved beside it",
     (
-        Remedy("the file is of another run: take another tag"),
+        Remedy("take another tag", when="if the file is of another run, or the save was made within an optimizer step"),
         Remedy(when="if weights were changed by hand before the save", config={"verify": "bytes"}),
     ),
 )
@@ -67,8 +70,11 @@ def with_progress_compared(
         flats = frozenset({frozenset(chain.from_iterable(flats))} if flats else ())
     exact = metadata.source.zero_stage == 3
     recorded, has_schedule = model.counts, model.has_schedule
+    ahead = 0.0
+    if not (exact and _counts_in_groups(metadata)):  # where what a step adds is not known
+        ahead = _stood_still(counted, skipped, flats, scalers, recorded, has_schedule)
     odd_steps, why = compare_counts(
-        counted, skipped, flats, scalers, model.ds_version, recorded, exact, kind, has_schedule
+        counted, skipped, flats, scalers, model.ds_version, recorded, exact, kind, has_schedule, ahead > 0
     )
     # Prodigy and D-Adaptation (d0) find their rate themselves, and count no step of rate zero
     counts_all = not any({"d", "d0"} & group.keys() for group in metadata.groups)
@@ -76,7 +82,8 @@ def with_progress_compared(
         problem = "optimizer states and counters are of different steps: files of two saves may be mixed in this folder"
         explained = "if the optimizer was reset during the run, or the run began without ZeRO in fp16 or bf16, or with "
         explained += "DeepSpeed before 0.13, which explains it"
-        remedy = Remedy("take another tag"), Remedy(when=explained, config={"verify": "bytes"})
+        another = Remedy("take another tag", when="if files are of two saves, or the save was made within a step")
+        remedy = another, Remedy(when=explained, config={"verify": "bytes"})
         raise MixedSavesError(problem, model.path, *why, remedy=remedy)
     not_counted = steps_not_counted(metadata, model.counters)
     if not odd_steps and not (recorded.at_save and not_counted):
@@ -85,11 +92,10 @@ def with_progress_compared(
     if not odd_steps:
         reason = "something else than engine.step has stepped, as in Lightning Fabric"
         return replace(metadata, notes=(*metadata.notes, f"optimizer states are {found}: {reason}"))
-    if not counted:  # of an unfinished save over one from before the first step, too: a user has to know
-        reason = (
-            "no step was counted, as where something else than engine.step steps (Lightning Fabric); if that is not "
-        )
-        reason += "so here, the model-states files are of an older save"
+    if not counted or ahead:  # of an unfinished save over an older one, too: a user has to know
+        reason = "no step was counted" if not counted else f"no engine.step has counted the last {ahead:g}"
+        reason += ", as where something else than engine.step steps (Lightning Fabric); if that is not so here, the "
+        reason += "model-states files are of an older save"
         return replace(metadata, warnings=(*metadata.warnings, f"optimizer states are {found}: {reason}"))
     if counts_all and _only_began_later(counted - skipped, flats):
         reason = "parameters were added during the run"
@@ -112,11 +118,16 @@ def _optimizer_steps(metadata: CheckpointMetadata, expected: int) -> frozenset[f
     steps = counts - {frozenset()}
     if expected == 1 and not steps and not metadata.state_keys and any("betas" in group for group in metadata.groups):
         return frozenset({frozenset({0.0})})  # of an optimizer that counts, but has not begun
-    if metadata.source.zero_stage == 3 and any("bias_correction" in group for group in metadata.groups):
+    if metadata.source.zero_stage == 3 and _counts_in_groups(metadata):
         # a step that is kept in the group counts each of its sub-groups
         multiples = (frozenset(step for step in each if not expected or step % expected) for each in steps)
         steps = {each for each in multiples if each}
     return frozenset(steps)
+
+
+def _counts_in_groups(metadata: CheckpointMetadata) -> bool:
+    """Whether the optimizer keeps its step in param groups, as apex's and DeepSpeed's FusedAdam."""
+    return any("bias_correction" in group for group in metadata.groups)
 
 
 def _only_began_later(expected: int, flats: Collection[Collection[float]]) -> bool:
@@ -135,18 +146,17 @@ def compare_counts(
     exact: bool,
     kind: str = PLAIN,
     has_schedule: bool = False,
+    stood_still: bool = False,
 ) -> tuple[set[float], tuple[str, str] | None]:
     """By how many steps the optimizer is ahead, where nothing explains it; and how files may be of two saves.
 
     The latter is what was expected and found; ``exact``: of any two saves, not of neighbours. ``counted`` and
     ``skipped`` are the counters of the model-states files, ``flats`` what the optimizer has counted of each flat tensor
     on any rank, ``scalers`` loss scalers if its states are in other files. ``kind`` is that of an optimizer without
-    ZeRO.
+    ZeRO. ``stood_still``: whether the run has left the counters standing, as far as is known.
     """
     expected, steps = counted - skipped, set(chain.from_iterable(flats))
-    saved = (each if isinstance(each, Mapping) else getattr(each, "__dict__", {}) for each in scalers)
-    dynamic = (values for values in saved if values.get("dynamic_loss_scale", values.get("dynamic")))
-    scaled = {values["cur_iter"] for values in dynamic if isinstance(values.get("cur_iter"), int)}
+    scaled = _scaled_steps(scalers)
     step = {0}
     if kind != PLAIN:  # FP16_Optimizer and FP16_UnfusedOptimizer step once when they are built
         step = {1} if scalers else {0, 1}
@@ -166,11 +176,41 @@ def compare_counts(
         return odd_steps, (f"a loss scaler at step {counted}, from global_steps", f"at step {_shown(scaled)}")
     if "step" not in recorded.ahead and _only_began_later(expected, flats):
         return odd_steps, None
+    if stood_still:
+        return odd_steps, None
     # a scaler counts the steps that overflow, too: where it agrees, all files are of one save
     if (odd or not scaled) and (near_steps or (exact and odd_steps)):
         wanted = f"optimizer step {expected}, from global_steps and skipped_steps, which engine.step alone counts"
         return odd_steps, (wanted, f"optimizer step {_shown(steps)}")
     return odd_steps, None
+
+
+def _scaled_steps(scalers: Sequence[Any]) -> set[int]:
+    """The steps that dynamic loss scalers have counted, overflows included."""
+    saved = (each if isinstance(each, Mapping) else getattr(each, "__dict__", {}) for each in scalers)
+    dynamic = (values for values in saved if values.get("dynamic_loss_scale", values.get("dynamic")))
+    return {values["cur_iter"] for values in dynamic if isinstance(values.get("cur_iter"), int)}
+
+
+def _stood_still(
+    counted: int,
+    skipped: int,
+    flats: Collection[Collection[float]],
+    scalers: Sequence[Any],
+    recorded: RecordedCounts,
+    has_schedule: bool,
+) -> float:
+    """Steps that the optimizer has taken while the counters stood still; 0 where that is not told, or contradicted.
+
+    One step may be that of a save within ``engine.step``. A schedule of the engine, and a record of elastic_ckpt, would
+    tell; a loss scaler counts at least what the optimizer does.
+    """
+    counts = set(chain.from_iterable(flats))
+    if len(counts) != 1 or not counted or recorded.at_save or recorded.ahead or has_schedule:
+        return 0.0
+    ahead = max(counts) - (counted - skipped)
+    scaled = _scaled_steps(scalers)
+    return ahead if ahead > 1 and all(each - counted >= ahead for each in scaled) else 0.0
 
 
 def _shown(steps: Iterable[float]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import elastic_ckpt
 from elastic_ckpt.data import ElasticSampler
 from elastic_ckpt.errors import ElasticCkptError
+from tests.distributed import jobs
 from tests.distributed import truth as oracle
 from tests.distributed.facts import log_lines
 from tests.distributed.model import TinyLM, batch, build_engine, close, train
@@ -88,3 +91,42 @@ def train_beside(engine: Any, step: int) -> None:
     engine.backward(loss)
     engine.optimizer.step()
     engine.optimizer.zero_grad()
+
+
+def left_standing(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """A run of engine steps that another loop goes on with, saved without elastic_ckpt, and loaded with it.
+
+    ``setup``; ``has_schedule``: whether the engine steps one; ``mixed``: one rank's optimizer states are older ones;
+    ``beside``: how many steps the other loop takes.
+    """
+    folder = case["folder"]
+    engine = build_engine(case["setup"])
+    if not case["has_schedule"]:
+        engine.lr_scheduler = None
+    train(engine, 0, STEPS)
+    engine.save_checkpoint(folder, tag="before")
+    for step in range(STEPS, STEPS + case["beside"]):
+        train_beside(engine, step)
+    engine.save_checkpoint(folder, tag="after")
+    truth = held(engine)
+    if jobs.SPOILS:
+        truth["embedding.weight", "master"].view(-1)[-1:] += 1
+    close(engine)
+    if case["mixed"] and dist.get_rank() == 0:
+        for path in glob.glob(os.path.join(folder, "before", "*zero_pp_rank_1_*optim_states.pt")):
+            shutil.copy(path, os.path.join(folder, "after"))
+    dist.barrier()
+    elastic_ckpt.install()
+    engine = build_engine(case["setup"])
+    if not case["has_schedule"]:
+        engine.lr_scheduler = None
+    found = SimpleNamespace(case=case, kind="", differences=[], report=None)
+    with log_lines() as found.lines:
+        try:
+            engine.load_checkpoint(folder)
+            found.differences, found.report = different(truth, held(engine)), engine.elastic_report
+        except ElasticCkptError as error:
+            found.kind = type(error).__name__
+    close(engine)
+    elastic_ckpt.uninstall()
+    return [found]

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from elastic_ckpt import find_latest
 from elastic_ckpt.cli import app
+from tests.distributed.cells import Cell, cells
 from tests.distributed.conftest import SUB_GROUPS, Launch
 from tests.distributed.model import Setup
 
@@ -70,3 +71,47 @@ def test_the_commands_call_each_save_whole(name: str, phases: Any) -> None:
     for command in (["verify", folder], ["plan", folder, "--dp", "4"]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
+
+
+GOES_ON: dict[str, Any] = {"has_schedule": False, "mixed": False, "beside": 3}
+
+
+@cells(
+    [
+        Cell(name, None, "count_jobs.left_standing", 2, {"setup": setup, **GOES_ON})
+        for name, setup in {
+            "ZeRO-3": Setup(3),
+            "ZeRO-3, sub-groups, bf16": Setup(3, "bf16", zero=SUB_GROUPS),
+            "ZeRO-3, fp16": Setup(3, "fp16"),
+            "ZeRO-2": Setup(2, "bf16"),
+        }.items()
+    ]
+)
+def test_a_run_that_another_loop_went_on_with_is_no_mixture(cell: Cell, facts: list[Any]) -> None:
+    """Saved without elastic_ckpt: the optimizer is further on all ranks, and nothing contradicts that."""
+    for found in facts:
+        assert found.kind == "" and found.differences == []
+        assert found.report.samples_consumed is None, "nothing tells the position in the data"
+    assert any("no engine.step has counted the last 3" in line for line in facts[0].lines), facts[0].lines
+
+
+@cells(
+    [
+        Cell(
+            name,
+            None,
+            "count_jobs.left_standing",
+            2,
+            {"setup": Setup(3), **GOES_ON, **more},
+            fits=(None, {"setup": Setup(3), **GOES_ON}),
+            expected=kind,
+        )
+        for name, kind, more in (
+            ("the engine steps a schedule", "MixedSavesError", {"has_schedule": True}),
+            ("one rank is behind", "DamagedError", {"mixed": True}),
+            ("by one step, as within engine.step", "MixedSavesError", {"beside": 1}),
+        )
+    ]
+)
+def test_what_contradicts_it_is_refused(cell: Cell, facts: list[Any]) -> None:
+    assert {found.kind for found in facts} == {cell.expected}

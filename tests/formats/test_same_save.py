@@ -146,6 +146,31 @@ def test_a_count_that_no_step_has_touched_proves_nothing(stage: int, scalers: An
 
 @given(
     stage=st.sampled_from([1, 2, 3]),
+    counted=st.integers(1, 5),
+    steps=st.lists(st.integers(1, 9), min_size=1, max_size=2),
+    scaled=st.none() | st.integers(1, 9),
+    has_schedule=st.booleans(),
+    is_recorded=st.booleans(),
+)
+def test_counters_that_a_run_has_left_standing_prove_nothing(
+    stage: int, counted: int, steps: list[int], scaled: int | None, has_schedule: bool, is_recorded: bool
+) -> None:
+    """A loop of the engine's own steps, then Lightning Fabric, without elastic_ckpt: all groups on all ranks go on."""
+    scalers = BESIDE if scaled is None else [scaler(scaled)]
+    ahead = {"step": frozenset({0})} if is_recorded else {}
+    model = model_of(counted, ahead=ahead, has_schedule=has_schedule)
+    found = in_stage(stage, at_steps(*map(float, steps)))
+    goes_on = len(set(steps)) == 1 and steps[0] - counted > 1 and (scaled is None or scaled >= steps[0])
+    if goes_on and not has_schedule and not is_recorded:
+        (warning,) = with_progress_compared(found, model, True, scalers).warnings
+        assert f"the last {steps[0] - counted}" in warning and "older save" in warning
+    elif stage == 3 and {*steps} != {counted} and max(steps) != counted and scaled != counted:
+        with pytest.raises(MixedSavesError, match="different steps"):
+            with_progress_compared(found, model, True, scalers)
+
+
+@given(
+    stage=st.sampled_from([1, 2, 3]),
     counted=st.integers(0, 3),
     saves=st.tuples(st.integers(4, 9), st.integers(4, 9)),
     scaled=st.booleans(),
@@ -184,7 +209,8 @@ def test_groups_that_began_later_are_no_damage_and_two_saves_of_them_are(
     ahead = {"step": frozenset(-start for start in starts)} if is_recorded and began else {}
     of_model, of_optimizer = saves
     found = in_stage(stage, at_steps(*(float(of_optimizer - start) for start in starts)))
-    checked = lambda: with_progress_compared(found, model_of(of_model, ahead=ahead), True, BESIDE)  # noqa: E731
+    model = model_of(of_model, ahead=ahead, has_schedule=True)  # which stands still where the counters do
+    checked = lambda: with_progress_compared(found, model, True, BESIDE)  # noqa: E731
     if of_model == of_optimizer:
         assert not any("reset" in note for note in checked().notes)
     elif stage == 3:
