@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.fqn import RenameRules, rename_saved
@@ -11,6 +10,7 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
 from elastic_ckpt.core.read_plan import RestoredShare
 from elastic_ckpt.errors import MismatchError, Remedy, listed, shortened
+from elastic_ckpt.planning.matching import from_these_weights
 from elastic_ckpt.planning.near_names import GENERIC_RENAME, Renames, live_shapes, propose_renames, saved_shapes
 
 
@@ -55,15 +55,11 @@ def _nothing_matched(
 
 def _remedy(renames: Renames, local_state: LocalState, share: RestoredShare, with_states: bool) -> Sequence[Remedy]:
     frozen = {whole.name for whole in local_state.wholes if whole.key == FROZEN and not whole.trains}
-    # Weights that only go to where they no longer train are the beginning of a run, without states.
-    why = "since they do not train here: the run begins anew, from these weights"
-    alone: dict[str, Any] = {"load_module_only": True}
     if renames.rules:
-        config = {"rename": [list(rule) for rule in renames.rules]}
-        text = f"restores {len(renames.pairs)} of them"
         if with_states and all(new in frozen for _, new in renames.pairs):
-            return (Remedy(f"{text}, {why}", config=config, arguments=alone),)
-        return (Remedy(text, config=config),)
+            return (from_these_weights(renames, {}),)
+        config = {"rename": [list(rule) for rule in renames.rules]}
+        return (Remedy(f"restores {len(renames.pairs)} of them", config=config),)
     if share.placed_numel and with_states:
-        return (Remedy(why, arguments=alone),)
+        return (from_these_weights(renames, {}),)
     return Remedy("give the folder of this model"), Remedy(GENERIC_RENAME, when="if the names are others")

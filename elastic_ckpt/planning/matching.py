@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
@@ -16,7 +18,7 @@ from elastic_ckpt.errors import (
     UnsupportedError,
     listed,
 )
-from elastic_ckpt.planning.near_names import GENERIC_RENAME, live_shapes, propose_renames, saved_shapes
+from elastic_ckpt.planning.near_names import GENERIC_RENAME, Renames, live_shapes, propose_renames, saved_shapes
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
 _EXCLUDED = (
@@ -80,11 +82,13 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     if strict and (lost or unexpected):
         tied = listed(f"{name} = {metadata.aliases[name]}" for name in lost if name in metadata.aliases)
         hint = f"; tied at save time, not now: {tied}" if tied != "none" else ""
-        renamed = _renames_of(metadata, local_state, lost)
+        trains = live.union(whole.name for whole in local_state.wholes if whole.key == FROZEN and whole.trains)
+        matches = bool(trains & (restored | {name for name, key in found if key == FROZEN}))
+        remedies = _ways_of(metadata, local_state, lost, trains, matches)
         problem = "model and checkpoint do not have the same parameters and buffers"
         expected = f"in the model but not in the checkpoint: {listed(lost)}"
         found_names = f"in the checkpoint but not in the model: {listed(unexpected)}{hint}"
-        raise metadata.error(MismatchError, problem, lost or unexpected, expected, found_names, (NOT_STRICT, renamed))
+        raise metadata.error(MismatchError, problem, lost or unexpected, expected, found_names, remedies)
     outcomes = [
         *((role, "fresh", names, _NOT_SAVED) for role, names in missing.items()),
         (FROZEN, "fresh", excluded, _EXCLUDED),
@@ -97,12 +101,46 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     return Matching(restored, found, tuple(told))
 
 
-def _renames_of(metadata: CheckpointMetadata, local_state: LocalState, lost: frozenset[str] | set[str]) -> Remedy:
-    """The rules that bring the saved names to the live ones, as far as they are found; else the form of a rule."""
+def _ways_of(
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
+    lost: frozenset[str] | set[str],
+    trains: frozenset[str] | set[str],
+    matches: bool,
+) -> tuple[Remedy, ...]:
+    """Ways out where names are on one side only.
+
+    Args:
+        lost: live names that the checkpoint lacks, of parameters and buffers.
+        trains: live names that train.
+        matches: whether any of them is in the checkpoint. If none is, a load that is not strict is refused, too
+            (:mod:`elastic_ckpt.load.nothing_matched`), unless another pipeline stage has some.
+    """
     is_renamed = any(old != new and new not in local_state.model.ties for new, old in metadata.saved_names.items())
-    if is_renamed:  # the rules would take the place of the user's own
-        return Remedy(GENERIC_RENAME, when="if they were renamed")
-    renames = propose_renames(saved_shapes(metadata), live_shapes(local_state))
+    # the rules would take the place of the user's own
+    renames = Renames() if is_renamed else propose_renames(saved_shapes(metadata), live_shapes(local_state))
+    if matches or not trains or local_state.model.coordinates.pp > 1:
+        return NOT_STRICT, _renames_of(renames, lost)
+    placed = local_state.model.names & {*metadata.names(FROZEN), *metadata.parameters}
+    if any(new in trains for _, new in renames.pairs):
+        return (_renames_of(renames, lost),)
+    if renames.pairs or placed:
+        return (from_these_weights(renames, {"load_module_strict": False}),)
+    return Remedy("give the folder of this model"), Remedy(GENERIC_RENAME, when="if the names are others")
+
+
+def from_these_weights(renames: Renames, arguments: Mapping[str, Any]) -> Remedy:
+    """The way to begin a run from weights that do not train any more, as those below new adapters, without states."""
+    text = "since they do not train here: the run begins anew, from these weights"
+    config: dict[str, Any] = {}
+    if renames.rules:
+        text = f"restores {len(renames.pairs)} of them, {text}"
+        config = {"rename": [list(rule) for rule in renames.rules]}
+    return Remedy(text, config=config, arguments={"load_module_only": True, **arguments})
+
+
+def _renames_of(renames: Renames, lost: frozenset[str] | set[str]) -> Remedy:
+    """The rules that bring the saved names to the live ones, as far as they are found; else the form of a rule."""
     if not renames.rules:
         return Remedy(GENERIC_RENAME, when="if they were renamed")
     rules = [list(rule) for rule in renames.rules]

@@ -244,6 +244,14 @@ CELLS: dict[str, Case] = {
         Cell("", PLAIN, "WrappedLoraLM", arguments={"load_module_strict": False}, exact=("weights",), names=WRAPPED),
         "MismatchError",
     ),
+    # the same, of loads that are strict: the first refusal names what works
+    "strict, and nothing has its name": Case(
+        PLAIN, Cell("", ZERO3, "WrappedLM", names=WRAPPED, holds=("if they were renamed",)), "MismatchError"
+    ),
+    "strict, and what is loaded is frozen": Case(PLAIN, Cell("", PLAIN, "LoraLM", exact=("weights",)), "MismatchError"),
+    "strict, and what is loaded is frozen, and has another name": Case(
+        ZERO3, Cell("", ZERO3, "WrappedLoraLM", exact=("weights",), names=WRAPPED), "MismatchError"
+    ),
     "rows that were added": Case(PLAIN, Cell("", ZERO3, "LongerLM"), "MismatchError"),
     "rows that were added to nothing": Case(
         PLAIN, Cell("", ZERO3, "LongerLM", config={"added_rows": ["embeding.weight"]}), "ConfigError"
