@@ -37,11 +37,12 @@ from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, ex
 from elastic_ckpt.load.framework_arguments import calling_framework, in_words_of
 from elastic_ckpt.load.installation import with_flags
 from elastic_ckpt.load.nodes import Nodes
+from elastic_ckpt.load.older import Older, Tried, choose_older, refuse_proven
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
 from elastic_ckpt.load.scheduler_hook import forget_schedulers, unwatch_schedulers
 from elastic_ckpt.load.trainer_hook import unwatch_trainer, watch_trainer
 from elastic_ckpt.patches import aligned_partitions, argument, config_errors, pipeline_stages, unwrap, wrap
-from elastic_ckpt.storage import VIEW, absolute, exists, is_url, seen_through
+from elastic_ckpt.storage import VIEW, exists, is_url, seen_through
 from elastic_ckpt.storage.local import look_again, pinned
 
 logger = logger_of(__name__)
@@ -117,7 +118,9 @@ def _decide_and_load(own: Callable[..., Any], engine: Any, arguments: LoadArgume
             try:
                 found = policy.find()
                 with pinned(policy.nodes.pins):
-                    return _load(call, found, policy, own)
+                    result = _load(call, found, policy, own)
+                policy.report_loss()
+                return result
             except errors.ElasticCkptError as error:
                 if not policy.recover(error, found):
                     if found is not None and at_saved_topology(engine, found):
@@ -145,7 +148,12 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
             return own()
     with collector_off(), distributed.together("load the checkpoint"):
         elastic_only = requires_elastic(call.config) or policy.partly_overwritten
-        ready = _prepare_unless_left(call, found, elastic_only)
+        try:
+            ready = _prepare_unless_left(call, found, elastic_only)
+        except errors.MixedSavesError as suspicion:
+            if call.config.on_damage != "error":
+                refuse_proven(call, found, suspicion)
+            raise
         if ready is not None:
             policy.will_overwrite(ready)
             return execute_load(ready)
@@ -233,17 +241,19 @@ class RetryPolicy:
         options = call.config.storage_options
         tag = None if call.arguments.tag is None else str(call.arguments.tag)  # numbers are tags, too
         self.nodes = Nodes(folders, tag, every_tag, own_disks, options)
-        self._older: CheckpointInfo | None = None
-        self._skipped: tuple[str, ...] = ()
-        self._steps: tuple[int, ...] = ()  # of the checkpoints so far, where known
+        self._older: Older | None = None  # than the damaged ones so far: what is tried now
+        self._skipped: tuple[str, ...] = ()  # these, and why
         self._restoring: set[tuple[str, str]] = set()  # roles and names that the last attempt takes on this rank
         self.partly_overwritten = False
 
     def find(self) -> CheckpointInfo | None:
         """The checkpoint to try next. Collective."""
-        if (older := self._older) is not None:  # whose files are listed anew: other copies may be tried
-            self.nodes.look("look for an older checkpoint", lambda: None)
-            return replace(older, notes=(*older.notes, *self.nodes.notes))
+        if (older := self._older) is not None and older.found is not None:
+            self.nodes.look(
+                "look for an older checkpoint", lambda: None
+            )  # whose files are listed anew: of other copies
+            instead = f"loaded {older.found.tag} instead, {older.why}"
+            return replace(older.found, notes=(*self._skipped, instead, *older.notes, *self.nodes.notes))
         tag, config = self._tag, self._config
 
         def look() -> tuple[CheckpointInfo | None, list[str]]:
@@ -325,6 +335,7 @@ class RetryPolicy:
                 if why_not is None:
                     return True
                 error.remarks += (why_not,)
+        error.remarks += self._skipped
         if self.partly_overwritten and not partly:
             raise as_partial_load_error(error) from error
         return False
@@ -349,39 +360,28 @@ class RetryPolicy:
     def _fall_back(self, cause: errors.ElasticCkptError, found: CheckpointInfo | None) -> str | None:
         """Take the newest older checkpoint for the next attempt; or why there is none. Collective."""
         damaged = found.folder if found is not None else cause.file or self._load_dir
-        where = f" ({', '.join(filter(None, (cause.parameter, cause.file)))})"
-        skipped = f"skipped {os.path.basename(damaged)}: {cause.problem}{where}"
-        choice = distributed.broadcast("look for an older checkpoint", lambda: self._choose(damaged, found))
-        self._older, self._steps, why = choice
-        if self._older is None:
-            return "; ".join((why, *self._skipped))
+        where = ", ".join(filter(None, (cause.parameter, cause.file)))
+        skipped = f"skipped {os.path.basename(damaged)}: {cause.problem}" + (f" ({where})" if where else "")
+        of_first = self._older.tried if self._older is not None else ()
+        tried = (*of_first, Tried(damaged, None if self._older is None else self._older.save))
+        limit = self._config.on_damage if isinstance(self._config.on_damage, int) else None
+        by_tag, trust = self._tag is not None, self._config.trust_pickle
+
+        def choose() -> Older:
+            return choose_older(self._load_dir, tried, found, limit, by_tag, trust)
+
+        older = distributed.broadcast("look for an older checkpoint", choose)
+        if older.found is None:
+            return "; ".join((older.why, *older.notes))
         if distributed.rank() == 0:
-            last, step = self._steps[0], self._steps[-1]
-            lost = f"steps {step + 1} to {last}" if last > step else f"all steps after {step}"
-            logger.error("elastic_ckpt %s; %s: %s are lost, and trained again", skipped, why, lost)
-        self._skipped = (*self._skipped, skipped)
-        self._older = replace(self._older, notes=(*self._skipped, why))
+            logger.warning("elastic_ckpt %s; next: %s, %s", skipped, older.found.tag, older.why)
+        self._older, self._skipped = older, (*self._skipped, skipped)
         return None
 
-    def _choose(self, damaged: str, found: CheckpointInfo | None) -> tuple[CheckpointInfo | None, tuple[int, ...], str]:
-        """The newest older checkpoint, all steps so far, and in words how old it is or why there is none. Local."""
-        load_dir, trust, steps = self._load_dir, self._config.trust_pickle, self._steps
-        limit = self._config.on_damage if isinstance(self._config.on_damage, int) else None
-        if not steps:
-            step = detect.step_of_tag(os.path.basename(damaged)) if found is None else detect.global_steps(found, trust)
-            steps = () if step is None else (step,)
-        if not steps and (limit is not None or self._tag is not None):
-            return None, (), "which checkpoints are older is not known, since no file of this one records its step"
-        candidates = (each for each in detect.list_checkpoints(load_dir) if each.folder != damaged)
-        others = [(detect.global_steps(each, trust), each) for each in candidates]
-        notes = [f"{each.tag} is left out, since no file records its step" for step, each in others if step is None]
-        older = [(step, each) for step, each in others if step is not None and (not steps or step < steps[-1])]
-        if not older:
-            around = os.path.dirname(absolute(load_dir))
-            why = f"no older checkpoint is in {load_dir} (elastic-ckpt latest {around} looks beside it)"
-            return None, (), "; ".join((why, *notes))
-        step, newest = max(older, key=lambda each: (each[0], each[1].by_rank, each[1].tag))
-        back = f"{steps[0] - step} steps back" if steps else f"at step {step}"
-        if limit is not None and steps[0] - step > limit:
-            return None, (), f'the newest older checkpoint, {newest.tag}, is {back}, "on_damage" allows {limit}'
-        return newest, (*steps, step), "; ".join((f"loaded {newest.tag} instead, {back}", *notes))
+    def report_loss(self) -> None:
+        """Log on rank 0 which steps are lost, after a load that went back."""
+        older = self._older
+        if older is not None and older.found is not None and distributed.rank() == 0:
+            message = "elastic_ckpt loaded %s instead of %s, %s: %s"
+            first = os.path.basename(older.tried[0].folder)
+            logger.error(message, older.found.tag, first, "; ".join((older.why, *older.notes)), older.lost)

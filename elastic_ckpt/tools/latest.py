@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, replace
@@ -11,8 +10,10 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, UnsupportedError, printable_errors
-from elastic_ckpt.formats.detect import global_steps, list_below, list_checkpoints
+from elastic_ckpt.formats import CheckpointInfo
+from elastic_ckpt.formats.detect import list_below, list_checkpoints
 from elastic_ckpt.formats.safetensors import parse_json
+from elastic_ckpt.formats.save_order import Save, oldest_first, save_of
 from elastic_ckpt.storage import absolute, copies_of, exists, folder_names, is_folder, modified, open_stream
 from elastic_ckpt.tools.opened import Folders, config_of, seen_together
 from elastic_ckpt.tools.verification import verify
@@ -32,7 +33,7 @@ class Candidate:
     path: str  # what to resume from: the folder of a tag, or the one around it that a framework made (checkpoint-20)
     load_dir: str  # this and the tag as ``load_checkpoint`` takes them
     tag: str
-    step: int | None  # global step of its model-states files; ``None`` if none can be read
+    step: int | None  # global step of its model-states files, or of its tag; ``None`` if neither tells
     problem: str | None = None  # why it is not whole, in one line; ``None``: it is, or was not looked at
     suspicion: str | None = None  # why it may not be whole, where that is not proven: it counts as whole
     unchecked: bool = False  # whether it may be whole all the same, since this version does not support what it has
@@ -83,7 +84,8 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> tupl
         found = "no such folder" if not is_folder(folder) else "a folder without any"
         raise NotFoundError(problem, folder, expected, found, remedy=remedy)
     skipped: list[Candidate] = []
-    for candidate in sorted(candidates, key=_age, reverse=True):
+    for index in reversed(oldest_first([save for save, _ in candidates])):
+        candidate = candidates[index][1]
         looked_at = candidate if candidate.problem else _judged(candidate, config, full)
         placed = replace(looked_at, path=copies_of(candidate.path)[0])
         if placed.problem is None:
@@ -92,27 +94,31 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> tupl
     return None, skipped
 
 
-def _candidates(folder: str, config: ElasticConfig) -> list[Candidate]:
+def _candidates(folder: str, config: ElasticConfig) -> list[tuple[Save, Candidate]]:
     """Every checkpoint in the folder, or one level below; and saves that had just begun.
 
     These are folders named like checkpoints, but for their number, without a file of one.
     """
     tags, names = list_checkpoints(folder), set(folder_names(folder)) if is_folder(folder) else set()
-    found = [Candidate(tag.folder, folder, tag.tag, global_steps(tag, config.trust_pickle)) for tag in tags]
+    trust = config.trust_pickle
+    found = [_candidate(tag.folder, folder, tag, trust) for tag in tags]
     itself = {tag.folder for tag in tags}
     below = ((path, tag) for path, tag in list_below(folder) if path not in itself)
-    found += (Candidate(path, path, tag.tag, global_steps(tag, config.trust_pickle)) for path, tag in below)
-    whole = {os.path.basename(candidate.path) for candidate in found}
+    found += (_candidate(path, path, tag, trust) for path, tag in below)
+    whole = {os.path.basename(candidate.path) for _, candidate in found}
     patterns = {_NUMBER.sub("#", name) for name in whole if _NUMBER.search(name)}
-    begun = (name for name in names - whole if _NUMBER.sub("#", name) in patterns)
     problem = "no file of a checkpoint can be seen in it"
-    return [*found, *(Candidate(os.path.join(folder, name), folder, name, None, problem) for name in begun)]
+    for name in names - whole:
+        if _NUMBER.sub("#", name) in patterns:
+            path = os.path.join(folder, name)
+            begun = Save(name, None, written=modified(path))
+            found.append((begun, Candidate(path, folder, name, None, problem)))
+    return found
 
 
-def _age(candidate: Candidate) -> tuple[float, float]:
-    """By step, then by the time of its folder; one whose step is not known may be the newest."""
-    written = modified(os.path.join(candidate.load_dir, candidate.tag))
-    return math.inf if candidate.step is None else candidate.step, written
+def _candidate(path: str, load_dir: str, found: CheckpointInfo, trust_pickle: bool) -> tuple[Save, Candidate]:
+    save = save_of(found, os.path.basename(path), trust_pickle)
+    return save, Candidate(path, load_dir, found.tag, save.step)
 
 
 def _judged(candidate: Candidate, config: ElasticConfig, full: bool) -> Candidate:

@@ -99,6 +99,9 @@ def test_the_newest_whole_checkpoint_replaces_everything_bit_by_bit(name: str, l
         assert any(f"loaded {OLDEST} instead" in note for note in loaded.report.notes)
     lines = [line for loaded in loads[name] for line in loaded.lines if "skipped" in line]
     assert len(lines) == len(skipped), "rank 0 warns, once for each"
+    lost = [line for loaded in loads[name] for line in loaded.lines if "lost" in line]
+    assert len(lost) == 1 and f"loaded {OLDEST} instead" in lost[0], "and says what is lost, once"
+    assert not any("loaded" in line for line in lines), "not before it is"
 
 
 def test_there_may_be_nothing_else_to_load(launch: Launch, copy: Callable[..., Path]) -> None:

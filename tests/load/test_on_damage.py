@@ -1,5 +1,7 @@
 """Who looks for a checkpoint, how long it is waited for, and which one follows a damaged one."""
 
+# Covers elastic_ckpt/load/older.py, which the hook asks for the next checkpoint.
+
 from __future__ import annotations
 
 import logging
@@ -19,7 +21,9 @@ from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.errors import (
     DamagedError,
     ElasticCkptError,
+    LayoutError,
     MismatchError,
+    MissingFilesError,
     MixedSavesError,
     NotFoundError,
     PartialLoadError,
@@ -223,11 +227,89 @@ def test_on_a_suspicion_it_never_goes_back_and_else_rank_0_logs_which_steps_are_
     assert not tried.recover(suspicion, tried.find())
     assert suspicion.remedy == 'look; "on_damage" goes back for proven damage alone'
     assert not caplog.records and tried.find().tag == "global_step30"  # type: ignore[union-attr]
-    for lost in ("steps 21 to 30", "steps 11 to 30"):
+    tried.report_loss()
+    assert not caplog.records, "nothing is lost"
+    for older, lost in ((20, "steps 21 to 30"), (10, "steps 11 to 30")):
         caplog.clear()
         assert tried.recover(DamagedError("torn"), tried.find())
         (record,) = caplog.records
+        assert record.levelno == logging.WARNING and "loaded" not in record.getMessage(), "it may be refused"
+        tried.report_loss()
+        record = caplog.records[-1]
         assert record.levelno == logging.ERROR and f"{lost} are lost" in record.getMessage()
+        assert f"loaded global_step{older} instead of global_step30" in record.getMessage()
+
+
+def test_an_older_one_that_is_suspected_is_refused_with_what_was_skipped(folder: Path) -> None:
+    tried = attempts(folder, **PREVIOUS)
+    assert tried.recover(DamagedError("torn"), tried.find())
+    suspicion = MixedSavesError("it may be", remedy="look")
+    assert not tried.recover(suspicion, tried.find())
+    assert suspicion.remarks == ('"on_damage" goes back for proven damage alone', "skipped global_step30: torn")
+
+
+@pytest.mark.parametrize("step", [0, 7])
+@pytest.mark.parametrize(
+    ("tags", "how"),
+    [
+        (("after8", "after9", "after10"), "the numbers in their names"),
+        (("epoch1-step9", "epoch2-step3", "epoch2-step5"), "the numbers in their names"),
+        (("begin", "middle", "end"), "the times of writing"),
+        (("z1", "y2", "x3"), "the times of writing"),
+    ],
+)
+def test_where_counters_stand_still_numbers_or_times_tell_what_is_older(
+    tags: tuple[str, ...], how: str, step: int, tmp_path: Path
+) -> None:
+    """As under Lightning Fabric, whose optimizer steps beside the engine."""
+    for number, tag in enumerate(tags):
+        save(tmp_path, tag, step)
+        # numbers count more than times, which a copy changes
+        written = 1000 + (number if how == "the times of writing" else -number)
+        os.utime(tmp_path / tag / MODEL, (written, written))
+    (tmp_path / "latest").write_text(tags[2])
+    tried = attempts(tmp_path, **PREVIOUS)
+    for older in (tags[1], tags[0]):
+        assert tried.recover(DamagedError("torn"), tried.find())
+        found = tried.find()
+        assert found is not None and found.tag == older
+        assert any(how in note and f"count {step} steps" in note for note in found.notes), found.notes
+    last = DamagedError("torn")
+    assert not tried.recover(last, found) and "no older checkpoint" in str(last.remedy)
+    limited, error = attempts(tmp_path, on_damage=100), DamagedError("torn")
+    assert not limited.recover(error, limited.find()), "how many steps it is back is not known"
+    assert "unknown number of steps" in str(error.remedy)
+
+
+def test_the_numbers_of_own_tags_are_steps_where_counters_stand_still(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (20, 9, 100):
+        save(tmp_path, f"global_step{number}", 0)
+    (tmp_path / "latest").write_text("global_step100")
+    for limit, works in ((80, True), (79, False)):
+        tried, error = attempts(tmp_path, on_damage=limit), DamagedError("torn")
+        assert tried.recover(error, tried.find()) == works
+    tried = attempts(tmp_path, **PREVIOUS)
+    assert tried.recover(DamagedError("torn"), tried.find()) and tried.find().tag == "global_step20"  # type: ignore[union-attr]
+    tried.report_loss()
+    assert "steps 21 to 100 are lost" in caplog.messages[-1]
+    # a damaged one whose files tell nothing is older than none of them
+    (tmp_path / "global_step100" / MODEL).write_bytes(b"")
+    tried = attempts(tmp_path, **PREVIOUS)
+    assert tried.recover(DamagedError("torn"), tried.find()) and tried.find().tag == "global_step20"  # type: ignore[union-attr]
+
+
+def test_a_tag_of_the_same_step_in_another_format_is_not_taken(tmp_path: Path) -> None:
+    """It may have been converted from the damaged files, whatever a copy makes of times."""
+    save(tmp_path, "global_step30", 30)
+    save(tmp_path, "global_step30_universal", 30)
+    (tmp_path / "global_step30_universal" / "zero" / "weight").mkdir(parents=True)
+    (tmp_path / "global_step30_universal" / "zero" / "weight" / "fp32.pt").write_bytes(b"")
+    os.utime(tmp_path / "global_step30_universal" / MODEL, (1000, 1000))
+    (tmp_path / "latest").write_text("global_step30")
+    tried = attempts(tmp_path, **PREVIOUS)
+    assert not tried.recover(DamagedError("torn"), tried.find())
 
 
 def test_no_further_back_than_allowed(folder: Path) -> None:
@@ -302,3 +384,39 @@ def test_a_number_is_a_tag(tmp_path: Path) -> None:
     save(tmp_path, "4", 4)
     found = attempts(tmp_path, tag=4).find()  # type: ignore[arg-type]
     assert found is not None and found.tag == "4"
+
+
+@pytest.mark.parametrize("section", [{}, PREVIOUS])
+@pytest.mark.parametrize(
+    "second",
+    [
+        None,
+        MissingFilesError("gone"),
+        DamagedError("torn"),
+        LayoutError("odd"),
+        MixedSavesError("weights"),
+        MismatchError("x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_proof_beside_a_suspicion_counts(
+    second: ElasticCkptError | None, section: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for ``elastic-ckpt latest``, which looks at all of a checkpoint."""
+
+    def prepare(call: LoadCall, found: CheckpointInfo) -> Any:
+        if call.config.verify != "bytes":
+            raise MixedSavesError("counts")
+        if second is not None:
+            raise second
+
+    monkeypatch.setattr(hook, "prepare", prepare)
+    monkeypatch.setattr("elastic_ckpt.load.older.prepare", prepare)
+    monkeypatch.setattr(hook, "on_own_disks", lambda *_: False)
+    monkeypatch.setattr(hook, "deepspeed_loads_it_right", lambda *_, **__: False)
+    call = LoadCall(SimpleNamespace(), LoadArguments("/x"), ElasticConfig(**section))
+    policy = SimpleNamespace(is_asked=False, partly_overwritten=False)
+    with pytest.raises(ElasticCkptError) as caught:
+        hook._load(call, FOUND, policy, lambda: None)  # type: ignore[arg-type]
+    proves = bool(section) and second is not None and second.proves_damage
+    assert caught.value.problem == (second.problem if proves and second else "counts")
