@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,8 @@ from torch import nn
 
 import elastic_ckpt
 from tests.distributed.facts import Loaded, Refused, attempt, log_lines, loss_gap
+from tests.distributed.jobs import SPOILS
+from tests.distributed.kept import close_kept, engine_of
 from tests.distributed.model import GLOBAL_BATCH, VOCABULARY, close, train
 from tests.distributed.truth import fingerprint
 
@@ -118,30 +119,23 @@ def state_of(engine: Any) -> dict[str, str]:
     } | counters
 
 
-def save(arguments: dict[str, Any]) -> list[Loaded] | None:
-    """Train and save each kind of engine; those ``loaded`` train on, load what was saved, and train on again.
-
-    Args:
-        arguments: ``folder``, where checkpoints go, each in a folder named after its kind, stage and number of ranks;
-            ``kinds``: kind and stage; ``loaded``: those of them.
-    """
+def save_each(cases: list[dict[str, Any]]) -> None:
+    """Train and save each ``setup``, a kind of engine and a ZeRO stage."""
     elastic_ckpt.install()
-    facts = []
-    for kind, stage in arguments["kinds"]:
-        name = f"{kind}-z{stage}-dp{dist.get_world_size()}"
-        folder = os.path.join(arguments["folder"], name)
-        engine = build(kind, stage)
+    for case in cases:
+        engine = build(*case["setup"])
         train(engine, 0, SAVE_AT)
-        engine.save_checkpoint(folder, tag="step3", client_state={"note": "hello"})
-        if (kind, stage) in arguments["loaded"]:
-            facts.append(load_again({"name": name, "folder": folder}, engine))
+        engine.save_checkpoint(case["folder"], tag="step3", client_state={"note": "hello"})
         close(engine)
         dist.barrier()
-    return facts or None
 
 
-def load_again(case: dict[str, Any], engine: Any) -> Loaded:
-    """Train on, load what was saved, and train on again. Collective."""
+def restore(case: dict[str, Any]) -> list[Loaded]:
+    """Load into an engine of ``setup`` that was trained as the saved one was, and then on; and train again."""
+    elastic_ckpt.install()
+    close_kept()
+    engine = build(*case["setup"])
+    train(engine, 0, SAVE_AT + SPOILS)
     saved = state_of(engine)
     losses = train(engine, SAVE_AT, CONTINUE_TO)
     with log_lines() as lines:
@@ -149,36 +143,16 @@ def load_again(case: dict[str, Any], engine: Any) -> Loaded:
     now = state_of(engine)
     differences = {part: "is another one" for part in saved if saved[part] != now[part]}
     gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), {"losses": losses})
-    return Loaded(case, case["name"], engine.elastic_report, differences, gap, client_state, lines)
+    found = Loaded(case, case["name"], engine.elastic_report, differences, gap, client_state, lines)
+    close(engine)
+    return [found]
 
 
-def refuse(cases: list[dict[str, Any]]) -> list[Refused] | None:
-    """Try to load each ``folder`` into an engine of its ``kind`` and ``stage``."""
+def refuse(case: dict[str, Any]) -> list[Refused] | None:
+    """Try to load into an engine of ``setup`` that has trained, and train on."""
     elastic_ckpt.install()
-    facts, engines = [], {}
-    for case in cases:
-        key = (case["kind"], case["stage"])
-        if key not in engines:
-            engines[key] = build(*key)
-            train(engines[key], 20, 21)
-        engine = engines[key]
-        facts.append(attempt(case, engine, partial(engine.load_checkpoint, case["folder"]), ERRORS))
-        if facts[-1].changed:  # whatever happened, the next case gets an engine that is whole
-            close(engines.pop(key))
-        dist.barrier()
-    for engine in engines.values():
-        train(engine, 21, 22)
-    return facts if dist.get_rank() == 0 else None
-
-
-def restore(cases: list[dict[str, Any]]) -> list[Loaded]:
-    """Load each folder, made to look like another version's, into the engine that it is a save of."""
-    elastic_ckpt.install()
-    facts = []
-    for case in cases:
-        engine = build(case["kind"], case["stage"])
-        train(engine, 0, SAVE_AT)
-        facts.append(load_again(case, engine))
-        close(engine)
-        dist.barrier()
-    return facts
+    engine = engine_of(case["setup"], partial(build, *case["setup"]), close)
+    train(engine, 20, 21)
+    refused = attempt(case, engine, lambda: engine.load_checkpoint(case["folder"]), ERRORS)
+    train(engine, 21, 22)
+    return [refused] if dist.get_rank() == 0 else None
