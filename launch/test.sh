@@ -34,7 +34,11 @@ lint() {
 jobs=(tests/distributed tests/integration) # with processes of their own
 run_tests() {
     "$PYTHON" -m pytest -n 2 -m "$1" --ignore="${jobs[0]}" --ignore="${jobs[1]}"
-    "$PYTHON" -m pytest --maxfail=3 -m "$1" "${jobs[@]}" # together, so that DeepSpeed's ops are built once
+    local workers=()
+    if [[ ${ELASTIC_CKPT_TEST_WORKERS:-1} != 1 ]]; then # a file's checkpoints are made by one of them
+        workers=(-n "$ELASTIC_CKPT_TEST_WORKERS" --dist loadfile -o timeout=1200)
+    fi
+    "$PYTHON" -m pytest --maxfail=3 -m "$1" "${workers[@]}" "${jobs[@]}" # together: DeepSpeed's ops are built once
 }
 
 case ${1:-} in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -30,12 +31,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run that all workers of pytest-xdist have."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "of_all_workers"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def extensions_dir(of_all_workers: Path) -> Iterator[str]:
     """Where DeepSpeed builds its ops. Private to this run: a killed build leaves a lock that would hang the next run.
 
     ``ELASTIC_CKPT_TEST_EXTENSIONS`` names a folder to build in once and use again, for work on a few tests.
     """
-    yield os.environ.get("ELASTIC_CKPT_TEST_EXTENSIONS") or str(tmp_path_factory.mktemp("extensions"))
+    folder = of_all_workers / "extensions"
+    folder.mkdir(exist_ok=True)
+    yield os.environ.get("ELASTIC_CKPT_TEST_EXTENSIONS") or str(folder)
     close_zygotes()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import platform
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,23 +148,39 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     raise AssertionError("this test does not look at what it is about: it passes with another truth")
 
 
+@contextlib.contextmanager
+def made_once(folder: Path) -> Iterator[bool]:
+    """Whether a folder is to be filled now: the other workers of pytest-xdist that want it wait until it is."""
+    with open(f"{folder}.lock", "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_missing = not folder.with_suffix(".made").exists()
+        if is_missing:
+            shutil.rmtree(folder, ignore_errors=True)  # what failed in another worker
+            folder.mkdir()
+        yield is_missing
+        folder.with_suffix(".made").touch()
+
+
 @pytest.fixture(scope="session")
-def native(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def native(launch: Launch, of_all_workers: Path) -> Path:
     """A folder with ``<setup>-dp<n>/step4``: the matrix in fp32 at DP 1 to 4, in bf16 at 2 and 3, the extras at 2."""
-    folder = tmp_path_factory.mktemp("native")
-    for degree in DEGREES:
-        setups = [setup for setup in MATRIX + EXTRA if degree in saved_at(setup)]
-        launch(degree, "save", {"folder": str(folder), "setups": setups})
+    folder = of_all_workers / "native"
+    with made_once(folder) as is_missing:
+        for degree in DEGREES if is_missing else ():
+            setups = [setup for setup in MATRIX + EXTRA if degree in saved_at(setup)]
+            launch(degree, "save", {"folder": str(folder), "setups": setups})
     return folder
 
 
 @pytest.fixture(scope="session")
-def universal(native: Path, convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def universal(native: Path, convert: Convert, of_all_workers: Path) -> Path:
     """The matrix at DP=2 and 3 as universal checkpoints, made by DeepSpeed's own converter."""
-    folder = tmp_path_factory.mktemp("universal")
+    folder = of_all_workers / "universal"
     names = [f"{setup.name}-dp{degree}" for setup in MATRIX for degree in (2, 3)]
     names.append(f"{Setup(2, zero=ROUND_ROBIN).name}-dp2")
-    convert(native, folder, names)
+    with made_once(folder) as is_missing:
+        if is_missing:
+            convert(native, folder, names)
     return folder
 
 
@@ -180,18 +199,21 @@ UNPARTITIONED = [
 
 
 @pytest.fixture(scope="session")
-def unpartitioned(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpartitioned(launch: Launch, of_all_workers: Path) -> Path:
     """A folder with ``<setup>-dp<n>/step4`` for every setup of :data:`UNPARTITIONED` at DP=2, with AdamW also at 3."""
-    folder = tmp_path_factory.mktemp("unpartitioned")
-    for degree, optimizers in ((2, ("adamw", "fusedadam")), (3, ("adamw",))):
-        setups = [setup for setup in UNPARTITIONED if setup.optimizer in optimizers]
-        launch(degree, "save", {"folder": str(folder), "setups": setups})
+    folder = of_all_workers / "unpartitioned"
+    with made_once(folder) as is_missing:
+        for degree, optimizers in ((2, ("adamw", "fusedadam")), (3, ("adamw",))) if is_missing else ():
+            setups = [setup for setup in UNPARTITIONED if setup.optimizer in optimizers]
+            launch(degree, "save", {"folder": str(folder), "setups": setups})
     return folder
 
 
 @pytest.fixture(scope="session")
-def universal_bf16(unpartitioned: Path, convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def universal_bf16(unpartitioned: Path, convert: Convert, of_all_workers: Path) -> Path:
     """``BF16_Optimizer``'s checkpoint of two ranks as a universal one."""
-    folder = tmp_path_factory.mktemp("universal_bf16")
-    convert(unpartitioned, folder, [f"{Setup(1, 'bf16_fp32acc').name}-dp2"])
+    folder = of_all_workers / "universal_bf16"
+    with made_once(folder) as is_missing:
+        if is_missing:
+            convert(unpartitioned, folder, [f"{Setup(1, 'bf16_fp32acc').name}-dp2"])
     return folder

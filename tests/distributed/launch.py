@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -25,10 +27,15 @@ ANSWER = "answer: "
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that nobody listens on.
+
+    The kernel hands out none of these by itself, so that between now and its use no connection of another job takes it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def environment(extensions_dir: str, deepspeed: str = "") -> dict[str, str]:

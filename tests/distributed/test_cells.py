@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.distributed.cells import Failed, Launcher, Task
+from tests.distributed.conftest import made_once
 
 JOB = "test_cells.misbehave"
 
@@ -43,3 +47,24 @@ def test_a_task_that_raises_dies_or_hangs_fails_alone(extensions_dir: str) -> No
             assert {"raises": "of the second rank", "dies": "exit -9", "hangs": "exit None"}[how] in result.text
         else:
             assert result == [(0, 3.0), (1, 3.0)], how
+
+
+def test_a_folder_is_made_by_one_of_many_workers(tmp_path: Path) -> None:
+    """The rest wait until it is whole; where one has failed, the next makes it anew."""
+    folder = tmp_path / "saves"
+    made: list[int] = []
+
+    def want(number: int) -> list[str]:
+        with suppress(ValueError), made_once(folder) as is_missing:
+            if is_missing:
+                made.append(number)
+                (folder / f"half {number}").touch()
+                if len(made) < 3:
+                    raise ValueError("a worker whose job fails")
+                (folder / "whole").touch()
+        return sorted(path.name for path in folder.iterdir()) if number not in made[:2] else []
+
+    with ThreadPoolExecutor(8) as workers:
+        found = list(workers.map(want, range(8)))
+    assert len(made) == 3
+    assert [names for names in found if names] == [[f"half {made[2]}", "whole"]] * 6
