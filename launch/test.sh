@@ -48,8 +48,8 @@ case ${1:-} in
     --shuffle) export ELASTIC_CKPT_TEST_SHUFFLE=${ELASTIC_CKPT_TEST_SHUFFLE:-$RANDOM}; run_tests "not nightly" ;;
     --nightly) "$PYTHON" -m pytest -m nightly "${jobs[@]}" ;;
     --fuzz) ELASTIC_CKPT_FUZZ=${ELASTIC_CKPT_FUZZ:-200000} "$PYTHON" -m pytest -n 2 -o timeout=0 tests/attacks/test_mutations.py ;;
-    --soak) "$PYTHON" -m tests.soak --minutes "${ELASTIC_CKPT_SOAK:-60}" --seed "$RANDOM" ;;
-    --flows) "$PYTHON" -m tests.flows --minutes "${ELASTIC_CKPT_FLOWS:-120}" ;;
+    --soak) "$PYTHON" -m tests.drawn walks --minutes "${ELASTIC_CKPT_SOAK:-60}" ;;
+    --flows) "$PYTHON" -m tests.drawn flows --minutes "${ELASTIC_CKPT_FLOWS:-120}" ;;
     --spoil) ELASTIC_CKPT_TEST_SPOIL=1 "$PYTHON" -m pytest "${jobs[0]}" ;;
     *) "$PYTHON" -m pytest "$@" ;;
 esac

@@ -1,4 +1,4 @@
-"""What the ranks of a soak do: load the last stop's checkpoint, compare, train on, save. See :mod:`tests.soak`."""
+"""What the ranks of a soak do: load the last stop's checkpoint, compare, train on, save. See :mod:`tests.soak.walk`."""
 
 from __future__ import annotations
 
