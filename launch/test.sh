@@ -8,6 +8,7 @@
 #   bash launch/test.sh --soak     nightly: an hour of random topologies
 #   bash launch/test.sh --flows    nightly: two hours of random jobs at an unchanged topology
 #   bash launch/test.sh --spoil    nightly: every cell of the distributed tests must be able to fail
+#   bash launch/test.sh --mutants  nightly: 80 places of the package are changed, and the tests that reach each must fail
 #   bash launch/test.sh --shuffle  --all in an order that a seed draws; ELASTIC_CKPT_TEST_SHUFFLE=SEED shows it again
 #   bash launch/test.sh -k planner other arguments go to pytest
 set -euo pipefail
@@ -41,6 +42,13 @@ run_tests() {
     "$PYTHON" -m pytest --maxfail=3 -m "$1" "${workers[@]}" "${jobs[@]}" # together: DeepSpeed's ops are built once
 }
 
+mutants() {
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+    "$PYTHON" -m tests.mutants record "$folder"
+    "$PYTHON" -m tests.mutants run "$folder" --seed "${ELASTIC_CKPT_MUTANTS:-$RANDOM}"
+}
+
 case ${1:-} in
     "") run_tests "not slow and not nightly" ;;
     --lint) lint ;;
@@ -50,6 +58,7 @@ case ${1:-} in
     --fuzz) ELASTIC_CKPT_FUZZ=${ELASTIC_CKPT_FUZZ:-200000} "$PYTHON" -m pytest -n 2 -o timeout=0 tests/attacks/test_mutations.py ;;
     --soak) "$PYTHON" -m tests.drawn walks --minutes "${ELASTIC_CKPT_SOAK:-60}" ;;
     --flows) "$PYTHON" -m tests.drawn flows --minutes "${ELASTIC_CKPT_FLOWS:-120}" ;;
+    --mutants) mutants ;;
     --spoil) ELASTIC_CKPT_TEST_SPOIL=1 "$PYTHON" -m pytest "${jobs[0]}" ;;
     *) "$PYTHON" -m pytest "$@" ;;
 esac
