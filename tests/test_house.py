@@ -157,8 +157,6 @@ def test_every_module_has_a_test() -> None:
 IMPORT_TESTS = {
     "tests.distributed.test_tables",
     "tests.distributed.test_universal_states",
-    "tests.engines.test_schedule_states",
-    "tests.load.test_scheduler_hook",
 }
 
 
