@@ -45,7 +45,8 @@ class Save:
         ranks: how many save it.
         job: as a cell's. Its case has ``folder``, ``setup`` and what is in ``more``.
         more: what the job is told beside.
-        converted: whether DeepSpeed's own converter makes a universal checkpoint of it.
+        converted: whether a universal checkpoint is made of it.
+        converter: the job of one rank that makes it: DeepSpeed's own converter, or another one of ``convert.py``.
     """
 
     setup: Any
@@ -53,6 +54,7 @@ class Save:
     job: str = "save_each"
     more: Mapping[str, Any] = field(default_factory=dict)
     converted: bool = False
+    converter: str = CONVERT
 
     @property
     def key(self) -> str:
@@ -62,7 +64,7 @@ class Save:
     @property
     def native(self) -> Save:
         """What it is converted from."""
-        return replace(self, converted=False)
+        return replace(self, converted=False, converter=CONVERT)
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class Saves:
             folders = [self._root / str(len(self._folders) + number) for number in range(len(of_ranks))]
             tasks = []
             for save, folder in zip(of_ranks, folders, strict=True):
-                job = CONVERT if save.converted else save.job
+                job = save.converter if save.converted else save.job
                 tasks.append(Task(repr(save), job, {"folder": str(folder), **case_of(save, folder)}))
             found = self._launcher.run(ranks, tasks, seconds=300)
             for save, folder, result in zip(of_ranks, folders, found, strict=True):
@@ -196,7 +198,7 @@ class Saves:
 
 
 def _ranks(save: Save) -> int:
-    """How many ranks its job needs: DeepSpeed's converter is no distributed job."""
+    """How many ranks its job needs: a converter is no distributed job."""
     return 1 if save.converted else save.ranks
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
+from typer.testing import CliRunner
+
+from elastic_ckpt.cli import app
 
 
 def convert_each(cases: list[dict[str, str]]) -> None:
@@ -18,6 +21,25 @@ def convert_each(cases: list[dict[str, str]]) -> None:
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # converters of old versions need it
     for case in cases:
         convert(Path(case["native"]), Path(case["folder"]))
+
+
+def convert_by_command(cases: list[dict[str, str]]) -> None:
+    """``elastic-ckpt convert`` of the ``native`` of each to a universal one in its ``folder``: a job of one rank."""
+    for case in cases:
+        _command(Path(case["native"]), Path(case["folder"]), "step4_universal")
+
+
+def convert_to_dcp(cases: list[dict[str, str]]) -> None:
+    """The same to one of ``torch.distributed.checkpoint``, ``dcp`` in its ``folder``."""
+    for case in cases:
+        _command(Path(case["native"]), Path(case["folder"]), "dcp", "--to", "dcp")
+
+
+def _command(native: Path, target: Path, name: str, *options: str) -> None:
+    target.mkdir()
+    result = CliRunner().invoke(app, ["convert", *options, str(native / "step4"), str(target / name)])
+    assert result.exit_code == 0, result.output
+    shutil.copy(native / "truth.pt", target / "truth.pt")
 
 
 def convert(native: Path, target: Path) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -16,122 +15,149 @@ from deepspeed.utils import groups
 
 import elastic_ckpt
 from tests.distributed import truth as oracle
-from tests.distributed.facts import Loaded, attempt
+from tests.distributed.facts import Loaded, Refused, attempt
 from tests.distributed.jobs import SAVE_AT, truth_of
+from tests.distributed.kept import close_kept, engine_of
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, Setup, TinyLM, batch, build_optimizer, close
 
 
-@contextmanager
-def live(setup: Setup, kind: str, sp: int, seed: int = 7) -> Iterator[Any]:
-    """An engine whose sequence-parallel groups have ``sp`` ranks.
+@dataclass(frozen=True)
+class Run:
+    """Ranks in sequence-parallel groups; the others are data-parallel.
 
-    Args:
-        setup: stage and precision.
+    Attributes:
+        world: how many ranks.
         kind: ``mpu``: DeepSpeed's own state of sequence parallelism; ``mesh``: a device mesh, from the config.
         sp: sequence-parallel degree.
-        seed: of the model.
+        stage: of ZeRO.
     """
-    data = dist.get_world_size() // sp
+
+    world: int
+    kind: str
+    sp: int
+    stage: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.sp}-z{self.stage}-n{self.world}"
+
+    @property
+    def data(self) -> int:
+        """Data-parallel degree."""
+        return self.world // self.sp
+
+
+def build(run: Run, seed: int = 7) -> Any:
+    """A live engine. Collective."""
+    setup = Setup(run.stage, "bf16")
     config: dict[str, Any] = {
         "train_batch_size": GLOBAL_BATCH,
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // data,
-        "zero_optimization": {"stage": setup.stage},
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // run.data,
+        "zero_optimization": {"stage": run.stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **PRECISIONS[setup.precision],
     }
-    if kind == "mesh":
-        config |= {"sequence_parallel_size": sp, "data_parallel_size": data}
-    elif sp > 1:
-        parallel_state_sp.initialize_sequence_parallel(sp)
+    if run.kind == "mesh":
+        config |= {"sequence_parallel_size": run.sp, "data_parallel_size": run.data}
+    elif run.sp > 1:
+        parallel_state_sp.initialize_sequence_parallel(run.sp)
     model = TinyLM(seed)
     optimizer = build_optimizer(model, setup)
-    engine = deepspeed.initialize(
+    return deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
         config=config,
-        mpu=parallel_state_sp if kind == "mpu" and sp > 1 else None,
+        mpu=parallel_state_sp if run.kind == "mpu" and run.sp > 1 else None,
     )[0]
-    try:
-        yield engine
-    finally:
-        close(engine)
-        parallel_state_sp._release_sequence_parallel_groups()
-        groups.mesh_device = groups.mpu = None
 
 
-def train(engine: Any, sp: int, first: int, last: int, same_data: bool = False) -> None:
-    """Steps of which each sequence-parallel rank sees its part of the sequence, or with ``same_data`` all of it."""
-    rank, data = dist.get_rank(), dist.get_world_size() // sp
+def end(engine: Any) -> None:
+    """Free an engine, and the groups that DeepSpeed keeps of it."""
+    close(engine)
+    parallel_state_sp._release_sequence_parallel_groups()
+    groups.mesh_device = groups.mpu = None
+
+
+def live(run: Run) -> Any:
+    """An engine that the next case may get too. Collective."""
+    return engine_of(run, partial(build, run, seed=8), end)
+
+
+def train(engine: Any, run: Run, first: int, last: int, same_data: bool | None = None) -> None:
+    """Steps of which each sequence-parallel rank sees its part of the sequence, or with ``same_data`` all of it.
+
+    A mesh reduces no gradients over sequence-parallel ranks, which see the same unless they are told otherwise.
+    """
+    same_data = run.kind == "mesh" if same_data is None else same_data
     for step in range(first, last):
-        tokens = batch(step, data, rank // sp)
-        width = (tokens.shape[1] - 1) // sp
-        start = 0 if same_data else rank % sp * width
+        tokens = batch(step, run.data, dist.get_rank() // run.sp)
+        width = (tokens.shape[1] - 1) // run.sp
+        start = 0 if same_data else dist.get_rank() % run.sp * width
         engine.backward(engine(tokens if same_data else tokens[:, start : start + width + 1]))
         engine.step()
 
 
-def save(arguments: dict[str, Any]) -> None:
-    """Train and save each case, and write down what the engine held."""
-    for case in arguments["cases"]:
-        kind, sp, folder = case["kind"], case["sp"], os.path.join(arguments["folder"], case["name"])
-        with live(case["setup"], kind, sp) as engine:
-            mesh = kind == "mesh"
-            train(engine, sp, 0, SAVE_AT, same_data=mesh)  # a mesh reduces no gradients over sequence-parallel ranks
-            rank = dist.get_rank()
-            if mesh and rank % sp and engine.zero_optimization_stage() < 3:
-                engine.checkpoint_engine.save = lambda *_, **__: None  # both write the same files at the same time
-            client_state = {"note": "hello", "rng": [rank // sp, rank % sp]}
-            engine.save_checkpoint(folder, tag="step4", client_state=client_state)
-            oracle.relink(engine)
-            truth = oracle.gather(engine, oracle.state_keys(engine))
-            if rank == 0:
-                torch.save(truth, os.path.join(folder, "truth.pt"))
+def save_alone(engine: Any, run: Run, folder: str) -> None:
+    """Save; where all sequence-parallel ranks of a mesh would write the same files at once, one of them does."""
+    rank = dist.get_rank()
+    if run.kind == "mesh" and rank % run.sp:
+        engine.checkpoint_engine.save = lambda *_, **__: None
+    client_state = {"note": "hello", "rng": [rank // run.sp, rank % run.sp]}
+    engine.save_checkpoint(folder, tag="step4", client_state=client_state)
 
 
-def load(arguments: dict[str, Any]) -> list[Loaded]:
-    """Load all ``sources`` into one engine of the case, and compare each with its truth."""
+def save_each(cases: list[dict[str, Any]]) -> None:
+    """Train and save each ``setup``, and write down what the engine held."""
+    for case in cases:
+        engine = build(case["setup"])
+        train(engine, case["setup"], 0, SAVE_AT)
+        save_alone(engine, case["setup"], case["folder"])
+        oracle.relink(engine)
+        truth = oracle.gather(engine, oracle.state_keys(engine))
+        if dist.get_rank() == 0:
+            torch.save(truth, os.path.join(case["folder"], "truth.pt"))
+        end(engine)
+
+
+def save_incomplete(case: dict[str, Any]) -> None:
+    """Save ZeRO-3 of a device mesh, whose sequence-parallel ranks write the same files, and write down no truth."""
+    engine = build(case["setup"])
+    train(engine, case["setup"], 0, SAVE_AT)
+    save_alone(engine, case["setup"], case["folder"])
+    end(engine)
+
+
+def resume(case: dict[str, Any]) -> list[Loaded]:
+    """Load a checkpoint of some ``format`` into an engine of ``run``, and compare it with its truth."""
     elastic_ckpt.install()
-    case, facts = arguments["case"], []
-    with live(case["setup"], case["kind"], case["sp"], seed=8) as engine:
-        for source in arguments["sources"]:
-            truth = truth_of(source["truth"])
-            engine._config.load_universal_checkpoint = source["format"] == "universal"
-            _, client_state = engine.load_checkpoint(os.path.join(arguments["folder"], source["name"]))
-            differences = oracle.differences(engine, truth)
-            where = f"rank {dist.get_rank()}: {source['name']} -> {case['name']}"
-            facts.append(Loaded(source, where, engine.elastic_report, differences, 0.0, client_state))
-            train(engine, case["sp"], SAVE_AT, SAVE_AT + 1, same_data=case["kind"] == "mesh")
-    return facts
+    run, engine, truth = case["run"], live(case["run"]), truth_of(case["folder"])
+    engine._config.load_universal_checkpoint = case["format"] == "universal"
+    _, client_state = engine.load_checkpoint(case["folder"])
+    differences = oracle.differences(engine, truth)
+    train(engine, run, SAVE_AT, SAVE_AT + 1)  # leave other values for the next load to replace
+    where = f"rank {dist.get_rank()}: {case['name']}"
+    return [Loaded(case, where, engine.elastic_report, differences, 0.0, client_state)]
 
 
-def same_as_deepspeed(arguments: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
-    """At the saved topology, by case: what differs from the truth after loads without and with elastic loading."""
+def same_as_deepspeed(case: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
+    """At the saved topology: what differs from the truth after loads without and with elastic loading."""
     found: dict[str, dict[str, str]] = {}
-    for case in arguments["cases"]:
-        folder = os.path.join(arguments["folder"], case["name"])
-        truth = truth_of(folder)
-        for install in (elastic_ckpt.uninstall, elastic_ckpt.install):
-            install()
-            with live(case["setup"], case["kind"], case["sp"], seed=8) as engine:
-                engine.load_checkpoint(folder)
-                found[f"{case['name']} {install.__name__}"] = oracle.differences(engine, truth)
+    close_kept()
+    for install in (elastic_ckpt.uninstall, elastic_ckpt.install):
+        install()
+        engine = build(case["run"], seed=8)
+        engine.load_checkpoint(case["folder"])
+        found[install.__name__] = oracle.differences(engine, truth_of(case["folder"]))
+        end(engine)
     return [found]
 
 
-def incomplete(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """ZeRO-3 of a device mesh: how others refuse what it saves."""
+def refuse(case: dict[str, Any]) -> list[Refused] | None:
+    """Try to load a checkpoint into an engine of ``run`` that has trained."""
     elastic_ckpt.install()
-    folder, sp = os.path.join(arguments["folder"], "lost"), 2
-    with live(Setup(3, "bf16"), "mesh", sp) as engine:
-        train(engine, sp, 0, SAVE_AT, same_data=True)
-        if dist.get_rank() % sp:  # all write the same files; one of them is enough, and no file is torn
-            engine.checkpoint_engine.save = lambda *_, **__: None
-        engine.save_checkpoint(folder, tag="step4")
-    refusals = []
-    for kind, degree in (("mesh", 2), ("mpu", 1), ("mpu", 2)):
-        with live(Setup(3, "bf16"), kind, degree, seed=8) as engine:
-            train(engine, degree, 20, 21, same_data=True)
-            refusals.append(attempt((kind, degree), engine, lambda: engine.load_checkpoint(folder)))
-    return [SimpleNamespace(refusals=refusals)]
+    engine = live(case["run"])
+    train(engine, case["run"], 20, 21, same_data=True)
+    refused = attempt(case, engine, lambda: engine.load_checkpoint(case["folder"]))
+    return [refused] if dist.get_rank() == 0 else None
