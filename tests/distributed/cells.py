@@ -174,6 +174,11 @@ class Saves:
             pytest.fail(found.text, pytrace=False)
         return found
 
+    def failed(self, saves: Sequence[Save]) -> Failed | None:
+        """The first of these that could not be made."""
+        found = [self._folders.get(save.key) for save in saves]
+        return next((result for result in found if isinstance(result, Failed)), None)
+
     def make(self, saves: Sequence[Save]) -> None:
         """Make all that are missing: those of as many ranks in one launch."""
         natives = {save.key: save.native for save in saves}
@@ -181,6 +186,11 @@ class Saves:
             {save.key: save for save in natives.values()}, lambda save, folder: {"setup": save.setup, **save.more}
         )
         converted = {save.key: save for save in saves if save.converted}
+        for key, save in list(converted.items()):
+            failed = self.failed([save.native])
+            if failed is not None:
+                self._folders[key] = failed
+                del converted[key]
         self._make(converted, lambda save, folder: {"native": str(self.folder(save.native))})
 
     def _make(self, saves: Mapping[str, Save], case_of: Callable[[Save, Path], dict[str, Any]]) -> None:
@@ -237,9 +247,14 @@ class Packs:
 
     def _run(self, pack: list[Cell]) -> None:
         self._saves.make([save for cell in pack for save in cell.saves])
-        tasks = [Task(cell.name, cell.job, self._case(cell)) for cell in pack]
+        for cell in pack:
+            failed = self._saves.failed(cell.saves)
+            if failed is not None:
+                self._found[id(cell)] = failed
+        whole = [cell for cell in pack if id(cell) not in self._found]
+        tasks = [Task(cell.name, cell.job, self._case(cell)) for cell in whole]
         found = self._launcher.run(pack[0].ranks, tasks, max(cell.seconds for cell in pack))
-        for cell, result in zip(pack, found, strict=True):
+        for cell, result in zip(whole, found, strict=True):
             self._found[id(cell)] = result
 
     def _case(self, cell: Cell) -> dict[str, Any]:

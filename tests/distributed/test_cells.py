@@ -8,12 +8,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.cells import Failed, Launcher, Task
+from tests.distributed.cells import Cell, Failed, Launcher, Packs, Save, Saves, Task
 from tests.distributed.conftest import made_once
 
 JOB = "test_cells.misbehave"
@@ -68,3 +70,22 @@ def test_a_folder_is_made_by_one_of_many_workers(tmp_path: Path) -> None:
         found = list(workers.map(want, range(8)))
     assert len(made) == 3
     assert [names for names in found if names] == [[f"half {made[2]}", "whole"]] * 6
+
+
+def test_a_cell_whose_save_fails_does_so_alone(extensions_dir: str, tmp_path: Path) -> None:
+    launcher = Launcher(extensions_dir)
+    saves = Saves(tmp_path / "saves", launcher)
+    broken, whole = (Save(None, job=JOB, more={"how": how}) for how in ("raises", "well"))
+    table = [
+        Cell("broken", broken, JOB, 2, {"how": "well"}),
+        Cell("converted", Save(None, job=JOB, more={"how": "raises"}, converted=True), JOB, 2, {"how": "well"}),
+        Cell("whole", whole, JOB, 2, {"how": "well"}),
+    ]
+    items: list[Any] = [
+        SimpleNamespace(path=tmp_path, callspec=SimpleNamespace(params={"cell": each})) for each in table
+    ]
+    packs = Packs(saves, launcher, tmp_path / "changed", items)
+    assert packs.facts(tmp_path, table[-1]) == [(0, 3.0), (1, 3.0)]
+    for each in table[:-1]:
+        with pytest.raises(pytest.fail.Exception, match="of the second rank"):
+            packs.facts(tmp_path, each)
