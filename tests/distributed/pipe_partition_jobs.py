@@ -7,7 +7,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from torch import nn
 
@@ -57,27 +56,31 @@ def train(model: PipelineModule) -> list[float]:
     return [engine.train_batch(batches).item() for _ in range(STEPS)]
 
 
-def partition(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """Partition by each of ``methods``, build and train; and the errors of what cannot be."""
+def partition(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """Build a model by a ``method`` and train it; and one of as many layers a stage, as DeepSpeed does by itself."""
     uniform = train(build("uniform"))
     watch_pipe()
-    facts = []
-    for method in arguments["methods"]:
-        model = build(method)
-        layers = [type(layer).__name__ for _, layer in model.named_children() if not isinstance(layer, nn.ModuleDict)]
-        own = [name for name in layers if name != "CrossEntropyLoss"]
-        found = {"method": method, "stage": dist.get_rank(), "parts": model.partitions(), "layers": own}
-        facts.append(SimpleNamespace(**found, losses=train(model), uniform_losses=uniform))
-    refused = error_of(arguments["refused"])
+    model = build(case["method"])
+    layers = [type(layer).__name__ for _, layer in model.named_children() if not isinstance(layer, nn.ModuleDict)]
+    own = [name for name in layers if name != "CrossEntropyLoss"]
+    losses = train(model)
     unwatch_pipe()
-    facts.append(SimpleNamespace(refused=refused, is_wrapped=hasattr(PipelineModule._partition_layers, "__wrapped__")))
-    return facts
+    found = {"parts": model.partitions(), "layers": own, "losses": losses, "uniform_losses": uniform}
+    return [SimpleNamespace(**found, is_wrapped=is_wrapped())]
 
 
-def error_of(method: str) -> str:
-    """What building a model with this method raises."""
+def refuse(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """What building a model with a ``method`` raises."""
+    watch_pipe()
     try:
-        build(method)
-    except (ConfigError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "built"
+        build(case["method"])
+        error = "built"
+    except (ConfigError, NotImplementedError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    unwatch_pipe()
+    return [SimpleNamespace(error=error, is_wrapped=is_wrapped())]
+
+
+def is_wrapped() -> bool:
+    """Whether elastic_ckpt is left in DeepSpeed's class."""
+    return hasattr(PipelineModule._partition_layers, "__wrapped__")
