@@ -92,6 +92,24 @@ def test_param_groups_in_one_object_are_refused(tmp_path: Path, monkeypatch: pyt
         read(old)
 
 
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside one that is not flattened"])
+@pytest.mark.parametrize("entry", ["state.third.weight.exp_avg", "param_groups.third.weight.lr", "state."])
+def test_entries_of_a_flattened_optimizer_of_no_parameter_are_refused(
+    tmp_path: Path, entry: str, is_alone: bool
+) -> None:
+    """Else the states of a parameter that is not in the model would be left out in silence."""
+    model, optim = state_dicts(flat=is_alone)
+    beside = {"optim": {**optim, entry: torch.zeros(3)}} if is_alone else {"optim": optim}
+    if not is_alone:
+        beside["more"] = {"param_groups.first.weight.lr": torch.zeros(()), entry: torch.zeros(3)}
+    odd = save(tmp_path / "odd", {"model": model, **beside})
+    with pytest.raises(UnsupportedError, match="in an unknown layout") as caught:
+        read(odd)
+    assert is_alone or f"more.{entry}, of no tensor of the model" in str(caught.value)
+    weights = read(odd, with_states=False)
+    assert torch.equal(values(weights, "first.weight", FROZEN), model["first.weight"]), "the remedy"
+
+
 def test_groups_that_list_no_parameters_are_refused(tmp_path: Path) -> None:
     model, optim = state_dicts()
     optim["param_groups"][0]["params"] = [7]
