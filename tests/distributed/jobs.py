@@ -87,13 +87,26 @@ def _left_as_found() -> Iterator[None]:
     gc.collect()
 
 
-def truth_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the run that saved this checkpoint had, whole and by name; not quite that where tests are to be seen to fail."""
+Truth = dict[str, Any]
+
+
+def truth_of(folder: str | os.PathLike[str], *changes: Callable[[Truth], Truth]) -> Truth:
+    """What the run that saved this checkpoint had, whole and by name; not quite that where tests are to be seen to fail.
+
+    ``changes`` leave out of it what is not compared.
+    """
     truth = torch.load(os.path.join(folder, "truth.pt"), weights_only=False)
+    for change in changes:
+        truth = change(truth)
     return spoiled(truth) if SPOILS else truth
 
 
-def spoiled(truth: dict[str, Any]) -> dict[str, Any]:
+def without_states(truth: Truth) -> Truth:
+    """A truth of weights alone."""
+    return {**truth, "states": {}, "steps": []}
+
+
+def spoiled(truth: Truth) -> Truth:
     """One master with another element, or one state: which of them is drawn by the number of masters."""
     name, master = sorted(truth["masters"].items())[-1]
     masters, states = dict(truth["masters"]), dict(truth["states"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +14,30 @@ import elastic_ckpt
 from tests.distributed import parallel_truth as oracle
 from tests.distributed import truth as plain
 from tests.distributed.facts import Loaded, Refused, attempt, loss_gap
-from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
+from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of, without_states
+from tests.distributed.kept import close_kept, engine_of
 from tests.distributed.model import close
 from tests.distributed.parallel_models import TOKENS, Parallel, build, folder_name, place_of, train
 
 
 def save(arguments: dict[str, Any]) -> None:
-    """Train each setup to step ``SAVE_AT``, save it, write down the truth, and train on for the reference losses."""
-    for parallel in arguments["setups"]:
-        folder = os.path.join(arguments["folder"], folder_name(parallel))
-        engine = build(parallel, config=arguments.get("config"))
+    """:func:`save_each` of ``setups`` in folders of their names and data-parallel degrees."""
+    shared = {key: value for key, value in arguments.items() if key not in ("folder", "setups")}
+    folders = {setup: os.path.join(arguments["folder"], folder_name(setup)) for setup in arguments["setups"]}
+    save_each([{**shared, "setup": setup, "folder": folder} for setup, folder in folders.items()])
+
+
+def save_each(cases: list[dict[str, Any]]) -> None:
+    """Train each ``setup`` to step ``SAVE_AT``, save it, write down the truth, and train on for the reference losses.
+
+    ``config``: more entries of DeepSpeed's; ``declares``: whether the model has the patterns of Megatron-DeepSpeed.
+    """
+    for case in cases:
+        parallel, folder = case["setup"], case["folder"]
+        engine = build(parallel, config=case.get("config"))
         oracle.assert_fresh(engine, parallel, seed=7)
         before = train(engine, parallel, 0, SAVE_AT)
-        if arguments.get("declares"):
+        if case.get("declares"):
             engine.module.universal_checkpoint_info = declared_by_megatron(parallel)
         engine.save_checkpoint(folder, tag="step4", client_state=client_state_of(parallel))
         truth = oracle.gather(engine, parallel)
@@ -38,28 +50,37 @@ def save(arguments: dict[str, Any]) -> None:
 
 
 def load(targets: list[dict[str, Any]]) -> list[Loaded]:
-    """Load many checkpoints into one engine after another, compare each with its truth, and train on.
+    """Of each target, load all ``sources`` into one engine of its ``setup`` and ``config``; see :func:`resume`."""
+    shared = [{key: value for key, value in target.items() if key != "sources"} for target in targets]
+    facts = []
+    for case, target in zip(shared, targets, strict=True):
+        for source in target["sources"]:
+            facts += resume({**case, **source})
+    close_kept()
+    return facts
 
-    Of each target: its ``setup``, and ``config``: more entries of DeepSpeed's. Of each of its ``sources``: ``folder``;
-    ``tokens``: compare the vocabulary without its padding; ``arguments``: of the load.
+
+def resume(case: dict[str, Any]) -> list[Loaded]:
+    """Load a checkpoint into an engine of ``setup``, compare with its truth, and train on as the saved run did.
+
+    ``config``: more entries of DeepSpeed's; ``tokens``: compare the vocabulary without its padding.
     """
     elastic_ckpt.install()
-    facts = []
-    for target in targets:
-        parallel = target["setup"]
-        engine = build(parallel, seed=8, config=target.get("config"))
-        for number, source in enumerate(target["sources"]):
-            truth = truth_of(source["folder"])
-            _, client_state = engine.load_checkpoint(source["folder"])
-            truth = without_padding(truth) if source.get("tokens") else truth
-            differences = oracle.differences(engine, parallel, truth)
-            differences |= client_differences(client_state, engine.elastic_report, parallel)
-            gap = loss_gap(train(engine, parallel, SAVE_AT, CONTINUE_TO), truth)
-            train(engine, parallel, 100 + number, 101 + number)  # leave other values for the next load to replace
-            where = f"rank {dist.get_rank()}: {source['folder']} -> {folder_name(parallel)}"
-            facts.append(Loaded(source, where, engine.elastic_report, differences, gap))
-        close(engine)
-    return facts
+    parallel, engine = case["setup"], live(case)
+    truth = truth_of(case["folder"], *([without_padding] if case.get("tokens") else []))
+    _, client_state = engine.load_checkpoint(case["folder"])
+    differences = oracle.differences(engine, parallel, truth)
+    differences |= client_differences(client_state, engine.elastic_report, parallel)
+    gap = loss_gap(train(engine, parallel, SAVE_AT, CONTINUE_TO), truth)
+    train(engine, parallel, 100, 101)  # leave other values for the next load to replace
+    where = f"rank {dist.get_rank()}: {case['folder']} -> {folder_name(parallel)}"
+    return [Loaded(case, where, engine.elastic_report, differences, gap)]
+
+
+def live(case: dict[str, Any]) -> Any:
+    """An engine of ``setup`` and ``config``, which the next case may get too. Collective."""
+    parallel, config = case["setup"], case.get("config")
+    return engine_of((parallel, config), partial(build, parallel, seed=8, config=config), close)
 
 
 def declared_by_megatron(parallel: Parallel) -> dict[str, Any]:
@@ -122,23 +143,20 @@ def client_differences(state: dict[str, Any], report: Any, parallel: Parallel) -
     return wrong
 
 
-def refuse(target: dict[str, Any]) -> list[Refused] | None:
-    """Try to load the first source of a target into an engine that has trained."""
+def refuse(case: dict[str, Any]) -> list[Refused] | None:
+    """Try to load a checkpoint into an engine of ``setup`` that has trained."""
     elastic_ckpt.install()
-    engine = build(target["setup"], seed=8, config=target.get("config"))
-    train(engine, target["setup"], 0, 1)
-    refused = attempt(target, engine, lambda: engine.load_checkpoint(target["sources"][0]["folder"]))
-    close(engine)
+    engine = live(case)
+    train(engine, case["setup"], 0, 1)
+    refused = attempt(case, engine, lambda: engine.load_checkpoint(case["folder"]))
     return [refused] if dist.get_rank() == 0 else None
 
 
-def weights(target: dict[str, Any]) -> list[Loaded]:
-    """Load the weights alone of the first source of a target; how masters and weights differ from the saved weights."""
+def weights(case: dict[str, Any]) -> list[Loaded]:
+    """Load the weights alone into an engine of ``setup``; how masters and weights differ from the saved weights."""
     elastic_ckpt.install()
-    parallel, folder = target["setup"], target["sources"][0]["folder"]
-    engine = build(parallel, seed=8)
-    engine.load_checkpoint(folder, load_module_only=True)
-    found = plain.compare(oracle.gather(engine, parallel), {"weights": truth_of(folder)["weights"]})
-    report = engine.elastic_report
-    close(engine)
-    return [Loaded(target, f"{folder} -> {parallel.name}", report, found)]
+    parallel, engine, truth = case["setup"], live(case), truth_of(case["folder"], without_states)
+    engine.load_checkpoint(case["folder"], load_module_only=True)
+    saved = {"weights": truth["weights"], "masters": truth["masters"]}
+    found = plain.compare(oracle.gather(engine, parallel), saved)
+    return [Loaded(case, f"{case['folder']} -> {parallel.name}", engine.elastic_report, found)]

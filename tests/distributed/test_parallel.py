@@ -2,203 +2,204 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
-from tests.distributed.conftest import Convert, Launch
-from tests.distributed.facts import Loaded
+from tests.distributed.cells import Cell, Save, cells
+from tests.distributed.facts import Loaded, Refused, Refuses, Resumes
 from tests.distributed.jobs import SAVE_AT
 from tests.distributed.model import GLOBAL_BATCH
 from tests.distributed.parallel_models import Parallel
 
 LLAMA, GPT = ("megatron", "llama"), ("megatron", "gpt")
-#: What is saved, by number of ranks.
-SAVED: dict[int, list[Parallel]] = {
-    1: [
-        Parallel(*LLAMA, stage=1),
-        Parallel(*GPT, stage=0),
-        Parallel(*GPT, stage=1, rows=61),
-        Parallel("3d", "uniform", stage=1),
-        Parallel("autotp", "fused_uneven", stage=1),
-        Parallel("autotp", "llama", stage=1),
-    ],
-    2: [
-        Parallel(*LLAMA, tp=2, stage=1),
-        Parallel(*LLAMA, tp=2, stage=3),
-        Parallel(*GPT, tp=2, stage=1, precision="bf16"),
-        Parallel("pipeline", "parameters", pp=2, stage=1),
-        Parallel("pipeline", "uniform", pp=2, precision="bf16"),
-        Parallel("pipeline", "uniform", pp=2),
-        Parallel("autotp", "fused_uneven", tp=2, stage=1),
-        Parallel("autotp", "tied", tp=2, stage=1),
-        Parallel("autotp", "fused", tp=2, stage=1),
-        Parallel("3d", "uniform", tp=2, stage=1),
-    ],
-    4: [
-        Parallel(*LLAMA, tp=4, stage=1),
-        Parallel(*GPT, tp=2, stage=3),
-        Parallel("3d", "uniform", tp=2, pp=2, stage=1),
-        Parallel("autotp", "uneven", tp=4, stage=1),
-    ],
-}
-#: By which losses of runs that go on may differ in bf16, and where other padding is another denominator of the softmax.
-BF16_LOSSES, OTHER_PADDING = 3e-2, 0.3
-Sources = Sequence[tuple[int, Parallel]]
+PIPELINE, THREE = ("pipeline", "uniform"), ("3d", "uniform")
+FUSED, UNEVEN = ("autotp", "fused"), ("autotp", "fused_uneven")
+#: By which losses of runs that go on may differ: where gradients are summed in another order, in bf16, and where other
+#: padding is another denominator of the softmax.
+ROUNDING, BF16, OTHER_PADDING = 1e-5, 3e-2, 0.3
+EXACT = Resumes("native", ROUNDING)
 
 
-@pytest.fixture(scope="module")
-def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of everything in :data:`SAVED`."""
-    folder = tmp_path_factory.mktemp("parallel")
-    for degree, setups in SAVED.items():
-        launch(degree, "parallel_jobs.save", {"folder": str(folder), "setups": setups}, timeout=400)
-    return folder
+def saved(ranks: int, setup: Parallel, converted: bool = False, **more: Any) -> Save:
+    return Save(setup, ranks, "parallel_jobs.save_each", more, converted)
 
 
-Load = Callable[..., list[Loaded]]
+def resumed(save: Save, ranks: int, target: Parallel, expected: Resumes = EXACT, **more: Any) -> Cell:
+    """A checkpoint that goes on in this engine."""
+    kind = " universal" * save.converted
+    name = f"{save.setup.name}-n{save.ranks}{kind} to {target.name}-n{ranks}"
+    return Cell(name, save, "parallel_jobs.resume", ranks, {"setup": target, **more}, expected=expected)
 
 
-@pytest.fixture
-def load(launch: Launch, saved: Path) -> Load:
-    """``load(ranks, (target, sources), ...)``: sources by number of ranks and setup."""
-
-    def run(degree: int, *targets: tuple[Parallel, Sources]) -> list[Loaded]:
-        return launch(degree, "parallel_jobs.load", [target_of(saved, *target) for target in targets], timeout=400)
-
-    return run
+def each(saves: Sequence[Save], *targets: tuple[int, Parallel], expected: Resumes = EXACT) -> list[Cell]:
+    """All of these checkpoints into each of these engines on as many ranks."""
+    return [resumed(save, ranks, target, expected) for ranks, target in targets for save in saves]
 
 
-def target_of(folder: Path, setup: Parallel, sources: Sources, **more: Any) -> dict[str, Any]:
-    names = [f"{source.name}-dp{degree // (source.tp * source.pp)}" for degree, source in sources]
-    return {"setup": setup, "sources": [{"folder": str(folder / name), **more} for name in names]}
+LLAMAS = [
+    saved(1, Parallel(*LLAMA, stage=1)),
+    saved(2, Parallel(*LLAMA, tp=2, stage=3)),
+    saved(4, Parallel(*LLAMA, tp=4, stage=1)),
+]
+GPTS = [saved(1, Parallel(*GPT, stage=0)), saved(4, Parallel(*GPT, tp=2, stage=3))]
+TWO_STAGES = saved(2, Parallel("pipeline", "parameters", pp=2, stage=1))
+THREE_DIMENSIONS = [
+    saved(1, Parallel(*THREE, stage=1)),
+    saved(4, Parallel(*THREE, tp=2, pp=2, stage=1)),
+    saved(2, Parallel(*THREE, tp=2, stage=1)),
+]
+NUMBERED = saved(2, Parallel(*PIPELINE, pp=2))
 
-
-def test_megatron_core_changes_its_degree_and_stage(load: Load) -> None:
-    llama = [
-        (1, Parallel(*LLAMA, stage=1)),
+CHANGED_TOPOLOGIES = [
+    *each(
+        LLAMAS,
+        (1, Parallel(*LLAMA, stage=2)),
         (2, Parallel(*LLAMA, tp=2, stage=3)),
-        (4, Parallel(*LLAMA, tp=4, stage=1)),
-    ]
-    gpt = [(1, Parallel(*GPT, stage=0)), (4, Parallel(*GPT, tp=2, stage=3))]
-    facts = load(1, (Parallel(*LLAMA, stage=2), llama), (Parallel(*GPT, stage=3), gpt))
-    facts += load(2, (Parallel(*LLAMA, tp=2, stage=3), llama), (Parallel(*GPT, tp=2, stage=0), gpt))
-    facts += load(4, (Parallel(*LLAMA, tp=2, stage=1), llama), (Parallel(*GPT, tp=4, stage=3), gpt))
-    for found in facts:
-        assert found.format == "native" and found.differences == {}, found.where
-        assert found.loss_gap <= 1e-5, found.where
+        (4, Parallel(*LLAMA, tp=2, stage=1)),
+    ),
+    *each(
+        GPTS,
+        (1, Parallel(*GPT, stage=3)),
+        (2, Parallel(*GPT, tp=2, stage=0)),
+        (4, Parallel(*GPT, tp=4, stage=3)),
+    ),
+    *each(
+        [TWO_STAGES],
+        (1, Parallel(*PIPELINE, stage=1)),
+        (4, Parallel(*PIPELINE, pp=4, stage=1)),
+        (4, Parallel(*PIPELINE, pp=2, stage=1)),
+    ),
+    *each(
+        THREE_DIMENSIONS,
+        (1, Parallel(*THREE, stage=1)),
+        (2, Parallel("3d", "parameters", pp=2, stage=1)),
+        (4, Parallel("3d", "parameters", tp=2, pp=2, stage=1)),
+    ),
+    *each(
+        [saved(2, Parallel(*GPT, tp=2, stage=1, precision="bf16"))],
+        (1, Parallel(*GPT, stage=3, precision="bf16")),
+        expected=Resumes("native", BF16),
+    ),
+    *each(
+        [saved(2, Parallel(*PIPELINE, pp=2, precision="bf16"))],
+        (1, Parallel(*PIPELINE, stage=1, precision="bf16")),
+        expected=Resumes("native", BF16),
+    ),
+    # whose vocabulary gets more rows, which are padding
+    *each(
+        [saved(1, Parallel(*GPT, stage=1, rows=61))],
+        (2, Parallel(*GPT, tp=2, stage=1, rows=64)),
+        expected=Resumes("native", OTHER_PADDING),
+    ),
+]
 
 
-def test_low_precision_of_another_degree(load: Load) -> None:
-    bf16 = [(2, Parallel(*GPT, tp=2, stage=1, precision="bf16"))]
-    for found in load(1, (Parallel(*GPT, stage=3, precision="bf16"), bf16)):
-        assert found.format == "native" and found.differences == {}, found.where
-        assert found.loss_gap <= BF16_LOSSES, found.where
+@cells(CHANGED_TOPOLOGIES)
+def test_any_tensor_and_pipeline_parallel_degree_and_stage_resumes_bit_exactly(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
 
 
-def test_pipelines_change_their_stages(load: Load) -> None:
-    two = [(2, Parallel("pipeline", "parameters", pp=2, stage=1))]
-    bf16 = [(2, Parallel("pipeline", "uniform", pp=2, precision="bf16"))]
-    one = Parallel("pipeline", "uniform", stage=1)
-    four = [(Parallel("pipeline", "uniform", pp=pp, stage=1), two) for pp in (4, 2)]
-    for found in load(1, (one, two)) + load(4, *four):
-        assert found.format == "native" and found.differences == {}, found.where
-        assert found.loss_gap <= 1e-5, found.where
-    for found in load(1, (Parallel("pipeline", "uniform", stage=1, precision="bf16"), bf16)):
-        assert found.format == "native" and found.differences == {}, found.where
-        assert found.loss_gap <= BF16_LOSSES, found.where
+AUTOTP = [
+    *each(
+        [saved(1, Parallel(*UNEVEN, stage=1)), saved(2, Parallel(*UNEVEN, tp=2, stage=1))],
+        (1, Parallel(*UNEVEN, stage=1)),
+        (2, Parallel(*UNEVEN, tp=2, stage=1)),
+    ),
+    *each([saved(2, Parallel("autotp", "tied", tp=2, stage=1))], (1, Parallel("autotp", "tied", stage=1))),
+    # of three heads, one rank has none
+    *each([saved(4, Parallel("autotp", "uneven", tp=4, stage=1))], (2, Parallel("autotp", "uneven", tp=2, stage=1))),
+    *each([saved(1, Parallel("autotp", "llama", stage=1))], (4, Parallel("autotp", "llama", tp=2, stage=3))),
+]
 
 
-def test_three_dimensions_change_at_once(load: Load) -> None:
-    every = [
-        (1, Parallel("3d", "uniform", stage=1)),
-        (4, Parallel("3d", "uniform", tp=2, pp=2, stage=1)),
-        (2, Parallel("3d", "uniform", tp=2, stage=1)),
-    ]
-    facts = load(1, (Parallel("3d", "uniform", stage=1), every))
-    facts += load(2, (Parallel("3d", "parameters", pp=2, stage=1), every))
-    for found in facts + load(4, (Parallel("3d", "parameters", tp=2, pp=2, stage=1), every)):
-        assert found.format == "native" and found.differences == {}, found.where
-        assert found.loss_gap <= 1e-5, found.where
+@cells(AUTOTP)
+def test_autotp_changes_its_degree_and_knows_its_batch(cell: Cell, facts: list[Loaded]) -> None:
+    """Its config states no ``train_batch_size``, which DeepSpeed completes by all ranks."""
+    cell.expected.check(facts)
+    for load in facts:
+        assert load.report.samples_consumed == SAVE_AT * GLOBAL_BATCH, load.where
+        assert "set_train_batch_size" not in load.text, load.where
 
 
-def test_autotp_changes_its_degree(load: Load) -> None:
-    uneven, fused = ("autotp", "fused_uneven"), ("autotp", "uneven")
-    both = [(1, Parallel(*uneven, stage=1)), (2, Parallel(*uneven, tp=2, stage=1))]
-    tied = [(2, Parallel("autotp", "tied", tp=2, stage=1))]
-    llama = [(1, Parallel("autotp", "llama", stage=1))]
-    empty = [(4, Parallel(*fused, tp=4, stage=1))]  # of three heads, one rank has none
-    facts = load(1, (Parallel(*uneven, stage=1), both), (Parallel("autotp", "tied", stage=1), tied))
-    facts += load(2, (Parallel(*uneven, tp=2, stage=1), both), (Parallel(*fused, tp=2, stage=1), empty))
-    for found in facts + load(4, (Parallel("autotp", "llama", tp=2, stage=3), llama)):
-        assert found.format == "native" and found.differences == {}, found.where
-        assert found.loss_gap <= 1e-5, found.where
-        # whose config states no train_batch_size, which DeepSpeed completes by all ranks
-        assert found.report is not None and found.report.samples_consumed == SAVE_AT * GLOBAL_BATCH, found.where
-        assert "set_train_batch_size" not in found.text, found.where
+FUSED_UNIVERSAL = saved(2, Parallel(*FUSED, tp=2, stage=1), converted=True)
+#: Three Megatron Core runs with the patterns of Megatron-DeepSpeed, of which one rank omits the rows.
+LLAMA_1, GPT_2, LLAMA_4 = (
+    saved(ranks, Parallel(*kind, tp=ranks, stage=stage), converted=True, declares=True)
+    for ranks, kind, stage in ((1, LLAMA, 1), (2, GPT, 1), (4, LLAMA, 2))
+)
+EXACT_UNIVERSAL = Resumes("universal", ROUNDING)
+#: Of which the converter drops padding: its rows are the live model's own.
+OTHER_ROWS = Resumes("universal", OTHER_PADDING)
+UNIVERSAL = [
+    *each([FUSED_UNIVERSAL], *((tp, Parallel(*FUSED, tp=tp, stage=3)) for tp in (1, 2)), expected=EXACT_UNIVERSAL),
+    *(resumed(save, 2, Parallel(*LLAMA, tp=2, stage=3), OTHER_ROWS, tokens=True) for save in (LLAMA_1, LLAMA_4)),
+    resumed(GPT_2, 2, Parallel(*GPT, tp=2, stage=1), OTHER_ROWS, tokens=True),
+]
 
 
-def test_rows_of_vocabulary_padding_stay_or_are_the_models_own(launch: Launch, saved: Path) -> None:
-    wider = target_of(saved, Parallel(*GPT, tp=2, stage=1, rows=64), [(1, Parallel(*GPT, stage=1, rows=61))])
-    for found in launch(2, "parallel_jobs.load", [wider], timeout=200):
-        assert found.format == "native" and found.differences == {}, found.where
-        assert found.loss_gap <= OTHER_PADDING, found.where
-    narrower = target_of(saved, Parallel(*LLAMA, stage=1, rows=61), [(2, Parallel(*LLAMA, tp=2, stage=1))])
-    (refused,) = launch(1, "parallel_jobs.refuse", narrower)
-    (text,) = refused.texts
-    assert refused.kinds and refused.changed == set()
-    assert "embedding.word_embeddings.weight" in text and '"vocabulary": 61' in text
-    assert "64 rows, and nothing says which of them are padding" in text
+@cells(UNIVERSAL)
+def test_universal_checkpoints_of_tensor_parallel_runs_resume_bit_exactly(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
 
 
-def test_universal_checkpoints_of_tensor_parallel_runs(
-    launch: Launch, saved: Path, convert: Convert, tmp_path: Path
-) -> None:
-    setups = [Parallel("autotp", "fused", tp=2, stage=1), Parallel("3d", "uniform", tp=2, stage=1)]
-    convert(saved, tmp_path, [f"{setup.name}-dp1" for setup in setups])
-    for tp in (1, 2):
-        fused = target_of(tmp_path, Parallel("autotp", "fused", tp=tp, stage=3), [(2, setups[0])])
-        for found in launch(tp, "parallel_jobs.load", [fused]):
-            assert found.format == "universal" and found.differences == {}, found.where
-            assert found.loss_gap <= 1e-5, found.where
-    # the converter knew no rules and concatenated everything, replicated biases and rows too
-    for tp in (1, 2):
-        repaired = target_of(tmp_path, Parallel("3d", "uniform", tp=tp, stage=1), [(2, setups[1])])
-        for found in launch(tp, "parallel_jobs.load", [repaired]):
-            dropped = {key for key in found.differences if key.startswith("buffers")}  # of layers, by the converter
-            assert found.format == "universal" and found.differences.keys() == dropped, found.where
-            assert found.loss_gap <= 1e-5, found.where
-            assert ("divided again" in str(found.report.notes)) == (tp == 1)
+UNDECLARED = saved(2, Parallel(*THREE, tp=2, stage=1), converted=True)
 
 
-def test_universal_checkpoints_of_megatron_core(launch: Launch, convert: Convert, tmp_path: Path) -> None:
-    """With the patterns of Megatron-DeepSpeed, of which one rank omits the rows and the converter drops padding."""
-    native, universal = tmp_path / "native", tmp_path / "universal"
-    sources = {1: Parallel(*LLAMA, stage=1), 2: Parallel(*GPT, tp=2, stage=1), 4: Parallel(*LLAMA, tp=4, stage=2)}
-    for ranks, setup in sources.items():
-        launch(ranks, "parallel_jobs.save", {"folder": str(native), "setups": [setup], "declares": True})
-    universal.mkdir()
-    convert(native, universal, [f"{setup.name}-dp1" for setup in sources.values()])
-    targets = [
-        target_of(universal, Parallel(*LLAMA, tp=2, stage=3), [(1, sources[1]), (4, sources[4])], tokens=True),
-        target_of(universal, Parallel(*GPT, tp=2, stage=1), [(2, sources[2])], tokens=True),
-    ]
-    for found in launch(2, "parallel_jobs.load", targets):
-        assert found.format == "universal" and found.differences == {}, found.where
-        assert found.loss_gap <= OTHER_PADDING, found.where  # rows of padding are the model's own
+@cells([resumed(UNDECLARED, tp, Parallel(*THREE, tp=tp, stage=1), EXACT_UNIVERSAL) for tp in (1, 2)])
+def test_what_the_converter_concatenated_without_rules_is_divided_again(cell: Cell, facts: list[Loaded]) -> None:
+    """Replicated biases and rows too. It drops the buffers of layers."""
+    for load in facts:
+        dropped = {key for key in load.differences if key.startswith("buffers")}
+        assert load.format == "universal" and load.differences.keys() == dropped, load.where
+        assert load.loss_gap <= ROUNDING, load.where
+        assert ("divided again" in str(load.report.notes)) == (cell.ranks == 1), load.text
 
 
-def test_states_that_are_numbered_by_stage_stay_with_their_stage(launch: Launch, saved: Path) -> None:
-    source = [(2, Parallel("pipeline", "uniform", pp=2))]
-    for found in launch(2, "parallel_jobs.load", [target_of(saved, Parallel("pipeline", "uniform", pp=2), source)]):
-        assert found.report is None, "DeepSpeed's own loader does it right"
-        assert found.differences == {} and found.loss_gap <= 1e-5, found.where
-    other = target_of(saved, Parallel("pipeline", "uniform", stage=1), source)
-    (refused,) = launch(1, "parallel_jobs.refuse", other)
-    (text,) = refused.texts
-    assert refused.kinds and refused.changed == set()
-    assert "numbered, not named" in text and '"stage": 1' in text
-    (found,) = launch(1, "parallel_jobs.weights", other)
-    assert found.format == "native" and found.differences == {}  # the tied embedding among them, which no file names
+def refused(save: Save, target: Parallel, error: str, *words: str) -> Cell:
+    """A load of one rank that must fail; into an engine of one rank as it was saved from it does not."""
+    fits = saved(1, target)
+    return Cell(
+        f"{save.setup.name}-n{save.ranks} to {target.name}",
+        save,
+        "parallel_jobs.refuse",
+        1,
+        {"setup": target},
+        expected=Refuses(error, words),
+        fits=(fits, {"setup": target}),
+    )
+
+
+NARROWER = refused(
+    saved(2, Parallel(*LLAMA, tp=2, stage=1)),
+    Parallel(*LLAMA, stage=1, rows=61),
+    "MismatchError",
+    "embedding.word_embeddings.weight",
+    '"vocabulary": 61',
+    "64 rows, and nothing says which of them are padding",
+)
+OTHER_STAGES = refused(NUMBERED, Parallel(*PIPELINE, stage=1), "UnsupportedError", "numbered, not named", '"stage": 1')
+
+
+@cells([NARROWER, OTHER_STAGES])
+def test_rows_that_may_be_no_padding_and_states_without_names_are_refused(cell: Cell, facts: list[Refused]) -> None:
+    cell.expected.check(facts)
+    assert facts[0].kinds[0] == cell.expected.error
+
+
+def numbered(job: str, ranks: int, target: Parallel) -> list[Cell]:
+    """A pipeline without ZeRO, whose states each stage numbers by itself."""
+    return [Cell(target.name, NUMBERED, job, ranks, {"setup": target})]
+
+
+@cells(numbered("parallel_jobs.resume", 2, NUMBERED.setup))
+def test_states_that_are_numbered_by_stage_stay_with_their_stage(cell: Cell, facts: list[Loaded]) -> None:
+    for load in facts:
+        assert load.report is None, "DeepSpeed's own loader does it right"
+        assert load.differences == {} and load.loss_gap <= ROUNDING, load.where
+
+
+@cells(numbered("parallel_jobs.weights", 1, Parallel(*PIPELINE, stage=1)))
+def test_weights_of_numbered_states_load_at_other_stages(cell: Cell, facts: list[Loaded]) -> None:
+    """The tied embedding among them, which no file names."""
+    (load,) = facts
+    assert load.format == "native" and load.differences == {}
