@@ -21,7 +21,7 @@ from tests.distributed import parallel_models
 from tests.distributed import parallel_truth as parallel_oracle
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt, loss_gap
-from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of, where
+from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of, where, without_states
 from tests.distributed.model import Setup, batch, build_engine, build_optimizer, close, train
 
 SETUP = Setup(3)
@@ -84,11 +84,11 @@ def truth_of_fsdp(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     }
 
 
-def save_fsdp(arguments: dict[str, Any]) -> None:
-    """Train to step ``SAVE_AT``, save with the writer's ``layout``, write down the truth, and train on."""
-    module, optimizer = build_fsdp(arguments.get("model", "UntiedLM"))
+def save_fsdp(case: dict[str, Any]) -> None:
+    """Train to step ``SAVE_AT``, save with the writer's layout, ``setup``, write down the truth, and train on."""
+    module, optimizer = build_fsdp()
     train_fsdp(module, optimizer, 0, SAVE_AT)
-    flat = arguments.get("layout") == "torchtitan"
+    flat = case["setup"] == "torchtitan"
     weights, states = get_state_dict(module, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
     extra = {"train_state": {"step": SAVE_AT, "seen": [1, 2, 3]}, "rng": torch.get_rng_state()}
     layouts = {
@@ -104,11 +104,11 @@ def save_fsdp(arguments: dict[str, Any]) -> None:
             "optim": states,
         },
     }
-    dcp.save(layouts[arguments.get("layout", "plain")], checkpoint_id=arguments["folder"])
+    dcp.save(layouts[case["setup"]], checkpoint_id=case["folder"])
     truth = truth_of_fsdp(module, optimizer)
     truth["losses"] = train_fsdp(module, optimizer, SAVE_AT, CONTINUE_TO)
     if dist.get_rank() == 0:
-        torch.save(truth, os.path.join(arguments["folder"], "truth.pt"))
+        torch.save(truth, os.path.join(case["folder"], "truth.pt"))
     dist.barrier()
 
 
@@ -122,7 +122,7 @@ PLACEMENTS = {
 }
 
 
-def save_dtensors(arguments: dict[str, Any]) -> None:
+def save_dtensors(case: dict[str, Any]) -> None:
     """Save a model and Adam states that a mesh cuts along several dimensions, unevenly; write down the truth."""
     mesh = init_device_mesh("cpu", (2, 2))
     module = models.BUILDERS["UntiedLM"]()
@@ -148,66 +148,63 @@ def save_dtensors(arguments: dict[str, Any]) -> None:
     persistent = {name: buffer for name, buffer in buffers.items() if name in module.state_dict()}
     weights = {name: cut(name, value) for name, value in masters.items()}
     tree = {"model": {**weights, **persistent}, "optim": {"state": by_name, "param_groups": saved}}
-    dcp.save(tree, checkpoint_id=arguments["folder"])
+    dcp.save(tree, checkpoint_id=case["folder"])
     kept = ("lr", "weight_decay", "betas", "eps", "initial_lr", "name")
     truth = {"masters": masters, "states": states, "weights": masters, "buffers": buffers, "steps": [float(SAVE_AT)]}
     truth["groups"] = [{key: group[key] for key in kept if key in group} for group in groups]
     if dist.get_rank() == 0:
-        torch.save(truth, os.path.join(arguments["folder"], "truth.pt"))
+        torch.save(truth, os.path.join(case["folder"], "truth.pt"))
 
 
-def load_into_fsdp(cases: list[dict[str, Any]]) -> list[Any]:
-    """``dcp.load`` converted checkpoints into FSDP2 models, and train on: differences from the truth, gap of losses."""
-    facts = []
-    for case in cases:
-        module, optimizer = build_fsdp(case["model"], seed=8)
-        weights, states = get_state_dict(module, optimizer)
-        loaded = {"model": weights, "optim": states}
-        dcp.load(loaded, checkpoint_id=case["folder"])
-        set_state_dict(module, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
-        truth, now = truth_of(case["source"]), truth_of_fsdp(module, optimizer)
-        kept = ("masters", "states", "buffers", "steps", "groups")
-        differences = oracle.compare(now, {kind: truth[kind] for kind in kept})
-        gap = loss_gap(train_fsdp(module, optimizer, SAVE_AT, CONTINUE_TO), truth)
-        facts.append(Loaded(case, f"rank {dist.get_rank()}: {case}", None, differences, gap))
-    return facts
+def load_into_fsdp(case: dict[str, Any]) -> list[Loaded]:
+    """``dcp.load`` a converted checkpoint into an FSDP2 ``model``, compare with the truth, and train on."""
+    module, optimizer = build_fsdp(case["model"], seed=8)
+    weights, states = get_state_dict(module, optimizer)
+    loaded = {"model": weights, "optim": states}
+    dcp.load(loaded, checkpoint_id=os.path.join(case["folder"], "dcp"))
+    set_state_dict(module, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    truth, now = truth_of(case["folder"]), truth_of_fsdp(module, optimizer)
+    kept = ("masters", "states", "buffers", "steps", "groups")
+    differences = oracle.compare(now, {kind: truth[kind] for kind in kept})
+    gap = loss_gap(train_fsdp(module, optimizer, SAVE_AT, CONTINUE_TO), truth)
+    return [Loaded(case, f"rank {dist.get_rank()}: {case['name']}", None, differences, gap)]
 
 
-def load_into_engines(cases: list[dict[str, Any]]) -> list[Loaded]:
-    """Load DCP folders into engines of some ``setup``, compare with the truth, and train on."""
+def resume(case: dict[str, Any]) -> list[Loaded]:
+    """Load a DCP folder into an engine of ``setup`` with ``arguments``, compare with the truth, and train on.
+
+    ``states``: whether it has optimizer states that are restored.
+    """
     elastic_ckpt.install()
-    facts = []
-    for case in cases:
-        engine = build_engine(case["setup"], models.BUILDERS[case.get("model", "UntiedLM")](seed=8))
-        _, client_state = engine.load_checkpoint(case.get("load_dir", case["folder"]), **case.get("arguments", {}))
-        truth = truth_of(case["folder"])
-        if not case.get("states", True):
-            truth |= {"states": {}, "steps": []}
-        counters = (SAVE_AT, SAVE_AT * models.GLOBAL_BATCH, 0) if case.get("states", True) else (0, 0, 0)
-        truth |= {"counters": counters, "scheduler": engine.lr_scheduler.state_dict()}
-        differences = oracle.differences(engine, truth)
-        gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth) if "losses" in truth else 0.0
-        facts.append(Loaded(case, where(case), engine.elastic_report, differences, gap, client_state))
-        close(engine)
-    return facts
-
-
-def refuse(cases: list[dict[str, Any]]) -> list[Refused]:
-    """Errors of loads into one engine, which changes by none."""
-    elastic_ckpt.install()
-    engine = build_engine(cases[0]["setup"], models.BUILDERS["UntiedLM"](seed=8))
-    facts = [attempt(case["folder"], engine, partial(engine.load_checkpoint, case["folder"])) for case in cases]
+    engine = build_engine(case["setup"], models.BUILDERS["UntiedLM"](seed=8))
+    _, client_state = engine.load_checkpoint(case["folder"], **case.get("arguments", {}))
+    has_states = case.get("states", True)
+    truth = truth_of(case["folder"], *([] if has_states else [without_states]))
+    counters = (SAVE_AT, SAVE_AT * models.GLOBAL_BATCH, 0) if has_states else (0, 0, 0)
+    truth |= {"counters": counters, "scheduler": engine.lr_scheduler.state_dict()}
+    differences = oracle.differences(engine, truth)
+    gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth) if "losses" in truth else 0.0
+    found = Loaded(case, where(case), engine.elastic_report, differences, gap, client_state)
     close(engine)
-    return facts
+    return [found]
 
 
-def save_megatron(arguments: dict[str, Any]) -> None:
+def refuse(case: dict[str, Any]) -> list[Refused]:
+    """Try to load a DCP folder into an engine of ``setup``."""
+    elastic_ckpt.install()
+    engine = build_engine(case["setup"], models.BUILDERS["UntiedLM"](seed=8))
+    refused = attempt(case, engine, partial(engine.load_checkpoint, case["folder"]))
+    close(engine)
+    return [refused]
+
+
+def save_megatron(case: dict[str, Any]) -> None:
     """Train Megatron Core's GPTModel, and save it with its own ``dist_checkpointing``, as its training script does."""
     from megatron.core import dist_checkpointing
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
     torch.cuda.synchronize = lambda *_: None
-    parallel, folder = arguments["setup"], arguments["folder"]
+    parallel, folder = case["setup"], case["folder"]
     engine = parallel_models.build(parallel)
     parallel_models.train(engine, parallel, 0, SAVE_AT)
     optimizer = FP32Optimizer.__new__(FP32Optimizer)  # whose constructor wants CUDA
@@ -225,20 +222,21 @@ def save_megatron(arguments: dict[str, Any]) -> None:
     close(engine)
 
 
-def load_megatron(targets: list[dict[str, Any]]) -> list[Loaded]:
-    """Load what :func:`save_megatron` saved into engines; the job sets the learning rates, as its scheduler would."""
+def resume_megatron(case: dict[str, Any]) -> list[Loaded]:
+    """Load what :func:`save_megatron` saved into an engine of ``setup`` with ``options`` of elastic_ckpt, and train on.
+
+    The job sets the learning rates, as its scheduler would.
+    """
     elastic_ckpt.install()
-    facts = []
-    for target in targets:
-        parallel, folder = target["setup"], target["folder"]
-        engine = parallel_models.build(parallel, seed=8, config={"elastic_checkpoint": target["options"]})
-        _, client_state = engine.load_checkpoint(folder)
-        truth = truth_of(folder)
-        now = parallel_oracle.gather(engine, parallel)
-        differences = parallel_oracle.tensor_differences(now, truth) | oracle.compare(now, {"steps": truth["steps"]})
-        for names, group in zip(engine.members, engine.optimizer.param_groups, strict=True):
-            group.update(truth["groups"][names[0]])
-        gap = loss_gap(parallel_models.train(engine, parallel, SAVE_AT, CONTINUE_TO), truth)
-        facts.append(Loaded(target, where(target), engine.elastic_report, differences, gap, client_state))
-        close(engine)
-    return facts
+    parallel, folder = case["setup"], case["folder"]
+    engine = parallel_models.build(parallel, seed=8, config={"elastic_checkpoint": case["options"]})
+    _, client_state = engine.load_checkpoint(folder)
+    truth = truth_of(folder)
+    now = parallel_oracle.gather(engine, parallel)
+    differences = parallel_oracle.tensor_differences(now, truth) | oracle.compare(now, {"steps": truth["steps"]})
+    for names, group in zip(engine.members, engine.optimizer.param_groups, strict=True):
+        group.update(truth["groups"][names[0]])
+    gap = loss_gap(parallel_models.train(engine, parallel, SAVE_AT, CONTINUE_TO), truth)
+    found = Loaded(case, where(case), engine.elastic_report, differences, gap, client_state)
+    close(engine)
+    return [found]

@@ -3,129 +3,140 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
-import pytest
-from typer.testing import CliRunner
-
-from elastic_ckpt.cli import app
-from tests.distributed.conftest import Launch
+from tests.distributed.cells import Cell, Save, cells
+from tests.distributed.facts import Loaded, Refused, Refuses, Resumes
+from tests.distributed.jobs import SAVE_AT
 from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
 
-#: As FSDP2 trains: without clipping, which DeepSpeed does by default.
-CONFIG = (("gradient_clipping", 0.0),)
-LAYOUTS = ("plain", "app", "torchtitan")
+
+def engine(stage: int, **options: Any) -> Setup:
+    """An engine that trains as FSDP2 does: without clipping, which DeepSpeed does by default."""
+    more = (("elastic_checkpoint", options),) if options else ()
+    return Setup(stage, config=(("gradient_clipping", 0.0), *more))
 
 
-@pytest.fixture(scope="module")
-def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one DCP folder for each layout, saved by two ranks."""
-    folder = tmp_path_factory.mktemp("dcp")
-    for layout in LAYOUTS:
-        launch(2, "dcp_jobs.save_fsdp", {"folder": str(folder / layout), "layout": layout})
-    return folder
+def fsdp(layout: str) -> Save:
+    return Save(layout, 2, "dcp_jobs.save_fsdp")
 
 
-def test_what_fsdp2_saved_on_two_ranks_is_resumed_by_zero3_on_three(launch: Launch, saved: Path) -> None:
-    cases = [
-        {"setup": setup, "folder": str(saved / layout)}
-        for layout, setup in zip(
-            LAYOUTS, (Setup(3, config=CONFIG), Setup(1, config=CONFIG), Setup(0, config=CONFIG)), strict=True
-        )
+def resumed(name: str, save: Save, setup: Setup, expected: Any = None, **more: Any) -> Cell:
+    return Cell(name, save, "dcp_jobs.resume", 3, {"setup": setup, **more}, expected=expected)
+
+
+EXACT = Resumes("dcp", 1e-5)
+#: Of which nothing goes on as it was: only what was loaded is looked at.
+RESTORED = Resumes("dcp", float("inf"))
+
+
+@cells(
+    [
+        resumed("plain", fsdp("plain"), engine(3), EXACT),
+        resumed("app", fsdp("app"), engine(1), EXACT),
+        resumed("torchtitan", fsdp("torchtitan"), engine(0), EXACT),
     ]
-    for load in launch(3, "dcp_jobs.load_into_engines", cases):
-        assert load.format == "dcp" and load.differences == {}, load.where
-        assert load.loss_gap < 1e-5, load.where
-        assert load.client_state["dcp"]["train_state"] == {"step": 4, "seen": [1, 2, 3]}
-        if "torchtitan" not in load.case["folder"]:
+)
+def test_what_fsdp2_saved_on_two_ranks_is_resumed_on_three(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+    for load in facts:
+        assert load.client_state["dcp"]["train_state"] == {"step": SAVE_AT, "seen": [1, 2, 3]}
+        if cell.name != "torchtitan":
             assert "not restored: rng" in load.text
 
 
-def test_weights_alone_are_restored_and_states_start_fresh(launch: Launch, tmp_path: Path) -> None:
-    launch(2, "dcp_jobs.save_fsdp", {"folder": str(tmp_path), "layout": "weights"})
-    for load in launch(3, "dcp_jobs.load_into_engines", [{"setup": SOURCE, "folder": str(tmp_path), "states": False}]):
-        assert load.format == "dcp" and load.differences == {}, load.where
-        assert "the checkpoint holds no optimizer state" in load.text and "counters start from zero" in load.text
+FRESH = Resumes("dcp", float("inf"), ("the checkpoint holds no optimizer state", "counters start from zero"))
+WEIGHTS_ALONE = {"states": False, "arguments": {"load_optimizer_states": False}}
 
 
-def test_states_and_models_that_are_not_recognized_are_refused_on_all_ranks(launch: Launch, tmp_path: Path) -> None:
-    layouts = {"ungrouped": "optimizer state 'optim' has a layout", "averaged": "may be the model's"}
-    cases = [{"setup": SOURCE, "folder": str(tmp_path / layout)} for layout in layouts]
-    for layout in layouts:
-        launch(2, "dcp_jobs.save_fsdp", {"folder": str(tmp_path / layout), "layout": layout})
-    for refused in launch(3, "dcp_jobs.refuse", cases):
-        (text,) = refused.texts
-        assert "UnsupportedError" in refused.kinds and layouts[Path(refused.case).name] in text
-        assert refused.changed == set()
-    weights = {**cases[0], "states": False, "arguments": {"load_optimizer_states": False}}
-    for load in launch(3, "dcp_jobs.load_into_engines", [weights]):
-        assert load.format == "dcp" and load.differences == {}, load.where
+@cells(
+    [
+        resumed("a checkpoint without states", fsdp("weights"), engine(3), FRESH, states=False),
+        resumed("states that are not asked for", fsdp("ungrouped"), engine(3), RESTORED, **WEIGHTS_ALONE),
+    ]
+)
+def test_weights_alone_are_restored_and_states_start_fresh(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
 
 
-def test_what_an_error_says_of_unknown_states_loads_the_others(launch: Launch, tmp_path: Path) -> None:
-    cases = []
-    for layout, key in (("ungrouped", "optim"), ("slow", "slow")):
-        folder = str(tmp_path / layout)
-        launch(2, "dcp_jobs.save_fsdp", {"folder": folder, "layout": layout})
-        (refused, *_) = launch(1, "dcp_jobs.refuse", [{"setup": SOURCE, "folder": folder}])
-        settled = {"states": {key: "fresh"}}
-        assert f'"elastic_checkpoint": {json.dumps(settled)}' in next(iter(refused.texts))
-        setup = replace(SOURCE, config=(*CONFIG, ("elastic_checkpoint", settled)))
-        cases.append({"setup": setup, "folder": folder, "states": layout != "ungrouped"})
-    for load in launch(3, "dcp_jobs.load_into_engines", cases):
-        assert load.differences == {}, load.where
+@cells(
+    [
+        Cell(f"ZeRO-{setup.stage}", Save("mesh", 4, "dcp_jobs.save_dtensors"), "dcp_jobs.resume", 3, {"setup": setup})
+        for setup in (engine(3), engine(2))
+    ]
+)
+def test_a_mesh_may_have_cut_tensors_along_any_dimensions(cell: Cell, facts: list[Loaded]) -> None:
+    RESTORED.check(facts)
 
 
-def test_a_mesh_may_have_cut_tensors_along_any_dimensions(launch: Launch, tmp_path: Path) -> None:
-    launch(4, "dcp_jobs.save_dtensors", {"folder": str(tmp_path)})
-    cases = [{"setup": setup, "folder": str(tmp_path)} for setup in (Setup(3, config=CONFIG), Setup(2, config=CONFIG))]
-    for load in launch(3, "dcp_jobs.load_into_engines", cases):
-        assert load.format == "dcp" and load.differences == {}, load.where
+def refused(name: str, save: Save, ranks: int, words: str, error: str = "UnsupportedError") -> Cell:
+    case = {"setup": engine(3)}
+    expected = Refuses(error, (words,))
+    return Cell(name, save, "dcp_jobs.refuse", ranks, case, expected=expected, fits=(fsdp("plain"), case))
 
 
-#: What is converted to DCP.
-SOURCE = Setup(3, config=CONFIG)
+#: By layout, what an error says of states that it does not know, and what loads the others.
+SETTLED = {"ungrouped": {"states": {"optim": "fresh"}}, "slow": {"states": {"slow": "fresh"}}}
 
 
-@pytest.fixture(scope="module")
-def converted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``<model>/<setup>-dp3/step4`` of engines, and ``<model>.dcp`` made from each by the command."""
-    folder = tmp_path_factory.mktemp("converted")
-    for model in ("UntiedLM", "TinyLM"):
-        launch(3, "save", {"folder": str(folder / model), "setups": [SOURCE], "model": model})
-        command = ["convert", "--to", "dcp", str(folder / model / f"{SOURCE.name}-dp3"), str(folder / f"{model}.dcp")]
-        result = CliRunner().invoke(app, [*command, "--json"])
-        assert result.exit_code == 0, result.output
-    return folder
+@cells(
+    [
+        refused("ungrouped", fsdp("ungrouped"), 3, "optimizer state 'optim' has a layout"),
+        refused("averaged", fsdp("averaged"), 3, "may be the model's"),
+        *(
+            refused(f"{layout}, one rank", fsdp(layout), 1, f'"elastic_checkpoint": {json.dumps(settled)}')
+            for layout, settled in SETTLED.items()
+        ),
+    ]
+)
+def test_states_and_models_that_are_not_recognized_are_refused_on_all_ranks(cell: Cell, facts: list[Refused]) -> None:
+    cell.expected.check(facts)
 
 
-@pytest.mark.parametrize("degree", [2, 3])
-def test_what_engines_saved_is_loaded_by_fsdp2_once_it_is_converted(
-    degree: int, launch: Launch, converted: Path
-) -> None:
-    cases = [
-        {
-            "model": model,
-            "source": str(converted / model / f"{SOURCE.name}-dp3"),
-            "folder": str(converted / f"{model}.dcp"),
-        }
+@cells(
+    [
+        resumed(layout, fsdp(layout), engine(3, **settled), RESTORED, states=layout != "ungrouped")
+        for layout, settled in SETTLED.items()
+    ]
+)
+def test_what_an_error_says_of_unknown_states_loads_the_others(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+
+
+def converted(model: str) -> Save:
+    """What an engine saved, by our command."""
+    return Save(engine(3), 3, more={"model": model}, converted=True, converter="convert.convert_to_dcp")
+
+
+@cells(
+    [
+        Cell(f"{model} on {ranks} ranks", converted(model), "dcp_jobs.load_into_fsdp", ranks, {"model": model})
+        for ranks in (2, 3)
         for model in ("UntiedLM", "TinyLM")
     ]
-    for load in launch(degree, "dcp_jobs.load_into_fsdp", cases):
+)
+def test_what_engines_saved_is_loaded_by_fsdp2_once_it_is_converted(cell: Cell, facts: list[Loaded]) -> None:
+    for load in facts:
         assert load.differences == {} and load.loss_gap < 1e-5, load.where
 
 
-@pytest.mark.parametrize("style", ["llama", "gpt"])
-def test_what_megatron_core_saved_at_tp_2_is_loaded_at_tp_1_and_2(launch: Launch, tmp_path: Path, style: str) -> None:
-    saved = Parallel("megatron", style, tp=2)
-    launch(2, "dcp_jobs.save_megatron", {"setup": saved, "folder": str(tmp_path)})
-    targets = [Parallel("megatron", style, tp=1, stage=3), Parallel("megatron", style, tp=2, stage=1)]
-    options = {"rename": ["megatron-core-local"]}
-    cases = [{"setup": target, "folder": str(tmp_path), "options": options} for target in targets]
-    for load in launch(2, "dcp_jobs.load_megatron", cases):
-        assert load.format == "dcp" and load.differences == {}, load.where
-        assert load.loss_gap < 1e-4, load.where
+def megatron(style: str, target: Parallel) -> Cell:
+    """What Megatron Core saved itself."""
+    save = Save(Parallel("megatron", style, tp=2), 2, "dcp_jobs.save_megatron")
+    case = {"setup": target, "options": {"rename": ["megatron-core-local"]}}
+    says = ("does not record the members of its param groups",)
+    return Cell(target.name, save, "dcp_jobs.resume_megatron", 2, case, expected=Resumes("dcp", 1e-4, says))
+
+
+@cells(
+    [
+        megatron(style, Parallel("megatron", style, tp=tp, stage=stage))
+        for style in ("llama", "gpt")
+        for tp, stage in ((1, 3), (2, 1))
+    ]
+)
+def test_what_megatron_core_saved_at_tp_2_is_loaded_at_tp_1_and_2(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+    for load in facts:
         assert load.client_state["dcp"]["args"].seed == 5
-        assert "does not record the members of its param groups" in load.text
