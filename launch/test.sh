@@ -10,6 +10,7 @@
 #   bash launch/test.sh --spoil    nightly: every cell of the distributed tests must be able to fail
 #   bash launch/test.sh --mutants  nightly: 80 places of the package are changed, and the tests that reach each must fail
 #   bash launch/test.sh --shuffle  --all in an order that a seed draws; ELASTIC_CKPT_TEST_SHUFFLE=SEED shows it again
+#   ELASTIC_CKPT_TEST_WORKERS=2 bash launch/test.sh   shares the files of tests that start jobs among two workers
 #   bash launch/test.sh -k planner other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import Place, copy_of_repository, drawn, room_of, verdict
+from tests.mutants.__main__ import Place, drawn, verdict
 from tests.mutants.places import Mutant, mutants_of
-from tests.mutants.recording import REPO, all_tests, node_of
+from tests.mutants.reached import raises_of
+from tests.mutants.recording import REPO, all_tests, copy_of_repository, node_of, room_of
 
 CHANGES = {
     "a < b": ["(a <= b)"],
@@ -60,6 +61,12 @@ def test_a_context_of_coverage_names_a_test() -> None:
     assert node_of("tests.test_run.test_one") == "tests/test_run.py::test_one"
     assert node_of("tests/distributed/test_tied.py") == "tests/distributed/test_tied.py"
     assert node_of("") == ""
+
+
+def test_statements_that_raise_are_found() -> None:
+    assert raises_of(
+        "def f(x):\n    if x:\n        raise ValueError(\n            x)\n    try:\n        g()\n    except A:\n        raise\n"
+    ) == [3, 8]
 
 
 def test_all_tests_are_those_that_start_jobs_and_the_rest() -> None:

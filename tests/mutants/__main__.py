@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.mutants.places import Mutant, mutants_of
+from tests.mutants.reached import print_reached
 from tests.mutants.recording import (
     JOBS,
     REPO,
@@ -22,6 +23,7 @@ from tests.mutants.recording import (
     environment,
     record_jobs,
     record_units,
+    room_of,
 )
 
 #: Least places of a room, if it has so many.
@@ -66,12 +68,6 @@ def drawn(places: Sequence[Place], count: int, seed: int) -> list[Place]:
             lines.setdefault((place.mutant.module, place.mutant.line), place)
         found += list(lines.values())[:share]
     return found
-
-
-def room_of(module: str) -> str:
-    """``formats`` of ``elastic_ckpt/formats/zero0.py``; files beside the rooms are one."""
-    _, room, *rest = Path(module).parts
-    return room if rest else "beside the rooms"
 
 
 def places_in(recorded: Recorded) -> list[Place]:
@@ -135,7 +131,7 @@ def pass_in(repository: Path, tests: Sequence[str]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 1 if a mutant survived."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("what", choices=["record", "run"])
+    parser.add_argument("what", choices=["record", "run", "reached"])
     parser.add_argument("folder", type=Path, help="where what is recorded lies")
     parser.add_argument(
         "--tests", default="", metavar="COMMIT", help="the tests of another commit, of the code as it is"
@@ -147,6 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--places", type=Path, help="run: a file that names them; written if there is none")
     options = parser.parse_args(arguments)
     folder = options.folder.resolve()
+    if options.what == "reached":
+        print_reached(folder)
+        return 0
     with tempfile.TemporaryDirectory(prefix="mutants") as name:
         repository = copy_of_repository(Path(name), options.tests)
         if options.what == "run":

@@ -20,6 +20,7 @@ _SETTINGS = """\
 source = {repository}/elastic_ckpt
 data_file = {folder}/.coverage
 parallel = true
+branch = true
 sigterm = true
 patch = subprocess, _exit, fork
 {context}
@@ -112,3 +113,9 @@ def node_of(context: str) -> str:
     parts = context.split(".")
     number = next((number for number, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1)
     return "::".join(["/".join(parts[: number + 1]) + ".py", *parts[number + 1 :]])
+
+
+def room_of(module: str) -> str:
+    """``formats`` of ``elastic_ckpt/formats/zero0.py``; files beside the rooms are one."""
+    _, room, *rest = Path(module).parts
+    return room if rest else "beside the rooms"
