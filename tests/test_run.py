@@ -1,7 +1,7 @@
 """``python -m elastic_ckpt.run``: the script must not notice, except that the hook is there."""
 
 # Covers elastic_ckpt/__main__.py, which a process of its own runs.
-# Covers elastic_ckpt/patches/abbreviations.py, which the script runs under.
+# Covers elastic_ckpt/patches/argument_parsers.py, which the script runs under.
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from elastic_ckpt import config
 from elastic_ckpt.config import VARIABLE
 from elastic_ckpt.engines import versions
 from elastic_ckpt.load.installation._elastic_ckpt_flag import FLAGS, MODES
-from elastic_ckpt.patches.abbreviations import abbreviate_as_before
+from elastic_ckpt.patches.argument_parsers import abbreviate_as_before, leave_other_words
 
 _HERE = Path(__file__).parent
 _MODULE = "_elastic_ckpt_startup"
@@ -74,8 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add elastic_ckpt's flags to a training script's parser, beside ``deepspeed.add_config_arguments``, and return it.
 
     Parsing sets them for the whole process; they override the DeepSpeed config. A parser with its own
-    ``--universal-checkpoint``, such as Megatron-DeepSpeed's, keeps it. After :func:`install`,
-    ``deepspeed.add_config_arguments`` adds them, too.
+    ``--universal-checkpoint``, such as Megatron-DeepSpeed's, keeps it. Behind the flag, ``auto``, ``require`` and
+    ``off`` are its value, and another word is the script's own positional argument, if it has one.
+    After :func:`install`, ``deepspeed.add_config_arguments`` adds them, too.
     """
     return _add_missing(parser, {"default": None}, {"default": False})
 
@@ -86,13 +87,17 @@ def with_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) ->
     They are added as the parser begins to parse: a script may add arguments of these names until then.
     """
     parser = original(parser)
-    parse_known_args = parser.parse_known_args
+    add_once = cache(lambda: _add_missing(parser, {"default": argparse.SUPPRESS}, {"default": argparse.SUPPRESS}))
 
-    def with_missing(*args: Any, **kwargs: Any) -> Any:
-        _add_missing(parser, {"default": argparse.SUPPRESS}, {"default": argparse.SUPPRESS})
-        return parse_known_args(*args, **kwargs)
+    def with_missing(parse: Callable[..., Any]) -> Callable[..., Any]:
+        def parse_with_missing(*args: Any, **kwargs: Any) -> Any:
+            add_once()
+            return parse(*args, **kwargs)
 
-    parser.parse_known_args = with_missing  # type: ignore[method-assign]
+        return parse_with_missing
+
+    for name in ("parse_known_args", "parse_known_intermixed_args"):  # since Python 3.12.8, neither calls the other
+        setattr(parser, name, with_missing(getattr(parser, name)))
     return parser
 
 
@@ -115,6 +120,7 @@ def _add_missing(
         meaning = "let checkpoint files run code while they are read; only for files you trust"
         group.add_argument(_PICKLE_FLAG, **pickle, **of_pickle, help=meaning)
     abbreviate_as_before(parser, lambda action: isinstance(action, _SetFlag), _UNDERSCORED)
+    leave_other_words(parser, lambda action: isinstance(action, _SetFlag) and action.nargs == "?", MODES)
     return parser
 
 
