@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -45,7 +46,8 @@ def convert(
         typer.Argument(
             metavar="OUT",
             help="Folder to create. [bold]universal[/] or [bold]dcp[/] alone stands for TAG_universal or TAG_dcp "
-            "beside the checkpoint. The file latest_universal beside a universal checkpoint names it.",
+            "beside the checkpoint; a universal checkpoint for OUT/ is written to OUT/TAG_universal. The file "
+            "latest_universal beside it names it, unless that folder has other files than checkpoints.",
         ),
     ],
     to: Annotated[_Format, typer.Option("--to", help="Format; dcp: torch.distributed.checkpoint.")] = "universal",
@@ -64,6 +66,8 @@ def convert(
         if to not in ("universal", out) or is_url(opened.found.folder):
             raise typer.BadParameter(f"'{out}' alone is the format, not a folder: write ./{out}", param_hint="OUT")
         to, out = cast(_Format, out), f"{opened.found.folder}_{out}"
+    elif to == "universal" and out.endswith(os.sep):  # the folder passed to load_checkpoint
+        out += f"{os.path.basename(opened.found.folder)}_universal"
     if to == "dcp":
         from elastic_ckpt.tools.conversion.dcp import convert_to_dcp  # noqa: PLC0415  a second of imports
 
@@ -121,6 +125,8 @@ def export(
 def _written(report: WriteReport, title: str) -> Answer:
     what = f"{counted(report.tensors, 'tensor')}, {counted(report.files, 'file')}, {size(report.nbytes)}"
     facts = [("folder", literal(report.folder)), ("written", what), ("seconds", f"{report.seconds:.1f}")]
+    if report.to_load is not None:
+        facts.append(("to load it", literal(report.to_load)))
     return Answer(report, [table(title, rows=[*facts, *(("note", literal(note)) for note in report.notes)])])
 
 

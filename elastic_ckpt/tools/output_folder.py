@@ -13,13 +13,13 @@ from pathlib import Path
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL
-from elastic_ckpt.storage import copies_of, open_stream, was_url
+from elastic_ckpt.storage import copies_of, file_names, is_folder, open_stream, was_url
 from elastic_ckpt.storage.local import steady
 
 
 @dataclass(frozen=True)
 class WriteReport:
-    """The outcome: folder, tensors, files and bytes that were written, and notes."""
+    """The outcome: folder, tensors, files and bytes that were written, notes, and the call that loads it if known."""
 
     folder: str
     tensors: int
@@ -27,15 +27,30 @@ class WriteReport:
     nbytes: int
     seconds: float
     notes: tuple[str, ...]
+    to_load: str | None = None
+
+
+def is_for_checkpoints(folder: Path, source: str) -> bool:
+    """Whether a file of ours that names a checkpoint belongs into a folder.
+
+    It does if the folder is new or empty, is the one around the checkpoint ``source``, or has such a file already.
+    """
+    if not is_folder(str(folder)):
+        return True
+    resolved = folder.resolve()
+    if any(Path(each).resolve().parent == resolved for each in copies_of(source)):
+        return True
+    names = file_names(str(folder))
+    return not names or LATEST in names or LATEST_UNIVERSAL in names
 
 
 @contextmanager
 def output_folder(target: Path, source: str, files: Sequence[SourceFile], latest: str | None = None) -> Iterator[Path]:
     """A new folder to write to, which is renamed to ``target`` at the end, and removed after an error.
 
-    ``source`` is the checkpoint's folder, ``latest`` the name of a file beside ``target`` that shall name it. Raises
-    :class:`ElasticCkptError` if ``target`` exists or is inside the checkpoint, one of its ``files`` has changed
-    meanwhile, or the system refuses something.
+    ``source`` is the checkpoint's folder, ``latest`` the name of a file beside ``target`` that shall name it, where
+    that :func:`is_for_checkpoints`. Raises :class:`ElasticCkptError` if ``target`` exists or is inside the checkpoint,
+    one of its ``files`` has changed meanwhile, or the system refuses something.
     """
     parents = target.resolve().parents
     around = next((each for each in copies_of(source) if Path(each).resolve() in parents), None)
@@ -48,6 +63,8 @@ def output_folder(target: Path, source: str, files: Sequence[SourceFile], latest
         # asks the system: whether there is room for what is written
         found = f"a folder inside {around}" if around else "it exists" if target.exists() else repr(target.name)
         raise ElasticCkptError(problem, str(target), expected, found, remedy=remedy)
+    if not is_for_checkpoints(target.parent, source):
+        latest = None
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
         folder.mkdir(parents=True)

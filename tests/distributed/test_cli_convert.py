@@ -162,6 +162,38 @@ def test_the_name_of_a_format_is_a_place_beside_the_checkpoint(
     assert run(saved, "./universal").exit_code == 0 and Path("universal").is_dir()
 
 
+def test_a_folder_with_a_slash_is_the_one_to_load_from(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = native / "z1-fp32-adamw-dp2"
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    report = json.loads(run(source, "universal/", "--json").stdout)
+    folder = tmp_path / "universal"
+    assert report["folder"] == str(folder / "step4_universal") and str(folder) in report["to_load"]
+    assert sorted(path.name for path in folder.iterdir()) == ["latest_universal", "step4_universal"]
+    assert (folder / "latest_universal").read_text() == "step4_universal"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "universal"]
+    inspected = CliRunner().invoke(app, ["inspect", "universal", "--json"])
+    assert json.loads(inspected.stdout)["source"]["tag"] == "step4_universal"
+    assert run(source, "universal/").exit_code == 3  # it exists
+    assert run(source, "universal/again").exit_code == 0  # beside one that is named
+    assert (folder / "latest_universal").read_text() == "again"
+
+
+@pytest.mark.parametrize("beside", ["a file", "a run", "nothing", "latest"])
+def test_only_folders_of_checkpoints_get_a_file_that_names_one(native: Path, tmp_path: Path, beside: str) -> None:
+    names = {"a file": "train.py", "a run": "run7", "latest": "latest"}
+    if beside in names:
+        (tmp_path / names[beside]).mkdir() if beside == "a run" else (tmp_path / names[beside]).touch()
+    report = json.loads(run(native / "z1-fp32-adamw-dp2", tmp_path / "out", "--json").stdout)
+    is_named = beside in ("nothing", "latest")
+    assert (tmp_path / "latest_universal").exists() == is_named
+    assert ("tag='out'" in report["to_load"]) != is_named
+    shown = run(native / "z1-fp32-adamw-dp2", tmp_path / "new" / "out").stdout
+    assert "to load it" in shown and (tmp_path / "new" / "latest_universal").read_text() == "out"
+
+
 def test_every_checksum_is_right(ours: Path) -> None:
     """torch never looks at them; others do."""
     files = sorted(ours.rglob("*.pt"))

@@ -38,7 +38,7 @@ from elastic_ckpt.tools.conversion.rewriting import rewrite, save
 from elastic_ckpt.tools.conversion.states import quantized_states, read_quantized, refusals, shared_states
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import OpenedCheckpoint
-from elastic_ckpt.tools.output_folder import WriteReport, output_folder
+from elastic_ckpt.tools.output_folder import WriteReport, is_for_checkpoints, output_folder
 
 #: DeepSpeed's note of parts of unequal widths. Its other notes are entries of ``deepspeed/checkpoint/constants.py``.
 _SUBPARAM_SHAPE = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
@@ -49,7 +49,7 @@ _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
 
 
 def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: bool | None = None) -> WriteReport:
-    """Write a universal checkpoint, which ``latest_universal`` beside it names.
+    """Write a universal checkpoint, which ``latest_universal`` beside it names if that folder is for checkpoints.
 
     Memory beside metadata: one tensor for each thread. Raises :class:`ElasticCkptError` if the checkpoint cannot be
     converted exactly, or the target exists. Nothing is left of it.
@@ -108,7 +108,17 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
         common |= {SHARED_STATES: dict(shared.for_all), FILES: list_files(written)}
         save(common, zero / UNIVERSAL_OPTIMIZER)
     files = sum(len(names) for _, _, names in os.walk(target))  # asks the system: counts what was written
-    return WriteReport(str(target), len(tensors), files, nbytes, time.monotonic() - started, notes)
+    seconds, to_load = time.monotonic() - started, _call_that_loads(target, found.folder)
+    return WriteReport(str(target), len(tensors), files, nbytes, seconds, notes, to_load)
+
+
+def _call_that_loads(target: Path, source: str) -> str:
+    """The call with which DeepSpeed alone loads a universal checkpoint, and the config that it needs."""
+    needs = 'with "checkpoint": {"load_universal": true}'
+    if is_for_checkpoints(target.parent, source):
+        return f"engine.load_checkpoint({str(target.parent)!r}) {needs}; {LATEST_UNIVERSAL} there names it"
+    call = f"engine.load_checkpoint({str(target.parent)!r}, tag={target.name!r}) {needs}"
+    return f"{call}; no {LATEST_UNIVERSAL} is written there, since {target.parent} has other files"
 
 
 def _model_files(opened: OpenedCheckpoint) -> list[str]:
