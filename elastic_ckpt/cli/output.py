@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from elastic_ckpt.cli import app
+from elastic_ckpt.core.text import shortened_text
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
 from elastic_ckpt.report import SafeConsole, literal
 from elastic_ckpt.sharding.rules import Preset
@@ -157,18 +159,29 @@ def tell(answer: Answer, as_json: bool) -> None:
 
 
 def plain(item: Any) -> Any:
-    """A value as JSON types; other objects, infinities and NaN become text."""
+    """A value as JSON types, of which a very long text is cut as in other output; infinities and NaN become text."""
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return {field.name: plain(getattr(item, field.name)) for field in dataclasses.fields(item)}
     if isinstance(item, Mapping):
-        return {str(key): plain(value) for key, value in item.items()}
+        values: dict[str, Any] = {}
+        for key, value in item.items():
+            values[_unused(shortened_text(str(key)), values)] = plain(value)
+        return values
     if isinstance(item, Set):
-        return sorted(map(str, item))
+        return sorted(shortened_text(str(each)) for each in item)
     if isinstance(item, Sequence) and not isinstance(item, (str, bytes)):
         return [plain(value) for value in item]
-    if isinstance(item, float) and not math.isfinite(item):
-        return str(item)
-    return item if item is None or isinstance(item, (bool, int, float, str)) else str(item)[:1000]
+    is_number = isinstance(item, (bool, int)) or (isinstance(item, float) and math.isfinite(item))
+    return item if item is None or is_number else shortened_text(str(item))
+
+
+def _unused(key: str, values: Mapping[str, Any]) -> str:
+    """A key, or one with a number: two names that differ behind what is shown of them are two entries."""
+    numbers = itertools.count(2)
+    unused = key
+    while unused in values:
+        unused = f"{key} ({next(numbers)})"
+    return unused
 
 
 @contextmanager

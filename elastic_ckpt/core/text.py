@@ -22,15 +22,22 @@ _MOST_LENGTH = 1 << 14
 _MORE_LENGTH = 1 << 10
 
 
+def shortened_text(text: str) -> str:
+    """A text, or of a very long one its beginning and how many characters follow."""
+    if len(text) <= _MOST_LENGTH + _MORE_LENGTH:
+        return text
+    return f"{text[:_MOST_LENGTH]}... and {len(text) - _MOST_LENGTH} characters"
+
+
 def printable(text: str) -> str:
     """Text on one line, with control characters escaped, and cut if it is very long."""
-    return _ANY.sub(_escaped, _cut(text))
+    return _ANY.sub(_escaped, shortened_text(text))
 
 
 def printable_lines(text: str) -> str:
     """Text of several lines, each cut if it is very long, with other control characters than newlines escaped."""
     if len(text) > _MOST_LENGTH + _MORE_LENGTH:
-        text = "\n".join(map(_cut, text.split("\n")))
+        text = "\n".join(map(shortened_text, text.split("\n")))
     return _ANY_BUT_NEWLINE.sub(_escaped, text)
 
 
@@ -42,13 +49,6 @@ def one_line(text: str) -> str:
 def config_text(value: Any) -> str:
     """A value as JSON for a config, with letters of any language as they are and control characters escaped."""
     return _ANY.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(value, ensure_ascii=False))
-
-
-def _cut(text: str) -> str:
-    """The text, or its beginning and how many characters follow."""
-    if len(text) <= _MOST_LENGTH + _MORE_LENGTH:
-        return text
-    return f"{text[:_MOST_LENGTH]}... and {len(text) - _MOST_LENGTH} characters"
 
 
 def _escaped(found: re.Match[str]) -> str:

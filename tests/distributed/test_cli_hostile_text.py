@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from tests.hostile_text import controls_in
 ODD = "\x1b]0;x\x07\x9b2J\x08\u202e\u2028\rx\ud800[red]"
 #: The same as the name of a file.
 ODD_NAME = ODD.replace("\ud800", "\udcff")
+#: More than one line of output may have.
+LONG = "x" * 1_500_000
 MODEL = "mp_rank_00_model_states.pt"
 COMMANDS = ("inspect --params", "plan --dp 3", "plan --rank 0", "verify --full", "latest", "diff", "export")
 COMMANDS += ("convert", "convert --to dcp", "export --optimizer", "plan --tp 2", "inspect --json", "plan --json")
@@ -100,6 +103,34 @@ def test_no_control_character_reaches_the_terminal(
         assert result.output.replace("\n", "").isprintable(), (command, result.output)
         shown += result.output
     assert r"\x1b" in shown or r"\u001b" in shown
+
+
+def with_long_names(node: Any, key: str = "") -> Any:
+    """A tree in which the names of parameters and the text of the client state are long."""
+    if isinstance(node, dict):
+        has_names = key in ("module", "param_shapes", "0", "client")
+        return {
+            name + LONG if has_names and isinstance(name, str) else name: with_long_names(value, str(name))
+            for name, value in node.items()
+        }
+    return [with_long_names(each, "0") for each in node] if isinstance(node, list) else node
+
+
+def test_json_has_no_text_without_end(native: Path, tmp_path: Path) -> None:
+    whole = native / "z1-fp32-adamw-dp2"
+    folder = Path(shutil.copytree(whole, tmp_path / "folder"))
+    path = folder / "step4" / MODEL
+    torch.save({**with_long_names(torch.load(path, weights_only=False)), "client": {"note": LONG, LONG: 1}}, path)
+    printed = 0
+    for command in ("inspect --params", "inspect", "plan --dp 3", "verify", "latest", "diff", "export", "convert"):
+        name, *options = command.split()
+        more = {"diff": [str(whole)], "export": [f"{tmp_path}/out"], "convert": [f"{tmp_path}/out"]}
+        result = CliRunner().invoke(app, [name, *options, str(folder), *more.get(name, []), "--json"])
+        assert isinstance(result.exception, SystemExit | None), (command, result.exception)
+        assert len(result.stdout) < len(LONG), command
+        json.loads(result.stdout)
+        printed += "... and " in result.stdout
+    assert printed > 0, "nothing was cut"
 
 
 def of_client_state(folder: Path) -> Path:
