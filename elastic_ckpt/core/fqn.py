@@ -114,6 +114,7 @@ class NumberedStates:
     buffers: Sequence[str] = ()  # names
     compared: bool = False  # saved values prove the names, because masters are compared with the weights
     experts: ExpertRank | None = None  # whose weights are among these, of a file of one expert-parallel rank
+    others: Mapping[str, str] = field(default_factory=dict)  # module entries that are no tensors, and what each is
 
 
 #: The names, and notes on how they were inferred.

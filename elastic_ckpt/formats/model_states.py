@@ -35,7 +35,15 @@ from elastic_ckpt.errors import (
     UnsupportedError,
 )
 from elastic_ckpt.formats.base import refuse_other_saves
-from elastic_ckpt.formats.own_entries import check_base_state, check_masters, check_own_entries, checked_tree
+from elastic_ckpt.formats.own_entries import (
+    check_base_state,
+    check_masters,
+    check_own_entries,
+    checked_tree,
+    is_extra_state,
+    module_entries,
+    text_of,
+)
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, opened_once
 from elastic_ckpt.formats.saved_config import (
     COUNTERS,
@@ -111,6 +119,8 @@ class ModelShard(SourceFile):
     stacked: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)  # plain values among the run's arguments
     counts: RecordedCounts = field(default_factory=RecordedCounts)
+    #: Module entries that are no tensors, without extra state, and what each is.
+    other_entries: Mapping[str, str] = field(default_factory=dict)
     has_schedule: bool = False  # whether the engine had an lr scheduler, which ``engine.step`` steps
 
     @property
@@ -133,10 +143,11 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
     buffer_names = () if lacks_names else tuple(map(str, file.section("buffer_names")))
     module = module_entries(file.section("module"))
     for name, value in module.items():
-        if name.endswith("_extra_state") and value is not None:  # Python state, which nothing here restores
+        if is_extra_state(name) and value is not None:  # Python state, which nothing here restores
             problem = "a module keeps extra state (get_extra_state), which is not supported yet"
             raise UnsupportedError(problem, file.path, "None", type(value).__name__, parameter=name)
     weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
+    others = {name: text_of(each) for name, each in module.items() if name not in weights and not is_extra_state(name)}
     buffers = [name for name in buffer_names if name in weights]
     tree = file.tree
     run = run_arguments(tree.get("args"), os.path.dirname(file.path))
@@ -163,19 +174,9 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
         stacked=stacked_experts(file),
         run=run,
         counts=counts_ahead(file),
+        other_entries=others,
         has_schedule=tree.get("lr_scheduler") is not None,
     )
-
-
-def module_entries(module: Any) -> dict[str, Any]:
-    """The entries of ``module`` by FQN; Megatron-DeepSpeed's without a pipeline are nested."""
-    found: dict[str, Any] = {}
-    for name, value in module.items() if isinstance(module, Mapping) else ():
-        if isinstance(value, Mapping) and not str(name).endswith("_extra_state"):
-            found |= {f"{name}.{key}": each for key, each in module_entries(value).items()}
-        else:
-            found[str(name)] = value
-    return found
 
 
 def model_indexer(

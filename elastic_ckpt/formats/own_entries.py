@@ -238,11 +238,38 @@ def _check_all(file: PickledFile, entries: Mapping[Any, Any], kinds: Mapping[str
 
 
 def _check_weights(file: PickledFile, tree: Mapping[Any, Any]) -> None:
-    """Parameters are tensors; other entries of a module may be what it makes of itself."""
+    """Parameters and buffers are tensors; other entries of a module may be what it makes of itself."""
     module = tree["module"] or {}
-    for name in {name for shapes in tree.get("param_shapes") or () for name in shapes} & module.keys():
-        if not isinstance(module[name], TensorRef):
-            raise malformed(file, f"module / {name}", "a tensor", module[name])
+    names = {name for shapes in tree.get("param_shapes") or () for name in shapes}
+    names |= {*(tree.get("frozen_param_shapes") or ()), *(tree.get("buffer_names") or ())}
+    others = {
+        name: text_of(module[name]) for name in module if name in names and not isinstance(module[name], TensorRef)
+    }
+    if others:
+        raise not_tensors(file.path, others)
+
+
+def not_tensors(path: str, entries: Mapping[str, str]) -> DamagedError:
+    """The error for weights and buffers of a module that are something else: name -> what it is."""
+    expected = f"module / {listed(entries)}: {'a tensor' if len(entries) == 1 else 'tensors'}"
+    found = entries[next(iter(entries))]
+    return DamagedError(_PROBLEM, path, expected, found, parameter=list(entries))
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a module entry is what ``get_extra_state`` returned, which need not be a tensor."""
+    return name.endswith("_extra_state")
+
+
+def module_entries(module: Any) -> dict[str, Any]:
+    """The entries of ``module`` by FQN; Megatron-DeepSpeed's without a pipeline are nested."""
+    found: dict[str, Any] = {}
+    for name, value in module.items() if isinstance(module, Mapping) else ():
+        if isinstance(value, Mapping) and not is_extra_state(str(name)):
+            found |= {f"{name}.{key}": each for key, each in module_entries(value).items()}
+        else:
+            found[str(name)] = value
+    return found
 
 
 def _check_lengths(file: PickledFile, state: Mapping[str, Any]) -> None:

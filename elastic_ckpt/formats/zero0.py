@@ -34,6 +34,7 @@ from elastic_ckpt.formats.metadata_builder import (
 )
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState
 from elastic_ckpt.formats.module_weights import weights_alone
+from elastic_ckpt.formats.own_entries import not_tensors
 from elastic_ckpt.formats.partitioned import degree_in_name
 from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, merged_groups, saved_shape, settings
 from elastic_ckpt.formats.shards import FlatShard
@@ -72,6 +73,7 @@ def unpartitioned_metadata(
         if optimizers:
             shard, files = _on_rank(model, experts, state, local, first_file=1 + ep)
             mine = ExpertRank(ep_rank, local, frozenset(shard.stacked), weights_crc32s([model]))
+        _refuse_lost_weights(shard, state)
         named = _member_names(shard, state, options, name_states, mine)
         if named is None:
             return weights_alone(found, model)
@@ -170,6 +172,26 @@ def _add_unpartitioned(builder: MetadataBuilder, source: _Source) -> list[str]:
     return every
 
 
+def _refuse_lost_weights(model: ModelShard, state: UnpartitionedState) -> None:
+    """Raise :class:`DamagedError` if the optimizer has more parameters than there are weights, or names one of them.
+
+    Then, entries of the module that are no tensors are weights, and not what the module makes of itself.
+    """
+    others = model.other_entries
+    if not others:
+        return
+    not_trained = {*model.buffers, *model.shared}
+    weights = [ref for name, ref in model.weights.items() if name not in not_trained]
+    if state.kind == FUSED:  # one flat tensor for each group
+        is_short = sum(ref.numel for ref in weights) < sum(ref.numel for ref in chain.from_iterable(state.masters))
+    else:
+        is_short = len(weights) < sum(map(len, state.members))
+    named = {name for names in state.names or () for name in names}
+    lost = others if is_short else {name: found for name, found in others.items() if name in named}
+    if lost:
+        raise not_tensors(model.path, lost)
+
+
 def _member_names(
     model: ModelShard,
     state: UnpartitionedState,
@@ -192,7 +214,7 @@ def _member_names(
         if list(map(len, shapes)) == list(map(len, named)) and all(chain.from_iterable(fits)):
             return named, ()
     compared, flat = state.kind != PLAIN and options.check_shards, state.kind == FUSED
-    facts = weights, model.shared, model.buffers, compared, experts
+    facts = weights, model.shared, model.buffers, compared, experts, model.other_entries
     return name_states(NumberedStates(model.path, state.groups, shapes, flat, *facts))
 
 

@@ -31,10 +31,10 @@ from elastic_ckpt import distributed
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.schedule_states import is_of_another_scheduler
 from elastic_ckpt.formats import CheckpointInfo, saved_config
-from elastic_ckpt.formats.model_states import MASTER_ENTRIES, module_entries
+from elastic_ckpt.formats.model_states import MASTER_ENTRIES
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.objects import read_objects
-from elastic_ckpt.formats.own_entries import check_own_entries
+from elastic_ckpt.formats.own_entries import check_own_entries, module_entries
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled, opened_once
 from elastic_ckpt.formats.same_save import compare_counts
 from elastic_ckpt.formats.saved_states import read_groups, settings

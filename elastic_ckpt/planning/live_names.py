@@ -30,7 +30,7 @@ from elastic_ckpt.core.fqn import (
 from elastic_ckpt.core.local_state import LiveGroup, ModelLayout, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, DerivedTensors, Place, TensorMetadata
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.errors import WITHOUT_STATES, MismatchError, Remedy, listed
+from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, MismatchError, Remedy, listed
 
 _OF_LAYER, _TIED_MODULE = re.compile(r"\d+\."), re.compile(r"tied_modules\.[^.]+\.")
 Names = Sequence[Sequence[str]]
@@ -47,8 +47,10 @@ def name_states(
 
     ``live`` are the live param groups, empty without a live model, whose names are as renamed by ``rules``; ``ties``:
     parameter -> its other names in the live model. If which parameter is which is unknown, raises
-    :class:`MismatchError` if states are ``needed``, else returns ``None``: the weights have names.
+    :class:`MismatchError` if states are ``needed``, else returns ``None``: the weights have names. Raises
+    :class:`DamagedError` if the saved weight of a live parameter is no tensor.
     """
+    _refuse_other_entries(numbered, live, rules)
     if (experts := numbered.experts) is not None:
         live = [replace(group, names=_named_on_rank(group.names, experts)) for group in live]
         pairs = ((name, other) for name, others in ties.items() for other in others)
@@ -62,6 +64,15 @@ def name_states(
     if needed:
         raise _unnamed(numbered, live, list(_fitting(numbered, live, rules)))
     return None
+
+
+def _refuse_other_entries(numbered: NumberedStates, live: Sequence[LiveGroup], rules: RenameRules) -> None:
+    names = {name for group in live for name in group.names}
+    lost = {name: found for name, found in numbered.others.items() if rename(name, rules) in names}
+    if lost:
+        problem = "the saved weight of a parameter is no tensor"
+        expected, found = f"module / {listed(lost)}: what the live model has there", lost[next(iter(lost))]
+        raise DamagedError(problem, numbered.path, expected, found, parameter=list(lost))
 
 
 def _named_in_order(numbered: NumberedStates, live: Sequence[LiveGroup], rules: RenameRules) -> NamedStates | None:
