@@ -18,11 +18,12 @@ from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.shard_specs import VOCABULARY
 from elastic_ckpt.core.strided import Shape, ShardSources, StridedCopy
-from elastic_ckpt.errors import ConfigError, MismatchError, Remedy, listed
+from elastic_ckpt.errors import ConfigError, MismatchError, Remedy, UnsupportedError, listed
 from elastic_ckpt.sharding.resolve import ReshardPlan
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import Shardings
 
+_SIDES = "in the live model", "in the checkpoint"
 _KEPT = "rows added since the save keep the model's own values, with states as the optimizer begins them"
 _SAME_SIZES = "build the model with the sizes it was saved with"
 
@@ -57,10 +58,12 @@ def grown_parameters(
     """The parameters in ``names`` whose new rows the user asks to keep.
 
     Raises :class:`MismatchError` if one has other shapes and is not asked for, unless a rule says that it is a padded
-    vocabulary, or if one that is asked for has fewer rows; :class:`ConfigError` for a pattern of no parameter.
+    vocabulary, or if one that is asked for has fewer rows; :class:`ConfigError` for a pattern of no parameter;
+    :class:`UnsupportedError` for one with tensor-parallel shards of other rows.
     """
     others = list(_of_other_shapes(metadata, model, names))
     _refuse_unknown(metadata, model, patterns, others)
+    _refuse_shards(metadata, model, [name for name in names if _is_asked(metadata, model, name, patterns)], rules)
     asked = [each for each in others if _is_asked(metadata, model, each.name, patterns)]
     for each in asked:
         if not each.has_more_rows:
@@ -100,6 +103,42 @@ def _is_asked(metadata: CheckpointMetadata, model: ModelLayout, name: str, patte
 
 def _matches(pattern: str, name: str) -> bool:
     return pattern == name or re.fullmatch(pattern, name) is not None
+
+
+def _refuse_shards(
+    metadata: CheckpointMetadata, model: ModelLayout, asked: Iterable[str], rules: ShardingRules
+) -> None:
+    """Refuse parameters that either side has in tensor-parallel shards, where no rule says that rows are vocabulary.
+
+    Such a rule restores the saved rows and keeps the others.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for name in sorted(asked):
+        tensor, live = tensor_of(metadata, name), model.layouts.get(name)
+        if tensor is None or live is None or len(tensor.shard_shapes) == len(live.shapes) == 1:
+            continue
+        if _rows_of(tensor.shard_shapes) & _rows_of(live.shapes):
+            continue  # as many, in one way of counting them
+        with Shardings(metadata, rules, model.run).of(tensor, live) as sharding:
+            if sharding.chosen is None or sharding.chosen.kind != VOCABULARY:
+                found[name] = f"{name} {_shown(live.shapes)}", f"{name} {_shown(tensor.shard_shapes)}"
+    if found:
+        problem = '"added_rows" does not act on parameters with tensor-parallel shards'
+        rule = [{"pattern": re.escape(name), "kind": VOCABULARY} for name in found]
+        text = "restores the saved rows with their states, and leaves the others as the model has them"
+        remedy = Remedy(text, config={"tp_rules": rule})
+        both = (listed(each[side] for each in found.values()) for side in (0, 1))
+        expected, have = (f"{where}: {texts}" for where, texts in zip(_SIDES, both, strict=True))
+        raise metadata.error(UnsupportedError, problem, found, expected, have, remedy)
+
+
+def _rows_of(shapes: Sequence[Shape]) -> set[int]:
+    """How many rows a parameter may have, by the shapes of its shards: those of one, and of all together."""
+    return {shapes[0][0], sum(shape[0] for shape in shapes)} if shapes and all(shapes) else set()
+
+
+def _shown(shapes: Sequence[Shape]) -> str:
+    return f"{len(shapes)} x {shapes[0]}" if len(set(shapes)) == 1 else " + ".join(map(str, shapes))
 
 
 def _is_vocabulary(metadata: CheckpointMetadata, model: ModelLayout, resized: Resized, rules: ShardingRules) -> bool:

@@ -293,6 +293,7 @@ REASONS: dict[str, str] = {
     "io/staging.py encode: load_optimizer_states": "needs 8-bit states that are not finite",
     "load/hook.py no_other_loader: arguments, command": "needs an object store",
     "load/pretrained.py PretrainedLoad._weights: strict": "is of load_pretrained",
+    "planning/added_rows.py _refuse_shards: tp_rules": f"{_PARALLEL}: test_parallel.py follows it",
     "planning/plan_builder.py PlanBuilder._add_replicated: load_optimizer_states": _SHARED,
     "planning/plan_builder.py PlanBuilder._check_shape: load_optimizer_states": _PARALLEL,
     "planning/plan_builder.py PlanBuilder._check_shape: tp_rules": _PARALLEL,

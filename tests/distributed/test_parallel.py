@@ -186,6 +186,43 @@ def test_rows_that_may_be_no_padding_and_states_without_names_are_refused(cell: 
     assert facts[0].kinds[0] == cell.expected.error
 
 
+#: Tokens that were added to shards: the option for it, and the rule that its error names.
+ADDED = {"added_rows": [".*embed.*"]}
+RULE = {"tp_rules": [{"pattern": "tied_modules\\.embed\\.weight", "kind": "vocabulary"}]}
+GROWN = Parallel(*THREE, tp=2, stage=1, rows=66)
+OF_FEWER = {1: saved(1, Parallel(*THREE, stage=1, rows=61)), 2: saved(2, Parallel(*THREE, tp=2, stage=1))}
+
+
+@cells(
+    [
+        Cell(
+            f"rows that are added to the shards of {ranks}",
+            save,
+            "parallel_jobs.refuse",
+            2,
+            {"setup": GROWN, "config": {"elastic_checkpoint": ADDED}},
+            fits=(save, {"setup": GROWN, "config": {"elastic_checkpoint": ADDED | RULE}}),
+        )
+        for ranks, save in OF_FEWER.items()
+    ]
+)
+def test_rows_that_are_added_to_shards_take_a_rule(cell: Cell, facts: list[Refused]) -> None:
+    Refuses("UnsupportedError", ("tensor-parallel shards",)).check(facts)
+    assert [[dict(remedy.config) for remedy in refused.remedies] for refused in facts] == [[RULE]]
+
+
+@cells(
+    [
+        resumed(save, 2, GROWN, Resumes("native", OTHER_PADDING), config={"elastic_checkpoint": ADDED | RULE})
+        for save in OF_FEWER.values()
+    ]
+)
+def test_the_rule_brings_the_saved_rows_back(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+    for load in facts:
+        assert "keep the live values: tied_modules.embed.weight" in str(load.report.notes), load.text
+
+
 def numbered(job: str, ranks: int, target: Parallel) -> list[Cell]:
     """A pipeline without ZeRO, whose states each stage numbers by itself."""
     return [Cell(target.name, NUMBERED, job, ranks, {"setup": target})]

@@ -20,9 +20,11 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.shard_specs import ShardSpec
 from elastic_ckpt.core.state_kinds import PER_PARAMETER, TOUCHED, LiveState
 from elastic_ckpt.core.strided import Shape, ShardSources, StridedCopy
-from elastic_ckpt.errors import WITHOUT_STATES, ConfigError, MismatchError
+from elastic_ckpt.errors import WITHOUT_STATES, ConfigError, MismatchError, UnsupportedError
+from elastic_ckpt.planning.added_rows import grown_parameters
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.sharding.resolve import resolve
+from elastic_ckpt.sharding.rules import ShardingRules
 from tests.planning.building import (
     FOUR,
     catalog_of,
@@ -180,7 +182,7 @@ def test_tensor_parallel_ranks_need_a_rule_which_the_refusal_prints() -> None:
     metadata, shapes = checkpoint({"emb": shards}), ((4, 4), (4, 4))
     model = ModelLayout(RankCoordinates(tp=2), {"emb": LiveShards(shapes)})
     state = replace(live({"emb": (4, 4)}, states=(), scalar_keys=()), model=model)
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         plan_load(metadata, state, ASKED)
     (rule,) = re.findall(r'"tp_rules": \[(.*)\]', str(caught.value.remedy))
     options = LoadOptions.of(ElasticConfig(tp_rules=[ShardSpec(**json.loads(rule))]))
@@ -230,3 +232,21 @@ def test_states_of_an_unknown_optimizer_are_not_extended() -> None:
     flats = tuple(replace(flat, states=None, scalars=None) for flat in engine.flats)
     with pytest.raises(MismatchError, match="what its states start with"):
         plan_load(saved({"emb": (5, 3)}), replace(engine, flats=flats), ASKED)
+
+
+@pytest.mark.parametrize("live_shapes", [((4, 3), (4, 3)), ((3, 3), (5, 3))])
+def test_shards_take_a_rule_of_the_vocabulary_instead(live_shapes: tuple[Shape, ...]) -> None:
+    """Whatever the option says of parameters that no rank has whole; as many rows as before are none of its business."""
+    coordinates = RankCoordinates(tp=2)
+    for rows, is_refused in ((5, True), (8, False)):
+        metadata = saved({"emb": (rows, 3)})
+        model = ModelLayout(coordinates, {"emb": LiveShards(live_shapes)})
+        options = ["emb"], ShardingRules.of(ElasticConfig())
+        if not is_refused:
+            assert grown_parameters(metadata, model, ["emb"], *options) == ()
+            continue
+        with pytest.raises(UnsupportedError, match="tensor-parallel shards") as caught:
+            grown_parameters(metadata, model, ["emb"], *options)
+        (remedy,) = caught.value.remedies
+        followed = ShardingRules.of(ElasticConfig.model_validate(remedy.config))
+        assert grown_parameters(metadata, model, ["emb"], ["emb"], followed) == ()
