@@ -111,7 +111,7 @@ class ElasticConfig(BaseModel):
     report: bool | str = Field(
         True,
         description="whether rank 0 prints the load report, and a progress bar on a terminal. A path also writes the "
-        "report to that file, as JSON",
+        "report to that file, as JSON; of a load that is refused, its error, with whole lists of names",
     )
     sheet: bool = Field(
         True,

@@ -15,10 +15,10 @@ import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from elastic_ckpt.core.text import printable, printable_lines
+from elastic_ckpt.core.text import NamesText, printable, printable_lines, whole_text
 
 #: Of a process or machine that has used up its descriptors or its memory.
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -86,15 +86,16 @@ def remedy_text(remedies: Iterable[Remedy], remarks: Iterable[str] = ()) -> str 
     return "; ".join(filter(None, [ways, *remarks])) or None
 
 
-def shortened(names: Iterable[str], most: int = 8) -> str:
-    """The first few names, and the number of others."""
+def shortened(names: Iterable[str], most: int = 8) -> NamesText:
+    """The first few names, and the number of others; with ``+``, sentences keep all of them for a file."""
     every = list(names)
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+    shown = ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+    return NamesText(shown, ", ".join(every))
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> NamesText:
     """Names for an error message: sorted, the first few, and the number of others."""
-    return shortened(sorted(names)) or "none"
+    return shortened(sorted(names)) or NamesText("none", "none")
 
 
 class ElasticCkptError(Exception):
@@ -122,7 +123,8 @@ class ElasticCkptError(Exception):
         self.parameter = parameter if parameter is None or isinstance(parameter, str) else listed(parameter)
         #: All of them, where ``parameter`` names the first few.
         self.parameters = () if parameter is None or isinstance(parameter, str) else tuple(sorted(parameter))
-        self.expected, self.found = (None if each is None else str(each) for each in (expected, found))
+        texts = (each if each is None or isinstance(each, str) else str(each) for each in (expected, found))
+        self.expected, self.found = texts  # maybe with lists of which the first few names are printed
         self.remarks = ()
         self.remedy = remedy or self.default_remedy
 
@@ -154,6 +156,16 @@ class ElasticCkptError(Exception):
     def texts(self) -> dict[str, Any]:
         """Everything but the problem, as it is printed: of many names, the first few."""
         return {name: getattr(self, name) for name in _DETAILS}
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Everything for a file, as JSON has it: lists of names are whole, and remedies are data."""
+        known: dict[str, Any] = {
+            name: whole_text(value) for name, value in self.texts.items() if isinstance(value, str)
+        }
+        known |= {"parameters": self.parameters} if self.parameters else {}
+        remedies = [{key: value for key, value in asdict(each).items() if value} for each in self.remedies]
+        return {"error": type(self).__name__, "problem": self.problem, **known, "remedies": remedies}
 
     @property
     def details(self) -> dict[str, Any]:

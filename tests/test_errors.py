@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import pickle
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt import errors
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
-from elastic_ckpt.core.text import printable
+from elastic_ckpt.core.text import NamesText, printable, whole_text
 from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, ElasticCkptError, MismatchError, Remedy, UnforeseenError
 from elastic_ckpt.formats.detect import read_latest
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.io.reader import check_files
+from elastic_ckpt.load.publishing import publish_refusal
 from tests.hostile_text import READABLE, controls_in, hostile_texts
 
 DETAILS: dict[str, Any] = {
@@ -264,3 +268,40 @@ def test_causes_stay_as_they_are_where_they_have_none() -> None:
     circle.__context__ = DamagedError("q")
     circle.__context__.__context__ = circle
     assert str(errors.with_printable_causes(circle)) == r"a   b\x1b", "as indented as before"
+
+
+NAMES = [f"layers.{number}.weight" for number in range(20)]
+
+
+def test_lists_of_names_are_whole_in_a_file_and_cut_with_a_count_on_the_screen(tmp_path: Path) -> None:
+    expected = "in the model: " + errors.listed(NAMES) + "; and more"
+    raised = MismatchError("p", "/x", expected, errors.shortened(NAMES), parameter=set(NAMES), remedy=WITHOUT_STATES)
+    for error in (raised, pickle.loads(pickle.dumps(raised)), copy.deepcopy(raised)):
+        assert "and 12 more" in str(error.expected) and "and 12 more" in str(error.found)
+        assert "layers.19.weight" not in str(error.found) and str(error).count("and 12 more") == 3
+        again = MismatchError(error.problem, **error.details)
+        for each in (error, again):
+            publish_refusal(each, ElasticConfig(report=str(tmp_path / "load.json")))
+            written = json.loads((tmp_path / "load.json").read_text())
+            assert written["error"] == "MismatchError" and written["file"] == "/x"
+            assert written["expected"] == f"in the model: {', '.join(sorted(NAMES))}; and more"
+            assert written["found"] == ", ".join(NAMES) and written["parameters"] == sorted(NAMES)
+            assert written["remedies"][0]["arguments"] == {"load_optimizer_states": False}
+
+
+@given(st.lists(st.text() | st.lists(st.text(), max_size=12)))
+def test_text_with_lists_is_text(parts: list[Any]) -> None:
+    shown, whole, text = "", "", ""
+    for part in parts:
+        piece = part if isinstance(part, str) else errors.shortened(part, 3)
+        shown, whole = shown + str(piece), whole + whole_text(piece)
+        text = text + piece
+    assert text == shown and whole_text(text) == whole
+    assert isinstance(text, NamesText) == any(isinstance(part, list) for part in parts)
+
+
+def test_no_sentence_of_an_error_cuts_its_lists_for_the_file() -> None:
+    """An f-string has the first few names alone: sentences are put together with ``+``."""
+    pattern = re.compile(r'(expected|found|have)\w* = f".*\{(listed|shortened)\(')
+    package = Path(errors.__file__).parent
+    assert [str(path) for path in package.rglob("*.py") if pattern.search(path.read_text())] == []

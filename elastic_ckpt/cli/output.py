@@ -74,11 +74,9 @@ def refusal(error: ElasticCkptError, exit_code: int = EXIT_UNREADABLE, instead: 
     """
     if error.remedies:
         error.remedy = of_command(error.remedies, instead)
-    error.found = error.found and _ALLOWED.sub("", error.found)
-    known = {name: value for name, value in error.texts.items() if value is not None and name != "rank"}
-    known |= {"parameters": error.parameters} if error.parameters else {}  # all of them
-    remedies = [{key: value for key, value in dataclasses.asdict(each).items() if value} for each in error.remedies]
-    document = {"error": type(error).__name__, "problem": error.problem, **known, "remedies": remedies}
+    if error.found and _ALLOWED.search(error.found):
+        error.found = _ALLOWED.sub("", error.found)
+    document = error.document
     exit_code = EXIT_USAGE if isinstance(error, ConfigError) else exit_code
     return Answer(document, (), [f"{type(error).__name__}: {error}"], exit_code)
 

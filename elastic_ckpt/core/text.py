@@ -29,6 +29,31 @@ def shortened_text(text: str) -> str:
     return f"{text[:_MOST_LENGTH]}... and {len(text) - _MOST_LENGTH} characters"
 
 
+class NamesText(str):
+    """Text with lists of names, of which a screen shows the first few; ``whole`` has all of them, for a file."""
+
+    whole: str
+
+    def __new__(cls, shown: str, whole: str) -> NamesText:
+        made = super().__new__(cls, shown)
+        made.whole = whole
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.whole
+
+    def __add__(self, other: str) -> NamesText:
+        return NamesText(str(self) + str(other), self.whole + whole_text(other))
+
+    def __radd__(self, other: str) -> NamesText:
+        return NamesText(str(other) + str(self), whole_text(other) + self.whole)
+
+
+def whole_text(text: str) -> str:
+    """Text with the lists that it shows the first few names of."""
+    return text.whole if isinstance(text, NamesText) else text
+
+
 def printable(text: str) -> str:
     """Text on one line, with control characters escaped, and cut if it is very long."""
     return _ANY.sub(_escaped, shortened_text(text))

@@ -123,7 +123,7 @@ def _convert(name: str, conversion: Any, module: Any) -> dict[str, BoxedTensor]:
         expected = "weights that are renamed, concatenated, stacked or split"
         operations = ", ".join(type(operation).__name__ for operation in conversion.operations)
         remedy = "load them with from_pretrained, and save them with save_pretrained(..., save_original_format=False)"
-        found = f"{operations} of {listed(sources)} ({type(error).__name__}: {error})"
+        found = f"{operations} of " + listed(sources) + f" ({type(error).__name__}: {error})"
         raise UnsupportedError(problem, None, expected, found, parameter=name, remedy=remedy) from error
     return made
 

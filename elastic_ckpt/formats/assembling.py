@@ -18,7 +18,6 @@ from elastic_ckpt.errors import (
     LayoutError,
     MissingFilesError,
     UnsupportedError,
-    listed,
 )
 from elastic_ckpt.formats import merging, model_states, module_weights, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
@@ -214,7 +213,7 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int],
             problem = "the optimizer holds states of parameters of which no layer file has the weights"
             file = os.path.join(os.path.dirname(model.path), f"layer_{number:0>2}-*model_states.pt")
             both = "a file of every pipeline layer", "none with these parameters"
-            raise DamagedError(problem, file, *both, parameter=listed(missing))
+            raise DamagedError(problem, file, *both, parameter=missing)
         param_shapes = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
         rank.models = [replace(each, param_shapes=param_shapes) for each in rank.models]
 
@@ -306,7 +305,7 @@ def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerS
                 continue
             problem = "expert-parallel ranks train different parameters of their experts, which is not supported yet"
             both = f"the parameters that rank 0 trains, according to {model.path}", "others, numbered as on that rank"
-            raise UnsupportedError(problem, optimizers[ranks[0]].path, *both, parameter=listed(found ^ names))
+            raise UnsupportedError(problem, optimizers[ranks[0]].path, *both, parameter=found ^ names)
 
 
 def _check_belong_together(

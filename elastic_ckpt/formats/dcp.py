@@ -205,7 +205,7 @@ class _Builder(MetadataBuilder):
             if twice := sorted(members.keys() & set(names)):
                 problem = "two param groups of this torch.distributed.checkpoint folder have one parameter"
                 where = self._found.folder, "each parameter in one of them"
-                raise MismatchError(problem, *where, parameter=listed(twice), remedy=SAVE_ALONE)
+                raise MismatchError(problem, *where, parameter=twice, remedy=SAVE_ALONE)
             number = len(groups) - 1 if isinstance(key, int) else groups.index(values)
             members |= dict.fromkeys(names, number)
         stateful = [name for name, _ in self._entries.states if name not in members]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, Remedy
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, Remedy, shortened
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
@@ -193,7 +193,7 @@ def _misled(load_dir: str, latest: str, named: str) -> NotFoundError:
 def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
     tags = list_tags(load_dir)
     problem, file = "the checkpoint to load is not there", os.path.join(load_dir, tag or LATEST)
-    found = f"checkpoints under the tags {', '.join(tags[:8])}" if tags else f"no checkpoint in {load_dir}"
+    found = "checkpoints under the tags " + shortened(tags) if tags else f"no checkpoint in {load_dir}"
     by_tag = Remedy(arguments={"load_dir": load_dir, "tag": next(iter(tags), None)})
     remedy = by_tag if tags else Remedy("check the path")
     return NotFoundError(problem, file, wanted, found, remedy=remedy)

@@ -75,7 +75,7 @@ def with_weights_checked(
         both = f"their weights, since {first.path} lists them", "none"
         has_no_file = number.isdecimal() and int(number) not in {layer.layer for layer in layers}
         error = MissingFilesError if layers and has_no_file else LayoutError
-        raise error(problem, f"{metadata.source.folder}/{name}", *both, parameter=listed(lost), remedy=RESTORE)
+        raise error(problem, f"{metadata.source.folder}/{name}", *both, parameter=lost, remedy=RESTORE)
     why = "the checkpoint has no optimizer states"
     if lacking:
         why = f"optimizer-states files are missing ({shortened(lacking)})"

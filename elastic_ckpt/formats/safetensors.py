@@ -152,7 +152,7 @@ def read_indexed(
     differ -= tied - {name for name, _ in there}
     if differ:
         problem = "the index does not belong to these files: they have other tensors than it names"
-        raise DamagedError(problem, path, "each tensor in the file that the index names", parameter=listed(differ))
+        raise DamagedError(problem, path, "each tensor in the file that the index names", parameter=differ)
     return files
 
 

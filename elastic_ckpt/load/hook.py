@@ -39,6 +39,7 @@ from elastic_ckpt.load.installation import with_flags
 from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.older import Older, Tried, choose_older, refuse_proven
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
+from elastic_ckpt.load.publishing import publish_refusal
 from elastic_ckpt.load.scheduler_hook import forget_schedulers, unwatch_schedulers
 from elastic_ckpt.load.trainer_hook import unwatch_trainer, watch_trainer
 from elastic_ckpt.patches import aligned_partitions, argument, config_errors, pipeline_stages, unwrap, wrap
@@ -125,6 +126,7 @@ def _decide_and_load(own: Callable[..., Any], engine: Any, arguments: LoadArgume
                 if not policy.recover(error, found):
                     if found is not None and at_saved_topology(engine, found):
                         error.refuse_its_topology()
+                    publish_refusal(error, call.config)
                     raise
 
 

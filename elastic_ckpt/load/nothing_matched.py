@@ -40,12 +40,12 @@ def _nothing_matched(
     after = rename_saved(metadata, rules) if rules else metadata
     saved_now = saved_shapes(after)
     lost, lacking = saved_now.keys() - live.keys(), live.keys() - saved_now.keys()
-    expected = f"parameters of the live model: {listed(lacking)}"
-    found = f"in the checkpoint: {listed(lost)}"
+    expected = "parameters of the live model: " + listed(lacking)
+    found: str = "in the checkpoint: " + listed(lost)
     if not lost:
         found = "all that the checkpoint has is frozen here, or not a parameter"
     if renames.pairs:
-        found += f"; nearly the same: {shortened(f'{old} -> {new}' for old, new in renames.pairs)}"
+        found += "; nearly the same: " + shortened(f"{old} -> {new}" for old, new in renames.pairs)
     problem = "no parameter that the live engine trains is restored from this checkpoint"
     if not share.trained_numel:
         problem = "no parameter of the live engine is restored from this checkpoint"

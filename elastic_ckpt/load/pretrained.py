@@ -186,17 +186,17 @@ class PretrainedLoad:
         weights = replace(weights, missing=weights.missing - tied, unexpected=unexpected)
         if not saved:
             problem = "no weight of this folder is in the live model"
-            expected, found = f"weights such as {listed(weights.missing)}", listed(weights.unexpected)
+            expected, found = "weights such as " + listed(weights.missing), listed(weights.unexpected)
             raise MismatchError(problem, self.folder, expected, found, remedy="give the folder of this model")
         if self.ds_config is not None and (without := weights.missing & dict(self.module.named_parameters()).keys()):
-            problem, expected = "this folder lacks weights of a module that was on the meta device", "all parameters"
+            problem = "this folder lacks weights of a module that was on the meta device"
             remedy = "give a folder that has all of them, or build the module under deepspeed.zero.Init"
-            raise MismatchError(problem, self.folder, expected, parameter=listed(without), remedy=remedy)
+            raise MismatchError(problem, self.folder, "all parameters", parameter=without, remedy=remedy)
         lacking, foreign = self._reported(weights) if self.strict else ((), ())
         if lacking or foreign:
             problem = "model and folder do not have the same weights"
-            expected = f"in the model but not in the folder: {listed(lacking)}"
-            found = f"in the folder but not in the model: {listed(foreign)}"
+            expected = "in the model but not in the folder: " + listed(lacking)
+            found = "in the folder but not in the model: " + listed(foreign)
             ways = Remedy(
                 "loads what matches and reports the rest", arguments={"strict": False}, function="load_pretrained"
             )

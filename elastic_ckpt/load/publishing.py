@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 from rich.console import Console
 
+from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.logs import logger_of
-from elastic_ckpt.errors import shortened
+from elastic_ckpt.errors import ElasticCkptError, shortened
 from elastic_ckpt.report import LoadReport
 
 logger = logger_of(__name__)
+
+
+def publish_refusal(error: ElasticCkptError, config: ElasticConfig) -> None:
+    """Write the error of a load to the file of its report, with all names of its lists."""
+    if isinstance(config.report, str) and distributed.rank() == 0:
+        _write(json.dumps(error.document, indent=2, default=str), config.report)
 
 
 def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig) -> None:
@@ -30,8 +38,12 @@ def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig
         except Exception:
             logger.warning("elastic_ckpt could not print its load report", exc_info=True)
     if isinstance(config.report, str):
-        try:
-            with open(config.report, "w", encoding="utf-8") as stream:  # asks the system: the report
-                stream.write(report.as_json() + "\n")
-        except Exception as error:  # a full disk, or text that is none
-            logger.warning("elastic_ckpt could not write its load report to %s: %s", config.report, error)
+        _write(report.as_json(), config.report)
+
+
+def _write(text: str, path: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as stream:  # asks the system: the report
+            stream.write(text + "\n")
+    except Exception as error:  # a full disk, or text that is none
+        logger.warning("elastic_ckpt could not write its load report to %s: %s", path, error)

@@ -23,7 +23,6 @@ from elastic_ckpt.sharding.resolve import ReshardPlan
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import Shardings
 
-_SIDES = "in the live model", "in the checkpoint"
 _KEPT = "rows added since the save keep the model's own values, with states as the optimizer begins them"
 _SAME_SIZES = "build the model with the sizes it was saved with"
 
@@ -127,8 +126,8 @@ def _refuse_shards(
         rule = [{"pattern": re.escape(name), "kind": VOCABULARY} for name in found]
         text = "restores the saved rows with their states, and leaves the others as the model has them"
         remedy = Remedy(text, config={"tp_rules": rule})
-        both = (listed(each[side] for each in found.values()) for side in (0, 1))
-        expected, have = (f"{where}: {texts}" for where, texts in zip(_SIDES, both, strict=True))
+        expected = "in the live model: " + listed(live for live, _ in found.values())
+        have = "in the checkpoint: " + listed(saved for _, saved in found.values())
         raise metadata.error(UnsupportedError, problem, found, expected, have, remedy)
 
 
@@ -172,8 +171,8 @@ def _not_asked_for(
     metadata: CheckpointMetadata, grown: Sequence[Resized], asked: Sequence[Resized], patterns: Sequence[str]
 ) -> MismatchError:
     problem = "the live model has more rows than the checkpoint, as after tokens were added"
-    expected = f"in the live model: {listed(f'{each.name} {each.live}' for each in grown)}"
-    found = f"in the checkpoint: {listed(f'{each.name} {each.saved}' for each in grown)}"
+    expected = "in the live model: " + listed(f"{each.name} {each.live}" for each in grown)
+    found = "in the checkpoint: " + listed(f"{each.name} {each.saved}" for each in grown)
     names = [*(patterns if asked else ()), *(each.name for each in grown)]
     text = "restores the saved rows with their states, and leaves the others as the model has them, with states as the "
     remedy = Remedy(f"{text}optimizer begins them", config={"added_rows": names}), Remedy(_SAME_SIZES)

@@ -81,13 +81,13 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
         raise metadata.error(UnsupportedError, problem, names, *both, (remedy, AT_ITS_TOPOLOGY))
     if strict and (lost or unexpected):
         tied = listed(f"{name} = {metadata.aliases[name]}" for name in lost if name in metadata.aliases)
-        hint = f"; tied at save time, not now: {tied}" if tied != "none" else ""
+        hint = "; tied at save time, not now: " + tied if tied != "none" else ""
         trains = live.union(whole.name for whole in local_state.wholes if whole.key == FROZEN and whole.trains)
         matches = bool(trains & (restored | {name for name, key in found if key == FROZEN}))
         remedies = _ways_of(metadata, local_state, lost, trains, matches)
         problem = "model and checkpoint do not have the same parameters and buffers"
-        expected = f"in the model but not in the checkpoint: {listed(lost)}"
-        found_names = f"in the checkpoint but not in the model: {listed(unexpected)}{hint}"
+        expected = "in the model but not in the checkpoint: " + listed(lost)
+        found_names = "in the checkpoint but not in the model: " + listed(unexpected) + hint
         raise metadata.error(MismatchError, problem, lost or unexpected, expected, found_names, remedies)
     outcomes = [
         *((role, "fresh", names, _NOT_SAVED) for role, names in missing.items()),

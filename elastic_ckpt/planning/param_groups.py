@@ -210,7 +210,7 @@ def refuse_other_kind(
 
     def other_kind(live: Iterable[str], saved: Iterable[str]) -> MismatchError:
         problem = "the checkpoint was saved by another kind of optimizer, whose states have the same names"
-        expected = f"{listed(live) if live else 'nothing'} (live optimizer {local_state.optimizer})"
+        expected = (listed(live) if live else "nothing") + f" (live optimizer {local_state.optimizer})"
         found = listed(saved) if saved else "nothing"
         return metadata.error(MismatchError, problem, names, expected, found, ITS_OPTIMIZER)
 

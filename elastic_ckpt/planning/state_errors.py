@@ -9,6 +9,7 @@ from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import (
     MOMENTS,
 )
+from elastic_ckpt.core.text import NamesText, whole_text
 from elastic_ckpt.errors import (
     BY_DEEPSPEED,
     MADE_ANEW,
@@ -51,7 +52,8 @@ def missing_files(metadata: CheckpointMetadata) -> DamagedError | None:
     """The error for files that a universal checkpoint lacks, which explain what else looks damaged or unknown."""
     if not (missing := metadata.states.missing):
         return None
-    texts = [f"{path} of {listed(names)}" if names else path for path, names in missing.items()]
+    texts = [path + " of " + listed(names) if names else path for path, names in missing.items()]
+    expected = NamesText("; ".join(texts), "; ".join(map(whole_text, texts)))
     (first, names), every = next(iter(missing.items())), sorted({*chain(*missing.values())})
     are_several = len(missing) > 1 or len(every) > 1
     problem = (
@@ -61,8 +63,8 @@ def missing_files(metadata: CheckpointMetadata) -> DamagedError | None:
     if not any(path.endswith(f"/{MASTER}.pt") for path in missing):
         remedy.append(WITHOUT_STATES)
     path = f"{metadata.source.folder}/{first.replace('*', names[0]) if names else first}"
-    parameter = listed(every) if every else None
-    return DamagedError(problem, path, "; ".join(texts), "none", parameter=parameter, remedy=remedy)
+    parameter = every or None
+    return DamagedError(problem, path, expected, "none", parameter=parameter, remedy=remedy)
 
 
 def refuse_missing_files(metadata: CheckpointMetadata) -> None:
@@ -82,5 +84,5 @@ def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:
     for name, saved in metadata.parameters.items():
         if saved.group in with_state and name not in stateful:
             problem = "the checkpoint holds no optimizer state of this parameter, but of others in its param group"
-            expected = f"{listed(metadata.state_keys)} and step"
+            expected = listed(metadata.state_keys) + " and step"
             raise metadata.error(DamagedError, problem, name, expected, "none", RESTORE)

@@ -223,8 +223,8 @@ class _Matcher:
         live = {state.key for state in flat.states or () if state.layout != SCRATCH}
         scalars = {key for name in members for key, _ in self.metadata.parameters[name].scalars}
         problem = "the checkpoint was saved by an optimizer that keeps other states"
-        expected = f"{listed(live.union(flat.scalars or ()))} (live optimizer {self.local_state.optimizer})"
-        found = f"{listed(scalars.union(saved))} ({saved_optimizer(self.metadata)})"
+        expected = listed(live.union(flat.scalars or ())) + f" (live optimizer {self.local_state.optimizer})"
+        found = listed(scalars.union(saved)) + f" ({saved_optimizer(self.metadata)})"
         return self.metadata.error(MismatchError, problem, members, expected, found, ITS_OPTIMIZER)
 
     def _refuse_other_scalars(self, flat: FlatPartition, values: Scalars) -> None:
@@ -241,7 +241,7 @@ class _Matcher:
         if {key for saved in parameters.values() for key, _ in saved.scalars} != set(flat.scalars):
             raise self._other_states(flat, [name for name in flat.members if name in parameters], states)
         problem = "the checkpoint holds states of these parameters, but not all of their scalar states"
-        expected = f"{listed(flat.scalars)} beside {listed(states)}"
+        expected = listed(flat.scalars) + " beside " + listed(states)
         raise self.metadata.error(DamagedError, problem, flat.members, expected, listed(values), RESTORE)
 
     def _outcomes(self, layouts: Mapping[str, str]) -> Iterator[Outcome]:

@@ -262,7 +262,7 @@ class FolderView(Store):
 
     def _missing(self, path: str) -> DamagedError:
         places = (f"{', '.join(each.folders)}{f' on {each.node}' if each.node else ''}" for each in self._listings)
-        problem, expected = "a file of the checkpoint is missing", f"a file in one of these folders: {listed(places)}"
+        problem, expected = "a file of the checkpoint is missing", "a file in one of these folders: " + listed(places)
         remedy = "add the node or the folder that has it, or take another tag"
         found = "; ".join(("no such file in any of them", *self._unreadable()))
         return DamagedError(problem, path, expected, found, remedy=remedy)

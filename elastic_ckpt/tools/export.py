@@ -171,8 +171,8 @@ def _write(
     for name, (tensor, dtype) in tensors.items():
         if dtype not in DTYPES or name == METADATA:
             problem, found = "safetensors files cannot hold this tensor", f"{dtype} of shape {tensor.shape}"
-            expected = f"a dtype of {listed(DTYPES)}, and a name other than {METADATA}"
-            raise UnsupportedError(problem, None, expected, found, parameter=name, remedy=_EXCLUDE)
+            wanted = "a dtype of " + listed(DTYPES) + f", and a name other than {METADATA}"
+            raise UnsupportedError(problem, None, wanted, found, parameter=name, remedy=_EXCLUDE)
     try:
         plan = split_state_dict_into_shards_factory(
             tensors, get_storage_size=_nbytes, filename_pattern=f"{stem}{{suffix}}{SUFFIX}", max_shard_size=limit
@@ -259,7 +259,7 @@ def of_adapter(weights: Mapping[str, LogicalTensor], adapter: str, folder: str) 
     if others := trained - biases:
         problem = "parameters without the name of a PEFT adapter were trained too, and would be missing from its file"
         expected, remedy = "the adapter's parameters, and biases", "export without --adapter, or --exclude them"
-        raise ConfigError(problem, folder, expected, parameter=listed(others), remedy=remedy)
+        raise ConfigError(problem, folder, expected, parameter=others, remedy=remedy)
     return of_peft | {name: weights[name] for name in weights if name in biases}
 
 

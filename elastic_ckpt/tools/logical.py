@@ -19,7 +19,7 @@ from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, WEIGHTS, Checkp
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor, in_file_order
 from elastic_ckpt.core.strided import Shape, copied
 from elastic_ckpt.core.values import TensorValue, common
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed, printable_errors, shortened
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, printable_errors, shortened
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
@@ -61,7 +61,7 @@ def refuse_without_masters(metadata: CheckpointMetadata) -> None:
         refuse_missing_files(metadata)
         problem = "the checkpoint knows these parameters but holds no master weights of them"
         remedy = "the save is incomplete: take another tag"
-        raise DamagedError(problem, metadata.source.folder, parameter=listed(missing), remedy=remedy)
+        raise DamagedError(problem, metadata.source.folder, parameter=missing, remedy=remedy)
 
 
 def weights_by_name(reader: LogicalReader) -> dict[str, LogicalTensor]:

@@ -113,7 +113,7 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False, without_lat
         expected = "a folder with a latest file, the folder of a tag (global_step100), one with folders such as "
         expected += "checkpoint-100, or one of torch.distributed.checkpoint or of safetensors"
         have = "no such folder" if not is_folder(path) else "a folder without any of these"
-        have = f"no {tag}, but {listed(sorted(others))}" if others else have
+        have = f"no {tag}, but " + listed(others) if others else have
         remedy = "give the folder that you pass to load_checkpoint, or one of the folders in it"
         raise NotFoundError("there is no DeepSpeed checkpoint here", path, expected, have, remedy=remedy)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 import elastic_ckpt
 from elastic_ckpt import install, uninstall
 from elastic_ckpt.engines.training_state import LoadArguments
-from elastic_ckpt.errors import ConfigError
+from elastic_ckpt.errors import ConfigError, NotFoundError
 from elastic_ckpt.load import hook
 from elastic_ckpt.load.agreed_config import agreed_config
 
@@ -125,6 +126,20 @@ def test_arguments_are_those_that_deepspeed_takes(original: Any) -> None:
 def newer(self: Any, load_dir: Any, tag: Any = None, mapping: Any = None, **more: Any) -> Any:
     """A ``load_checkpoint`` of a DeepSpeed to come."""
     return load_dir, tag, mapping, more
+
+
+def test_a_refused_load_writes_its_error_to_the_reports_file(tmp_path: Path) -> None:
+    section = {"mode": "require", "report": str(tmp_path / "load.json")}
+    engine = SimpleNamespace(use_node_local_storage=lambda: False, load_universal_checkpoint=lambda: False)
+    engine.optimizer, engine._config = None, SimpleNamespace(_param_dict={"elastic_checkpoint": section})
+    for number in range(12):
+        (tmp_path / "run" / f"step{number}").mkdir(parents=True)
+        (tmp_path / "run" / f"step{number}" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    with pytest.raises(NotFoundError) as caught:
+        hook._load_checkpoint(newer, engine, str(tmp_path / "run"))
+    written = json.loads((tmp_path / "load.json").read_text())
+    assert written["error"] == "NotFoundError" and "and 4 more" in str(caught.value)
+    assert all(f"step{number}" in written["found"] for number in range(12))
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])
