@@ -251,7 +251,7 @@ def _check_weights(file: PickledFile, tree: Mapping[Any, Any]) -> None:
 
 def not_tensors(path: str, entries: Mapping[str, str]) -> DamagedError:
     """The error for weights and buffers of a module that are something else: name -> what it is."""
-    expected = f"module / {listed(entries)}: {'a tensor' if len(entries) == 1 else 'tensors'}"
+    expected = "module / " + listed(entries) + (": a tensor" if len(entries) == 1 else ": tensors")
     found = entries[next(iter(entries))]
     return DamagedError(_PROBLEM, path, expected, found, parameter=list(entries))
 

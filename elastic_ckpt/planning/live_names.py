@@ -71,7 +71,7 @@ def _refuse_other_entries(numbered: NumberedStates, live: Sequence[LiveGroup], r
     lost = {name: found for name, found in numbered.others.items() if rename(name, rules) in names}
     if lost:
         problem = "the saved weight of a parameter is no tensor"
-        expected, found = f"module / {listed(lost)}: what the live model has there", lost[next(iter(lost))]
+        expected, found = "module / " + listed(lost) + ": what the live model has there", lost[next(iter(lost))]
         raise DamagedError(problem, numbered.path, expected, found, parameter=list(lost))
 
 
