@@ -42,18 +42,31 @@ def test_results_are_changed_in_functions_alone() -> None:
     assert [(mutant.line, mutant.after) for mutant in mutants_of("m.py", code)] == [(7, "return None")]
 
 
-def places(room: str, count: int) -> list[Place]:
-    return [Place(Mutant(f"elastic_ckpt/{room}/m.py", line, 0, line, 1, "a", "b"), ("t",)) for line in range(count)]
+def mutants(room: str, count: int) -> list[Mutant]:
+    return [Mutant(f"elastic_ckpt/{room}/m.py", line, 0, line, 1, "a", "b") for line in range(count)]
 
 
 def test_a_seed_draws_places_of_all_rooms_at_different_lines() -> None:
-    every = [*places("core", 300), *places("io", 100), *places("data", 4), *places("nodes", 2)]
+    every = [*mutants("core", 300), *mutants("io", 100), *mutants("data", 4), *mutants("nodes", 2)]
     found = drawn(every * 2, 40, 1)
-    rooms = [room_of(place.mutant.module) for place in found]
+    rooms = [room_of(mutant.module) for mutant in found]
     counts = {room: rooms.count(room) for room in rooms}
     assert counts == {"core": 30, "data": 3, "io": 10, "nodes": 2}
-    assert len({str(place.mutant) for place in found}) == len(found)
+    assert len(set(found)) == len(found)
     assert found == drawn(every * 2, 40, 1) != drawn(every * 2, 40, 2)
+
+
+def test_tests_of_the_module_come_first_and_then_those_of_its_room() -> None:
+    mutant = Mutant("elastic_ckpt/io/reader.py", 1, 0, 1, 1, "a", "b")
+    tests = (
+        "tests/core/test_b.py::t",
+        "tests/distributed/test_a.py",
+        "tests/io/test_a.py::t",
+        "tests/io/test_reader.py::t",
+    )
+    place = Place(mutant, tests)
+    assert place.units == ["tests/io/test_reader.py::t", "tests/io/test_a.py::t", "tests/core/test_b.py::t"]
+    assert place.files == ["tests/distributed/test_a.py"]
 
 
 def test_a_context_of_coverage_names_a_test() -> None:

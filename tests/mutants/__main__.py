@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,8 +44,11 @@ class Place:
 
     @property
     def units(self) -> list[str]:
-        """Test functions that start no jobs."""
-        return [test for test in self.tests if not test.startswith(JOBS)]
+        """Test functions that start no jobs; those of the module's own tests, and then of its room, are the first."""
+        _, *rooms, name = Path(self.mutant.module).parts
+        own, room = "/".join(["tests", *rooms, f"test_{name}"]), "/".join(["tests", *rooms, ""])
+        units = [test for test in self.tests if not test.startswith(JOBS)]
+        return sorted(units, key=lambda test: (not test.startswith(own), not test.startswith(room), test))
 
     @property
     def files(self) -> list[str]:
@@ -53,41 +56,39 @@ class Place:
         return [test for test in self.tests if test.startswith(JOBS)]
 
 
-def drawn(places: Sequence[Place], count: int, seed: int) -> list[Place]:
-    """So many places at different lines; each room has its share, and at least :data:`_LEAST` where it has them."""
+def drawn(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
+    """So many at different lines; each room has its share, and at least :data:`_LEAST` where it has them."""
     rng = random.Random(seed)
-    rooms: dict[str, list[Place]] = {}
-    for place in sorted(places, key=lambda each: str(each.mutant)):
-        rooms.setdefault(room_of(place.mutant.module), []).append(place)
+    rooms: dict[str, list[Mutant]] = {}
+    for mutant in sorted(mutants, key=str):
+        rooms.setdefault(room_of(mutant.module), []).append(mutant)
     found = []
     for room in sorted(rooms):
-        share = max(_LEAST, round(count * len(rooms[room]) / len(places)))
+        share = max(_LEAST, round(count * len(rooms[room]) / len(mutants)))
         rng.shuffle(rooms[room])
-        lines: dict[tuple[str, int], Place] = {}
-        for place in rooms[room]:
-            lines.setdefault((place.mutant.module, place.mutant.line), place)
+        lines: dict[tuple[str, int], Mutant] = {}
+        for mutant in rooms[room]:
+            lines.setdefault((mutant.module, mutant.line), mutant)
         found += list(lines.values())[:share]
     return found
 
 
-def places_in(recorded: Recorded) -> list[Place]:
-    """All places whose line a test reaches."""
+def mutants_in(recorded: Recorded) -> list[Mutant]:
+    """All whose line a test reaches."""
     found = []
     for module in recorded.modules():
-        tests: Mapping[int, list[str]] = recorded.tests(module)
-        for mutant in mutants_of(module, (REPO / module).read_text()):
-            if tests.get(mutant.line):
-                found.append(Place(mutant, tuple(tests[mutant.line])))
+        lines = recorded.lines(module)
+        found += [each for each in mutants_of(module, (REPO / module).read_text()) if each.line in lines]
     return found
 
 
 def places_of(file: Path, recorded: Recorded, count: int, seed: int) -> list[Place]:
     """Those that a file names, with the tests that reach them here; or what is drawn, which is written there."""
-    if not file.exists():
-        places = drawn(places_in(recorded), count, seed)
-        file.write_text(json.dumps([asdict(place.mutant) for place in places], indent=1))
-        return places
-    mutants = [Mutant(**each) for each in json.loads(file.read_text())]
+    if file.exists():
+        mutants = [Mutant(**each) for each in json.loads(file.read_text())]
+    else:
+        mutants = drawn(mutants_in(recorded), count, seed)
+        file.write_text(json.dumps([asdict(mutant) for mutant in mutants], indent=1))
     return [Place(mutant, tuple(recorded.tests(mutant.module).get(mutant.line, ()))) for mutant in mutants]
 
 

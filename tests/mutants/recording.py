@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -92,18 +91,28 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         self._data = coverage.CoverageData(str(folder / ".coverage"))
         self._data.read()
+        self._tests: dict[str, dict[int, list[str]]] = {}
 
     def modules(self) -> list[str]:
         """Paths, in the repository, of the modules of the package that any test reaches."""
         files = (Path(file) for file in self._data.measured_files())
         return sorted(str(file.relative_to(REPO)) for file in files if REPO in file.parents)
 
+    def lines(self, module: str) -> set[int]:
+        """Those of a module that any test reaches."""
+        self._data.set_query_contexts([".+"])
+        return set(self._data.lines(str(REPO / module)) or ())
+
     def tests(self, module: str) -> Mapping[int, list[str]]:
         """By line of a module, the tests that reach it: as pytest names them, those of jobs by their files."""
-        found: dict[int, list[str]] = defaultdict(list)
-        for line, contexts in self._data.contexts_by_lineno(str(REPO / module)).items():
-            found[line] = sorted(node for context in contexts if (node := node_of(context)))
-        return found
+        if module not in self._tests:
+            self._data.set_query_contexts(None)
+            contexts_of = self._data.contexts_by_lineno(str(REPO / module))
+            self._tests[module] = {
+                line: sorted(node for context in contexts if (node := node_of(context)))
+                for line, contexts in contexts_of.items()
+            }
+        return self._tests[module]
 
 
 def node_of(context: str) -> str:
