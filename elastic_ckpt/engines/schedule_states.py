@@ -102,8 +102,10 @@ def schedule_states(client_state: Any, depth: int = 4) -> Iterator[Mapping[str, 
 
 def _is_other(live: Any, saved: Any, takes_any: bool) -> bool:
     """Whether two states are of different classes; ``takes_any``: nothing checks the saved one as it is loaded."""
-    if not isinstance(live, Mapping) or not isinstance(saved, Mapping):
+    if not isinstance(live, Mapping):
         return False
+    if not isinstance(saved, Mapping):
+        return saved is not None and (takes_any or _class_of(live) is not None)
     mine, other = _class_of(live), _class_of(saved)
     if mine and other:
         return mine != other or _are_other_nested(live, saved)
@@ -132,8 +134,10 @@ def _class_of(state: Any) -> str | None:
     return found[0] if found else None
 
 
-def _described(state: Mapping[str, Any]) -> str:
+def _described(state: Any) -> str:
     """The entries of a state by which its class is known."""
+    if not isinstance(state, Mapping):
+        return f"no entries, and is of type {type(state).__name__}"
     own = sorted(map(str, state.keys() - _OF_ANY)) or sorted(map(str, state))
     inner = state.get(_NESTED)
     text = shortened(own)

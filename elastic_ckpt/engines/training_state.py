@@ -215,7 +215,7 @@ def _load_state(scheduler: Any, state: Any) -> None:
     except ElasticCkptError:
         raise
     except Exception as error:
-        keys = shortened(map(str, state)) if isinstance(state, Mapping) else repr(state)[:200]
+        keys = shortened(map(str, state)) if isinstance(state, Mapping) else f"the type {type(state).__name__}"
         expected, found = f"a state that {type(scheduler).__name__} loads", f"{type(error).__name__}: {error}"[:200]
         problem = f"the live lr scheduler could not load the saved state, which has {keys}"
         raise MismatchError(problem, expected=expected, found=found, remedy=BEGIN_ANEW) from error

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.formats.torch_archive.globals import ARRAY, DTYPE
+from elastic_ckpt.formats.torch_archive.known_values import check_printable
 
 #: Largest element of a dtype with fields, or of a text.
 _MOST_ITEM_NBYTES = 1 << 16
@@ -34,6 +35,7 @@ def set_array_state(array: np.ndarray[Any, Any], state: tuple[Any, ...]) -> None
     elif not isinstance(elements, (bytes, bytearray)) or len(elements) != numel * dtype.itemsize or dtype.hasobject:
         raise ValueError(f"an array of {numel} elements without their bytes")
     array.__setstate__(state)
+    check_printable(array)
 
 
 def set_dtype_state(dtype: np.dtype[Any], state: tuple[Any, ...]) -> None:

@@ -113,14 +113,14 @@ def features_in(file: PickledFile) -> Features:
 
 
 def read_counters(file: PickledFile) -> dict[str, int]:
-    """The counters that are in a file; :class:`LayoutError` for one that does not count."""
+    """The counters that are in a file; :class:`DamagedError` for one that does not count."""
     counters = {key: file.tree[key] for key in COUNTERS if key in file.tree}
     for key, value in counters.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
             problem = "a counter of this file is not a number of steps, samples or ranks"
             found = repr(value)[:100] if isinstance(value, (int, float, str)) else type(value).__name__
             remedy = f"leave {key} out of the saved client state, where it replaces DeepSpeed's own; take another tag"
-            raise LayoutError(problem, file.path, f"{key}: an integer >= 0", found, remedy=remedy)
+            raise DamagedError(problem, file.path, f"{key}: an integer >= 0", found, remedy=remedy)
     return counters
 
 

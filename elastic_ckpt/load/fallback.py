@@ -18,7 +18,7 @@ import hashlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -28,8 +28,10 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.schedule_states import is_of_another_scheduler
+from elastic_ckpt.errors import CommunicationError, ElasticCkptError, UnforeseenError
 from elastic_ckpt.formats import CheckpointInfo, saved_config
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
@@ -41,8 +43,9 @@ from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
-from elastic_ckpt.load.flow import LoadCall
-from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream
+from elastic_ckpt.load.entries_read import can_read_model, can_read_partition
+from elastic_ckpt.load.flow import LoadCall, as_partial_load_error
+from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream, seen_through
 
 #: What DeepSpeed's loader opens in the folder of a tag, with what its ``fast`` writer appends.
 _OPENED = re.compile(r".*(?:model|optim)_states\.pt(?:-\d+\.\d+)?")
@@ -73,6 +76,21 @@ def objects_for_deepspeed(call: LoadCall) -> AbstractContextManager[None]:
     if call.config.trust_pickle:
         return nullcontext()
     return compat.replaced_loads(call.engine, os.fspath(call.arguments.load_dir), read_objects)
+
+
+def load_by_deepspeed(call: LoadCall, is_universal: bool, own: Callable[[], Any]) -> Any:
+    """What DeepSpeed's own loader returns; what it raises is the cause of a :class:`PartialLoadError`."""
+    in_its_mode = compat.universal_flag(call.engine, is_universal)
+    try:
+        with seen_through(None), in_its_mode, objects_for_deepspeed(call), distributed.together("load the checkpoint"):
+            return own()
+    except CommunicationError as error:
+        raise as_partial_load_error(error) from error.__cause__
+    except ElasticCkptError:
+        raise
+    except Exception as error:
+        problem = f"DeepSpeed's own loader failed: {type(error).__name__}: {one_line(str(error))}"
+        raise as_partial_load_error(UnforeseenError(problem, call.arguments.load_dir)) from error
 
 
 def at_saved_topology(engine: Any, found: CheckpointInfo) -> bool:
@@ -155,11 +173,18 @@ class _Comparison:
             or (self.stage == 0 and without_states and compat.keeps_own_masters(engine))
         ):
             return False
-        if not self._scheduler_fits():
+        if not (self._has_all_entries() and self._scheduler_fits()):
             return False
         if without_zero:
             return self._pipeline_fits()
         return self._has_a_trained_weight() if self.weights_alone else self._native_fits()
+
+    def _has_all_entries(self) -> bool:
+        """Whether DeepSpeed's loader finds all that it asks the files for."""
+        models, optimizers = (list(map(self._open, names)) for names in (self._models, self._optimizers))
+        with_counters, with_states = not self.arguments.load_module_only, self.with_states
+        has_models = all(can_read_model(file, self.engine, with_counters, with_states) for file in models)
+        return has_models and (not with_states or all(can_read_partition(file, self.stage) for file in optimizers))
 
     def _has_a_trained_weight(self) -> bool:
         """Whether the file with all weights has one that trains; else DeepSpeed's own loads nothing, and is silent."""

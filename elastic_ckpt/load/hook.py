@@ -30,6 +30,7 @@ from elastic_ckpt.load.fallback import (
     at_saved_topology,
     check_objects,
     deepspeed_loads_it_right,
+    load_by_deepspeed,
     objects_for_deepspeed,
     on_own_disks,
 )
@@ -162,8 +163,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
     try:
         check_position(call, found)
         is_universal = found.files.is_universal
-        with seen_through(None), compat.universal_flag(engine, is_universal), objects_for_deepspeed(call):
-            result = own(found.tag)
+        result = load_by_deepspeed(call, is_universal, functools.partial(own, found.tag))
         with distributed.agree("look at the checkpoint's files again"):
             look_again()
     except errors.SavedOverError as error:

@@ -138,7 +138,10 @@ def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
     may_lack_all = metadata.source.zero_stage == 0 and metadata.source.by_rank
     for group in range(len(metadata.groups)):
         states = {
-            name: {*metadata.keys_by_name.get(name, ()), *dict(saved.scalars)}
+            name: {
+                *metadata.keys_by_name.get(name, ()),
+                *(key for key, value in saved.scalars if value is not None),  # as some optimizers leave one unused
+            }
             for name, saved in metadata.parameters.items()
             if saved.group == group and (name, MASTER) in metadata.tensors  # the others are reported above
         }

@@ -1,7 +1,8 @@
 """Checkpoints in which one entry of DeepSpeed's own has another value: every command says so, in words, or is right.
 
 ``python -m tests.distributed.malformed FOLDER ...`` tries every change of every file of some checkpoints, and prints
-what broke; tests draw a few hundred. The user's client state is left alone: it may be anything.
+what broke (``--tools``: also of what ``convert``, ``export`` and ``diff`` make of them); tests draw a few hundred. Real
+loads: ``python -m tests.distributed.malformed_jobs``. The user's client state is left alone: it may be anything.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from typer.testing import CliRunner
 
@@ -30,6 +32,10 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import ElasticCkptError, UnforeseenError
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.rules import ShardingRules
+from elastic_ckpt.tools.comparison import compare, open_both
+from elastic_ckpt.tools.conversion import convert
+from elastic_ckpt.tools.conversion.dcp import convert_to_dcp
+from elastic_ckpt.tools.export import export
 from elastic_ckpt.tools.inspection import inspect_folder
 from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.verification import verify
@@ -73,6 +79,26 @@ VALUES: dict[str, Any] = {
     "complex numbers": torch.zeros(3, dtype=torch.complex64),
     "booleans": torch.zeros(3, dtype=torch.bool),
 }
+#: Arrays of numpy's, whose dtypes its own code trusts.
+ARRAYS: dict[str, Any] = {
+    "an array": np.arange(3),
+    "text in an array": np.array(["ab", "c"]),
+    "no code points": np.array([0x7FFFFFFF, 0x110000], dtype="<u4").view("<U2"),
+    "bytes in an array": np.array([b"a", b"bc"]),
+    "times": np.array([3, 4], dtype="datetime64[s]"),
+    "times of no unit": np.zeros(2, dtype="datetime64"),
+    "no time of no unit": np.array(["NaT"], dtype="timedelta64"),
+    "of two fields": np.zeros(2, dtype=[("a", "<f4"), ("b", "<i8")]),
+    "of opaque items": np.zeros(2, dtype="V4"),
+    "a scalar array": np.array(7),
+    "a scalar": np.float32(1.5),
+    "text of numpy's": np.str_("x"),
+    "half": np.zeros(3, dtype=np.float16),
+    "of no items": np.zeros((0, 3)),
+    "big-endian": np.zeros(3, dtype=">f4"),
+    "long": np.zeros(2, dtype=np.longdouble),
+}
+VALUES |= ARRAYS
 REMOVED = "removed"
 #: What is whole, and can be resumed, but not at any topology or precision.
 AT_ITS_OWN = re.compile(
@@ -98,11 +124,14 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 WAYS = (*VALUES, *CHANGES, REMOVED)
 
 
-def places(node: Any, above: Path_ = (), most_items: int = 2) -> Iterator[Path_]:
-    """Paths to the entries of a tree: keys, positions and, as ``"@name"``, attributes; of long lists the first ones."""
+def places(node: Any, above: Path_ = (), most_items: int = 2, of_user: bool = False) -> Iterator[Path_]:
+    """Paths to the entries of a tree: keys, positions and, as ``"@name"``, attributes; of long lists the first ones.
+
+    ``of_user``: the user's client state, too.
+    """
     yield above
     for key, value in _parts(node)[: 64 if isinstance(node, dict) else most_items]:
-        if above or key not in NOT_DEEPSPEEDS:
+        if above or of_user or key not in NOT_DEEPSPEEDS:
             yield from places(value, (*above, key), most_items)
 
 
@@ -222,10 +251,45 @@ def broken(folder: Path) -> list[str]:
     return problems
 
 
-def cells(folder: Path, seed: int | None = None, count: int = 0) -> Iterator[tuple[str, Path_, str, Any]]:
-    """Each change of a checkpoint, or ``count`` of them: the file, the place, the way, and the new tree."""
+def broken_tools(folder: Path, original: Path) -> list[str]:
+    """What is wrong with what is made of a folder: by ``convert``, ``export``, and ``diff`` from the original."""
+    text, config = str(folder), ElasticConfig()
+    with tempfile.TemporaryDirectory() as scratch:
+        universal, dcp, exported = (os.path.join(scratch, name) for name in ("universal", "dcp", "exported"))
+        doings = {
+            "convert": lambda: convert(open_folder(text, None, config), Path(universal)),
+            "convert to dcp": lambda: convert_to_dcp(open_folder(text, None, config), Path(dcp), False),
+            "export": lambda: export(text, exported, optimizer=True, config=config, progress=False),
+            "diff": lambda: compare(*open_both(str(original), text, config)[:2], 1, False),
+            "diff shown": lambda: shown(text, "diff", str(original)),
+            "diff as JSON": lambda: shown(text, "diff", str(original), "--json"),
+            "explain shown": lambda: shown(text, "explain", str(original)),
+        }
+        found = {name: outcome(doing) for name, doing in doings.items()}
+        problems = [f"{name}: {found[name][1]}" for name in found if found[name][0] == "broke"]
+        of_source, of_written = verify(text, None, config, full=True), dict[str, Any]()
+        for name, path in (("convert", universal), ("convert to dcp", dcp)):
+            if found[name][0] == "ok":
+                of_written[name] = outcome(lambda path=path: verify(path, None, config, full=True))
+    proven = [finding for finding in of_source.findings if not finding.suspected]
+    for name, (what, result) in of_written.items():
+        if what != "ok" or not result.ok:
+            problems.append(f"{name} writes what verify refuses: {result if what != 'ok' else result.problems}")
+        elif proven:
+            problems.append(f"{name} makes a whole checkpoint of what verify refuses: {proven[0].message}")
+    return problems
+
+
+def cells(
+    folder: Path, seed: int | None = None, count: int = 0, of_user: bool = False, depth: int | None = None
+) -> Iterator[tuple[str, Path_, str, Any]]:
+    """Each change of a checkpoint, or ``count`` of them: the file, the place, the way, and the new tree.
+
+    ``of_user``: changes of the user's client state, too; ``depth``: of places, if not any.
+    """
     trees = saved_files(folder)
-    every = [(name, place, way) for name in trees for place in places(trees[name]) for way in WAYS]
+    found = [(name, place) for name in trees for place in places(trees[name], of_user=of_user)]
+    every = [(name, place, way) for name, place in found if depth in (None, len(place)) for way in WAYS]
     if seed is not None:
         every = random.Random(seed).sample(every, min(count, len(every)))
     for name, place, way in every:
@@ -234,14 +298,14 @@ def cells(folder: Path, seed: int | None = None, count: int = 0) -> Iterator[tup
             yield name, place, way, new
 
 
-def main(folders: list[str], seed: int | None = None, count: int = 0) -> int:
-    """Print what broke in each folder; how much."""
+def main(folders: list[str], seed: int | None = None, count: int = 0, tools: bool = False) -> int:
+    """Print what broke in each folder; how much. ``tools``: of what writes and compares, too."""
     broke, tried, known = 0, 0, set[str]()
     for folder in map(Path, folders):
         for name, place, way, tree in cells(folder, seed, count):
             tried += 1
             with with_change(folder, name, tree) as target:
-                for problem in broken(target):
+                for problem in [*broken(target), *(broken_tools(target, folder) if tools else ())]:
                     broke += 1
                     if (what := problem.partition(": ")[2].partition("\n")[0]) not in known:
                         known.add(what)
@@ -255,5 +319,6 @@ if __name__ == "__main__":
     options.add_argument("folders", nargs="+")
     options.add_argument("--seed", type=int)
     options.add_argument("--count", type=int, default=200)
+    options.add_argument("--tools", action="store_true", help="convert, export and diff, too")
     given = options.parse_args()
-    sys.exit(bool(main(given.folders, given.seed, given.count)))
+    sys.exit(bool(main(given.folders, given.seed, given.count, given.tools)))

@@ -1,7 +1,5 @@
 """``elastic-ckpt latest``: the newest whole checkpoint, whatever died while it was written."""
 
-# Covers elastic_ckpt/tools/latest.py, which the command runs.
-
 from __future__ import annotations
 
 import json

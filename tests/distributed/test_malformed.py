@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.tools.verification import verify
+from tests.distributed.cells import Cell
+from tests.distributed.cells import cells as table
 from tests.distributed.malformed import (
     REMOVED,
     broken,
@@ -26,6 +28,7 @@ from tests.distributed.malformed import (
     saved_files,
     with_change,
 )
+from tests.distributed.model import Setup
 
 SEED, COUNT = 11, 40
 #: Kind -> session fixture, and folder in it.
@@ -120,3 +123,60 @@ def test_an_entry_without_chunks_is_refused(dcp_folder: Path) -> None:
         assert broken(target) == []
         assert not verify(str(target), None, ElasticConfig(), full=True).ok
         assert outcome(lambda: planned(str(target), 1))[0] == "refused"
+
+
+MODEL = "step4/mp_rank_00_model_states.pt"
+MODEL3 = "step4/zero_pp_rank_0_mp_rank_00_model_states.pt"
+OPTIMIZER0 = "step4/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+#: What DeepSpeed's own loader asks a model-states file for, and takes as it is.
+ASKED = ("module", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "lr_scheduler")
+ASKED_BADLY = (REMOVED, "text", "no code points")
+OTHERS = [
+    (("lr_scheduler",), "7"),
+    (("module",), "{}"),
+    (("global_samples",), "a tensor"),
+    (("module", "embedding.weight"), "2 x 2"),
+]
+OF_STATES = [(("optimizer",), REMOVED), (("optimizer", "state", 2, "step"), "text")]
+OF_STATES += [(("optimizer", "state", 2, "exp_avg"), way) for way in ("text", "range", "text in an array")]
+OF_PARTITION = [
+    ("loss_scaler", REMOVED),
+    ("loss_scaler", "None"),
+    ("overflow", REMOVED),
+    ("dynamic_loss_scale", REMOVED),
+]
+
+
+def real_loads(setup: Setup, left: bool, name: str, more: list[tuple[Any, str, str]]) -> dict[str, Any]:
+    """Each entry that DeepSpeed's own loader asks a file for, missing and of other types, and ``more``."""
+    changes = [(name, (key,), way) for key in ASKED for way in ASKED_BADLY] + [(name, *each) for each in OTHERS]
+    return {"setup": setup, "live": setup, "left": left, "changes": [*changes, *more]}
+
+
+REAL_LOADS = {
+    "ZeRO-0": real_loads(Setup(0), False, MODEL, [(MODEL, *each) for each in OF_STATES]),
+    "ZeRO-0, left to DeepSpeed": real_loads(Setup(0), True, MODEL, [(MODEL, *each) for each in OF_STATES]),
+    "ZeRO-1, left to DeepSpeed": real_loads(Setup(1), True, MODEL, []),
+    "ZeRO-3, left to DeepSpeed": real_loads(
+        Setup(3, "bf16"),
+        True,
+        MODEL3,
+        [(f"step4/bf16_{OPTIMIZER0[6:]}", ("optimizer_state_dict", key), way) for key, way in OF_PARTITION],
+    ),
+    **{
+        f"drawn, ZeRO-{stage}": {
+            "setup": Setup(stage),
+            "live": Setup(stage),
+            "left": stage == 2,
+            "seed": 5,
+            "count": 30,
+        }
+        for stage in (0, 1, 2, 3)
+    },
+}
+
+
+@table([Cell(name, None, "malformed_jobs.load_each", ranks=1, case=case) for name, case in REAL_LOADS.items()])
+def test_no_change_of_one_entry_breaks_a_load(cell: Cell, facts: list[Any]) -> None:
+    (found,) = facts
+    assert found.problems == [] and found.refused

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import LRRangeTest
@@ -121,10 +122,12 @@ def test_classes_of_users_are_told_apart_where_nothing_is_common_and_nothing_wou
     )
 
 
-@pytest.mark.parametrize("state", [None, 3, [0.5], torch.tensor(4)])
-def test_states_that_are_no_dicts_are_left_to_their_class(state: Any) -> None:
-    scheduler = ALL_CLASSES["LambdaLR"](optimizer_of(["a"]), ["a"])
-    assert not is_refused(state, scheduler)
+@pytest.mark.parametrize("state", [None, 3, [0.5], torch.tensor(4), np.array(["ab", "c"])])
+def test_states_that_are_no_dicts_are_left_to_classes_of_others(state: Any) -> None:
+    """torch's own take ``["ab", "c"]`` for pairs, and keep the first where they fail at the second."""
+    assert not is_refused(state, Tolerant())
+    for kind in ("LambdaLR", "WarmupLR"):
+        assert is_refused(state, ALL_CLASSES[kind](optimizer_of(["a"]), ["a"])) is (state is not None)
 
 
 def test_states_of_schedulers_are_found_in_a_client_state() -> None:

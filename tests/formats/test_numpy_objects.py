@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,29 @@ def test_what_numpy_itself_pickles_is_made(tmp_path: Path, value: Any) -> None:
     dtypes = [getattr(each, "dtype", each) for each in (value, found)]
     assert dtypes[0] == dtypes[1] and type(found) is type(value)
     assert not isinstance(value, np.ndarray) or repr(value) == repr(found)
+
+
+UNPRINTABLE = {
+    "no code points": np.array([0x7FFFFFFF, 0x110000], dtype="<u4").view("<U2"),
+    "a big-endian one": np.array([0x61, 0x110000], dtype=">u4").view(">U2"),
+    "a date without a unit": np.zeros(2, dtype="datetime64"),
+    "a field of no code points": np.array([(1, 0x110000)], dtype="<i4,<u4").view("<i4,<U1"),
+    "a field of dates": np.zeros(2, dtype=[("a", "<f4"), ("b", "datetime64")]),
+    "a scalar": np.zeros(1, dtype="datetime64")[0],
+}
+
+
+@pytest.mark.parametrize("what", UNPRINTABLE)
+def test_what_numpy_can_neither_print_nor_compare_is_refused_where_it_is_read(tmp_path: Path, what: str) -> None:
+    torch.save({"module": {}, "lr_scheduler": {"odd": UNPRINTABLE[what]}}, tmp_path / "file.pt")
+    with torch.serialization.safe_globals([np.dtype]), pytest.raises(ElasticCkptError):
+        read_objects(str(tmp_path / "file.pt"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array(["NaT", "NaT"], "M8"), np.array(["a", "\U0010ffff"], ">U2"), np.array([3], "M8[s]"), np.zeros(0, "U3")],
+)
+def test_what_numpy_prints_is_read(tmp_path: Path, value: Any) -> None:
+    torch.save({"module": {}, "odd": value}, tmp_path / "file.pt")
+    assert repr(read_objects(str(tmp_path / "file.pt"))["odd"]) == repr(pickle.loads(pickle.dumps(value, 2)))

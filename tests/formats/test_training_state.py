@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.values import BatchSizes, LossScale, TrainingState
-from elastic_ckpt.errors import LayoutError
+from elastic_ckpt.errors import DamagedError, LayoutError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state
@@ -152,8 +152,9 @@ def test_a_scaler_is_the_same_in_its_file(tmp_path: Path, trust_pickle: bool) ->
 
 @pytest.mark.parametrize("value", [None, "7", 7.0, -1, True, [7], torch.tensor(7), float("nan")])
 def test_a_counter_that_does_not_count_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(LayoutError, match="a counter of this file") as caught:
+    with pytest.raises(DamagedError, match="a counter of this file") as caught:
         read_from(global_steps=7, skipped_steps=value)
+    assert caught.value.proves_damage, "so that a load with on_damage goes on to another, as latest does"
     assert "skipped_steps" in str(caught.value.expected)
     assert read_from(global_steps=np.int64(7)).counters == {"global_steps": 7}
 

@@ -44,6 +44,7 @@ from elastic_ckpt.formats.torch_archive.known_values import (
     check_device,
     check_made,
     check_member,
+    check_printable,
 )
 from elastic_ckpt.formats.torch_archive.tensors import (
     REBUILD,
@@ -243,9 +244,12 @@ def _check_elements(dtype: Any, data: Any, shape: Any) -> None:
     if type(dtype) is not Call or dtype.name != DTYPE:
         raise pickle.UnpicklingError("an array without a dtype")
     if not dtype.is_users:
-        nbytes = math.prod(checked_shape(Size(shape))) * _real_dtype(dtype).itemsize
+        real = _real_dtype(dtype)
+        nbytes = math.prod(checked_shape(Size(shape))) * real.itemsize
         if type(data) not in (bytes, bytearray) or len(data) != nbytes:
             raise pickle.UnpicklingError("an array without the bytes of its elements")
+        if data:
+            check_printable(np.frombuffer(data, real))
 
 
 def _real_dtype(call: Call) -> np.dtype[Any]:

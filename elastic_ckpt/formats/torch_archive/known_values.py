@@ -11,10 +11,13 @@ import decimal
 import fractions
 import pickle
 import re
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import Remedy, UnsupportedError
@@ -118,3 +121,18 @@ def _made(value: Any) -> Any:
     if value.is_users or value.name not in _CLASSES or value.steps:
         raise _OfTheUser
     return _CLASSES[value.name](*map(_made, value.args))
+
+
+def check_printable(array: np.ndarray[Any, Any]) -> None:
+    """Raise an error for elements of an array, or of its fields, that numpy itself can neither print nor compare."""
+    dtype = array.dtype
+    if dtype.names:
+        for name in dtype.names:
+            check_printable(array[name])
+    elif dtype.kind == "U" and array.size:
+        points = np.ascontiguousarray(array).reshape(-1).view(np.dtype("u4").newbyteorder(dtype.byteorder))
+        if points.size and points.max() > sys.maxunicode:
+            raise pickle.UnpicklingError(f"a text of numpy's with the code point {points.max():#x}")
+    elif dtype.kind == "M" and np.datetime_data(dtype)[0] == "generic" and not np.isnat(array).all():
+        remedy = Remedy("save it as numbers, or with a unit")
+        raise UnsupportedError("this file has a date of numpy's without a unit", found=str(dtype), remedy=remedy)

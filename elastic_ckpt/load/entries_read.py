@@ -1,0 +1,134 @@
+"""Whether files have what DeepSpeed's own loader reads of them: it asks for entries by key, and takes what is there.
+
+An entry that is missing, or of another type, would end in the middle of a load with a ``KeyError`` or ``TypeError``, or
+become part of the engine. :mod:`elastic_ckpt.formats.own_entries` has refused types that DeepSpeed never writes; here
+are those that a load by elastic_ckpt does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Number
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from packaging.version import InvalidVersion, Version
+
+from elastic_ckpt.formats import saved_config
+from elastic_ckpt.formats.model_states import MASTER_ENTRIES
+from elastic_ckpt.formats.own_entries import is_count, module_entries
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.torch_archive.calls import Call
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
+
+#: What it reads by key of a model-states file, unless weights alone are asked for.
+_COUNTERS = ("global_steps", "skipped_steps", "mp_world_size")
+#: Of a loss scaler's entries beside the states, without ZeRO, and of a dynamic one.
+_SCALER, _DYNAMIC_SCALER = ("cur_scale", "cur_iter"), ("last_overflow_iter", "scale_factor", "scale_window")
+
+
+def can_read_model(file: PickledFile, engine: Any, with_counters: bool, with_states: bool) -> bool:
+    """Whether a model-states file has all entries for an engine. Local.
+
+    ``with_counters``: whether more than weights is asked for; ``with_states``: whether the optimizer's are, which are
+    here without ZeRO.
+    """
+    tree, stage, module = file.tree, engine.zero_optimization_stage(), file.tree.get("module")
+    counters = ("dp_world_size", *_COUNTERS) if with_counters else ("dp_world_size",)
+    has_counters = all(is_count(tree.get(key)) for key in counters) and is_count(tree.get("global_samples", 0))
+    has_scheduler = not with_counters or engine.lr_scheduler is None or "lr_scheduler" in tree
+    if not has_counters or not has_scheduler or (engine.has_moe_layers and "num_experts" not in tree):
+        return False
+    has_module = bool(module) or isinstance(engine, PipelineEngine)  # whose stages have files of layers
+    if not has_module or not _same_shapes(module_entries(module or {}), engine.module):
+        return False
+    if not _has_frozen(tree.get("frozen_param_fragments"), engine.module):
+        return False
+    return stage > 0 or not with_states or engine.has_moe_layers or _can_read_unpartitioned(file, tree.get("optimizer"))
+
+
+def can_read_partition(file: PickledFile, stage: int) -> bool:
+    """Whether an optimizer-states file has all entries for ZeRO-1 and 2, or ZeRO-3 (``stage``). Local."""
+    state = file.section("optimizer_state_dict")
+    scaler = state.get("loss_scaler", None if stage == 3 else ...)
+    if scaler is None or not isinstance(state.get("clip_grad", 0.0), Number):
+        return False
+    if stage == 3 and not {"dynamic_loss_scale", "overflow"} <= state.keys():
+        return False
+    if stage < 3:
+        try:
+            Version(state.get("ds_version"))
+        except (InvalidVersion, TypeError):
+            return False
+    return _can_read_states(file)
+
+
+def _same_shapes(module: Mapping[str, Any], live: Any) -> bool:
+    """Whether the weights of a file have the shapes of the live module's, where both have the name.
+
+    ZeRO-3's are empty in files, and in the module once DeepSpeed's loader has partitioned them.
+    """
+    empty = {name for name, param in live.named_parameters(remove_duplicate=False) if hasattr(param, "ds_shape")}
+    for name, value in live.state_dict().items():
+        if name in module and hasattr(value, "shape"):
+            saved = module[name]
+            shapes = [tuple(value.shape), (0,)] if name in empty else [tuple(value.shape)]
+            if not isinstance(saved, TensorRef) or saved.shape not in shapes:
+                return False
+    return True
+
+
+def _has_frozen(saved: Any, live: Any) -> bool:
+    """Whether the weights of frozen parameters, if a file has any of them, are all there."""
+    if saved is None:
+        return True
+    for name, param in live.named_parameters():
+        if not param.requires_grad:
+            wanted = getattr(param, "ds_tensor", param)
+            if name not in saved or saved[name].shape != tuple(wanted.shape):
+                return False
+    return True
+
+
+def _can_read_unpartitioned(file: PickledFile, optimizer: Any) -> bool:
+    if not isinstance(optimizer, Mapping):
+        return False
+    if any(key in optimizer for key in MASTER_ENTRIES):
+        keys = _SCALER + _DYNAMIC_SCALER if optimizer.get("dynamic_loss_scale") else _SCALER
+        is_whole = "dynamic_loss_scale" in optimizer and "clip_grad" in optimizer
+        if not is_whole or not all(isinstance(optimizer.get(key), Number) for key in keys):
+            return False
+    return _can_read_states(file)
+
+
+def _can_read_states(file: PickledFile) -> bool:
+    """Whether torch makes the states of a file's base optimizer as they were: their steps, and all others."""
+    for state in saved_config.base_state(file).get("state", {}).values():
+        if not isinstance(state, Mapping):
+            return False
+        if not isinstance(state.get("step", 0), (int, float, TensorRef)):
+            return False
+        if not all(map(_is_cast_whole, state.values())):
+            return False
+    return True
+
+
+def _is_cast_whole(value: Any) -> bool:
+    """Whether ``torch.optim.Optimizer.load_state_dict`` leaves a value of a state as it is.
+
+    It makes whatever can be iterated over anew, by its class, of a generator of its items: text and arrays become that
+    generator's text, or an error.
+    """
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(map(_is_cast_whole, value.values()))
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_cast_whole, value))
+    if type(value) is Call:
+        return value.is_users or _is_number(value)
+    return value is None or isinstance(value, (Number, bytes, TensorRef))
+
+
+def _is_number(call: Call) -> bool:
+    """Whether an object of numpy's is a scalar of a number."""
+    dtype = call.args[0] if call.name.endswith("multiarray.scalar") and call.args else None
+    return type(dtype) is Call and bool(dtype.args) and str(dtype.args[0])[:1] in set("biufc")
