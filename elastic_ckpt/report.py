@@ -17,7 +17,7 @@ from tqdm import tqdm
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import NO_SHARE, Outcome, RestoredShare, names_with
-from elastic_ckpt.core.text import printable, printable_lines
+from elastic_ckpt.core.text import counted, printable, printable_lines
 from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.errors import shortened
 
@@ -244,18 +244,13 @@ def topology_text(zero_stage: int, at: RankCoordinates | SourceFacts) -> str:
 def saved_topology(source: SourceFacts) -> str:
     """The topology of the run that saved a checkpoint, in words; whole tensors in files show none."""
     if source.foreign:
-        return f"{source.files} files of {source.foreign}"
+        return f"{counted(source.files, 'file')} of {source.foreign}"
     return topology_text(source.zero_stage, source)
 
 
 def size(nbytes: float) -> str:
     """A human-readable number of bytes."""
     return str(tqdm.format_sizeof(nbytes, "B"))
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things, in words: ``1 file``, ``2,000 files``."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:

@@ -10,7 +10,8 @@ import typer
 
 from elastic_ckpt.cli.output import Answer, reads_checkpoint
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.report import counted, literal, size, table
+from elastic_ckpt.core.text import counted
+from elastic_ckpt.report import literal, size, table
 from elastic_ckpt.tools.fetch import fetch as fetch_files
 
 

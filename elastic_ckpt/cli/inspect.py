@@ -15,9 +15,9 @@ from rich.text import Text
 
 from elastic_ckpt.cli.output import EXIT_FOUND, EXIT_UNREADABLE, Answer, Folders, Tag, plain, reads_checkpoint
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.text import printable
+from elastic_ckpt.core.text import counted, printable
 from elastic_ckpt.errors import shortened
-from elastic_ckpt.report import counted, literal, size, table, title
+from elastic_ckpt.report import literal, size, table, title
 from elastic_ckpt.tools.inspection import ERROR, TRAINED, inspect_folder
 from elastic_ckpt.tools.latest import newest_whole
 from elastic_ckpt.tools.verification import verify as verify_checkpoint

@@ -19,13 +19,14 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.batches import batch_for
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFacts
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.errors import WITHOUT_STATES, ConfigError, ElasticCkptError, MismatchError, Remedy
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.saved_config import saved_config
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.report import counted, literal, saved_topology, size, source_dict, table, title
+from elastic_ckpt.report import literal, saved_topology, size, source_dict, table, title
 from elastic_ckpt.storage import medium_of
 from elastic_ckpt.storage.local import OBJECT_STORE
 from elastic_ckpt.tools.footprint import GPU, RunSettings
@@ -124,7 +125,9 @@ def plan(
     alignment = max(config.align_partitions, 1)
     topology = Topology(dp, tp or saved.tp, pp or saved.pp, run.zero_stage, alignment=alignment, ep=ep)
     if topology.ranks > _MOST_RANKS:
-        raise typer.BadParameter(f"{topology} would be {topology.ranks} ranks, and {_MOST_RANKS} are the most")
+        raise typer.BadParameter(
+            f"{topology} would be {counted(topology.ranks, 'rank')}, and {_MOST_RANKS} are the most"
+        )
     if rank is not None and rank >= topology.ranks:
         raise typer.BadParameter(f"{topology} has the ranks 0 to {topology.ranks - 1}", param_hint="--rank")
     ranks = [rank] if rank is not None else some_of(topology.ranks, topology.ranks if every else _MOST_BY_DEFAULT)

@@ -12,9 +12,9 @@ from rich.console import RenderableType
 from elastic_ckpt.cli.output import EXIT_FOUND, Answer, Folders, Replicated, Tag, reads_checkpoint
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.resume_sheet import Deviation
-from elastic_ckpt.core.text import printable
+from elastic_ckpt.core.text import counted, printable
 from elastic_ckpt.errors import shortened
-from elastic_ckpt.report import counted, literal, size, table, title
+from elastic_ckpt.report import literal, size, table, title
 from elastic_ckpt.storage import is_url
 from elastic_ckpt.tools.comparison import DIFFERS, MISSING, compare, open_both
 from elastic_ckpt.tools.conversion import convert as convert_to_universal
@@ -150,7 +150,7 @@ def diff(config: ElasticConfig, a: Annotated[str, _checkpoint("A")], b: Annotate
         first, second, without = open_both(a, b, config)
         outcome = compare(first, second, config.reading.threads, None, without)
     found, read = outcome.differences, f"({size(outcome.nbytes)} read)"
-    parts: list[RenderableType] = [f"equal: {outcome.equal} tensors and other values {read}"]
+    parts: list[RenderableType] = [f"equal: {counted(outcome.equal, 'tensor')} and other values {read}"]
     if found:
         kinds = [
             (literal(title(kind)), *(f"{value:.3g}" if isinstance(value, float) else value for value in each.values()))

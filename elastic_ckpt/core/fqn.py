@@ -21,6 +21,7 @@ from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, DerivedTensors, TensorMetadata
 from elastic_ckpt.core.strided import Shape
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import (
     AT_ITS_TOPOLOGY,
     WITHOUT_STATES,
@@ -198,7 +199,7 @@ def with_slices(metadata: CheckpointMetadata) -> CheckpointMetadata:
             continue
         if saved.shape[:1] != (number,):
             problem = "this parameter does not have the experts that the model-states file lists"
-            expected = f"{number} experts along its first dimension"
+            expected = f"{counted(number, 'expert')} along its first dimension"
             raise metadata.error(LayoutError, problem, name, expected, f"shape {saved.shape}")
         parts = list(slices(name, saved.shape, range(number)))
         parameters |= {part.name: replace(saved, shape=part.shape) for part in parts}

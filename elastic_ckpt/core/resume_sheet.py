@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import shortened
 
 #: The sheet's file in the folder of a tag; how much of it is read, and how many losses are in it.
@@ -57,7 +58,7 @@ def compare_sheets(first: ResumeSheet, second: ResumeSheet) -> list[Deviation]:
     if first.data is not None and second.data is not None:
         found += [Deviation(DATA, each) for each in _changes(first.data, second.data)]
     if first.groups and second.groups and len(first.groups) != len(second.groups):
-        found.append(Deviation(HYPERPARAMETERS, f"{len(first.groups)} -> {len(second.groups)} param groups"))
+        found.append(Deviation(HYPERPARAMETERS, f"{len(first.groups)} -> {counted(len(second.groups), 'param group')}"))
     else:
         for number, (mine, other) in enumerate(zip(first.groups, second.groups, strict=False)):
             for change in _changes(mine, other):

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.name_patterns import LONGEST, NamePatterns
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
+from elastic_ckpt.core.text import counted
 
 Kind = Literal["column", "row", "vocabulary", "replicated", "averaged", "summed", "whole_only"]
 COLUMN: Kind = "column"
@@ -252,7 +253,7 @@ class DeclaredSpecs:
         except _MALFORMED as error:
             raise CannotSplit(f"its recorded layout cannot be understood: {type(error).__name__}: {error}") from error
         if layout is not None and shapes and tuple(map(layout.shard_shape, range(layout.degree))) != tuple(shapes):
-            raise CannotSplit(f"the checkpoint records a layout of {layout.degree} ranks for {layout.shape}")
+            raise CannotSplit(f"the checkpoint records a layout of {counted(layout.degree, 'rank')} for {layout.shape}")
         return layout
 
 

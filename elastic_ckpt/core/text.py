@@ -66,6 +66,12 @@ def printable_lines(text: str) -> str:
     return _ANY_BUT_NEWLINE.sub(_escaped, text)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words: ``1 file``, ``2,000 files``, ``3 copies``."""
+    plural = f"{noun[:-1]}ies" if noun.endswith(("ry", "py")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def one_line(text: str) -> str:
     """Text of several lines on one, with control characters escaped and other white space as single spaces."""
     return printable(" ".join(text.split()))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ckpt.config import read_config
-from elastic_ckpt.core.text import printable
+from elastic_ckpt.core.text import counted, printable
 from elastic_ckpt.errors import DamagedError, UnsupportedError, printable_errors
 from elastic_ckpt.tools.conversion import convert
 from elastic_ckpt.tools.inspection import UNCHECKED
@@ -62,7 +62,7 @@ def main(args: Any) -> None:
         target.rmdir()
     if getattr(args, "really", False):
         report = convert(open_checkpoint(found, config), target, args.num_merge_workers)
-        for line in (f"converted to {target}: {report.tensors} tensors", *report.notes):
+        for line in (f"converted to {target}: {counted(report.tensors, 'tensor')}", *report.notes):
             print(printable(line))
         return
     linked = f"it exists already, and stays as it is: {target}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import MismatchError, Remedy, shortened
 
 #: Lists with one entry per param group, in state dicts of ``torch.optim.lr_scheduler`` and of DeepSpeed; other lists;
@@ -142,7 +143,7 @@ def _described(state: Any) -> str:
     inner = state.get(_NESTED)
     text = shortened(own)
     if isinstance(inner, (list, tuple)):
-        text += f" of {len(inner)} schedulers: {', '.join(_class_of(each) or 'another' for each in inner)}"
+        text += f" of {counted(len(inner), 'scheduler')}: {', '.join(_class_of(each) or 'another' for each in inner)}"
     return text
 
 
@@ -220,9 +221,9 @@ def _may_go_by_group(value: Any, saved_groups: int) -> bool:
 
 def _reorder(key: str, saved: Sequence[Any], live: Any, sources: Sequence[Sequence[int]], count: int) -> list[Any]:
     if len(saved) != count:
-        raise _unknown(key, saved, f"{count} entries, one for each saved group")
+        raise _unknown(key, saved, f"{counted(count, 'entry')}, one for each saved group")
     if not all(sources) and (not isinstance(live, (list, tuple)) or len(live) != len(sources)):
-        raise _unknown(key, live, f"the live scheduler has {len(sources)} entries, one for each live group")
+        raise _unknown(key, live, f"the live scheduler has {counted(len(sources), 'entry')}, one for each live group")
     for merged in sources:
         if any(saved[source] != saved[merged[0]] for source in merged):
             raise _unknown(key, [saved[source] for source in merged], f"one value for merged groups {list(merged)}")

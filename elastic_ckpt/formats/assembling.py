@@ -10,6 +10,7 @@ from typing import Any
 
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.errors import (
     WEIGHTS_ALONE,
@@ -233,7 +234,9 @@ def _fit_together(
         if grid.tp * grid.pp > 1 and any(flat.swapped for shard in optimizers for flat in shard.flats):
             problem = "optimizer states on NVMe of a model-parallel run are not supported yet"
             expected = "states inside the optimizer-states files, or a run without tensor and pipeline parallelism"
-            raise UnsupportedError(problem, optimizers[0].path, expected, f"{grid.tp * grid.pp} model-parallel ranks")
+            raise UnsupportedError(
+                problem, optimizers[0].path, expected, f"{counted(grid.tp * grid.pp, 'model-parallel rank')}"
+            )
         metadata = partitioned.partitioned_metadata(found, models, optimizers, own, options.states, numbers)
     elif options.with_states and rank.experts and not (rank.expert_optimizers or models[0].zero.get("stage")):
         # the model-states file has the optimizer of rank 0 alone
@@ -275,7 +278,7 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
     if not optimizers and grid.tp > 1 and (model.stacked or few):
         problem = "without ZeRO, experts that tensor-parallel ranks do not slice are not supported"
         expected, ep = "a save with ZeRO-1 or 2, or enable_expert_tensor_parallelism", len(rank.expert_optimizers)
-        have = f"optimizers of {ep} expert-parallel ranks at tensor-parallel degree {grid.tp}"
+        have = f"optimizers of {counted(ep, 'expert-parallel rank')} at tensor-parallel degree {grid.tp}"
         raise UnsupportedError(problem, model.path, expected, have)
     own = [flat for flat in numbers if not (optimizers and partitioned.is_across(model, optimizers, flat, grid.tp))]
     if own == numbers:
@@ -323,7 +326,7 @@ def _check_belong_together(
     if optimizers[0].zero_stage == 3:
         _check_count(models, len(optimizers), "the number of optimizer-states files")
     if len(models[0].param_shapes) != len(optimizers[0].flats):
-        expected = f"{len(models[0].param_shapes)} flat tensors, from {models[0].path}"
+        expected = f"{counted(len(models[0].param_shapes), 'flat tensor')}, from {models[0].path}"
         problem = "model-states and optimizer-states files are of different saves"
         raise other_save_than_model(optimizers[0], problem, expected, len(optimizers[0].flats))
 
@@ -336,8 +339,8 @@ def _check_count(files: Sequence[SourceFile], expected: int, according_to: str) 
         missing = os.path.join(folder, name.replace("zero_pp_rank_0_", f"zero_pp_rank_{found}_"))
         problem = f"a file of the checkpoint is {'missing' if found < expected else 'one too many'}"
         file = files[expected].path if found > expected else missing
-        have = f"{found} files, {name} to {os.path.basename(files[-1].path)}"
+        have = f"{counted(found, 'file')}, {name} to {os.path.basename(files[-1].path)}"
         have_weights = found < expected and isinstance(files[0], OptimizerShard) and files[0].zero_stage < 3
         remedy = module_weights.RESTORE_OR_ALONE if have_weights else module_weights.RESTORE
         error = MissingFilesError if found < expected else LayoutError
-        raise error(problem, file, f"{expected} files, according to {according_to}", have, remedy=remedy)
+        raise error(problem, file, f"{counted(expected, 'file')}, according to {according_to}", have, remedy=remedy)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_ckpt.core.metadata import is_floating
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import WITHOUT_STATES, MismatchError, Remedy, UnsupportedError, listed
 from elastic_ckpt.formats.dcp_metadata import DcpContents, Path, Shape, StoredItem
 from elastic_ckpt.formats.objects import materialise
@@ -293,7 +294,7 @@ def unstacked(contents: DcpContents, folder: str) -> DcpContents:
     files = {file: tuple(map(of_layer, items)) for file, items in contents.files.items()}
     for name, found in layers.items():
         if len(found) != contents.tensors[name][1][0]:
-            raise unreadable(folder, f"{len(found)} layers of {name}, of shape {contents.tensors[name][1]}")
+            raise unreadable(folder, f"{counted(len(found), 'layer')} of {name}, of shape {contents.tensors[name][1]}")
     objects = [name for name in contents.paths if name not in contents.tensors]
     paths = {name: (name,) for name in (*tensors, *objects)}
     return replace(contents, tensors=tensors, paths=paths, files=files)

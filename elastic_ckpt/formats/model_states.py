@@ -24,6 +24,7 @@ from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, RankCoordinates,
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
 from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import Features, RecordedCounts
 from elastic_ckpt.errors import (
     AT_ITS_TOPOLOGY,
@@ -367,7 +368,7 @@ def grid_of(
     expected = tp * pp or max(ranks) + 1
     if len(ranks) != expected or ranks[-1] != expected - 1:
         missing = "files of model-parallel ranks are missing"
-        problem, file, wanted = "there are files of more ranks than were saved", last.path, f"{expected} ranks"
+        problem, file, wanted = "there are files of more ranks than were saved", last.path, counted(expected, "rank")
         if stated.dimensions is not None and stated.mp not in (None, stated.dimensions[0]):
             problem = "two entries of a model-states file contradict each other, and the files fit neither"
             degrees = dict(zip(("tp_degree", "pp_degree"), stated.dimensions, strict=True))
@@ -387,7 +388,7 @@ def grid_of(
     if (len(ranks) > 1 and not all(names)) or len({len(stage) for stage in stages}) > 1:
         problem = "it is not known which model-parallel file is of which pipeline stage and tensor-parallel rank"
         wanted = "checkpoint_parallel_dimensions, or parameters that are the same within a stage"
-        raise UnsupportedError(problem, first.path, wanted, f"{len(ranks)} model-parallel ranks")
+        raise UnsupportedError(problem, first.path, wanted, f"{counted(len(ranks), 'model-parallel rank')}")
     grid = Grid(tuple(map(tuple, stages)), int(first.counters.get("dp_world_size", 1)), sequence)
     if coordinates is None or stated.sequence is not None or grid.sequence != NO_SEQUENCE_PARALLEL:
         return grid

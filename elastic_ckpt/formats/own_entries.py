@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.calls import Call
@@ -279,19 +280,19 @@ def _check_lengths(file: PickledFile, state: Mapping[str, Any]) -> None:
     for key in _PER_FLAT:
         values = state.get(key)
         if values and len(values) != len(flats):
-            text = f"{len(flats)} items, as single_partition_of_fp32_groups has"
+            text = f"{counted(len(flats), 'item')}, as single_partition_of_fp32_groups has"
             raise malformed(file, f"optimizer_state_dict / {key}", text, values)
 
 
 def check_masters(file: PickledFile, entry: str, masters: Any, members: Sequence[Sequence[int]], is_flat: bool) -> None:
     """Raise :class:`DamagedError` unless each param group has a master of each member, or a flat one of all."""
     if not isinstance(masters, (list, tuple)) or len(masters) != len(members):
-        raise malformed(file, entry, f"masters of {len(members)} param groups", masters)
+        raise malformed(file, entry, f"masters of {counted(len(members), 'param group')}", masters)
     for mine, numbers in zip(masters, members, strict=True):
         count = 1 if is_flat else len(numbers)
         every = [mine] if is_flat else mine
         if not is_list(every, lambda each: isinstance(each, TensorRef)) or len(every) != count or not numbers:
-            raise malformed(file, f"{entry} of a param group of {len(numbers)}", f"{count} tensors", mine)
+            raise malformed(file, f"{entry} of a param group of {len(numbers)}", f"{counted(count, 'tensor')}", mine)
 
 
 def malformed(file: PickledFile, entry: str, expected: str, found: Any) -> DamagedError:
@@ -311,5 +312,5 @@ def text_of(value: Any) -> str:
         return f"a dictionary of {listed(str(key)[:40] for key in value)}"
     if isinstance(value, (list, tuple)):
         kinds = listed({type(each).__name__ for each in value[:100]})
-        return f"a {type(value).__name__} of {len(value)} items: {kinds}"
+        return f"a {type(value).__name__} of {counted(len(value), 'item')}: {kinds}"
     return f"an object of type {type(value).__name__}"

@@ -28,6 +28,7 @@ from elastic_ckpt.core.flat_ranges import group_offsets, per_parameter_numel
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import DamagedError, LayoutError, MissingFilesError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.classification import RankStates, compare_lengths
@@ -87,7 +88,7 @@ def _rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int
     needed = offsets[-1] + numels[-1] if numels else 0
     if needed > partition_numel * len(shards):
         problem = f"the partitions of param group {flat} are too small for its parameters"
-        expected = f"at least {needed} elements over {len(shards)} partitions, from {model.path}"
+        expected = f"at least {needed} elements over {counted(len(shards), 'partition')}, from {model.path}"
         raise other_save_than_model(shards[0], problem, expected, f"{len(shards)} x {partition_numel}")
     for rank, shard in enumerate(shards):
         least, found = min(needed - rank * partition_numel, partition_numel), shard.flats[flat].master.numel
@@ -114,12 +115,15 @@ def _rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int)
             if sum(per_parameter_numel(numel, count, model.alignment) for numel in numels) == part.partition_numel:
                 problem = f"DeepSpeed saved {degree} of {count} ZeRO-3 partitions: with a device mesh, ranks of one "
                 problem += "sequence-parallel group overwrite each other's files. The rest is lost, and DeepSpeed "
-                expected = f"{count} optimizer-states files, one for each partition, by the sizes in {model.path}"
+                expected = (
+                    f"{counted(count, 'optimizer-states file')}, one for each partition, by the sizes in {model.path}"
+                )
                 remedy = "take a checkpoint of another run; with mpu=deepspeed.runtime.sequence_parallel."
                 remedy += "parallel_state_sp instead of a mesh, saves are complete"
                 raise DamagedError(f"{problem}loads it silently", first.path, expected, degree, remedy=remedy)
         problem = f"sub-group {flat} does not have the size that its parameters need"
-        expected = f"{sum(candidates[0])} elements for {len(numels)} parameters over {degree} ranks, from {model.path}"
+        over = f"{counted(len(numels), 'parameter')} over {counted(degree, 'rank')}"
+        expected = f"{sum(candidates[0])} elements for {over}, from {model.path}"
         raise other_save_than_model(first, problem, expected, part.partition_numel)
     return parameter_rules(numels, steps)
 
@@ -212,9 +216,9 @@ def check_experts(
     for layer, expert in sorted(expected ^ present.keys()):
         name = f"layer_{layer}_expert_{expert}_mp_rank_{mp}_model_states.pt"
         problem = f"the file of an expert is {'missing' if (layer, expert) in expected else 'one too many'}"
-        wanted = f"experts of {len(counts)} layers, {list(counts)} of them, according to {model.path}"
+        wanted = f"experts of {counted(len(counts), 'layer')}, {list(counts)} of them, according to {model.path}"
         error = MissingFilesError if (layer, expert) in expected else LayoutError
-        raise error(problem, found.path(name), wanted, f"{len(present)} files of experts")
+        raise error(problem, found.path(name), wanted, f"{counted(len(present), 'file')} of experts")
     names: dict[int, str] = {}
     for each in experts:
         if names.setdefault(each.layer, each.path_of_layer) != each.path_of_layer:
@@ -232,14 +236,16 @@ def check_experts(
                 degrees[parts.layer] = ep
             if placed is not None and len(placed) != ep:
                 problem = "experts of AutoEP are not placed as their optimizer states are divided"
-                wanted = f"{ep} expert-parallel ranks, from the optimizer-states files"
-                raise LayoutError(problem, model.path, wanted, f"experts on {len(placed)} ranks", parameter=name)
+                wanted = f"{counted(ep, 'expert-parallel rank')}, from the optimizer-states files"
+                raise LayoutError(
+                    problem, model.path, wanted, f"experts on {counted(len(placed), 'rank')}", parameter=name
+                )
     local = _experts_of_a_rank(model.param_shapes)
     for number, path in names.items():
         if path in local and local[path] * degrees[path] != counts[number]:
             problem = "experts in the optimizer's files are not as many as the model's"
-            have = f"{local[path]} experts on each of {degrees[path]} expert-parallel ranks"
-            raise LayoutError(problem, model.path, f"{counts[number]} experts", have, parameter=f"{path}*")
+            have = f"{counted(local[path], 'expert')} on each of {counted(degrees[path], 'expert-parallel rank')}"
+            raise LayoutError(problem, model.path, f"{counted(counts[number], 'expert')}", have, parameter=f"{path}*")
 
 
 def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], model: ModelShard) -> CheckpointMetadata:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import NotFoundError, UnsupportedError
 from elastic_ckpt.formats.metadata_builder import refuse_view
 from elastic_ckpt.formats.pickled import open_file, refuse_unmade
@@ -45,7 +46,7 @@ def read_weights(
     name = next((choice for choice in _CHOICES if choice in names), None)
     if name is None:
         problem, remedy = "this folder has no weights", "give the folder that save_pretrained wrote"
-        expected, found = f"one of {', '.join(_CHOICES)}", f"{len(names)} other files"
+        expected, found = f"one of {', '.join(_CHOICES)}", f"{counted(len(names), 'other file')}"
         raise NotFoundError(problem, folder, expected, found, remedy=remedy)
     info = info_of(folder)
     return read_indexed(info, name, read, tied) if name.endswith(".json") else [read(info.path(name))]

@@ -20,6 +20,7 @@ from elastic_ckpt.core.chunks import group_rules
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.fqn import ExpertRank, NamedStates, NameStates, NumberedStates, expert_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WEIGHTS_ALONE, LayoutError, MissingFilesError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.classification import RankStates, compare_lengths
@@ -232,14 +233,17 @@ def _degree(
     if missing:
         name = f"expp_rank_{min(missing)}_mp_rank_00_optim_states.pt"
         problem = f"a file of the checkpoint is {'missing' if min(missing) < ep else 'one too many'}"
-        expected = f"the optimizers of {ep} expert-parallel ranks"
+        expected = f"the optimizers of {counted(ep, 'expert-parallel rank')}"
         have = f"those of ranks {sorted(each.ep_rank for each in optimizers)}"
         error = MissingFilesError if min(missing) < ep else LayoutError
         raise error(problem, found.path(name), expected, have)
     for expert in experts:
         if model.features.experts[expert.layer] % ep:
             problem, name = "a layer's experts cannot be on so many expert-parallel ranks", f"{expert.path_of_layer}*"
-            expected, have = f"a number of experts that {ep} divides", f"{model.features.experts[expert.layer]} experts"
+            expected, have = (
+                f"a number of experts that {ep} divides",
+                f"{counted(model.features.experts[expert.layer], 'expert')}",
+            )
             raise LayoutError(problem, expert.path, expected, have, parameter=name)
     return ep
 

@@ -13,6 +13,7 @@ import torch
 
 from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor, in_file_order
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.errors import MismatchError, Remedy, listed
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -50,7 +51,9 @@ class Drift:
 
     def __str__(self) -> str:
         what = "" if self.check.key in WEIGHTS else f" {self.check.key}"
-        return f"{', '.join(self.check.names or (self.check.name,))}{what}: {self.copies} copies, {self.apart}"
+        return (
+            f"{', '.join(self.check.names or (self.check.name,))}{what}: {counted(self.copies, 'copy')}, {self.apart}"
+        )
 
     @property
     def apart(self) -> str:

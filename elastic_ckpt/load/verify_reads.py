@@ -19,6 +19,7 @@ from elastic_ckpt.core.checksums import PartialSum
 from elastic_ckpt.core.chunks import QuantizedChunks
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFile
 from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import DamagedError, Remedy
 from elastic_ckpt.io.coalesce import SUMMED_AT_ONCE_NBYTES, ReadOptions, parts_of, scales_of
 from elastic_ckpt.io.reader import ReadSums
@@ -157,7 +158,7 @@ def _damaged(metadata: CheckpointMetadata, keys: Sequence[Key], found: int) -> D
     }
     others = len({other for other, _ in keys}) - 1
     problem = "bytes of the checkpoint are not those that were saved: the checksum of a record differs"
-    problem += f" (and of records in {others} more files)" if others else ""
+    problem += f" (and of records in {counted(others, 'more file')})" if others else ""
     expected = f"CRC32 {crc32:08x} of the {nbytes} bytes from byte {offset} on"
     remedy = (
         Remedy("copy the file again, or take another tag (elastic-ckpt verify --full names all damage)"),

@@ -21,6 +21,7 @@ from elastic_ckpt.core.local_state import SAVED_OPTIMIZER, FlatPartition, LiveGr
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import NO_SCHEDULER, Outcome, SavedRate, SchedulerPlan
 from elastic_ckpt.core.state_kinds import SCRATCH
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
 from elastic_ckpt.errors import BY_DEEPSPEED, ITS_OPTIMIZER, MADE_ANEW, MismatchError, Remedy, UnsupportedError, listed
 
@@ -153,14 +154,14 @@ def _mixed(
     members = {source: [name for name in group_of if group_of[name] == source] for source in saved}
     changed = [name for source, names in members.items() if shown[source] != live for name in names]
     found = "; ".join(
-        f"saved group {source}, {len(members[source])} parameters such as {members[source][0]}: {values}"
+        f"saved group {source}, {counted(len(members[source]), 'parameter')} such as {members[source][0]}: {values}"
         for source, values in shown.items()
     )
     rebuild = (
         "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees "
     )
     rebuild += "[0] under ZeRO-3: look at param.ds_shape)"
-    kept = f"is a different training: it keeps {live} for all {len(group.names)} parameters, "
+    kept = f"is a different training: it keeps {live} for all {counted(len(group.names), 'parameter')}, "
     kept += f"which changes {len(changed)} of them"
     remedy = Remedy(rebuild), Remedy(kept, config={"param_groups": "keep_live"})
     problem = f"param group {number} now mixes parameters whose saved groups had different hyperparameters"
@@ -316,7 +317,7 @@ def _refuse(
         return
     source, key = metadata.source, keys[0]
     problem = f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions are others "
-    expected = f"the save's {source.partition_degree} partitions (ZeRO-{source.zero_stage}, TP={source.tp})"
+    expected = f"the save's {counted(source.partition_degree, 'partition')} (ZeRO-{source.zero_stage}, TP={source.tp})"
     found = str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200]
     fresh = {"states": dict.fromkeys(keys, "fresh")}
     way = Remedy(when=MADE_ANEW, config=fresh)

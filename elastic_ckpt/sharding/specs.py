@@ -19,7 +19,7 @@ from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadat
 from elastic_ckpt.core.name_patterns import matches_whole
 from elastic_ckpt.core.shard_specs import BY_SHAPES, COLUMN, USER, VOCABULARY, CannotSplit, ShardSpec
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
-from elastic_ckpt.core.text import config_text
+from elastic_ckpt.core.text import config_text, counted
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, Remedies, Remedy
 from elastic_ckpt.sharding.rules import ModelShapes, ShardingRules, presets_for, tensor_of
 
@@ -167,7 +167,7 @@ class Sharding:
         larger = Remedy("build the model with a vocabulary that holds all tokens")
         remedy = larger, Remedy(when="if the live one holds all tokens", config={"tp_rules": [rule]})
         problem = "the live vocabulary has fewer rows than the saved one"
-        return self.mismatch(problem, f"{live} rows", f"{saved} rows{known}", remedy)
+        return self.mismatch(problem, f"{counted(live, 'row')}", f"{counted(saved, 'row')}{known}", remedy)
 
     def _both(self) -> str:
         sides = []

@@ -20,8 +20,9 @@ from itertools import chain
 from typing import BinaryIO
 
 from elastic_ckpt.core.resume_sheet import SHEET
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, ElasticCkptError, listed, shortened
-from elastic_ckpt.report import Requests, counted
+from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import VIEW, Entry, PartStream, Ranges, Store, absolute, is_url, local
 from elastic_ckpt.storage.digest import content_digest
 from elastic_ckpt.storage.peers import Peers

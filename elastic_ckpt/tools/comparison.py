@@ -15,6 +15,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import left_in_file
 from elastic_ckpt.errors import ElasticCkptError, LayoutError, MismatchError, MissingFilesError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -301,7 +302,7 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
             unknown.add(name)
             continue
         what = "" if key in WEIGHTS else f" of {key}"
-        text = f"{drift.copies} copies{what}, which should be equal, are {drift.apart}"
+        text = f"{counted(drift.copies, 'copy')}{what}, which should be equal, are {drift.apart}"
         is_expected = name in reader.resharding.averaged
         if name in of_stages and tuple(name.split(".")[:2]) in synchronized:
             is_expected, text = True, f"{text}: DeepSpeed synchronizes only the tied weights of a tied module"

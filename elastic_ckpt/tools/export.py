@@ -29,6 +29,7 @@ from elastic_ckpt.core.metadata import (
     converts_exactly,
     is_floating,
 )
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import common
 from elastic_ckpt.errors import (
     ConfigError,
@@ -312,6 +313,6 @@ def selected(
     keep = set().union(*map(matching, include)) if include else set(names)
     keep -= set().union(*map(matching, exclude))
     if not keep:
-        found = f"{len(names)} tensors, none of which is selected"
+        found = f"{counted(len(names), 'tensor')}, none of which is selected"
         raise ConfigError("there is nothing to export", file=metadata.source.folder, found=found)
     return {name: tensor for name, tensor in weights.items() if name in keep}

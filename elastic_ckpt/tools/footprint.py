@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import BATCH_KEYS, BatchSizes
 from elastic_ckpt.formats.saved_config import complete_batch, positive_int, section_of
 
@@ -74,7 +75,7 @@ class RunSettings:
             known = saved.micro_batch * saved.accumulation_steps * dp
         if said is None or None not in others or known == said:
             return known, ""
-        return said, f"DeepSpeed refuses a global batch of {said} on {dp} data-parallel ranks"
+        return said, f"DeepSpeed refuses a global batch of {said} on {counted(dp, 'data-parallel rank')}"
 
 
 def _place(zero: Mapping[str, Any], key: str, old_key: str) -> str:

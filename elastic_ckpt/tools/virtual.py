@@ -33,6 +33,7 @@ from elastic_ckpt.core.local_state import (
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan
 from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, PER_PARAMETER, REPLICATED, LiveState
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.io.coalesce import ReadOptions, staged_reads
 from elastic_ckpt.planning.planner import LoadOptions, Matched, match, plan_load
@@ -326,7 +327,10 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
     if empty := set(range(pp)).difference(*stages.values()):
         problem = "this pipeline would have stages without a parameter, for which no optimizer can be made"
         expected = f"at most as many stages as layers have parameters: {len(set(layer_of.values()))}"
-        both, remedy = (expected, f"{pp} stages, of which {len(empty)} are empty"), "a lower pipeline-parallel degree"
+        both, remedy = (
+            (expected, f"{counted(pp, 'stage')}, of which {len(empty)} are empty"),
+            "a lower pipeline-parallel degree",
+        )
         raise UnsupportedError(problem, metadata.source.folder, *both, remedy=remedy)
     return stages
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from elastic_ckpt.cli import COMMANDS, app
 from elastic_ckpt.cli.output import Answer, tell
-from elastic_ckpt.report import counted
+from elastic_ckpt.core.text import counted
 
 
 def text_of(*arguments: str) -> str:

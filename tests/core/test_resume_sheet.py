@@ -82,7 +82,7 @@ PLAIN: dict[str, Any] = {
         ({"data": {"samples_consumed": 192, "seed": 8, "length": 960}}, DATA, "seed 7 -> 8"),
         ({"groups": [{"lr": 1e-3}, {"lr": 3e-3}]}, LR, "lr 0.002 -> 0.003 (param group 1)"),
         ({"groups": [{"betas": [0.9, 0.99]}, {}]}, HYPERPARAMETERS, "betas [0.9, 0.95] -> [0.9, 0.99] (param group 0)"),
-        ({"groups": [{}]}, HYPERPARAMETERS, "2 -> 1 param groups"),
+        ({"groups": [{}]}, HYPERPARAMETERS, "2 -> 1 param group"),
         ({"rng": {"python": "a", "torch": "c"}}, RNG, "other states of torch"),
         ({"losses": [2.0, 1.1]}, LOSSES, "1 -> 1.1, number 1 from the end"),
         ({"losses": [float("nan")]}, LOSSES, "1 -> nan, number 1 from the end"),

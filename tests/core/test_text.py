@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.text import config_text, one_line, printable, printable_lines
+from elastic_ckpt.core.text import config_text, counted, one_line, printable, printable_lines
 from tests.hostile_text import HOSTILE, READABLE, controls_in, hostile_texts, is_control
 
 
@@ -51,6 +51,22 @@ def test_config_lines_are_json_that_can_be_read_and_pasted(text: str) -> None:
     assert controls_in(line) == [] and printable(line) == line
     if printable(text) == text and not {*'"\\'} & {*text}:
         assert text in line
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "words"),
+    [
+        (1, "file", "1 file"),
+        (0, "file", "0 files"),
+        (2000, "param group", "2,000 param groups"),
+        (1, "copy", "1 copy"),
+        (3, "copy", "3 copies"),
+        (2, "entry", "2 entries"),
+        (2, "key", "2 keys"),
+    ],
+)
+def test_a_number_of_things_agrees_with_its_noun(number: int, noun: str, words: str) -> None:
+    assert counted(number, noun) == words
 
 
 def test_text_without_end_is_cut_with_a_count_and_only_once() -> None:

@@ -136,7 +136,7 @@ def test_a_layer_without_a_chunk_is_damage_and_a_chunk_of_two_layers_unknown(tmp
         metadata.state_dict_metadata[STACKED].chunks.pop()
 
     rewrite(folder, lose)
-    with pytest.raises(DamagedError, match="1 layers"):
+    with pytest.raises(DamagedError, match="1 layer "):
         read(folder)
     rewrite(folder, lambda m: m.state_dict_metadata.update({STACKED: replace_size(m.state_dict_metadata[STACKED])}))
     with pytest.raises(UnsupportedError, match=r"has not one layer[^$]*remedy"):

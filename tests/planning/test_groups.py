@@ -98,8 +98,8 @@ def test_merged_groups_with_different_values_are_refused_with_both_and_the_way_o
         plan_load(*two_groups([["b.weight", "a.weight"]]), LoadOptions())
     found = str(caught.value.found)
     assert found == (
-        "saved group 0, 1 parameters such as a.weight: {'lr': 0.001}; "
-        "saved group 1, 1 parameters such as b.weight: {'lr': 0.0001}"
+        "saved group 0, 1 parameter such as a.weight: {'lr': 0.001}; "
+        "saved group 1, 1 parameter such as b.weight: {'lr': 0.0001}"
     )
     assert caught.value.parameter == "b.weight"  # the live rate is the other's
     (remedy,) = (each for each in caught.value.remedies if each.is_data)
