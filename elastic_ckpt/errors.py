@@ -215,6 +215,13 @@ class LayoutError(DamagedError):
     proves_damage = False
 
 
+class UnknownLayoutError(LayoutError):
+    """A file lacks an entry that every known DeepSpeed writes: it is damaged, or of a release that is not known.
+
+    Alone of the errors about damage, it leaves a load to DeepSpeed's own loader, if that was found to fit.
+    """
+
+
 class MissingFilesError(LayoutError):
     """Files that the save has written, by what the others state, are not there."""
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 
 #: Per parameter, all that a run sets by group.
 RATES = {"a": 0.1, "b": 0.02, "c": 0.02, "new": 0.3}
@@ -81,6 +82,22 @@ FACTORIES: Mapping[str, Factory] = {
     "WarmupCosineLR": lambda opt, names: WarmupCosineLR(opt, 12, warmup_num_steps=5),
     "OneCycle": lambda opt, names: OneCycle(opt, 0.01, 0.2, cycle_first_step_size=4),
 }
+#: Those and the rest.
+ALL_CLASSES: Mapping[str, Factory] = {
+    **FACTORIES,
+    "ConstantLR": lambda opt, _: lr_scheduler.ConstantLR(opt),
+    "LinearLR": lambda opt, _: lr_scheduler.LinearLR(opt),
+    "ExponentialLR": lambda opt, _: lr_scheduler.ExponentialLR(opt, 0.9),
+    "SWALR": lambda opt, _: SWALR(opt, 0.01),
+    "LRRangeTest": lambda opt, _: LRRangeTest(opt),
+}
+#: What releases of torch have left out of states, or have added.
+OTHER_RELEASES: list[Callable[[dict[str, Any]], object]] = [
+    lambda state: state.update(verbose=False),
+    lambda state: [state.pop(key, None) for key in ("_is_initial", "_last_lr", "default_min_lr", "_scale_fn_custom")],
+    lambda state: (state.pop("_anneal_func_type", None), state.update(anneal_func=None)),
+    lambda state: state.update(entry_of_a_later_release=1),
+]
 #: Saved groups, live groups, and for each live group the saved one. Groups are named by their first member.
 REBUILT = {
     "another order": (["a", "b"], ["b", "a"], [1, 0]),

@@ -52,6 +52,7 @@ def test_there_are_the_kinds_that_the_documentation_names() -> None:
         "MissingFilesError",
         "MixedSavesError",
         "SavedOverError",
+        "UnknownLayoutError",
         "UnsafePickleError",
         "MismatchError",
         "UnsupportedError",

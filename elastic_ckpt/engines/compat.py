@@ -156,6 +156,12 @@ def loss_scaler(engine: Any) -> Any:
     return _first(engine.optimizer, "loss_scale_config", "loss_scaler") or itself
 
 
+def fields_of_loss_scaler(engine: Any) -> frozenset[str]:
+    """The attributes of the object that partitioned optimizers pickle in every precision; empty if there is none."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return frozenset(getattr(scaler, "__dict__", ()))
+
+
 def flat_offsets(optimizer: Any, members: Sequence[Sequence[torch.nn.Parameter]]) -> list[list[int]]:
     """Offsets of parameters in flat buffers, by group: one after the other, unless ZeRO-1/2 (0.19.7) records others."""
     recorded: list[list[int]] | None = getattr(optimizer, "round_robin_bit16_offsets", None)

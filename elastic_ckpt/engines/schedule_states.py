@@ -18,7 +18,7 @@ _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "eta_mins"}
 )
 _NOT_PER_GROUP = frozenset({"_milestones", "milestones", "_schedule_phases"})
-_NESTED = "_schedulers"
+NESTED = "_schedulers"
 #: What DeepSpeed's schedulers save, and nothing else: how far they are.
 _DEEPSPEEDS = "last_batch_iteration"
 _OF_DEEPSPEED = "a schedule of DeepSpeed"
@@ -29,6 +29,8 @@ _ALSO = frozenset(
     {"use_beta1", "_scale_fn_custom", "_scale_fn_ref", "_anneal_func_type", "_schedule_phases", "anneal_func"}
     | {"_anneal_strategy", "anneal_strategy", "default_min_lr", "base_momentums", "max_momentums", "eps", "mode"}
 )
+#: Entries that a state of one release of torch has, and that of another has not.
+OPTIONAL = _OF_ANY | _ALSO
 #: The entries of torch's classes, by which they are told apart; ``_ALSO`` has those that not every release saves.
 _CLASSES: Mapping[frozenset[str], str] = {
     frozenset({"lr_lambdas"}): "LambdaLR or MultiplicativeLR",
@@ -37,8 +39,8 @@ _CLASSES: Mapping[frozenset[str], str] = {
     frozenset({"factor", "total_iters"}): "ConstantLR",
     frozenset({"start_factor", "end_factor", "total_iters"}): "LinearLR",
     frozenset({"gamma"}): "ExponentialLR",
-    frozenset({_NESTED, "_milestones"}): "SequentialLR",
-    frozenset({_NESTED}): "ChainedScheduler",
+    frozenset({NESTED, "_milestones"}): "SequentialLR",
+    frozenset({NESTED}): "ChainedScheduler",
     frozenset({"total_iters", "power"}): "PolynomialLR",
     frozenset({"T_max", "eta_min"}): "CosineAnnealingLR",
     frozenset({"T_0", "T_i", "T_mult", "T_cur", "eta_min"}): "CosineAnnealingWarmRestarts",
@@ -81,9 +83,8 @@ def lacking_entries(live: Any, saved: Any) -> str:
     """In words, which entries a saved state lacks or has besides those of the live one; empty if neither."""
     if not isinstance(saved, Mapping) or not isinstance(live, Mapping):
         return ""
-    usual = _OF_ANY | _ALSO
-    lacking = sorted(map(str, live.keys() - saved.keys() - usual))
-    others = sorted(map(str, saved.keys() - live.keys() - usual))
+    lacking = sorted(map(str, live.keys() - saved.keys() - OPTIONAL))
+    others = sorted(map(str, saved.keys() - live.keys() - OPTIONAL))
     texts = [f"the saved state lacks {', '.join(lacking)}"] if lacking else []
     texts += [f"the live scheduler's own state has no {', '.join(others)}"] if others else []
     return "; ".join(texts)
@@ -93,7 +94,7 @@ def schedule_states(client_state: Any, depth: int = 4) -> Iterator[Mapping[str, 
     """The states of schedulers in a client state and what it holds: a framework or a script restores them itself."""
     if isinstance(client_state, Mapping):
         known = client_state.keys() & _POSITION
-        if len(known) > 1 or _NESTED in client_state or client_state.keys() == {_DEEPSPEEDS}:
+        if len(known) > 1 or NESTED in client_state or client_state.keys() == {_DEEPSPEEDS}:
             yield client_state
             return
     if depth and isinstance(client_state, (Mapping, list, tuple)):
@@ -118,7 +119,7 @@ def _is_other(live: Any, saved: Any, takes_any: bool) -> bool:
 
 def _are_other_nested(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     """Whether states of sequences or chains have schedulers of other classes in them, or another number."""
-    inner, others = live.get(_NESTED, ()), saved.get(_NESTED, ())
+    inner, others = live.get(NESTED, ()), saved.get(NESTED, ())
     if not isinstance(others, (list, tuple)) or len(inner) != len(others):
         return True
     return any(_is_other(*pair, takes_any=True) for pair in zip(inner, others, strict=True))
@@ -140,7 +141,7 @@ def _described(state: Any) -> str:
     if not isinstance(state, Mapping):
         return f"no entries, and is of type {type(state).__name__}"
     own = sorted(map(str, state.keys() - _OF_ANY)) or sorted(map(str, state))
-    inner = state.get(_NESTED)
+    inner = state.get(NESTED)
     text = shortened(own)
     if isinstance(inner, (list, tuple)):
         text += f" of {counted(len(inner), 'scheduler')}: {', '.join(_class_of(each) or 'another' for each in inner)}"
@@ -157,13 +158,14 @@ def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved
     count = saved_groups or len(sources)
     in_order = [tuple(source) for source in sources] == [(number,) for number in range(count)]
     if in_order and saved_groups:
+        _check_lengths(saved, live, count)
         return saved
     if not isinstance(saved, Mapping):
         return fit_scheduler({"its state": saved}, {}, sources, saved_groups)["its state"]
     live = live if isinstance(live, Mapping) else {}
     fitted: dict[str, Any] = {}
     for key, value in saved.items():
-        if key == _NESTED:
+        if key == NESTED:
             inner = zip(value, [*(live.get(key) or ()), *({} for _ in value)], strict=False)
             fitted[key] = [fit_scheduler(state, now, sources, saved_groups) for state, now in inner]
         elif key in _PER_GROUP and isinstance(value, (list, tuple)):
@@ -186,6 +188,23 @@ def check_fit(saved: Any, sources: Sequence[Sequence[int]], saved_groups: int) -
     fit_scheduler(saved, _stand_in(saved, len(sources)), sources, saved_groups)
 
 
+def _check_lengths(saved: Any, live: Any, count: int) -> None:
+    """Raise :class:`MismatchError` for a list with neither ``count`` entries nor as many as the live scheduler's."""
+    if not isinstance(saved, Mapping) or not isinstance(live, Mapping):
+        return
+    for key in sorted(_PER_GROUP & saved.keys() & live.keys()):
+        entries, own = saved[key], live[key]
+        if not isinstance(entries, (list, tuple)) or not isinstance(own, (list, tuple)):
+            continue
+        if len(entries) not in (count, len(own)):
+            problem = "the saved lr scheduler does not have as many entries as there are param groups"
+            both = f"{count} entries", f"{len(entries)}"
+            remedy = BEGIN_ANEW, Remedy("take another tag")
+            raise MismatchError(problem, None, *both, parameter=f"{key} of lr_scheduler", remedy=remedy)
+    for inner, own in zip(_inner_states(saved), _inner_states(live), strict=False):
+        _check_lengths(inner, own, count)
+
+
 def _lengths(state: Any) -> Iterator[int]:
     """The lengths of all lists by param group."""
     if isinstance(state, Mapping):
@@ -199,12 +218,12 @@ def _stand_in(state: Any, live_groups: int) -> Any:
     if not isinstance(state, Mapping):
         return state
     lists: dict[str, Any] = {key: [None] * live_groups for key in _PER_GROUP & state.keys()}
-    return lists | {_NESTED: [_stand_in(inner, live_groups) for inner in _inner_states(state)]}
+    return lists | {NESTED: [_stand_in(inner, live_groups) for inner in _inner_states(state)]}
 
 
 def _inner_states(state: Mapping[str, Any]) -> Sequence[Any]:
     """Those of the schedulers in a sequence or a chain."""
-    inner = state.get(_NESTED)
+    inner = state.get(NESTED)
     return inner if isinstance(inner, (list, tuple)) else ()
 
 

@@ -24,6 +24,7 @@ from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.coordinates import follow_topology
 from elastic_ckpt.engines.data_position import POSITION_KEY, counted_samples, position_of, registered, take_position
+from elastic_ckpt.engines.schedule_kinds import refuse_strange_entries
 from elastic_ckpt.engines.schedule_states import (
     BEGIN_ANEW,
     fit_scheduler,
@@ -191,7 +192,9 @@ def _scheduler_plan(live: Any, saved: TrainingState, arguments: LoadArguments) -
     # ``None`` is the state of some
     is_restored = wanted and (is_saved or (hasattr(live, "state_dict") and live.state_dict() is None))
     if is_restored and is_saved:
-        refuse_other_scheduler(live, live.state_dict() if hasattr(live, "state_dict") else None, saved.lr_scheduler)
+        own_state = live.state_dict() if hasattr(live, "state_dict") else None
+        refuse_other_scheduler(live, own_state, saved.lr_scheduler)
+        refuse_strange_entries(live, own_state, saved.lr_scheduler)
     # a framework that passes load_lr_scheduler_states=False has it in the client state, and restores it itself
     restored_later = any(schedule_states(saved.checkpoint))
     begins_anew = live is not None and not is_restored

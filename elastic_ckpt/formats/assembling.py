@@ -22,8 +22,9 @@ from elastic_ckpt.errors import (
 )
 from elastic_ckpt.formats import merging, model_states, module_weights, partitioned, shards
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
+from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
-from elastic_ckpt.formats.model_states import Grid, ModelShard, UnpartitionedState, grid_of
+from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model

@@ -101,7 +101,8 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
             scaler, overflow = None if rank.model.optimizer is None else rank.model.optimizer.scaler, False
             if rank.optimizers:
                 scaler, overflow = rank.optimizers[0].loss_scaler, rank.optimizers[0].overflow
-            same_ranks, scale = grid.has_ranks_of(options.coordinates), loss_scale_of(scaler)
+            same_ranks = grid.has_ranks_of(options.coordinates)
+            scale = loss_scale_of(scaler, wanted=options.with_states)
             state = read_training_state(opened[path], scale, overflow, same_ranks, grid.sequence, options)
             return replace(state, degrees=(grid.tp, grid.pp))
 

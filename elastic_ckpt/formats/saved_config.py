@@ -60,7 +60,12 @@ _NEOX_DEFAULTS = {
 #: A dynamic scaler's state as in ``FP16_Optimizer.state_dict``; ``DynamicLossScaler`` adds more (loss_scaler.py).
 _DYNAMIC = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 _HYSTERESIS = ("cur_hysteresis", "delayed_shift", "consecutive_hysteresis", "min_scale", "raise_error_at_min_scale")
-_MOST_SCALE = 2.0**1023  # larger scales are infinite
+#: Larger scales are infinite; larger integers are none that torch takes.
+_MOST_SCALE, _MOST_COUNT = 2.0**1023, 1 << 63
+#: What of a loss scaler is a count, of which the first two begin at -1 and 0, and what is a flag. All else is a scale.
+_COUNTERS = frozenset({"last_overflow_iter", "cur_iter"})
+_COUNTS = _COUNTERS | {"cur_hysteresis", "delayed_shift"}
+_FLAGS = frozenset({"consecutive_hysteresis", "raise_error_at_min_scale"})
 #: Entries that are DeepSpeed's and not the client's.
 _DEEPSPEEDS = frozenset({"lr_scheduler", "random_ltd", "data_sampler"})
 #: Entries that are no training state; DeepSpeed's own loader returns frozen fragments as client state.
@@ -320,11 +325,12 @@ def read_training_state(
     )
 
 
-def loss_scale_of(saved: Any) -> LossScale | None:
+def loss_scale_of(saved: Any, wanted: bool = True) -> LossScale | None:
     """The loss scale in the scaler that partitioned optimizers pickle, or in the entries that others write.
 
     ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer`` write entries. Partitioned optimizers write a scaler in every
-    precision, which scales anything only in fp16.
+    precision, which scales anything only in fp16. Raises :class:`DamagedError` for values that no scaler has, unless
+    the scale is not ``wanted``.
     """
     if saved is None or (isinstance(saved, Mapping) and "cur_scale" not in saved):
         return None
@@ -332,13 +338,32 @@ def loss_scale_of(saved: Any) -> LossScale | None:
     dynamic = values.get("dynamic_loss_scale" if values is saved else "dynamic") is True
     keys = (*_DYNAMIC, *_HYSTERESIS) if dynamic else _DYNAMIC[:2]
     found = {key: values[key] for key in keys if key in values}
-    wrong = [key for key, value in found.items() if not isinstance(value, (int, float)) or abs(value) > _MOST_SCALE]
-    if wrong or "cur_scale" not in found:
-        problem, expected = "the loss scaler of this checkpoint has invalid values", "numbers, cur_scale among them"
-        have = f"{', '.join(wrong)} of other types" if wrong else sorted(map(str, values))[:12]
-        remedy = Remedy("take another tag"), WITHOUT_STATES
-        raise LayoutError(problem, None, expected, have, remedy=remedy)
-    return LossScale(dynamic, found)
+    remedy = Remedy("take another tag"), WITHOUT_STATES
+    for key, value in found.items():
+        expected = _expected_of_scaler(key, value)
+        if expected is not None and not wanted:
+            return None
+        if expected is not None:
+            problem = "the loss scaler of this checkpoint has a value that no loss scaler of DeepSpeed has"
+            raise DamagedError(problem, None, f"{key}: {expected}", repr(value)[:200], remedy=remedy)
+    if "cur_scale" not in found and wanted:
+        problem, expected = "the loss scaler of this checkpoint has no scale", "cur_scale"
+        raise LayoutError(problem, None, expected, sorted(map(str, values))[:12], remedy=remedy)
+    return LossScale(dynamic, found) if "cur_scale" in found else None
+
+
+def _expected_of_scaler(key: str, value: Any) -> str | None:
+    """What an entry of a loss scaler has to be, in words; ``None`` if it is."""
+    if key in _FLAGS:
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "a number"
+    if not -_MOST_SCALE <= value <= _MOST_SCALE or (isinstance(value, int) and abs(value) >= _MOST_COUNT):
+        return "a finite number"
+    if key in _COUNTS:
+        fits = isinstance(value, int) and (value >= -1 or key not in _COUNTERS)
+        return None if fits else "a count"
+    return None if value > 0 or (value == 0 and key == "min_scale") else "a positive number"
 
 
 def complete_batch(config: Mapping[str, Any], dp: int) -> BatchSizes:

@@ -34,9 +34,10 @@ from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
+from elastic_ckpt.formats.grid import grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import Tensors, module_tensors, weights_crc32s
-from elastic_ckpt.formats.model_states import ModelShard, grid_of, model_indexer
+from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.own_entries import check_groups, check_numbered, check_optimizer_file
@@ -129,8 +130,10 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
 
         def read_state(_: int) -> TrainingState:
             same_ranks = len(models) == 1 and grid.has_ranks_of(options.coordinates)
-            scale, file = loss_scale_of(optimizer.loss_scaler), opened[first.path]
-            state = read_training_state(file, scale, optimizer.overflow, same_ranks, grid.sequence, options)
+            scale = loss_scale_of(optimizer.loss_scaler, wanted=options.with_states)
+            state = read_training_state(
+                opened[first.path], scale, optimizer.overflow, same_ranks, grid.sequence, options
+            )
             # with several model-parallel ranks, every rank gets the state of one
             return replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state
 

@@ -63,6 +63,18 @@ def can_read_partition(file: PickledFile, stage: int) -> bool:
     return _can_read_states(file)
 
 
+def can_take_scaler(file: PickledFile, fields: frozenset[str]) -> bool:
+    """Whether the loss scaler of a file is like the live one, with its ``fields``, whose place it is given. Local.
+
+    Raises :class:`DamagedError` for values that no scaler has.
+    """
+    state = file.tree.get("optimizer_state_dict") or file.tree.get("optimizer") or {}
+    scaler = state.get("loss_scaler")
+    for scale in (state, scaler):
+        saved_config.loss_scale_of(scale)
+    return scaler is None or vars(scaler).keys() == fields
+
+
 def _same_shapes(module: Mapping[str, Any], live: Any) -> bool:
     """Whether the weights of a file have the shapes of the live module's, where both have the name.
 

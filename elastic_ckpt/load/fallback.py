@@ -18,7 +18,7 @@ import hashlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -30,6 +30,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from elastic_ckpt import distributed
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat
+from elastic_ckpt.engines.schedule_kinds import strange_entry
 from elastic_ckpt.engines.schedule_states import is_of_another_scheduler
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, UnforeseenError
 from elastic_ckpt.formats import CheckpointInfo, saved_config
@@ -43,7 +44,7 @@ from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
-from elastic_ckpt.load.entries_read import can_read_model, can_read_partition
+from elastic_ckpt.load.entries_read import can_read_model, can_read_partition, can_take_scaler
 from elastic_ckpt.load.flow import LoadCall, as_partial_load_error
 from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream, seen_through
 
@@ -184,7 +185,11 @@ class _Comparison:
         models, optimizers = (list(map(self._open, names)) for names in (self._models, self._optimizers))
         with_counters, with_states = not self.arguments.load_module_only, self.with_states
         has_models = all(can_read_model(file, self.engine, with_counters, with_states) for file in models)
-        return has_models and (not with_states or all(can_read_partition(file, self.stage) for file in optimizers))
+        if not has_models or not with_states:
+            return has_models
+        fields = compat.fields_of_loss_scaler(self.engine)
+        has_scalers = all(can_take_scaler(file, fields) for file in optimizers or models)
+        return has_scalers and all(can_read_partition(file, self.stage) for file in optimizers)
 
     def _has_a_trained_weight(self) -> bool:
         """Whether the file with all weights has one that trains; else DeepSpeed's own loads nothing, and is silent."""
@@ -233,7 +238,7 @@ class _Comparison:
             # DeepSpeed's loader zero-pads masters of another size, and shifts what follows
             step, live = counted[0] - (counted[2] or 0), compat.flat_master_numels(self.engine)
             for file in optimizers:
-                same_sizes = list(_partition_numels(file, self.stage == 3)) == live
+                same_sizes = _partition_numels(file, self.stage == 3) == live
                 if not same_sizes or (check_steps and not _steps(file) <= {step}):
                     return None
         copies_weights = self.own_files and self.stage < 3 and self.engine.mp_world_size == 1
@@ -264,7 +269,9 @@ class _Comparison:
             return True
         live = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
         saved = self._open(self._models[0]).tree.get("lr_scheduler")
-        return (saved is not None or live is None) and not is_of_another_scheduler(scheduler, live, saved)
+        if saved is None:
+            return live is None
+        return not is_of_another_scheduler(scheduler, live, saved) and strange_entry(scheduler, live, saved) is None
 
     def _pipeline_fits(self) -> bool:
         """Whether this rank's file holds states of exactly its stage's parameters; with ZeRO, DeepSpeed's fails too."""
@@ -367,15 +374,18 @@ def _same_members(engine: Any, optimizer: PickledFile, saved: Mapping[str, Any],
     return not is_plain or _same_shapes(optimizer, saved["params"], live)
 
 
-def _partition_numels(file: PickledFile, zero3: bool) -> Iterator[int]:
-    """Elements of each partition, with the padding that ZeRO-1 and 2 cut off the masters."""
+def _partition_numels(file: PickledFile, zero3: bool) -> list[int | None]:
+    """Elements of each partition with its padding, which ZeRO-1 and 2 cut off the masters; ``None``: no one number."""
     state, states = file.section("optimizer_state_dict"), saved_config.base_state(file).get("state", {})
     refs: Sequence[TensorRef] = state["fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"]
     paddings = [0] * len(refs) if zero3 else state["group_paddings"]
+    numels: list[int | None] = []
     for index, (ref, padding) in enumerate(zip(refs, paddings, strict=True)):
         # a flat state keeps its padding
         flat = (v.numel for v in states.get(index, {}).values() if isinstance(v, TensorRef) and v.shape)
-        yield next(flat, ref.numel + padding)
+        numel = ref.numel + padding
+        numels.append(numel if next(flat, numel) == numel else None)
+    return numels
 
 
 @opened_once

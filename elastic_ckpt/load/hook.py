@@ -210,7 +210,7 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
         except errors.ElasticCkptError as first:
             error = told_apart(first)
             understood = isinstance(error, errors.UnsupportedError)
-            may_leave = understood or isinstance(error, (errors.LayoutError, errors.UnforeseenError))
+            may_leave = understood or isinstance(error, (errors.UnknownLayoutError, errors.UnforeseenError))
             may_leave = may_leave and VIEW.get() is None  # DeepSpeed's own looks at this node alone
             if understood and is_url(found.folder):
                 raise no_other_loader(error, found.folder) from error.__cause__

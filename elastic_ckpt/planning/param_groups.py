@@ -24,6 +24,7 @@ from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
 from elastic_ckpt.errors import BY_DEEPSPEED, ITS_OPTIMIZER, MADE_ANEW, MismatchError, Remedy, UnsupportedError, listed
+from elastic_ckpt.planning.hyperparameters import refuse_strange_hyperparameters
 
 _INITIAL_LR = "initial_lr"
 _DECOUPLED, _DECAYS = "decoupled_weight_decay", ("L2 (Adam)", "decoupled (AdamW)")
@@ -98,6 +99,7 @@ def match_groups(
             taken = {key: value for key, value in taken.items() if key in known}
         if with_states:
             refuse_left_in_file(taken, group.names, metadata.source.folder)
+            refuse_strange_hyperparameters(metadata, number, group, taken)
         sources.append(tuple(found))
         hyperparameters.append(taken)
     return tuple(sources), tuple(hyperparameters)

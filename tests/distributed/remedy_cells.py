@@ -98,6 +98,10 @@ def break_scaler(tree: dict[str, Any]) -> None:
     tree["optimizer_state_dict"]["loss_scaler"].cur_scale = "none"
 
 
+def lose_scale(tree: dict[str, Any]) -> None:
+    del tree["optimizer_state_dict"]["loss_scaler"].cur_scale
+
+
 def remove(*names: str) -> Change:
     return lambda copy: [damage.remove(name)(copy) for name in names]
 
@@ -140,6 +144,15 @@ CELLS: dict[str, Case] = {
         "MismatchError",
         change=edits(lambda tree: tree["lr_scheduler"].update(own=[1, 2]), MODEL),
     ),
+    "a schedule that would lose a method": Case(
+        PLAIN, Cell("", PLAIN), "MismatchError", change=edits(lambda tree: tree["lr_scheduler"].update(step=3), MODEL)
+    ),
+    "a schedule with an entry too few": Case(
+        PLAIN,
+        Cell("", PLAIN),
+        "MismatchError",
+        change=edits(lambda tree: tree["lr_scheduler"]["base_lrs"].pop(), MODEL),
+    ),
     # other optimizers
     "Adam for AdamW": Case(PLAIN, Cell("", Setup(1, optimizer="adam")), "MismatchError"),
     "an optimizer that lacks a hyperparameter": Case(PLAIN, Cell("", Setup(1, optimizer="radam")), "MismatchError"),
@@ -178,11 +191,18 @@ CELLS: dict[str, Case] = {
         "UnsupportedError",
         change=of_base(lambda base: base["param_groups"][0].update(thing=torch.ones(1000))),
     ),
+    "betas of another optimizer": Case(
+        PLAIN,
+        Cell("", PLAIN),
+        "MismatchError",
+        change=of_base(lambda base: base["param_groups"][0].update(betas=(0.9,))),
+    ),
     "a hyperparameter of each rank": Case(
         UNKNOWN, Cell("", UNKNOWN, holds=(MADE_ANEW,)), "UnsupportedError", change=differently
     ),
     "states of one of several": Case(SPLIT, Cell("", ZERO3), "DamagedError", change=drop_states_of_one),
-    "a loss scaler without a scale": Case(PLAIN, Cell("", PLAIN), "LayoutError", change=edits(break_scaler)),
+    "a loss scaler with a text for a scale": Case(PLAIN, Cell("", PLAIN), "DamagedError", change=edits(break_scaler)),
+    "a loss scaler without a scale": Case(PLAIN, Cell("", PLAIN), "LayoutError", change=edits(lose_scale)),
     "an optimizer entry of another kind": Case(
         WHOLE,
         Cell("", PLAIN),

@@ -5,8 +5,10 @@ And what must not fall into the net: files that are damaged or of another save, 
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,41 @@ def no_scheduler(setup: Setup, saved: dict[str, Path]) -> Change:
     return in_all(models_of(setup), lambda tree: tree.update(lr_scheduler=None))
 
 
+def of_masters(change: Callable[[list[torch.Tensor]], Any]) -> Callable[[Setup, dict[str, Path]], Change]:
+    """Masters of the second rank, which DeepSpeed would fill up with zeros."""
+
+    def of(setup: Setup, saved: dict[str, Path]) -> Change:
+        entry = "fp32_flat_groups" if setup.stage == 3 else "single_partition_of_fp32_groups"
+        return damage.edit(optimizer_of(setup, 1), lambda tree: change(tree["optimizer_state_dict"][entry]))
+
+    return of
+
+
+def of_optimizer(**entries: Any) -> Callable[[Setup, dict[str, Path]], Change]:
+    """Entries of the second rank's optimizer."""
+
+    def of(setup: Setup, saved: dict[str, Path]) -> Change:
+        return damage.edit(optimizer_of(setup, 1), lambda tree: tree["optimizer_state_dict"].update(entries))
+
+    return of
+
+
+def scale(**values: Any) -> Callable[[Setup, dict[str, Path]], Change]:
+    """Attributes of the loss scaler of each rank, which is pickled in every precision."""
+
+    def of(setup: Setup, saved: dict[str, Path]) -> Change:
+        def change(tree: dict[str, Any]) -> None:
+            vars(tree["optimizer_state_dict"]["loss_scaler"]).update(values)
+
+        return in_all([optimizer_of(setup, 0), optimizer_of(setup, 1)], change)
+
+    return of
+
+
+def cut(masters: list[torch.Tensor], at: int, numel: int) -> None:
+    masters[at] = masters[at].flatten()[:numel].clone()
+
+
 CUSTOM = {"custom_load_fn": True}
 REQUIRED = {"setup": Setup(1, config=REQUIRE)}
 #: Saved setup, what happens to a copy, how it is asked for, the kind of error, and what it names beside the shard.
@@ -150,8 +187,15 @@ REFUSED: dict[str, tuple[Setup, list[Any], dict[str, Any], str, list[str]]] = {
             "a shard of another step": ([of_run("shorter")], {}, "DamagedError", [optimizer_of(setup, 1), "another save"]),
             "a truncated shard": ([truncated], {}, "DamagedError", [optimizer_of(setup, 1), "truncated"]),
             "a missing shard": ([one_missing], {}, "LayoutError", [optimizer_of(setup, 1), "missing"]),
+            "masters of none": ([of_masters(lambda each: cut(each, -1, 0))], {}, "DamagedError", [optimizer_of(setup, 1)]),
+            "half of the masters": ([of_masters(lambda each: cut(each, 0, each[0].numel() // 2))], {}, "DamagedError", [optimizer_of(setup, 1)]),
+            "an infinite scale": ([scale(cur_scale=math.inf)], {}, "DamagedError", ["cur_scale"]),
+            "a text for a scale": ([scale(cur_scale="32")], {}, "DamagedError", ["cur_scale"]),
             # what would be left to DeepSpeed, were it not for the damage
-            "no buffer_names, another step": ([no_names, of_run("shorter")], {}, "LayoutError", ["buffer_names"]),
+            "no buffer_names, masters of none": ([no_names, of_masters(lambda each: cut(each, -1, 0))], {}, "DamagedError", []),
+            "no buffer_names, an infinite scale": ([no_names, scale(cur_scale=math.inf)], {}, "DamagedError", []),
+            "no buffer_names, a scaler with another method": ([no_names, scale(update_scale=OrderedDict)], {}, "DamagedError", []),
+            "no buffer_names, another step": ([no_names, of_run("shorter")], {}, "UnknownLayoutError", ["buffer_names"]),
             "no zip archives, another step": ([of_run("shorter"), unzipped], {}, "DamagedError", [optimizer_of(setup, 1), "another save"]),
             "no zip archives, truncated": ([unzipped, truncated], {}, "DamagedError", [optimizer_of(setup, 1), "truncated"]),
             "no zip archives, one missing": ([unzipped, one_missing], {}, "LayoutError", [optimizer_of(setup, 1), "missing"]),
@@ -163,8 +207,10 @@ REFUSED: dict[str, tuple[Setup, list[Any], dict[str, Any], str, list[str]]] = {
     "z1: custom_load_fn, one missing": (Setup(1), [one_missing], CUSTOM, "UnsupportedError", ["custom_load_fn"]),
     "z1: custom_load_fn, another scheduler": (Setup(1), [other_scheduler], CUSTOM, "UnsupportedError", ["custom_load_fn"]),
     "z1: custom_load_fn, no scheduler": (Setup(1), [no_scheduler], CUSTOM, "UnsupportedError", ["custom_load_fn"]),
+    "z1: paddings of other parameters": (Setup(1), [of_optimizer(param_alignment_paddings=[[], []])], {}, "DamagedError", ["param_alignment_paddings"]),
+    "z1: partitions of more ranks": (Setup(1), [of_optimizer(partition_count=[5, 1])], {}, "DamagedError", []),
     # with "mode": "require" nothing is left to DeepSpeed
-    "z1: no buffer_names, required": (Setup(1), [no_names], REQUIRED, "LayoutError", ["buffer_names"]),
+    "z1: no buffer_names, required": (Setup(1), [no_names], REQUIRED, "UnknownLayoutError", ["buffer_names"]),
 }  # fmt: skip
 
 

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from deepspeed.runtime.lr_schedules import LRRangeTest
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import SWALR
 
 from elastic_ckpt.engines.schedule_states import lacking_entries, refuse_other_scheduler, schedule_states
 from elastic_ckpt.errors import MismatchError
-from tests.schedulers import FACTORIES, Factory, optimizer_of
+from tests.schedulers import ALL_CLASSES, OTHER_RELEASES, optimizer_of
 
 OF_DEEPSPEED = {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"}
 #: Classes whose states have the same entries: whatever one saved is restored by the other.
 SAME = [OF_DEEPSPEED, {"LambdaLR", "MultiplicativeLR"}]
-ALL_CLASSES: Mapping[str, Factory] = {
-    **FACTORIES,
-    "ConstantLR": lambda opt, _: lr_scheduler.ConstantLR(opt),
-    "LinearLR": lambda opt, _: lr_scheduler.LinearLR(opt),
-    "ExponentialLR": lambda opt, _: lr_scheduler.ExponentialLR(opt, 0.9),
-    "SWALR": lambda opt, _: SWALR(opt, 0.01),
-    "LRRangeTest": lambda opt, _: LRRangeTest(opt),
-}
 
 
 class Own(lr_scheduler.LRScheduler):
@@ -68,15 +58,6 @@ def test_a_state_is_refused_by_every_other_class_and_taken_by_its_own(was: str) 
     same = next((group for group in SAME if was in group), {was})
     taken = {now for now in ALL_CLASSES if not is_refused(state, ALL_CLASSES[now](optimizer_of(names), names))}
     assert taken == same
-
-
-#: What releases of torch have left out of states, or have added.
-OTHER_RELEASES: list[Callable[[dict[str, Any]], object]] = [
-    lambda state: state.update(verbose=False),
-    lambda state: [state.pop(key, None) for key in ("_is_initial", "_last_lr", "default_min_lr", "_scale_fn_custom")],
-    lambda state: (state.pop("_anneal_func_type", None), state.update(anneal_func=None)),
-    lambda state: state.update(entry_of_a_later_release=1),
-]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -26,8 +26,9 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.shard_specs import declared_by
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_module_files
-from elastic_ckpt.formats.model_states import Grid, ModelShard, grid_of
+from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.saved_config import StatedDegrees
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from tests.formats.model_shards import model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,15 +160,44 @@ def test_a_counter_that_does_not_count_is_refused_by_name(value: Any) -> None:
     assert read_from(global_steps=np.int64(7)).counters == {"global_steps": 7}
 
 
-@pytest.mark.parametrize("value", [None, "7", [7], torch.tensor(7.0), 10**400, 1j, "missing"])
+#: No scale, whatever the entry.
+NO_NUMBERS = [None, "7", [7], torch.tensor(7.0), 10**400, 1j, math.nan, math.inf, -math.inf, 1 << 200, True]
+#: Entries of a dynamic loss scaler, and values that none has.
+NO_SCALER: dict[str, list[Any]] = {
+    "cur_scale": [*NO_NUMBERS, 0, -1.0, 0.0],
+    "scale_factor": [*NO_NUMBERS, 0, -2.0],
+    "scale_window": [*NO_NUMBERS, 0, -1],
+    "min_scale": [*NO_NUMBERS, -1],
+    "cur_iter": [*NO_NUMBERS, -2, -(10**30), 0.5],
+    "last_overflow_iter": [*NO_NUMBERS, -2, 0.5],
+    "cur_hysteresis": [*NO_NUMBERS, 0.5],
+    "delayed_shift": [*NO_NUMBERS, 0.5],
+    "consecutive_hysteresis": [None, 0, "x"],
+    "raise_error_at_min_scale": [None, 1, "x"],
+}
+
+
+@pytest.mark.parametrize("entry", NO_SCALER)
+def test_a_dynamic_scaler_has_the_values_of_one(entry: str) -> None:
+    whole = vars(DynamicLossScaler(256.0, 10, 1.0, 2, False))
+    assert loss_scale_of(SimpleNamespace(**whole)) is not None
+    for value in NO_SCALER[entry]:
+        with pytest.raises(DamagedError, match="loss scaler") as caught:
+            loss_scale_of(SimpleNamespace(**{**whole, entry: value}))
+        assert entry in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS, "missing"])
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_scaler_with_other_things_than_numbers_is_refused(value: Any, dynamic: bool) -> None:
     values = {} if value == "missing" else {"cur_scale": value}
     for saved in ({"dynamic_loss_scale": dynamic, "cur_iter": 3, **values}, SimpleNamespace(dynamic=dynamic, **values)):
         if saved == {"dynamic_loss_scale": dynamic, "cur_iter": 3}:
             continue  # an optimizer that scales nothing
-        with pytest.raises(LayoutError, match="loss scaler"):
+        kind = LayoutError if value == "missing" else DamagedError
+        with pytest.raises(kind, match="loss scaler") as caught:
             loss_scale_of(saved)
+        assert type(caught.value) is kind
 
 
 def test_a_static_scaler_gives_its_scale_alone() -> None:

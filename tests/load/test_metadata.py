@@ -12,7 +12,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.formats.assembling import Assembled, RankFiles
 from elastic_ckpt.formats.base import Fitted
-from elastic_ckpt.formats.model_states import Grid
+from elastic_ckpt.formats.grid import Grid
 from elastic_ckpt.formats.native import _own_state
 from elastic_ckpt.load.metadata import fit_together
 

@@ -14,7 +14,7 @@ from isal import isal_zlib
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import ElasticCkptError, LayoutError
+from elastic_ckpt.errors import ElasticCkptError, UnknownLayoutError
 from elastic_ckpt.formats.torch_archive.calls import Global
 from elastic_ckpt.formats.torch_archive.charges import left_behind, limit_error
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layout, Layouts
@@ -77,7 +77,7 @@ class ArchiveTree:
                 problem, entry = "this file lacks an entry that DeepSpeed always writes", " / ".join(keys[: depth + 1])
                 found = sorted(map(str, node))[:12] if isinstance(node, Mapping) else type(node).__name__
                 remedy = "the file is not of this checkpoint, or of a DeepSpeed version that is not supported"
-                raise LayoutError(problem, self.path, entry, found, remedy=remedy)
+                raise UnknownLayoutError(problem, self.path, entry, found, remedy=remedy)
             node = node[key]
         return node
 

@@ -1,0 +1,97 @@
+"""Kinds of values: whether what a checkpoint has in a place is what the live run keeps there. Pure.
+
+Optimizers and schedules take any value from a checkpoint, and stumble over one of another kind at a later step: a text
+for a learning rate, two betas of three, a class whose call does something else than the method whose name it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+NUMBER, LIST, MAPPING, TEXT, NOTHING = "a number", "a list", "a dictionary", "a text", "nothing"
+#: Integers beyond it are none that torch takes.
+_LARGEST = 1 << 63
+
+
+class Strange(NamedTuple):
+    """A saved value that is not of the live one's kind."""
+
+    name: str  # of the entry
+    expected: str
+    found: str
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a value in words; a tensor of one element is a number."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, str):
+        return TEXT
+    if isinstance(value, Mapping):
+        return MAPPING
+    if isinstance(value, (list, tuple)) and not hasattr(value, "numel"):  # of a torch.Size
+        return LIST
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        return NUMBER if math.prod(shape) == 1 else f"a tensor of shape {tuple(shape)}"
+    return NUMBER if isinstance(value, Real) else f"a {type(value).__name__}"
+
+
+def is_plain(value: Any, depth: int = 4) -> bool:
+    """Whether a value is a number, a text, nothing, or a list or a dictionary of such."""
+    kind = kind_of(value)
+    if kind in (LIST, MAPPING):
+        members = value.values() if kind == MAPPING else value
+        return depth > 0 and all(is_plain(each, depth - 1) for each in members)
+    return kind in (NUMBER, TEXT, NOTHING)
+
+
+def described(value: Any) -> str:
+    """A value in an error: its kind, and as much of it as is readable."""
+    return f"{kind_of(value)}: {value!r}"[:200]
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a number, or a tensor of one element, is neither infinite nor larger than any that torch takes."""
+    number = _number_of(value)
+    return abs(number) < _LARGEST if isinstance(number, int) else math.isfinite(number)
+
+
+def _number_of(value: Any) -> Any:
+    if hasattr(value, "elements"):  # of a TensorValue
+        return value.elements[0]
+    return value.item() if hasattr(value, "item") else value
+
+
+def strange_value(name: str, live: Any, saved: Any, may_be_infinite: bool = False) -> Strange | None:
+    """The first value in ``saved`` of another kind than its counterpart in ``live``; ``None`` if there is none.
+
+    Where the live run has nothing, or an empty list, anything but a function or a class may be. Numbers must be finite
+    where the live one is, unless they ``may_be_infinite``.
+    """
+    was, now = kind_of(saved), kind_of(live)
+    if now == NOTHING:
+        return Strange(name, "a value", described(saved)) if callable(saved) else None
+    if was != now:
+        return Strange(name, now, described(saved))
+    if now == NUMBER and not (may_be_infinite or is_finite(saved) or not is_finite(live)):
+        return Strange(name, "a finite number", described(saved))
+    if now == LIST:
+        return _strange_member(name, live, saved, may_be_infinite)
+    if now == MAPPING:
+        for key, value in saved.items():
+            like = live.get(key, next(iter(live.values()), None))
+            if (strange := strange_value(f"{name}[{key!r}]", like, value, may_be_infinite)) is not None:
+                return strange
+    return None
+
+
+def _strange_member(name: str, live: Sequence[Any], saved: Sequence[Any], may_be_infinite: bool) -> Strange | None:
+    for number, value in enumerate(saved):
+        like = live[min(number, len(live) - 1)] if live else None
+        if (strange := strange_value(f"{name}[{number}]", like, value, may_be_infinite)) is not None:
+            return strange
+    return None

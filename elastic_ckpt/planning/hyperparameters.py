@@ -1,0 +1,74 @@
+"""Whether the hyperparameters of a saved group are of the kind that the live group keeps. Pure.
+
+The optimizers of torch take whatever a state dict has (``Optimizer.load_state_dict``), and look at it in the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ckpt.core.kinds import LIST, NOTHING, Strange, described, kind_of, strange_value
+from elastic_ckpt.core.local_state import LiveGroup
+from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.values import PerRank
+from elastic_ckpt.errors import MismatchError, Remedy
+
+#: What no optimizer that has a number or a list there can do without.
+_NEEDED = frozenset({"betas", "eps", "weight_decay", "momentum"})
+#: Lists that have as many numbers as the optimizer has averages.
+_FIXED = frozenset({"betas", "eps", "etas", "step_sizes"})
+#: Hyperparameter -> the state that each step takes for granted if it is true, and one that is kept in any case.
+_WITH_STATE = {"amsgrad": ("max_exp_avg_sq", "exp_avg_sq"), "centered": ("grad_avg", "square_avg")}
+#: Ways out of an error about a hyperparameter.
+_REMEDY = (
+    Remedy("keeps the live run's hyperparameters", config={"param_groups": "keep_live"}),
+    Remedy("take another tag"),
+)
+
+
+def refuse_strange_hyperparameters(
+    metadata: CheckpointMetadata, number: int, group: LiveGroup, taken: Mapping[str, Any]
+) -> None:
+    """Raise :class:`MismatchError` for a saved hyperparameter that the live optimizer cannot have, which names it.
+
+    ``number``: of the live group; ``taken``: what it would get.
+    """
+    for name, saved in taken.items():
+        values = saved.values if isinstance(saved, PerRank) else [saved]
+        for value in values:
+            strange = _strange(name, group.hyperparameters, value) or _without_state(metadata, group, name, value)
+            if strange is not None:
+                problem = (
+                    f"param group {number} of the checkpoint has a hyperparameter that the live optimizer cannot take"
+                )
+                remedy = Remedy("keeps the live run's hyperparameters", config={"param_groups": "keep_live"})
+                both = strange.expected, strange.found
+                raise MismatchError(
+                    problem, None, *both, parameter=strange.name, remedy=(remedy, Remedy("take another tag"))
+                )
+
+
+def _strange(name: str, live: Mapping[str, Any], saved: Any) -> Strange | None:
+    own = live.get(name)
+    if own is None:
+        return Strange(name, "a value", described(saved)) if callable(saved) else None
+    if saved is None:
+        is_needed = name in _NEEDED or (name == "lr" and "relative_step" not in live)
+        return Strange(name, kind_of(own), NOTHING) if is_needed else None
+    both_are_lists = kind_of(saved) == kind_of(own) == LIST
+    if name in _FIXED and both_are_lists and len(saved) != len(own):
+        return Strange(name, f"{len(own)} numbers", described(saved))
+    return strange_value(name, own, saved)
+
+
+def _without_state(metadata: CheckpointMetadata, group: LiveGroup, name: str, saved: Any) -> Strange | None:
+    """A flag for which the checkpoint has no state, though it has those that belong to any."""
+    needed, usual = _WITH_STATE.get(name, ("", ""))
+    if saved is not True or not needed or name not in group.hyperparameters:
+        return None
+    places = metadata.tensors
+    has_states = any((member, usual) in places for member in group.names)
+    if not has_states or any((member, needed) in places for member in group.names):
+        return None
+    return Strange(name, f"false, since no parameter has {needed}", described(saved))
