@@ -1,11 +1,12 @@
-"""Watches over the reader while it reads what is hostile: nothing runs, hangs, or takes memory without measure."""
+"""Watches over the reader while it reads what is hostile: nothing runs, or takes work or memory without measure.
+
+Work is counted in calls, which are the same on every machine. What hangs without any is ended by the tests' time limit.
+"""
 
 from __future__ import annotations
 
 import codecs
-import faulthandler
 import os
-import signal
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -23,8 +24,8 @@ from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 FORBIDDEN = ("exec", "compile", "import", "marshal.", "code.__new__", "pickle.find_class", "ctypes.", "socket.")
 FORBIDDEN += ("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.putenv", "subprocess.Popen", "pty.")
 FORBIDDEN += ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.chmod", "shutil.", "glob.")
-#: Seconds that one file may take on a busy machine.
-MOST_SECONDS = 30
+#: Calls that one file may take, of Python and of C: for each of its bytes, and in addition.
+MOST_CALLS, MOST_MORE_CALLS = 400, 4_000_000
 #: Memory that a file may cost: 4 times its size, and what the interpreter takes for a small tree and an error.
 MOST_COPIES, MOST_MORE_NBYTES = 4, 2 << 20
 
@@ -35,8 +36,8 @@ _ran: list[str] = []
 _is_armed = False
 
 
-class Hanging(BaseException):
-    """A file took too long; no ``except Exception`` hides it."""
+class TooMuchWork(BaseException):
+    """A file takes more calls than it may; no ``except Exception`` hides it."""
 
 
 def _canary(event: str, arguments: tuple[Any, ...]) -> None:
@@ -47,17 +48,30 @@ def _canary(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_canary)  # there is no way to remove one: it is deaf outside of `guarded`
 
 
-def _hangs(_number: int, _frame: Any) -> None:
-    raise Hanging(f"more than {MOST_SECONDS} seconds")
+@contextmanager
+def counted(most: int) -> Iterator[None]:
+    """Raise :class:`TooMuchWork` once the block has made more than ``most`` calls."""
+    calls = 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+        if calls > most:
+            sys.setprofile(before)
+            raise TooMuchWork(f"more than {most} calls")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 @contextmanager
-def guarded(most_nbytes: int) -> Iterator[None]:
-    """Fail if the block runs code, hangs, or takes more memory than ``most_nbytes``."""
+def guarded(most_nbytes: int, file_nbytes: int = 0) -> Iterator[None]:
+    """Fail if the block runs code, takes more memory than ``most_nbytes``, or more calls than such a file may."""
     global _is_armed  # noqa: PLW0603  the hook is global too
-    before = signal.signal(signal.SIGALRM, _hangs)
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
-    faulthandler.dump_traceback_later(4 * MOST_SECONDS, exit=True)  # C code cannot be interrupted
     was_tracing = tracemalloc.is_tracing()
     if not was_tracing:
         tracemalloc.start()
@@ -65,15 +79,13 @@ def guarded(most_nbytes: int) -> Iterator[None]:
     start, _ = tracemalloc.get_traced_memory()
     _is_armed = True
     try:
-        yield
+        with counted(MOST_CALLS * file_nbytes + MOST_MORE_CALLS):
+            yield
     finally:
         _is_armed = False
         _, peak = tracemalloc.get_traced_memory()
         if not was_tracing:
             tracemalloc.stop()
-        faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
         ran = [*_ran]
         _ran.clear()
     assert ran == [], f"code ran: {ran}"
@@ -83,7 +95,7 @@ def guarded(most_nbytes: int) -> Iterator[None]:
 def read(path: str, copies: int = MOST_COPIES) -> tuple[PickledFile | None, ElasticCkptError | None]:
     """What becomes of a file: the file, whose tensors are inside of it and whose values can be had, or an error."""
     nbytes = os.path.getsize(path) if os.path.isfile(path) else 0
-    with guarded(copies * nbytes + MOST_MORE_NBYTES):
+    with guarded(copies * nbytes + MOST_MORE_NBYTES, nbytes):
         try:
             file = open_pickled(path)
         except ElasticCkptError as error:
@@ -93,7 +105,7 @@ def read(path: str, copies: int = MOST_COPIES) -> tuple[PickledFile | None, Elas
             assert type(ref.byte_offset) is int and ref.byte_offset >= 0, ref
             assert ref.byte_offset + ref.reach * ITEMSIZE[ref.dtype] <= max(nbytes, ref.byte_offset), ref
             assert ref.numel == 0 or ref.byte_offset + ref.reach * ITEMSIZE[ref.dtype] <= nbytes, ref
-    with guarded(2 * copies * nbytes + 2 * MOST_MORE_NBYTES):  # of which tensors may have half
+    with guarded(2 * copies * nbytes + 2 * MOST_MORE_NBYTES, nbytes):  # of which tensors may have half
         try:
             materialise(file, file.tree)
         except ElasticCkptError as error:

@@ -21,7 +21,7 @@ from elastic_ckpt.formats.objects import read_objects
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive import charges
 from tests.attacks.assembly import archive, legacy, packed, records_of
-from tests.attacks.guard import guarded, read
+from tests.attacks.guard import TooMuchWork, guarded, read
 from tests.attacks.pickles import BOMBS, MADE_BY_TORCH, NAMES, TRICKS, Nested, routes
 
 #: The size of an object of Python for each byte of a pickle that can make one.
@@ -40,6 +40,9 @@ def test_the_canary_sings(tmp_path: Path) -> None:
         pickle.loads(pickle.dumps(Nested()))
     with pytest.raises(AssertionError, match="are allowed"), guarded(1 << 20):
         bytearray(2 << 20)
+    with pytest.raises(TooMuchWork), guarded(1 << 20):
+        while True:
+            len("")
 
 
 @pytest.mark.parametrize(("module", "qualname"), NAMES, ids=".".join)
