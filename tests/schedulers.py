@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
+
+from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, SavedRate
 
 #: Per parameter, all that a run sets by group.
 RATES = {"a": 0.1, "b": 0.02, "c": 0.02, "new": 0.3}
@@ -98,6 +101,8 @@ OTHER_RELEASES: list[Callable[[dict[str, Any]], object]] = [
     lambda state: (state.pop("_anneal_func_type", None), state.update(anneal_func=None)),
     lambda state: state.update(entry_of_a_later_release=1),
 ]
+#: Those that a framework may use outside of the engine.
+OF_TORCH = [kind for kind in FACTORIES if not kind.startswith("Warmup") and kind != "OneCycle"]
 #: Saved groups, live groups, and for each live group the saved one. Groups are named by their first member.
 REBUILT = {
     "another order": (["a", "b"], ["b", "a"], [1, 0]),
@@ -122,3 +127,31 @@ def advance(optimizer: torch.optim.Optimizer, scheduler: Any, losses: Sequence[f
         scheduler.step(*([loss] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
         rates.append([group["lr"] for group in optimizer.param_groups])
     return rates
+
+
+def plan_of(sources: Sequence[int | None], saved_groups: int, rates: Sequence[float | None] = ()) -> LoadPlan:
+    members = tuple(() if source is None else (source,) for source in sources)
+    saved_rates = tuple(
+        None if source is None or rate is None else SavedRate(source, rate)
+        for source, rate in zip(sources, rates or [None] * len(sources), strict=True)
+    )
+    reads = ReadPlan((), (), (), ())
+    return LoadPlan(reads, saved_groups=saved_groups, member_groups=members, saved_rates=saved_rates)
+
+
+class Engine:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.global_steps = optimizer, 0
+        self.lr_scheduler: Any = None
+
+
+def engine_of(optimizer: torch.optim.Optimizer) -> Any:
+    """The engine of an optimizer, which lives as long."""
+    return vars(optimizer).setdefault("engine", Engine(optimizer))
+
+
+def saved_run(kind: str, names: list[str], steps: int) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = optimizer_of(names)
+    scheduler = FACTORIES[kind](optimizer, names)
+    advance(optimizer, scheduler, LOSSES[:steps])
+    return optimizer, copy.deepcopy(scheduler.state_dict())

@@ -307,6 +307,8 @@ class LoadPlan:
     member_groups: tuple[tuple[int, ...], ...] = ()
     #: Per live group, what its members were trained with; ``None`` if none is in the checkpoint.
     saved_rates: tuple[SavedRate | None, ...] = ()
+    #: Per live group, the saved values of the hyperparameters that a schedule of the engine begins anew with.
+    start_values: tuple[Mapping[str, Any], ...] = ()
     share: RestoredShare = NO_SHARE
     replaces_live_values: bool = False  # whether some of ``hyperparameters`` are others than the live ones
     outcomes: tuple[Outcome, ...] = ()
@@ -317,3 +319,7 @@ class LoadPlan:
         """Whether param groups are known to be others than at the save: more, fewer, or in another order."""
         as_saved = tuple((number,) for number in range(self.saved_groups))
         return bool(self.saved_groups and self.member_groups) and self.member_groups != as_saved
+
+
+#: Of a load that is not elastic_ckpt's.
+NO_PLAN = LoadPlan(ReadPlan((), (), (), ()))

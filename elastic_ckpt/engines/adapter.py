@@ -207,8 +207,7 @@ class EngineAdapter(ABC):
         """Set scalar states and hyperparameters, if the plan restores them. Local."""
         if not plan.restores_states:
             return
-        for group, values in zip(self.base.param_groups, plan.hyperparameters, strict=False):
-            group.update({key: _restored(group.get(key), value) for key, value in values.items()})
+        set_hyperparameters(self.base.param_groups, plan.hyperparameters)
         for flat, scalars in enumerate(plan.scalars):
             if scalars is None:
                 self.base.state.pop(self.masters[flat], None)
@@ -221,6 +220,12 @@ class EngineAdapter(ABC):
 
         Unless ``exact_masters``, round these through the weights, as DeepSpeed with ``load_optimizer_states=False``.
         """
+
+
+def set_hyperparameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Set saved hyperparameters in live param groups, in tensors that the optimizer has where they can hold them."""
+    for group, values in zip(groups, saved, strict=False):
+        group.update({key: _restored(group.get(key), value) for key, value in values.items()})
 
 
 def partitions_of(params: Sequence[Any]) -> Iterable[Placement]:

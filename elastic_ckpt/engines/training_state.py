@@ -8,13 +8,12 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
@@ -32,6 +31,7 @@ from elastic_ckpt.engines.schedule_states import (
     refuse_other_scheduler,
     schedule_states,
 )
+from elastic_ckpt.engines.schedule_undo import state_and_undo
 from elastic_ckpt.engines.schedules import apply_schedule, keys_of_start, keys_set_by, sets_first_beta_alone
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, Remedy, shortened
 from elastic_ckpt.report import DATA_POSITION
@@ -74,13 +74,25 @@ class LoadArguments:
 class TrainingStateCommit:
     """A checkpoint's training state, ready to be set: whatever depends on its data is computed here, and can fail here.
 
+    ``restored``: lr schedulers that have been restored otherwise, before the load.
+
     Then :meth:`load_schedulers` runs code of DeepSpeed and of the user, undone until every rank has succeeded; and
     :meth:`finish`, after tensors were overwritten, assigns attributes.
     """
 
-    def __init__(self, engine: Any, saved: TrainingState, arguments: LoadArguments, at: RankCoordinates) -> None:
-        self._engine, self._saved, self._arguments = engine, saved, arguments
-        self.scheduler = _scheduler_plan(engine.lr_scheduler, saved, arguments)
+    def __init__(
+        self,
+        engine: Any,
+        saved: TrainingState,
+        arguments: LoadArguments,
+        at: RankCoordinates,
+        restored: Sequence[Any] = (),
+    ) -> None:
+        self._engine = engine
+        self._saved = saved
+        self._arguments = arguments
+        self._restored = restored
+        self.scheduler = _scheduler_plan(engine.lr_scheduler, saved, arguments, restored)
         own = {}  # DeepSpeed's own schedulers that the engine has, by their keys in a checkpoint
         if not arguments.load_module_only:
             if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
@@ -137,9 +149,11 @@ class TrainingStateCommit:
             what, why = ("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")
             if self.scheduler.kept_live and plan.restores_states:
                 why += "; the live one begins anew, from the live lr"
+            elif _is_among(scheduler, self._restored):
+                why += "; the live one was restored before the load, and goes on"
             return [Outcome("lr scheduler", what, (), why)]
         groups = self._engine.optimizer.param_groups
-        before, undo = _kept(scheduler, groups)
+        before, undo = state_and_undo(scheduler, groups)
         state = fit_scheduler(copy.deepcopy(saved), before, plan.group_sources, plan.saved_groups)
         self._undo.callback(undo)
         _load_state(scheduler, state)
@@ -185,7 +199,9 @@ class TrainingStateCommit:
         return {key: value for key, value in saved.items() if key not in own}
 
 
-def _scheduler_plan(live: Any, saved: TrainingState, arguments: LoadArguments) -> SchedulerPlan:
+def _scheduler_plan(
+    live: Any, saved: TrainingState, arguments: LoadArguments, restored: Sequence[Any]
+) -> SchedulerPlan:
     """What becomes of an engine's lr scheduler; :class:`MismatchError` if the saved one is of another class."""
     wanted = live is not None and arguments.load_lr_scheduler_states and not arguments.load_module_only
     is_saved = saved.lr_scheduler is not None
@@ -197,7 +213,7 @@ def _scheduler_plan(live: Any, saved: TrainingState, arguments: LoadArguments) -
         refuse_strange_entries(live, own_state, saved.lr_scheduler)
     # a framework that passes load_lr_scheduler_states=False has it in the client state, and restores it itself
     restored_later = any(schedule_states(saved.checkpoint))
-    begins_anew = live is not None and not is_restored
+    begins_anew = live is not None and not is_restored and not _is_among(live, restored)
     is_first = begins_anew and not restored_later
     first_beta = is_restored and sets_first_beta_alone(live)
     sets = keys_set_by(live) if is_restored else frozenset[str]()
@@ -207,8 +223,12 @@ def _scheduler_plan(live: Any, saved: TrainingState, arguments: LoadArguments) -
         first_beta,
         begins_anew,
         keys_of_start(live, saved.lr_scheduler) if is_first else frozenset(),
-        live is None and not restored_later,
+        live is None and not restored_later and not restored,
     )
+
+
+def _is_among(scheduler: Any, others: Sequence[Any]) -> bool:
+    return any(scheduler is other for other in others)
 
 
 def _load_state(scheduler: Any, state: Any) -> None:
@@ -222,35 +242,6 @@ def _load_state(scheduler: Any, state: Any) -> None:
         expected, found = f"a state that {type(scheduler).__name__} loads", f"{type(error).__name__}: {error}"[:200]
         problem = f"the live lr scheduler could not load the saved state, which has {keys}"
         raise MismatchError(problem, expected=expected, found=found, remedy=BEGIN_ANEW) from error
-
-
-def _kept(scheduler: Any, groups: Sequence[dict[str, Any]]) -> tuple[Any, Callable[[], None]]:
-    """The state of an lr scheduler, and what gives it and the param groups theirs back, live tensors in place."""
-    state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
-    live: list[Any] = [state, *({key: value for key, value in group.items() if key != "params"} for group in groups)]
-    tensors = list(_tensors_in(live))
-    elements = [tensor.detach().clone() for tensor in tensors]
-    before, *values = copy.deepcopy(live, {id(tensor): tensor for tensor in tensors})
-
-    def undo() -> None:
-        try:
-            scheduler.load_state_dict(before)
-        except Exception:  # a scheduler that cannot load even its own state; the first error is the one to show
-            logger.exception("elastic_ckpt could not restore the state of the lr scheduler")
-        for tensor, saved in zip(tensors, elements, strict=True):
-            tensor.detach().copy_(saved)
-        for group, kept in zip(groups, values, strict=True):
-            group.update(kept)
-
-    return before, undo
-
-
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (Mapping, list, tuple)):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from _tensors_in(value)
 
 
 def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple[list[Outcome], list[Change]]:

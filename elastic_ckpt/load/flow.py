@@ -37,6 +37,7 @@ from elastic_ckpt.formats.same_save import steps_not_counted
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
+from elastic_ckpt.load.early_schedulers import EarlyStates, early_schedulers
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.nothing_matched import refuse_nothing
 from elastic_ckpt.load.publishing import publish
@@ -110,6 +111,7 @@ class Prepared:
     checkpoint: Checkpoint
     plan: LoadPlan
     host: training_state.TrainingStateCommit
+    early: EarlyStates  # of schedulers that were restored before the load
     warnings: tuple[str, ...]
     medium: Medium  # where the files are, for one rank at least
     runs_code: bool  # whether any rank loads the state of a scheduler; the others wait for it
@@ -131,26 +133,30 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
         options = MetadataOptions.of(config, with_states=with_states, coordinates=at, skip_unreadable=skips)
         checkpoint = read_checkpoint(found, options, local_state, config.rename)
     with timed("plan", seconds):
-        planned: list[tuple[LoadPlan, training_state.TrainingStateCommit, tuple[str, ...]]] = []
+        planned: list[tuple[LoadPlan, training_state.TrainingStateCommit, EarlyStates, tuple[str, ...]]] = []
 
         def make_plan() -> RankPlan:
             warnings = _compare_runs(call, at.data_degree, checkpoint)
-            host = training_state.TrainingStateCommit(engine, checkpoint.training_state, arguments, at)
+            restored = early_schedulers(engine)
+            host = training_state.TrainingStateCommit(engine, checkpoint.training_state, arguments, at, restored)
             warnings += tuple(checkpoint.training_state.left_out.values())
             wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": host.scheduler}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             adapter.check(plan, checkpoint.metadata.source.zero_stage)
             check_client_schedulers(engine, plan, checkpoint.training_state.checkpoint)
-            planned.append((plan, host, warnings))
-            return RankPlan.of(plan, at.mp_rank, config, found.folder, host.runs_code)
+            early = EarlyStates(engine, plan, engine.lr_scheduler if host.scheduler.is_restored else None)
+            planned.append((plan, host, early, warnings))
+            return RankPlan.of(plan, at.mp_rank, config, found.folder, host.runs_code or bool(early))
 
         everybody, notes, medium = agree_on_plans(make_plan, config)
-        plan, host, warnings = planned[0]
+        plan, host, early, warnings = planned[0]
         plan = replace(plan, notes=notes, share=sum((each.share for each in everybody), NO_SHARE))
         if plan.share.is_nothing(with_states):
             refuse_nothing(checkpoint.metadata, local_state, plan.share, config.rename, with_states)
     runs_code = any(each.runs_code for each in everybody)
-    return Prepared(call, found, seconds, adapter, local_state, checkpoint, plan, host, warnings, medium, runs_code)
+    return Prepared(
+        call, found, seconds, adapter, local_state, checkpoint, plan, host, early, warnings, medium, runs_code
+    )
 
 
 def adapter_of(engine: Any, with_states: bool) -> EngineAdapter:
@@ -236,7 +242,9 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
             with distributed.agree("load the schedulers"):
                 look_again(reopen=False)  # the last chance to leave the engine as it was
                 ready.host.load_schedulers(ready.plan)
+                ready.early.load()
         except ElasticCkptError:
+            ready.early.undo()
             ready.host.undo_schedulers()
             raise
     else:
@@ -244,6 +252,7 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
     try:
         everybody, verified = _overwrite(ready)
     except Exception as error:  # including a collective's, after which ranks cannot agree
+        ready.early.undo()  # whose scripts may load again
         cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
         raise as_partial_load_error(cause) from cause
     compat.record_counts(call.engine)

@@ -26,6 +26,7 @@ from elastic_ckpt.formats import CheckpointInfo, detect
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.agreed_config import agreed_config
 from elastic_ckpt.load.data_position import check_position, save_checkpoint, with_position
+from elastic_ckpt.load.early_schedulers import in_live_order
 from elastic_ckpt.load.fallback import (
     at_saved_topology,
     check_objects,
@@ -41,7 +42,7 @@ from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.older import Older, Tried, choose_older, refuse_proven
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
 from elastic_ckpt.load.publishing import publish_refusal
-from elastic_ckpt.load.scheduler_hook import forget_schedulers, unwatch_schedulers
+from elastic_ckpt.load.scheduler_hook import end_load, forget_schedulers, unwatch_schedulers, watch_schedulers
 from elastic_ckpt.load.trainer_hook import unwatch_trainer, watch_trainer
 from elastic_ckpt.patches import aligned_partitions, argument, config_errors, pipeline_stages, unwrap, wrap
 from elastic_ckpt.storage import VIEW, exists, is_url, seen_through
@@ -63,6 +64,7 @@ def patch_engine() -> None:
     pipeline_stages.watch_pipe()
     config_errors.watch_config()
     watch_pretrained()
+    watch_schedulers()
 
 
 def unpatch_engine() -> None:
@@ -85,6 +87,7 @@ def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs
     aligned_partitions.align_engine(argument(original, "config_class", (engine, *args), kwargs))
     original(engine, *args, **kwargs)
     watch_trainer()
+    watch_schedulers(engine)
 
 
 @distributed.one_at_a_time()
@@ -94,7 +97,10 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     arguments = LoadArguments.of(given, compat.has_optimizer(engine))
     load = functools.partial(_decide_and_load, functools.partial(_call, original, given), engine, arguments)
     try:
-        return with_position(engine, load, wanted=not arguments.load_module_only)
+        with in_live_order():
+            result = with_position(engine, load, wanted=not arguments.load_module_only)
+        end_load(engine, result)
+        return result
     except errors.ElasticCkptError as error:
         framework = calling_framework()
         if framework is not None and (words := in_words_of(framework, error.remedies)):

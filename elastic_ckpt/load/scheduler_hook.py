@@ -1,51 +1,88 @@
-"""The patch of ``load_state_dict`` of torch's lr schedulers, after a load into other param groups than were saved.
+"""The patch of ``load_state_dict`` of lr schedulers: of those that ``load_checkpoint`` does not restore.
 
-Frameworks restore a scheduler that the engine does not have once ``load_checkpoint`` has returned: the Trainer of its
-``scheduler.pt``, Accelerate of ``scheduler.bin``, Lightning of the client state. Its state has lists by the position of
-the saved groups. The first state that a scheduler of such an engine's optimizer is given gets them in the order of the
-live groups; nothing else is replaced.
+A framework or a script restores them itself. Mostly once ``load_checkpoint`` has returned: the Trainer of its
+``scheduler.pt``, Accelerate of ``scheduler.bin``, Lightning of the client state. If the load was into other param
+groups than were saved, the first state that a scheduler of such an engine's optimizer is given gets its lists in the
+order of the live groups. If the engine's own one was to begin anew, and is restored after all, its groups get the saved
+rates. Those that are restored before: :mod:`elastic_ckpt.load.early_schedulers`.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.logs import logger_of
-from elastic_ckpt.core.read_plan import LoadPlan, SavedRate
+from elastic_ckpt.core.read_plan import NO_PLAN, LoadPlan
 from elastic_ckpt.engines import compat
-from elastic_ckpt.engines.schedule_states import check_fit, fit_scheduler, fits_as_it_is, schedule_states
-from elastic_ckpt.engines.schedules import apply_schedule
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.engines.adapter import set_hyperparameters
+from elastic_ckpt.engines.schedule_states import schedule_states
+from elastic_ckpt.load.early_schedulers import (
+    early_schedulers,
+    forget_all_early,
+    forget_early,
+    in_live_order,
+    is_in_live_order,
+    is_of,
+    note_early,
+    own_state,
+)
+from elastic_ckpt.load.group_mapping import GroupMapping
 from elastic_ckpt.patches import unwrap, wrap
 
 logger = logger_of(__name__)
 _METHOD = "load_state_dict"
-_REMEDY = "build the param groups as they were saved, or let the framework begin its scheduler anew"
+#: torch's, of which others are derived.
+_ROOTS = (LRScheduler, ReduceLROnPlateau)
 
 
 @dataclass(frozen=True)
-class _Regrouped:
-    """An optimizer whose param groups are others than those of the checkpoint that was loaded last."""
+class _Load:
+    """The last load into an engine, whose schedulers may be restored after it.
 
-    optimizer: weakref.ref[Any]
-    sources: Sequence[Sequence[int]]  # per live group, the saved ones of its members
-    saved_groups: int
-    saved_rates: Sequence[SavedRate | None]
-    restored: list[weakref.ref[Any]] = field(default_factory=list)  # schedulers that had their state
+    Attributes:
+        engine: that has loaded.
+        steps: its count of steps then.
+        mapping: the saved param groups of which the live ones consist.
+        start_values: per live group, the saved values of what the engine's schedule has begun anew with.
+        restored: schedulers that have had their state in the order of the live groups.
+        early: those that had it before the load.
+    """
+
+    engine: weakref.ref[Any]
+    steps: int
+    mapping: GroupMapping
+    start_values: Sequence[Mapping[str, Any]]
+    restored: list[weakref.ref[Any]]
+    early: Sequence[weakref.ref[Any]]
+
+    def awaits(self, scheduler: Any) -> bool:
+        """Whether a state that a scheduler is given belongs to this load."""
+        engine = self.engine()
+        if engine is None or not is_of(scheduler, engine) or _is_among(scheduler, self.restored):
+            return False
+        is_waiting = self.mapping.is_other and not _is_among(scheduler, self.early)
+        return is_waiting or _steps_of(engine) == self.steps
+
+    def give_start_values(self, scheduler: Any) -> None:
+        """Set what param groups were saved with, if the engine's schedule goes on after all."""
+        engine = self.engine()
+        if engine is None or engine.lr_scheduler is not scheduler or not any(self.start_values):
+            return
+        set_hyperparameters(compat.base_optimizer(engine).param_groups, self.start_values)
+        if distributed.rank() == 0:
+            text = "its state was restored after load_checkpoint: param groups have the saved lr again"
+            logger.info("elastic_ckpt: the engine's lr scheduler does not begin anew; %s", text)
 
 
-_REGROUPED: list[_Regrouped] = []
-#: Whether a patched method runs, which calls those of its base class and of inner schedulers.
-_RUNS: ContextVar[bool] = ContextVar("a scheduler's state is being restored", default=False)
+_LOADS: list[_Load] = []
+_WATCHED: list[type] = []
 
 
 def check_client_schedulers(engine: Any, plan: LoadPlan, client_state: Any) -> None:
@@ -57,94 +94,98 @@ def check_client_schedulers(engine: Any, plan: LoadPlan, client_state: Any) -> N
     if engine.lr_scheduler is None and not any("initial_lr" in group for group in groups):
         return
     for state in schedule_states(client_state) if plan.regroups else ():
-        if not fits_as_it_is(state, len(groups), plan.saved_groups):
-            with _own_remedy():
-                check_fit(state, plan.member_groups, plan.saved_groups)
+        GroupMapping.of(plan).check(state)
 
 
-def expect_schedulers(engine: Any, plan: LoadPlan, restored: Sequence[Any] = ()) -> None:
-    """Watch what schedulers of an engine's optimizer are restored from, if its param groups are others now. Local.
+def watch_schedulers(engine: Any = None) -> None:
+    """Watch what schedulers of all classes so far are restored from, and that of an ``engine``. Idempotent; local."""
+    own = getattr(engine, "lr_scheduler", None)
+    is_other = not isinstance(own, _ROOTS) and hasattr(type(own), _METHOD)
+    for kind in _with_load_state_dict([type(own)] if is_other else []):
+        wrap(kind, _METHOD, _load_state_dict)
+        if kind not in _WATCHED:
+            _WATCHED.append(kind)
 
-    ``restored``: those that have had their state, in the live order.
+
+def expect_schedulers(engine: Any, plan: LoadPlan = NO_PLAN, restored: Sequence[Any] = ()) -> None:
+    """Take the next states of schedulers of an engine's optimizer for those of the load that it has ended. Local.
+
+    ``plan``: of the load, if it was elastic_ckpt's; ``restored``: schedulers that have had their state.
     """
     forget_schedulers(engine)
-    if not plan.regroups:
-        return
-    optimizer = weakref.ref(compat.base_optimizer(engine))
-    done = [weakref.ref(scheduler) for scheduler in restored if isinstance(scheduler, LRScheduler)]
-    _REGROUPED.append(_Regrouped(optimizer, plan.member_groups, plan.saved_groups, plan.saved_rates, done))
-    for kind in _with_load_state_dict():
-        wrap(kind, _METHOD, _load_state_dict)
+    watch_schedulers(engine)
+    early = early_schedulers(engine)
+    forget_early(*early)
+    load = _Load(
+        weakref.ref(engine),
+        _steps_of(engine),
+        GroupMapping.of(plan),
+        plan.start_values,
+        _references(restored),
+        _references(early),
+    )
+    _LOADS.append(load)
+
+
+def end_load(engine: Any, result: Any) -> None:
+    """Expect schedulers after a load of DeepSpeed's own loader, too; ``result``: what it has returned. Local."""
+    is_expected = any(load.engine() is engine for load in _LOADS)
+    if not is_expected and isinstance(result, tuple) and result[0] is not None:
+        expect_schedulers(engine)
 
 
 def forget_schedulers(engine: Any) -> None:
     """End :func:`expect_schedulers` of an engine, and of all that are gone. Local."""
-    base = compat.base_optimizer(engine)
-    _REGROUPED[:] = [each for each in _REGROUPED if (of := each.optimizer()) is not None and of is not base]
+    _LOADS[:] = [load for load in _LOADS if (loaded := load.engine()) is not None and loaded is not engine]
 
 
 def unwatch_schedulers() -> None:
     """Undo the patch."""
-    _REGROUPED.clear()
-    for kind in _with_load_state_dict():
+    _LOADS.clear()
+    forget_all_early()
+    for kind in _WATCHED:
         unwrap(kind, _METHOD)
+    _WATCHED.clear()
 
 
-def _with_load_state_dict() -> list[type]:
-    """The classes of schedulers, of torch and of the script, that have this method of their own."""
-    kinds: list[type] = [LRScheduler, ReduceLROnPlateau]
+def _with_load_state_dict(more: Sequence[type]) -> list[type]:
+    """The classes of schedulers that have this method of their own, those of a script among them; and ``more``."""
+    kinds: list[type] = [*_ROOTS]
     for kind in kinds:
         kinds.extend(set(kind.__subclasses__()).difference(kinds))
-    return [kind for kind in kinds if _METHOD in vars(kind)]
+    return [*(kind for kind in kinds if _METHOD in vars(kind)), *more]
 
 
 def _load_state_dict(original: Callable[..., Any], scheduler: Any, *args: Any, **named: Any) -> Any:
     """Restore a scheduler; its lists by param group are put in the order of the live ones, where these are others."""
+    restore = functools.partial(original, scheduler, *args, **named)
+    if not _WATCHED or is_in_live_order() or not (args or named):
+        return restore()  # also where a wrapper around this one keeps it in place
     state_dict, *more = (*args, *named.values())
-    found = None if _RUNS.get() else _regrouped(scheduler)
-    token = _RUNS.set(True)
-    try:
-        if found is None or fits_as_it_is(state_dict, len(found.sources), found.saved_groups):
-            return original(scheduler, *args, **named)
-        before = copy.deepcopy(scheduler.state_dict())
-        with _own_remedy():
-            fitted = fit_scheduler(copy.deepcopy(state_dict), before, found.sources, found.saved_groups)
-        result = original(scheduler, fitted, *more)
-    finally:
-        _RUNS.reset(token)
-    found.restored.append(weakref.ref(scheduler))
-    _set_new_groups(scheduler, found, (state_dict, before))
+    load = next((each for each in _LOADS if each.awaits(scheduler)), None)
+    with in_live_order():  # those of its base class and of inner schedulers
+        if load is None:
+            return note_early(scheduler, restore, state_dict)
+        if load.mapping.concerns(state_dict):
+            before = own_state(scheduler)
+            restore = functools.partial(original, scheduler, load.mapping.fit(state_dict, before), *more)
+            result = restore()
+            load.mapping.set_new_groups(scheduler, state_dict, before)
+        else:
+            result = restore()
+    if load.mapping.concerns(state_dict) or not load.mapping.is_other:
+        load.restored.extend(_references([scheduler]))
+    load.give_start_values(scheduler)
     return result
 
 
-def _regrouped(scheduler: Any) -> _Regrouped | None:
-    """What is known of a scheduler's param groups, if its state has not been restored since."""
-    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
-    for each in _REGROUPED:
-        optimizer = each.optimizer()
-        # wrappers of an optimizer, as Accelerate's, have its groups
-        is_its = optimizer is not None and groups is optimizer.param_groups
-        if is_its and not any(other() is scheduler for other in each.restored):
-            return each
-    return None
+def _references(schedulers: Sequence[Any]) -> list[weakref.ref[Any]]:
+    return [weakref.ref(scheduler) for scheduler in schedulers if isinstance(scheduler, _ROOTS)]
 
 
-def _set_new_groups(scheduler: Any, found: _Regrouped, saved: tuple[Any, Any]) -> None:
-    """Set the rates of groups of which the checkpoint has nothing to those of the restored position."""
-    new = [number for number, sources in enumerate(found.sources) if not sources]
-    groups = scheduler.optimizer.param_groups
-    unknown = apply_schedule(scheduler, groups, new, saved, found.saved_rates)
-    if unknown and distributed.rank() == 0:
-        rates = ", ".join(f"{groups[number]['lr']:g}" for number in unknown)
-        text = "the lr schedule so far was not applied to param groups %s, which continue from lr %s"
-        logger.warning(f"elastic_ckpt: {text}", ", ".join(map(str, unknown)), rates)
+def _is_among(scheduler: Any, references: Sequence[weakref.ref[Any]]) -> bool:
+    return any(reference() is scheduler for reference in references)
 
 
-@contextmanager
-def _own_remedy() -> Iterator[None]:
-    """Give a :class:`MismatchError` of the body the remedy of a scheduler that ``load_checkpoint`` does not restore."""
-    try:
-        yield
-    except MismatchError as error:
-        error.remedy = _REMEDY
-        raise
+def _steps_of(engine: Any) -> int:
+    return int(getattr(engine, "global_steps", 0))

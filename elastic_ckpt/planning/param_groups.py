@@ -10,7 +10,8 @@ them before it uses them, else refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -22,7 +23,7 @@ from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import NO_SCHEDULER, Outcome, SavedRate, SchedulerPlan
 from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.core.text import counted
-from elastic_ckpt.core.values import PerRank, common, differing, of_rank, refuse_left_in_file
+from elastic_ckpt.core.values import PerRank, common, differing, left_in_file, of_rank, refuse_left_in_file
 from elastic_ckpt.errors import BY_DEEPSPEED, ITS_OPTIMIZER, MADE_ANEW, MismatchError, Remedy, UnsupportedError, listed
 from elastic_ckpt.planning.hyperparameters import refuse_strange_hyperparameters
 
@@ -141,6 +142,26 @@ def rates_of_members(metadata: CheckpointMetadata, local_state: LocalState) -> t
         is_one = bool(found) and isinstance(found[0], (int, float)) and all(rate == found[0] for rate in found)
         rates.append(SavedRate(sources[0], found[0] if is_one else None) if sources else None)
     return tuple(rates)
+
+
+def saved_values(
+    metadata: CheckpointMetadata, local_state: LocalState, sources: Sequence[Sequence[int]], keys: Set[str]
+) -> tuple[Mapping[str, Any], ...]:
+    """Per live group, the saved values of some hyperparameters, without those that differ or that it cannot have."""
+    every: list[Mapping[str, Any]] = []
+    for number, found in enumerate(sources):
+        of_sources = [metadata.groups[source] for source in found]
+        first = of_sources[0] if of_sources else {}
+        values = {}
+        for key in keys & first.keys():
+            is_common = all(each.get(key) == first[key] for each in of_sources)
+            if not is_common or any(left_in_file(first[key])):
+                continue
+            with suppress(MismatchError):
+                refuse_strange_hyperparameters(metadata, number, local_state.groups[number], {key: first[key]})
+                values[key] = first[key]
+        every.append(values)
+    return tuple(every)
 
 
 def _mixed(

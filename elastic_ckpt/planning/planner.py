@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from elastic_ckpt.planning.param_groups import (
     keys_of_new_scheduler,
     match_groups,
     rates_of_members,
+    saved_values,
     with_own_values,
 )
 from elastic_ckpt.planning.plan_builder import PlanBuilder
@@ -112,8 +113,14 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
         keep_live = config.param_groups == "keep_live"
         if options.scheduler.others_begin_anew and not keep_live:
             added = keys_of_new_scheduler(metadata, local_state)
-        wanted = {"with_states": options.optimizer_states, "converted": states.converted}
-        groups = match_groups(metadata, local_state, keep_live, **wanted, kept_live=added | options.scheduler.kept_live)
+        groups = match_groups(
+            metadata,
+            local_state,
+            keep_live,
+            with_states=options.optimizer_states,
+            converted=states.converted,
+            kept_live=added | options.scheduler.kept_live,
+        )
     return Matched(saved, metadata, parameters, resharding, states, groups, values, (_ADDED,) if added else ())
 
 
@@ -145,6 +152,7 @@ def plan_load(
         saved_groups=len(metadata.groups),
         group_sources=sources,
         member_groups=groups_of_members(metadata, local_state) if options.optimizer_states else (),
+        start_values=_start_values(metadata, local_state, sources, options),
         saved_rates=rates_of_members(metadata, local_state) if with_rates else (),
         outcomes=_outcomes(found, sources if options.optimizer_states else (), _of_live_groups(local_state, options)),
         notes=(
@@ -158,6 +166,15 @@ def plan_load(
         share=restored_share(metadata, local_state, found.parameters),
         replaces_live_values=bool(replaced),
     )
+
+
+def _start_values(
+    metadata: CheckpointMetadata, local_state: LocalState, sources: Sequence[Sequence[int]], options: LoadOptions
+) -> tuple[Mapping[str, Any], ...]:
+    """Per live group, the saved values of what the engine's schedule begins anew with."""
+    if not options.optimizer_states:
+        return ()
+    return saved_values(metadata, local_state, sources, options.scheduler.kept_live)
 
 
 def restored_share(metadata: CheckpointMetadata, local_state: LocalState, matching: Matching) -> RestoredShare:

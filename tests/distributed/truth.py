@@ -219,7 +219,7 @@ def fingerprint(engine: Any, skipped: Sequence[str] = ()) -> dict[str, str]:
         "masters": _digest(flats(optimizer)),
         "states": _digest([value for flat in flats(optimizer) for value in _state_values(optimizer, flat, skipped)]),
         "groups": repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]),
-        "scheduler": repr(engine.lr_scheduler.state_dict()),
+        "scheduler": repr(None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()),
         "counters": repr((engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps)),
         "scaler": repr(vars(getattr(optimizer, "loss_scaler", Exception())))
         + repr(getattr(optimizer, "loss_scale_config", None))

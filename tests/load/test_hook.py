@@ -142,11 +142,15 @@ def test_a_refused_load_writes_its_error_to_the_reports_file(tmp_path: Path) -> 
     assert all(f"step{number}" in written["found"] for number in range(12))
 
 
+class Engine(SimpleNamespace):
+    """What is asked of one; unlike a plain namespace, it can be referred to weakly."""
+
+
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_arguments_of_a_version_to_come_pass_through(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = SimpleNamespace(use_node_local_storage=lambda: False, load_universal_checkpoint=lambda: False)
+    engine = Engine(use_node_local_storage=lambda: False, load_universal_checkpoint=lambda: False, global_steps=0)
     engine.optimizer, engine._config = None, SimpleNamespace(_param_dict={"elastic_checkpoint": {"mode": mode}})
     monkeypatch.setattr(hook, "objects_for_deepspeed", lambda call: nullcontext())
     found = hook._load_checkpoint(newer, engine, str(tmp_path), mapping="cpu", eager=True)

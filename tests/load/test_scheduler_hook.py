@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, SavedRate
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.load.scheduler_hook import (
     check_client_schedulers,
@@ -20,9 +18,7 @@ from elastic_ckpt.load.scheduler_hook import (
     unwatch_schedulers,
 )
 from elastic_ckpt.planning.param_groups import transferable
-from tests.schedulers import FACTORIES, LOSSES, REBUILT, advance, optimizer_of
-
-OF_TORCH = [kind for kind in FACTORIES if not kind.startswith("Warmup") and kind != "OneCycle"]
+from tests.schedulers import FACTORIES, LOSSES, OF_TORCH, REBUILT, advance, engine_of, optimizer_of, plan_of, saved_run
 
 
 @pytest.fixture(autouse=True)
@@ -31,20 +27,6 @@ def unpatched() -> Iterator[None]:
     yield
     unwatch_schedulers()
     assert before == {kind: vars(kind).get("load_state_dict") for kind in before}
-
-
-def plan_of(sources: Sequence[int | None], saved_groups: int, rates: Sequence[float | None] = ()) -> LoadPlan:
-    members = tuple(() if source is None else (source,) for source in sources)
-    saved_rates = tuple(
-        None if source is None or rate is None else SavedRate(source, rate)
-        for source, rate in zip(sources, rates or [None] * len(sources), strict=True)
-    )
-    reads = ReadPlan((), (), (), ())
-    return LoadPlan(reads, saved_groups=saved_groups, member_groups=members, saved_rates=saved_rates)
-
-
-def engine_of(optimizer: torch.optim.Optimizer) -> Any:
-    return SimpleNamespace(optimizer=optimizer, lr_scheduler=None)
 
 
 class Wrapper:
@@ -56,13 +38,6 @@ class Wrapper:
     @property
     def param_groups(self) -> Any:
         return self.optimizer.param_groups
-
-
-def saved_run(kind: str, names: list[str], steps: int) -> tuple[torch.optim.Optimizer, Any]:
-    optimizer = optimizer_of(names)
-    scheduler = FACTORIES[kind](optimizer, names)
-    advance(optimizer, scheduler, LOSSES[:steps])
-    return optimizer, copy.deepcopy(scheduler.state_dict())
 
 
 def loaded(old: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, sources: Sequence[int | None]) -> None:

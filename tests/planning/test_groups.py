@@ -218,3 +218,16 @@ def test_a_group_keeps_its_live_name() -> None:
     hyperparameters = [{**ADAM, "name": "old"}, {**ADAM, "name": "older"}]
     plan = plan_load(*two_groups([["a.weight", "b.weight"]], hyperparameters), LoadOptions())
     assert plan.hyperparameters == (ADAM,)
+
+
+@pytest.mark.parametrize("rate", ["0.1", LeftInFile("a tensor"), None, [0.1]])
+def test_what_a_schedule_may_get_back_is_of_the_live_kind(rate: Any) -> None:
+    scheduler = SchedulerPlan(begins_anew=True, kept_live=frozenset({"lr"}))
+    plans = [
+        plan_load(
+            *two_groups([["a.weight"], ["b.weight"]], (ADAM, {**ADAM, "lr": each})), LoadOptions(scheduler=scheduler)
+        )
+        for each in (0.5, rate)
+    ]
+    assert [plan.start_values for plan in plans] == [({"lr": 1e-3}, {"lr": 0.5}), ({"lr": 1e-3}, {})]
+    assert all("lr" not in values for plan in plans for values in plan.hyperparameters)

@@ -1,0 +1,147 @@
+"""Schedules that a script restores itself: each param group goes on with its own rates, wherever it is now."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.distributed.cells import Cell, Save, cells
+from tests.distributed.hand_schedule_jobs import FACTOR, FLOORS, GROUPINGS, RATES, STEPS
+
+JOB = "hand_schedule_jobs.save"
+BEFORE, AFTER = ("restore", "load"), ("load", "restore")
+WITHOUT = {"load_lr_scheduler_states": False}
+#: Of torch, which an engine need not know.
+OUTSIDE = ["LambdaLR", "StepLR", "Whole", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"]
+
+
+def save_of(schedule: str, is_own: bool) -> Save:
+    return Save(schedule, job=JOB, more={"is_own": is_own})
+
+
+def cell_of(schedule: str, grouping: str, is_own: bool, number: int, order: tuple[str, ...], **more: Any) -> Cell:
+    case = {"schedule": schedule, "grouping": grouping, "is_own": is_own, "order": order, **more}
+    name = f"{schedule} {grouping} {'-'.join(order)}"
+    stage = 3 if number % 2 else 1
+    return Cell(name, save_of(schedule, is_own), "hand_schedule_jobs.resume", 2 + number % 2, {"stage": stage, **case})
+
+
+#: A schedule of more lambdas than there are groups is torch's to refuse, where it is restored.
+EARLY = [
+    cell_of(schedule, grouping, False, number, BEFORE)
+    for number, (schedule, grouping) in enumerate(product(OUTSIDE, GROUPINGS))
+    if (schedule, grouping) not in (("LambdaLR", "one fewer"), ("SequentialLR", "one fewer"))
+]
+BOTH = [
+    cell_of(schedule, "reversed", False, number, ("restore", "load", "restore"))
+    for number, schedule in enumerate(("LambdaLR", "ReduceLROnPlateau"))
+]
+
+
+@cells([*EARLY, *BOTH])
+def test_a_schedule_that_is_restored_before_the_load_goes_on(cell: Cell, facts: list[Any]) -> None:
+    for each in facts:
+        assert each.differences == {}, each.differences
+        assert each.lines == []
+
+
+#: Of an engine, which is told to leave it; a schedule of DeepSpeed keeps nothing by group.
+OWN = [
+    cell_of(schedule, grouping, True, number, order, arguments=WITHOUT)
+    for number, (schedule, grouping, order) in enumerate(
+        [
+            *product(("StepLR", "CosineAnnealingLR"), GROUPINGS, (AFTER, BEFORE)),
+            *product(("LambdaLR", "Whole"), ("as saved", "reversed", "split"), (AFTER, BEFORE)),
+            *product(("WarmupLR", "OneCycle"), ("as saved",), (AFTER, BEFORE)),
+        ]
+    )
+]
+
+
+@cells(OWN)
+def test_an_engines_schedule_that_is_restored_by_hand_has_the_saved_rates(cell: Cell, facts: list[Any]) -> None:
+    for each in facts:
+        assert each.differences == {}, each.differences
+        begins_anew = "begins anew, from the live lr" in each.text
+        assert begins_anew == (cell.case["order"] == AFTER)
+        assert ("was restored before the load" in each.text) != begins_anew
+
+
+def changed(name: str, schedule: str, is_own: bool, expected: Any, **case: Any) -> Cell:
+    case = {"schedule": schedule, "is_own": is_own, **case}
+    return Cell(name, save_of(schedule, is_own), "hand_schedule_jobs.change_lr", 1, case, expected=expected)
+
+
+KEEP_LIVE = {"param_groups": "keep_live"}
+SAVED = list(RATES.values())
+NEW = [FACTOR * rate for rate in SAVED]
+#: The saved rates at the first of the next steps: of a StepLR, and of a plateau, which is at its floors.
+HALVED, PLATEAU = (
+    [rate / 2 for rate in SAVED],
+    [max(rate / 10**3, floor) for rate, floor in zip(SAVED, FLOORS.values(), strict=True)],
+)
+#: Rows of the recipe about a new lr: the lr of the first step by param group, that of the second where it is known, and
+#: what the report says.
+NEW_LR = [
+    changed(
+        "plateau, anew", "ReduceLROnPlateau", True, (NEW, None, "begins anew, from the live lr"), arguments=WITHOUT
+    ),
+    changed("plateau, restored", "ReduceLROnPlateau", True, (PLATEAU, PLATEAU, "")),
+    changed("plateau, restored, kept", "ReduceLROnPlateau", True, (PLATEAU, PLATEAU, ""), section=KEEP_LIVE),
+    changed("own class, anew", "Whole", True, (NEW, NEW, "begins anew, from the live lr"), arguments=WITHOUT),
+    changed("own class, restored", "Whole", True, (HALVED, [rate / 4 for rate in SAVED], "")),
+    changed("framework's", "LambdaLR", False, (None, None, ""), restores=True),
+    changed(
+        "framework's, kept", "LambdaLR", False, (NEW, None, "outside of the engine"), restores=True, section=KEEP_LIVE
+    ),
+    changed(
+        "framework's, from rate to rate",
+        "StepLR",
+        False,
+        (NEW, [rate / 2 for rate in NEW], "outside of the engine"),
+        restores=True,
+        section=KEEP_LIVE,
+    ),
+]
+
+
+@cells(NEW_LR)
+def test_a_new_lr_is_taken_as_the_recipe_says(cell: Cell, facts: list[Any]) -> None:
+    first, second, said = cell.expected
+    for each in facts:
+        assert first is None or each.rates[0] == pytest.approx(first)
+        assert second is None or each.rates[1] == pytest.approx(second)
+        if cell.case.get("restores") and cell.case["schedule"] == "LambdaLR":  # with the old rates in its state
+            decay = [0.5 ** ((STEPS + 1) / (500 * rate)) for rate in SAVED]
+            assert each.rates[1] == pytest.approx([rate * part for rate, part in zip(SAVED, decay, strict=True)])
+        assert said in each.text, each.text
+
+
+def refused(name: str, schedule: str, **case: Any) -> Cell:
+    case = {"schedule": schedule, "grouping": "reversed", **case}
+    fits = save_of("LambdaLR", False), {"schedule": "LambdaLR", "grouping": "reversed"}
+    return Cell(name, save_of(schedule, False), "hand_schedule_jobs.refuse", 2, case, fits=fits)
+
+
+REFUSED = [
+    refused("something by group that is not known", "Boosted"),
+    refused("stepped since, on one rank", "LambdaLR", steps_on=1),
+    refused("restored before the installation", "LambdaLR", installed=True),
+]
+
+
+@cells(REFUSED)
+def test_what_cannot_be_put_in_order_is_refused_before_anything_changes(cell: Cell, facts: list[Any]) -> None:
+    for each in facts:
+        (text,) = each.refused.texts
+        assert each.refused.kinds[:1] == ("MismatchError",), text
+        assert each.refused.changed == set() and each.is_same
+        assert each.refused.lines == ()
+        if cell.case["schedule"] == "Boosted":
+            assert "boosts" in text and "as they were saved" in text
+            assert "boosts" in each.followed
+        else:
+            assert ("stepped since" if "steps_on" in cell.case else "not at its beginning") in text
+            assert "after load_checkpoint" in text and each.followed == ""
