@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ COMPONENTS = (CODE, PRECISION, BATCH, DATA, LR, HYPERPARAMETERS, RNG, WEIGHTS, O
 #: Losses of two runs are equal up to this fraction: other ranks sum in another order.
 _ROUNDING = 1e-3
 Value = bool | int | float | str | None | list[bool | int | float]
+Group = Mapping[str, Value]
 
 
 class ResumeSheet(BaseModel):
@@ -50,24 +51,52 @@ class Deviation:
         return f"{self.component}: {self.detail}"
 
 
-def compare_sheets(first: ResumeSheet, second: ResumeSheet) -> list[Deviation]:
-    """What deviates, in the order of :data:`COMPONENTS`; what one of them does not tell is not compared."""
+def compare_sheets(
+    first: ResumeSheet, second: ResumeSheet, sources: Sequence[Sequence[int]] | None = None
+) -> list[Deviation]:
+    """What deviates, in the order of :data:`COMPONENTS`; what one of them does not tell is not compared.
+
+    ``sources``: per param group of the second run, those of the first that its parameters were in; ``None``: the same
+    ones, if there are as many.
+    """
     found = [Deviation(CODE, each) for each in _changes(first.versions, second.versions)]
     pairs = ((PRECISION, first.precision, second.precision), (BATCH, first.global_batch, second.global_batch))
     found += [Deviation(name, f"{mine} -> {other}") for name, mine, other in pairs if mine != other]
     if first.data is not None and second.data is not None:
         found += [Deviation(DATA, each) for each in _changes(first.data, second.data)]
-    if first.groups and second.groups and len(first.groups) != len(second.groups):
-        found.append(Deviation(HYPERPARAMETERS, f"{len(first.groups)} -> {counted(len(second.groups), 'param group')}"))
-    else:
-        for number, (mine, other) in enumerate(zip(first.groups, second.groups, strict=False)):
-            for change in _changes(mine, other):
-                component = LR if change.startswith("lr ") else HYPERPARAMETERS
-                found.append(Deviation(component, f"{change} (param group {number})"))
+    if first.groups and second.groups:
+        found += dict.fromkeys(_compare_groups(first.groups, second.groups, sources))
     if kinds := [key for key in sorted(first.rng.keys() & second.rng.keys()) if first.rng[key] != second.rng[key]]:
         found.append(Deviation(RNG, f"other states of {', '.join(kinds)}"))
     found += [Deviation(LOSSES, each) for each in _apart(first.losses, second.losses)]
     return in_order(found)
+
+
+def _compare_groups(
+    first: Sequence[Group], second: Sequence[Group], sources: Sequence[Sequence[int]] | None
+) -> Iterator[Deviation]:
+    """What deviates in the hyperparameters of param groups; one of them may be compared with several."""
+    if len(first) != len(second):
+        yield Deviation(HYPERPARAMETERS, f"{len(first)} -> {counted(len(second), 'param group')}")
+    elif sources is None:
+        sources = [[number] for number in range(len(second))]
+    if sources is None:
+        before, after = _rates(first), _rates(second)
+        if before and after and (before != after or len(before) > 1):  # whose is whose is not known
+            yield Deviation(LR, f"{shortened(before)} -> {shortened(after)}, in other param groups")
+        return
+    for number, (group, of_group) in enumerate(zip(second, sources, strict=True)):
+        for source in of_group:
+            for change in _changes(first[source], group):
+                component = LR if change.startswith("lr ") else HYPERPARAMETERS
+                yield Deviation(component, f"{change} (param group {number})")
+        if not of_group and "lr" in group:
+            yield Deviation(LR, f"{shortened(_rates([group]))} (param group {number}, of which nothing was saved)")
+
+
+def _rates(groups: Iterable[Group]) -> list[str]:
+    """The learning rates of param groups, each once."""
+    return list(dict.fromkeys(f"{group['lr']:g}" for group in groups if isinstance(group.get("lr"), int | float)))
 
 
 def in_order(deviations: Iterable[Deviation]) -> list[Deviation]:
@@ -80,11 +109,10 @@ def goes_on(saved: ResumeSheet, live: ResumeSheet, deviations: Iterable[Deviatio
 
     ``replaced``: whether hyperparameters are the saved ones because a load has replaced other ones.
     """
-    rates = dict.fromkeys(f"{group['lr']:g}" for group in live.groups if isinstance(group.get("lr"), int | float))
     told = {BATCH: f"batch {live.global_batch}"}
     if saved.groups and live.groups:
         which = " (the saved ones, which replaced live ones: see the note)" if replaced else ""
-        told |= {LR: f"lr {shortened(rates)}", HYPERPARAMETERS: HYPERPARAMETERS + which}
+        told |= {LR: f"lr {shortened(_rates(live.groups))}", HYPERPARAMETERS: HYPERPARAMETERS + which}
     if saved.data and live.data:
         told[DATA] = f"{DATA} ({', '.join(f'{key} {value}' for key, value in live.data.items())})"
     told |= {PRECISION: f"{PRECISION} {live.precision}", CODE: CODE}

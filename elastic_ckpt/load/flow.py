@@ -258,8 +258,11 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
     compat.record_counts(call.engine)
     expect_schedulers(call.engine, ready.plan, [call.engine.lr_scheduler] * ready.host.scheduler.is_restored)
     compares_run = call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
-    replaced = ready.plan.replaces_live_values
-    same, other = compare_run(call.engine, ready.found.folder, replaced) if compares_run else ("", ())
+    same = ""
+    other: tuple[str, ...] = ()
+    if compares_run:
+        plan = ready.plan
+        same, other = compare_run(call.engine, ready.found.folder, plan.replaces_live_values, plan.member_groups)
     of_stages = [outcomes for _, _, outcomes, _ in sorted(everybody, key=itemgetter(1)) if outcomes]
     call.engine.elastic_report = report = LoadReport(
         source=ready.checkpoint.metadata.source,

@@ -10,7 +10,7 @@ import platform
 import random
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -58,11 +58,14 @@ def write_sheet(engine: Any, given: Mapping[str, Any]) -> None:
         logger.warning("elastic_ckpt could not write the resume sheet %s: %s", path, error)
 
 
-def compare_run(engine: Any, folder: str, replaced: bool = False) -> tuple[str, tuple[str, ...]]:
+def compare_run(
+    engine: Any, folder: str, replaced: bool = False, sources: Sequence[Sequence[int]] = ()
+) -> tuple[str, tuple[str, ...]]:
     """In words, what of the run that saved a loaded checkpoint goes on, and what is another now. Local.
 
     Neither generators, which a load does not touch, nor losses, of which there are none yet. ``replaced``: whether
-    saved hyperparameters have replaced other ones, of the engine as it was built.
+    saved hyperparameters have replaced other ones, of the engine as it was built. ``sources``: per live param group,
+    the saved ones of its parameters.
     """
     try:
         saved = read_sheet(folder)
@@ -71,7 +74,10 @@ def compare_run(engine: Any, folder: str, replaced: bool = False) -> tuple[str, 
         if saved.step != engine.global_steps:
             return "", (f"not compared: the resume sheet is one of step {saved.step}",)
         live = sheet_of(engine)
-        found = [each for each in compare_sheets(saved, live) if each.component not in (RNG, LOSSES)]
+        known = [number for of_group in sources for number in of_group]
+        are_of_sheet = bool(known) and len(sources) == len(live.groups) and max(known) < len(saved.groups)
+        found = compare_sheets(saved, live, sources if are_of_sheet else None)
+        found = [each for each in found if each.component not in (RNG, LOSSES)]
         return goes_on(saved, live, found, replaced), tuple(map(str, found))
     except Exception as error:  # what was loaded is right without it
         logger.warning("elastic_ckpt could not compare the resume sheet of %s: %s", folder, error)

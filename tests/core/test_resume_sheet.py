@@ -26,6 +26,7 @@ from elastic_ckpt.core.resume_sheet import (
     compare_sheets,
     goes_on,
 )
+from elastic_ckpt.core.text import counted
 
 NUMBERS = st.one_of(st.booleans(), st.integers(-9, 10**9), st.floats(allow_nan=True))
 TEXTS = st.text(max_size=9)
@@ -110,3 +111,46 @@ def test_what_one_side_does_not_tell_is_neither_compared_nor_said_to_go_on() -> 
     saved, live = ResumeSheet(**PLAIN), ResumeSheet(**PLAIN | {"data": None, "groups": [], "losses": [], "rng": {}})
     assert compare_sheets(saved, live) == compare_sheets(live, saved) == []
     assert goes_on(saved, live, []) == goes_on(live, saved, []) == "batch 24, precision bf16, code versions"
+
+
+def with_groups(*rates: float) -> ResumeSheet:
+    groups: list[Any] = [{"lr": rate, "eps": 1e-8} for rate in rates]
+    return ResumeSheet(step=3, world_size=2, global_batch=12, precision="bf16", groups=groups)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), rates=st.lists(st.floats(0, 1), min_size=1, max_size=4))
+def test_groups_in_another_order_are_compared_with_their_own(data: st.DataObject, rates: list[float]) -> None:
+    sources = data.draw(st.lists(st.integers(0, len(rates) - 1), min_size=1, max_size=5))
+    live = [rates[source] for source in sources]
+    of_each = [[source] for source in sources]
+    found = compare_sheets(with_groups(*rates), with_groups(*live), of_each)
+    counts = (
+        [] if len(live) == len(rates) else [f"hyperparameters: {len(rates)} -> {counted(len(live), 'param group')}"]
+    )
+    assert list(map(str, found)) == counts
+    number = data.draw(st.integers(0, len(live) - 1))
+    live[number] += 1
+    found = compare_sheets(with_groups(*rates), with_groups(*live), of_each)
+    expected = f"lr: lr {rates[sources[number]]} -> {live[number]} (param group {number})"
+    assert [str(each) for each in found if each.component == LR] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "sources", "said"),
+    [
+        ([0.1, 0.2], [0.2], [[0, 1]], ["lr 0.1 -> 0.2 (param group 0)"]),
+        ([0.1, 0.1], [0.1], [[0, 1]], []),
+        ([0.1], [0.1, 0.3], [[0], []], ["0.3 (param group 1, of which nothing was saved)"]),
+        # whose is whose is not known
+        ([0.1, 0.2], [0.1], None, ["0.1, 0.2 -> 0.1, in other param groups"]),
+        ([0.1, 0.2], [0.1, 0.2, 0.2], None, ["0.1, 0.2 -> 0.1, 0.2, in other param groups"]),
+        ([0.1, 0.1], [0.1], None, []),
+    ],
+)
+def test_an_lr_goes_on_where_that_of_no_parameter_is_another(
+    saved: list[float], live: list[float], sources: list[list[int]] | None, said: list[str]
+) -> None:
+    found = compare_sheets(with_groups(*saved), with_groups(*live), sources)
+    assert [each.detail for each in found if each.component == LR] == said
+    assert ("lr " in goes_on(with_groups(*saved), with_groups(*live), found)) == (not said)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ckpt.core.text import counted
 from tests.distributed.cells import Cell, Save, cells
 from tests.distributed.hand_schedule_jobs import FACTOR, FLOORS, GROUPINGS, RATES, STEPS
 
@@ -45,6 +46,10 @@ def test_a_schedule_that_is_restored_before_the_load_goes_on(cell: Cell, facts: 
     for each in facts:
         assert each.differences == {}, each.differences
         assert each.lines == []
+    first, *_ = facts
+    groups = len(GROUPINGS[cell.case["grouping"]])
+    assert first.differs == ((f"hyperparameters: 2 -> {counted(groups, 'param group')}",) if groups != 2 else ())
+    assert first.goes_on.split(", ")[1].startswith("lr ")
 
 
 #: Of an engine, which is told to leave it; a schedule of DeepSpeed keeps nothing by group.
@@ -67,6 +72,10 @@ def test_an_engines_schedule_that_is_restored_by_hand_has_the_saved_rates(cell: 
         begins_anew = "begins anew, from the live lr" in each.text
         assert begins_anew == (cell.case["order"] == AFTER)
         assert ("was restored before the load" in each.text) != begins_anew
+    first, *_ = facts
+    is_same = ", lr " in first.goes_on
+    assert is_same != any(each.startswith("lr: ") for each in first.differs)
+    assert is_same == (cell.case["order"] == BEFORE)
 
 
 def changed(name: str, schedule: str, is_own: bool, expected: Any, **case: Any) -> Cell:
