@@ -66,8 +66,11 @@ def match_groups(
     with_states: bool = True,
     converted: bool = False,
     kept_live: Collection[str] = (),
+    scheduled: Collection[str] = (),
 ) -> Groups:
     """Find hyperparameters for every live group, which keeps its own if ``keep_live``, else those of ``kept_live``.
+
+    ``scheduled``: those that a restored lr scheduler sets, whatever a group has.
 
     ``with_states``: states are restored too, so that both optimizers must be of one kind; ``converted``: another
     optimizer saved them, so that only common hyperparameters are restored. Raises :class:`MismatchError` if members of
@@ -93,7 +96,7 @@ def match_groups(
         every = [transferable(metadata.groups[source]) for source in found]
         values = [{key: value for key, value in each.items() if key not in kept_live} for each in every]
         if any(value != values[0] for value in values):
-            raise _mixed(metadata, number, group, dict(zip(found, values, strict=True)))
+            raise _mixed(metadata, number, group, dict(zip(found, values, strict=True)), scheduled)
         taken = values[0] if values else {}
         if converted:
             known = {*group.hyperparameters, _INITIAL_LR}
@@ -165,9 +168,16 @@ def saved_values(
 
 
 def _mixed(
-    metadata: CheckpointMetadata, number: int, group: LiveGroup, saved: Mapping[int, Mapping[str, Any]]
+    metadata: CheckpointMetadata,
+    number: int,
+    group: LiveGroup,
+    saved: Mapping[int, Mapping[str, Any]],
+    scheduled: Collection[str],
 ) -> MismatchError:
-    """The error for a live group whose members were saved with different values; ``saved``: those of each group."""
+    """The error for a live group whose members were saved with different values.
+
+    ``saved``: those of each group; ``scheduled``: what a restored lr scheduler sets.
+    """
     keys = sorted(set().union(*saved.values()))
     first = next(iter(saved.values()))
     differ = [key for key in keys if any(values.get(key) != first.get(key) for values in saved.values())]
@@ -184,12 +194,24 @@ def _mixed(
         "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees "
     )
     rebuild += "[0] under ZeRO-3: look at param.ds_shape)"
-    kept = f"is a different training: it keeps {live} for all {counted(len(group.names), 'parameter')}, "
-    kept += f"which changes {len(changed)} of them"
+    kept = _as_kept(live, scheduled, len(group.names), len(changed))
     remedy = Remedy(rebuild), Remedy(kept, config={"param_groups": "keep_live"})
     problem = f"param group {number} now mixes parameters whose saved groups had different hyperparameters"
     expected = "one set of hyperparameters for the group"
     return MismatchError(problem, None, expected, found, parameter=changed or group.names, remedy=remedy)
+
+
+def _as_kept(live: Mapping[str, Any], scheduled: Collection[str], members: int, changed: int) -> str:
+    """What a group has that keeps its ``live`` values, of those in which its saved groups differ."""
+    set_anyway = [key for key in live if key in scheduled]
+    values = {key: value for key, value in live.items() if key not in scheduled}
+    text = "is a different training: it "
+    if not set_anyway:
+        return f"{text}keeps {values} for all {counted(members, 'parameter')}, which changes {changed} of them"
+    if values:
+        text += f"keeps {values} for all {counted(members, 'parameter')}, and "
+    text += f"gives them one {listed(set_anyway)}, that of the restored lr scheduler for this group"
+    return f"{text}, where the saved groups have several"
 
 
 def transferable(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -120,6 +120,7 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
             with_states=options.optimizer_states,
             converted=states.converted,
             kept_live=added | options.scheduler.kept_live,
+            scheduled=options.scheduler.sets,
         )
     return Matched(saved, metadata, parameters, resharding, states, groups, values, (_ADDED,) if added else ())
 

@@ -22,7 +22,7 @@ _LR, _INITIAL = "lr", "initial_lr"
 def describe_replaced(
     local_state: LocalState, hyperparameters: Sequence[Mapping[str, Any]], scheduler: SchedulerPlan
 ) -> str:
-    """In words, which live values are replaced, and the config lines that keep them; empty if none is.
+    """In words, which live values are replaced, and the config lines that keep those that some keep; empty if none is.
 
     ``hyperparameters``: per live group, the values to set; a restored ``scheduler`` sets some anyway.
     """
@@ -43,12 +43,19 @@ def describe_replaced(
         return ""
     where = "; ".join(f"{text} (param groups {', '.join(map(str, at))})" for text, at in numbers.items())
     keep_all = '"elastic_checkpoint": {"param_groups": "keep_live"}'
-    # a schedule goes on from the rates that its own state has
-    single = sorted(keys - {_INITIAL})
-    fresh = json.dumps(dict.fromkeys(single, "fresh"))
-    ways = [f'"elastic_checkpoint": {{"states": {fresh}}}'] * bool(single) + [f"{keep_all} for all hyperparameters"]
     text = f"saved hyperparameters replace those of the live run (live -> saved): {where}"
-    return f"{text}; to keep the live ones: {', or '.join(ways)}"
+    single = sorted(keys - {_INITIAL})
+    ways = []
+    if single:
+        ways.append(f'"elastic_checkpoint": {{"states": {json.dumps(dict.fromkeys(single, "fresh"))}}}')
+    if single or scheduler.is_restored:
+        ways.append(f"{keep_all} for all hyperparameters")
+    if ways:
+        which = f"the live {', '.join(single)}" if single and _INITIAL in keys else "the live ones"
+        text += f"; to keep {which}: {', or '.join(ways)}"
+    if _INITIAL in keys and not scheduler.is_restored:
+        text += f"; {_INITIAL} is in the state of the schedule outside of the engine, too, which goes on from that"
+    return text
 
 
 def _changed(live: Mapping[str, Any], saved: Mapping[str, Any], known: Set[str]) -> Iterator[tuple[str, str]]:

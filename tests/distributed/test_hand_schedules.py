@@ -128,6 +128,27 @@ def test_a_new_lr_is_taken_as_the_recipe_says(cell: Cell, facts: list[Any]) -> N
         assert said in each.text, each.text
 
 
+#: What a note on a replaced value says is followed: config, what the schedule begins with, the lr of the first step.
+FOLLOWED = [
+    changed("engine's", "StepLR", True, (SAVED, HALVED)),
+    changed("engine's, kept", "StepLR", True, (NEW, [rate / 2 for rate in NEW]), section=KEEP_LIVE),
+    changed("outside", "StepLR", False, (SAVED, HALVED), restores=True),
+]
+
+
+@cells(FOLLOWED)
+def test_a_note_on_what_a_schedule_began_with_names_what_keeps_it(cell: Cell, facts: list[Any]) -> None:
+    initial, first = cell.expected
+    for each in facts:
+        assert each.initial == pytest.approx(initial) and each.rates[0] == pytest.approx(first)
+        notes = [note for note in each.notes if "replace those of the live run" in note]
+        assert len(notes) == ("section" not in cell.case)
+        for note in notes:
+            assert "initial_lr 0.03 -> 0.01" in note
+            assert ('{"param_groups": "keep_live"}' in note) == cell.case["is_own"]
+            assert '"fresh"' not in note
+
+
 def refused(name: str, schedule: str, **case: Any) -> Cell:
     case = {"schedule": schedule, "grouping": "reversed", **case}
     fits = save_of("LambdaLR", False), {"schedule": "LambdaLR", "grouping": "reversed"}

@@ -107,6 +107,16 @@ def test_merged_groups_with_different_values_are_refused_with_both_and_the_way_o
     assert "keeps {'lr': 0.001} for all 2 parameters, which changes 1 of them" in remedy.text
 
 
+@pytest.mark.parametrize("other", [{}, {"weight_decay": 0.5}])
+def test_an_lr_that_a_restored_schedule_sets_is_not_said_to_be_kept(other: dict[str, Any]) -> None:
+    options = LoadOptions(scheduler=SchedulerPlan(is_restored=True, sets=frozenset({"lr"})))
+    with pytest.raises(MismatchError, match="param group 0 ") as caught:
+        plan_load(*two_groups([["b.weight", "a.weight"]], (ADAM, SLOW | other)), options)
+    (remedy,) = (each for each in caught.value.remedies if each.is_data)
+    assert "0.001" not in remedy.text and "one lr, that of the restored lr scheduler" in remedy.text
+    assert ("keeps {'weight_decay': 0.01} for all 2 parameters, and" in remedy.text) == bool(other)
+
+
 def test_hyperparameters_that_were_not_read_are_refused_where_they_are_restored() -> None:
     case = two_groups([["a.weight"], ["b.weight"]], (ADAM, {**SLOW, "mine": [LeftInFile("a tensor")]}))
     with pytest.raises(UnsupportedError, match='"mine" of a param group') as caught:

@@ -21,7 +21,7 @@ KEEP_ALL = '"elastic_checkpoint": {"param_groups": "keep_live"} for all hyperpar
 
 def said(before: Mapping[str, Any], after: Mapping[str, Any], *scheduled: str) -> str:
     state = replace(live(TWO), groups=(LiveGroup(("a.weight",), before),), defaults=DEFAULTS)
-    return describe_replaced(state, (after,), SchedulerPlan(sets=frozenset(scheduled)))
+    return describe_replaced(state, (after,), SchedulerPlan(bool(scheduled), sets=frozenset(scheduled)))
 
 
 def test_values_are_shown_with_the_lines_that_keep_them() -> None:
@@ -55,6 +55,21 @@ def test_what_is_equal_or_goes_on_by_itself_is_not_named(
 def test_a_schedule_that_began_at_another_rate_is_kept_as_a_whole_alone() -> None:
     text = said({"initial_lr": 0.2}, {"initial_lr": 0.1}, "lr")
     assert "initial_lr 0.2 -> 0.1" in text and text.endswith(f"to keep the live ones: {KEEP_ALL}")
+
+
+def test_what_a_schedule_outside_of_the_engine_began_with_is_kept_by_no_line() -> None:
+    """Its framework restores it, and it goes on from the rates in its own state."""
+    text = said({"initial_lr": 0.2}, {"initial_lr": 0.1})
+    assert "initial_lr 0.2 -> 0.1" in text and "elastic_checkpoint" not in text
+    assert text.endswith(
+        "initial_lr is in the state of the schedule outside of the engine, too, which goes on from that"
+    )
+
+
+@pytest.mark.parametrize("scheduled", [(), ("lr",)])
+def test_a_line_is_said_to_keep_what_it_keeps(scheduled: tuple[str, ...]) -> None:
+    text = said({"initial_lr": 0.2, "eps": 1e-8}, {"initial_lr": 0.1, "eps": 1e-6}, *scheduled)
+    assert f'; to keep the live eps: "elastic_checkpoint": {{"states": {{"eps": "fresh"}}}}, or {KEEP_ALL}' in text
 
 
 def test_groups_that_change_alike_are_named_together() -> None:
