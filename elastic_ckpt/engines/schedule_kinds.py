@@ -95,10 +95,11 @@ def _strange_function(live: Sequence[Any], saved: Sequence[Any]) -> Strange | No
             continue
         if kind_of(attributes) != MAPPING:
             return Strange(name, f"{MAPPING}, or {NOTHING}", described(attributes))
-        others = attributes.keys() - own.keys() if isinstance(own, Mapping) else ()
+        known = own.keys() if isinstance(own, Mapping) else attributes.keys()
+        others = attributes.keys() - known
         if others:
             return Strange(
-                name, f"no entry but {shortened(sorted(map(str, own)))}", shortened(sorted(map(str, others)))
+                name, f"no entry but {shortened(sorted(map(str, known)))}", shortened(sorted(map(str, others)))
             )
         for key, value in attributes.items():
             like = own[key] if isinstance(own, Mapping) else None
