@@ -52,12 +52,20 @@ class EngineAdapter(ABC):
         numbered: Params,  # the parameters of each param group, in ``torch.optim``'s order
         dp_group: Any,
     ) -> None:
-        self._engine, self.schema, self.zero_stage, self.dp_group = engine, schema, zero_stage, dp_group
-        self.masters, self.groups, self.members, self._numbered = masters, groups, members, numbered
-        self.optimizer, self.has_optimizer = engine.optimizer, has_optimizer(engine)
+        self._engine = engine
+        self.schema = schema
+        self.zero_stage = zero_stage
+        self.dp_group = dp_group
+        self.masters = masters
+        self.groups = groups
+        self.members = members
+        self._numbered = numbered
+        self.optimizer = engine.optimizer
+        self.has_optimizer = has_optimizer(engine)
         without = SimpleNamespace(param_groups=[], defaults={}, state={})
         self.base = base_optimizer(engine) if self.has_optimizer else without
-        self._experts, self._stacked = expert_fqns(engine), stacked_experts(engine)
+        self._experts = expert_fqns(engine)
+        self._stacked = stacked_experts(engine)
         #: FQNs; those of experts differ from the names in the module.
         self.param_names: Mapping[torch.nn.Parameter, str] = {
             param: self._experts.get(name, name) for param, name in engine.param_names.items()

@@ -16,6 +16,7 @@ from deepspeed.runtime import lr_schedules as of_deepspeed
 from torch.optim import lr_scheduler as of_torch
 
 from elastic_ckpt.core.read_plan import SavedRate
+from elastic_ckpt.engines.schedule_states import NESTED
 
 #: ``get_lr`` of these is a function of the live options and the position, as the state dict has it. That of others
 #: goes on from the rate that is in the group.
@@ -34,7 +35,6 @@ _OF_POSITION = frozenset(
 )
 #: Lists with one entry per group, in state dicts, of the rates that schedules begin with or go to.
 _BASES = ("base_lrs", "max_lrs", "min_lrs", "eta_mins")
-_NESTED = "_schedulers"
 #: What cyclic schedules set besides.
 _MOMENTA = frozenset({"momentum", "betas"})
 #: Entries of param groups that torch's schedulers add.
@@ -58,14 +58,14 @@ def keys_of_start(scheduler: Any, saved: Any) -> frozenset[str]:
 
     Those that either sets, as far as the saved state tells, and that either keeps in each group.
     """
-    of_inner = (keys_of_start(inner, None) for inner in getattr(scheduler, _NESTED, ()))
+    of_inner = (keys_of_start(inner, None) for inner in getattr(scheduler, NESTED, ()))
     return keys_set_by(scheduler).union(_KEPT_IN_GROUPS, _MOMENTA if _cycled_momenta(saved) else (), *of_inner)
 
 
 def _cycled_momenta(saved: Any, depth: int = 4) -> bool:
     if not isinstance(saved, Mapping):
         return False
-    inner = saved.get(_NESTED) if depth else None
+    inner = saved.get(NESTED) if depth else None
     of_inner = inner if isinstance(inner, (list, tuple)) else ()
     return saved.get("cycle_momentum") is True or any(_cycled_momenta(each, depth - 1) for each in of_inner)
 
@@ -86,7 +86,8 @@ def apply_schedule(
         saved: the state that was saved, and the live one before it was restored.
         rates: per live group, the saved learning rate of its members.
     """
-    unknown, position_rates = [], _rates_of_position(scheduler)
+    unknown = []
+    position_rates = _rates_of_position(scheduler)
     closed_form = None if position_rates is not None else _closed_form(scheduler)
     for number in kept:
         rate = rates[number] if number < len(rates) else None
@@ -148,10 +149,11 @@ def _same_bases(saved: Any, live: Any, source: int, number: int) -> bool:
     if not isinstance(saved, Mapping) or not isinstance(live, Mapping):
         return True  # it keeps nothing by group
     for key in _BASES:
-        was, now = saved.get(key), live.get(key)
-        if not isinstance(was, (list, tuple)) or not isinstance(now, (list, tuple)):
+        saved_rates = saved.get(key)
+        live_rates = live.get(key)
+        if not isinstance(saved_rates, (list, tuple)) or not isinstance(live_rates, (list, tuple)):
             continue
-        if source >= len(was) or number >= len(now) or was[source] != now[number]:
+        if source >= len(saved_rates) or number >= len(live_rates) or saved_rates[source] != live_rates[number]:
             return False
-    inner = zip(saved.get(_NESTED) or (), live.get(_NESTED) or (), strict=False)
+    inner = zip(saved.get(NESTED) or (), live.get(NESTED) or (), strict=False)
     return all(_same_bases(was, now, source, number) for was, now in inner)

@@ -59,7 +59,8 @@ class LoadArguments:
     @classmethod
     def of(cls, given: inspect.BoundArguments, has_optimizer: bool) -> LoadArguments:
         """The arguments of a call, bound by the signature of the installed DeepSpeed."""
-        parameters, known = given.signature.parameters, cls.__dataclass_fields__.keys() - {"others", "has_optimizer"}
+        parameters = given.signature.parameters
+        known = cls.__dataclass_fields__.keys() - {"others", "has_optimizer"}
         values = {name: value for name, value in given.arguments.items() if name in known}
         more = list(given.arguments.items())[1:]  # without the engine
         others = (name for name, value in more if name not in known and value is not parameters[name].default)
@@ -104,7 +105,8 @@ class TrainingStateCommit:
         self.runs_code = self.scheduler.is_restored or bool(self._own_schedulers)
         self._undo = ExitStack()
         scale, changes = loss_scale_changes(engine, saved, wanted=arguments.restores_states)
-        counters, values = saved.counters, {"loaded_checkpoint_dp_world_size": saved.counters["dp_world_size"]}
+        counters = saved.counters
+        values = {"loaded_checkpoint_dp_world_size": counters["dp_world_size"]}
         if not arguments.load_module_only:
             steps = counters["global_steps"]
             samples = counters["global_samples"] if "global_samples" in counters else steps * engine.train_batch_size()
@@ -142,7 +144,8 @@ class TrainingStateCommit:
             own.load_state_dict(copy.deepcopy(self._saved.checkpoint[key]))
 
     def _load_lr_scheduler(self, plan: LoadPlan) -> list[Outcome]:
-        scheduler, saved = self._engine.lr_scheduler, self._saved.lr_scheduler
+        scheduler = self._engine.lr_scheduler
+        saved = self._saved.lr_scheduler
         if scheduler is None:
             return [] if saved is None else [Outcome("lr scheduler", "ignored", (), "the live engine has none")]
         if not self.scheduler.is_restored:
@@ -239,14 +242,16 @@ def _load_state(scheduler: Any, state: Any) -> None:
         raise
     except Exception as error:
         keys = shortened(map(str, state)) if isinstance(state, Mapping) else f"the type {type(state).__name__}"
-        expected, found = f"a state that {type(scheduler).__name__} loads", f"{type(error).__name__}: {error}"[:200]
         problem = f"the live lr scheduler could not load the saved state, which has {keys}"
+        expected = f"a state that {type(scheduler).__name__} loads"
+        found = f"{type(error).__name__}: {error}"[:200]
         raise MismatchError(problem, expected=expected, found=found, remedy=BEGIN_ANEW) from error
 
 
 def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple[list[Outcome], list[Change]]:
     """The outcome of the fp16 loss scaler, if a side has one, and its changes if ``wanted`` and both are of a kind."""
-    scale, live = saved.loss_scale, loss_scaler(engine)
+    scale = saved.loss_scale
+    live = loss_scaler(engine)
     changes: list[Change] = []
     if wanted and hasattr(engine.optimizer, "overflow"):
         changes.append((engine.optimizer, "overflow", saved.overflow))
@@ -278,8 +283,10 @@ def compare_batches(
     ``is_split``: a batch of the live loader is that of all ranks together, as it may have been in the saved run. Raises
     :class:`MismatchError` if something changed and ``refuse`` is set.
     """
-    micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-    live, changes = BatchSizes(micro * steps * (1 if is_split else data_degree), micro, steps), list[str]()
+    micro = engine.train_micro_batch_size_per_gpu()
+    steps = engine.gradient_accumulation_steps()
+    live = BatchSizes(micro * steps * (1 if is_split else data_degree), micro, steps)
+    changes: list[str] = []
     if is_split and saved.global_batch != live.global_batch and None not in vars(saved).values():
         saved = replace(saved, global_batch=(saved.micro_batch or 0) * (saved.accumulation_steps or 0))
     if saved.global_batch not in (None, live.global_batch):
@@ -289,18 +296,24 @@ def compare_batches(
         of_steps = f"gradient_accumulation_steps: {saved.accumulation_steps} -> {live.accumulation_steps}"
         changes.append(f"{of_steps}, micro-batch: {saved.micro_batch} -> {live.micro_batch}")
     if changes and refuse:
-        before, now = (", ".join(f'"{key}": {value}' for key, value in each.config.items()) for each in (saved, live))
-        expected, found = f"{before}, as in the checkpoint", f"{now} in the live engine"
+        expected = f"{_as_config(saved)}, as in the checkpoint"
+        found = f"{_as_config(live)} in the live engine"
         goes_on = Remedy("goes on with a warning", config={"on_change": "warn"})
         remedy = Remedy("set them to fit the number of ranks"), goes_on
         raise MismatchError("; ".join(changes), expected=expected, found=found, remedy=remedy)
     return tuple(changes)
 
 
+def _as_config(sizes: BatchSizes) -> str:
+    return ", ".join(f'"{key}": {value}' for key, value in sizes.config.items())
+
+
 def warn_of_data(saved: TrainingState) -> tuple[str, ...]:
     """Warnings about the data that a saved run had been fed: where it is not as the config and the counters say."""
-    warnings, samples = [], counted_samples(saved)
-    steps, batch = saved.counters["global_steps"], saved.batch.global_batch
+    warnings = []
+    samples = counted_samples(saved)
+    steps = saved.counters["global_steps"]
+    batch = saved.batch.global_batch
     if samples is not None and batch is not None and samples != steps * batch:
         text = f"the saved run's {steps} steps used {samples} samples, not {batch} each as in its config"
         warnings.append(f"{text}: a batch that set_train_batch_size ramps up is not restored, but the config's is used")

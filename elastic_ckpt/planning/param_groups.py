@@ -236,7 +236,8 @@ def renamed_states(
 
 def saved_optimizer(metadata: CheckpointMetadata) -> str:
     """The optimizer that saved a checkpoint, for messages: its tensor states and hyperparameters tell."""
-    keys, group = metadata.state_keys, metadata.groups[0] if metadata.groups else {}
+    keys = metadata.state_keys
+    group = metadata.groups[0] if metadata.groups else {}
     if "state1" in keys:
         return f"a bitsandbytes optimizer with {listed(keys)}"
     if set(keys) == {"exp_avg", "exp_avg_sq"} and _is_adam(group):
@@ -333,7 +334,8 @@ def with_own_values(
     live = {saved.group: of_live[name] for name, saved in metadata.parameters.items() if name in of_live}
     groups = []
     for number, group in enumerate(metadata.groups):
-        taken_here, own_now = _taken(group, named, file), live.get(number, {})
+        taken_here = _taken(group, named, file)
+        own_now = live.get(number, {})
         values = {key: taken_here.get(key, own_now.get(key)) for key in group if key in {**own_now, **taken_here}}
         if scheduler.sets_first_beta and "betas" in named and "betas" in values:
             values["betas"] = with_first_beta(group["betas"], values["betas"])
@@ -360,7 +362,8 @@ def _refuse(
     keys = [key for key in differing(values) if key not in left_out]
     if not keys:
         return
-    source, key = metadata.source, keys[0]
+    source = metadata.source
+    key = keys[0]
     problem = f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions are others "
     expected = f"the save's {counted(source.partition_degree, 'partition')} (ZeRO-{source.zero_stage}, TP={source.tp})"
     found = str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200]
