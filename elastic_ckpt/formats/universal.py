@@ -52,6 +52,7 @@ from elastic_ckpt.formats.saved_states import (
 )
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.universal_files import FILES, FileList, PresentFiles, read_file_list
+from elastic_ckpt.formats.universal_groups import group_of_flats
 from elastic_ckpt.formats.universal_states import (
     CONVERT_AGAIN,
     NO_STATES,
@@ -180,6 +181,7 @@ class _Builder(StatesBuilder):
     ) -> None:
         super().__init__(found, list(models.values()), states, (optimizer.shared, optimizer.file), options.states)
         self._models, self._optimizer, self._states = list(models.values()), optimizer, states
+        self._optimizer_path = found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
         _refuse_missing_model_files(found, models)
         self._ranks = [[models[rank] for rank in of_one] for _, of_one in groupby(models, key=itemgetter(0))]
         for rank in self._ranks:
@@ -241,7 +243,9 @@ class _Builder(StatesBuilder):
     def _add_parameters(self) -> None:
         """The parameters of all pipeline stages, of the shapes in their files or, if flat (from stage 3), as listed."""
         own = self.scalars_by_name()
-        group_of = {flat: number for number, inside in enumerate(self._optimizer.members) for flat in inside}
+        group_of: Mapping[int, int] = {}
+        if self._optimizer.scalars is not None:
+            group_of = group_of_flats(self._optimizer.members, self._models, self._optimizer_path)
         for model in self._models:
             steps = float(int(model.counters["global_steps"]) - int(model.counters["skipped_steps"]))
             for flat, named_shapes in enumerate(model.param_shapes):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.played import PlayedJob
 from elastic_ckpt import distributed
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import SavedParameter
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
@@ -25,7 +26,10 @@ from elastic_ckpt.formats.universal import index_state
 from elastic_ckpt.formats.universal_files import FILES, PresentFiles, list_files, read_file_list
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.planning.state_errors import missing_files
+from elastic_ckpt.tools.latest import find_latest
+from elastic_ckpt.tools.verification import verify
 
+# Covers elastic_ckpt/formats/universal_groups.py, which is called where the metadata is built.
 OPTIONS = MetadataOptions(with_client_state=False)
 STATES = ("exp_avg", "exp_avg_sq", "fp32")
 NAMES = [f"layers.{number}.weight" for number in range(40)]
@@ -205,3 +209,53 @@ def test_the_list_of_files_is_what_was_listed(present: dict[str, list[str]]) -> 
 def test_another_list_of_files_is_damage(entry: object) -> None:
     with pytest.raises(DamagedError, match="is no list of files"):
         read_file_list(entry, "")
+
+
+def with_groups(found: CheckpointInfo, zero_stage: int, counts: list[int], members: list[list[int]]) -> None:
+    """Lists so many parameters for each flat tensor, and the flat tensors of each param group."""
+    path = found.path("mp_rank_00_model_states.pt")
+    tree = torch.load(path, weights_only=False)
+    names = iter(NAMES)
+    shapes = [{next(names): torch.Size((3, 2)) for _ in range(count)} for count in counts]
+    torch.save({**tree, "param_shapes": shapes}, path)
+    groups = [{"lr": 0.1, "params": flats} for flats in members]
+    torch.save({"zero_stage": zero_stage, "param_groups": groups}, found.path("zero/optimizer_state.pt"))
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "counts", "members", "expected"),
+    [
+        (1, [10, 30], [[0], [1]], {0: 10, 1: 30}),
+        (2, [10, 0, 30], [[0], [1], [2]], {0: 10, 2: 30}),
+        (3, [10, 10, 20], [[0, 1], [2]], {0: 20, 1: 20}),
+        (3, [10, 30], [[1], [], [0]], {0: 30, 2: 10}),
+        (2, [10, 30, 0], [[0], [1]], {0: 10, 1: 30}),
+    ],
+)
+def test_each_flat_tensor_is_in_the_group_that_names_it(
+    found: CheckpointInfo, zero_stage: int, counts: list[int], members: list[list[int]], expected: dict[int, int]
+) -> None:
+    with_groups(found, zero_stage, counts, members)
+    parameters = read_checkpoint(found, OPTIONS).metadata.parameters.values()
+    groups = [saved.group for saved in parameters]
+    assert {group: groups.count(group) for group in groups} == expected
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize(
+    "members",
+    [[[0]], [[0], []], [[], [1]], [[0], [1], [2]], [[0, 1], [1]], [[0], [5]], [[0, 0], [1]], [[], []]],
+    ids=["fewer", "an empty one", "another empty one", "more", "twice", "another number", "twice in one", "none"],
+)
+def test_groups_that_are_not_those_of_the_model_states_are_damage(
+    found: CheckpointInfo, zero_stage: int, members: list[list[int]]
+) -> None:
+    """Of a load, and of each command, which read the same metadata."""
+    with_groups(found, zero_stage, [10, 30], members)
+    with pytest.raises(DamagedError, match="param groups of the universal checkpoint") as caught:
+        read_checkpoint(found, OPTIONS)
+    assert caught.value.file == found.path("zero/optimizer_state.pt")
+    outcome = verify(found.folder, None, ElasticConfig())
+    assert [finding.kind for finding in outcome.findings] == ["damaged"]
+    with pytest.raises(DamagedError, match="no checkpoint in this folder is complete"):
+        find_latest(os.path.dirname(found.folder))
