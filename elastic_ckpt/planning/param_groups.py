@@ -71,7 +71,6 @@ def match_groups(
     """Find hyperparameters for every live group, which keeps its own if ``keep_live``, else those of ``kept_live``.
 
     ``scheduled``: those that a restored lr scheduler sets, whatever a group has.
-
     ``with_states``: states are restored too, so that both optimizers must be of one kind; ``converted``: another
     optimizer saved them, so that only common hyperparameters are restored. Raises :class:`MismatchError` if members of
     one live group have different saved hyperparameters, or weight decay is of another kind, and
