@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -32,8 +34,12 @@ class Start:
 
 #: Where a config says "off", only the flag on the command line has elastic_ckpt load.
 LAUNCHERS = {
-    "torchrun -m elastic_ckpt.run": Start([*TORCHRUN, "-m", "elastic_ckpt.run", UNCHANGED]),
-    "deepspeed --module elastic_ckpt.run": Start([*DEEPSPEED, "--module", "elastic_ckpt.run", UNCHANGED]),
+    "torchrun -m elastic_ckpt.run": Start(
+        [*TORCHRUN, "-m", "elastic_ckpt.run", UNCHANGED], ("--universal-checkpoint", "require")
+    ),
+    "deepspeed --module elastic_ckpt.run": Start(
+        [*DEEPSPEED, "--module", "elastic_ckpt.run", "--universal-checkpoint", UNCHANGED]
+    ),
     "torchrun": Start([*TORCHRUN, INSTALLED], (), {"mode": "require"}),
     "deepspeed": Start([*DEEPSPEED, INSTALLED], ("--universal-checkpoint",), {"mode": "off"}),
     "elastic_ckpt.run -m torchrun": Start(["elastic_ckpt.run", "-m", *TORCHRUN, UNCHANGED]),
@@ -64,14 +70,41 @@ def test_a_script_resumes_on_another_topology_under(
     launcher: str, native: Path, extensions_dir: str, tmp_path: Path
 ) -> None:
     way = LAUNCHERS[launcher]
-    source = native / "z3-fp32-adamw-dp3"
-    output, log = tmp_path / "result.json", tmp_path / "log"
     port = free_port()
-    command = [sys.executable, "-m", *[word.format(port=port) for word in way.words]]
-    command += ["--resume-from", str(source), "--output", str(output), *way.arguments]
+    command = [sys.executable, "-m", *[word.format(port=port) for word in way.words], *way.arguments]
     if way.section is not None:
         command += config_arguments(way.section, tmp_path)
-    process = start(command, environment(extensions_dir), log)
+    resumes(command, native, environment(extensions_dir), tmp_path, port)
+
+
+#: Lines of the documentation, with the flag where people write it; PORT and SCRIPT take places.
+LINES = [
+    "torchrun --nproc_per_node 2 --master_port PORT -m elastic_ckpt.run --universal-checkpoint require SCRIPT",
+    "torchrun --nproc_per_node 2 --master_port PORT -m elastic_ckpt.run SCRIPT --universal-checkpoint require",
+    "deepspeed --num_gpus 2 --master_port PORT --module elastic_ckpt.run --universal-checkpoint=require SCRIPT",
+    "deepspeed --num_gpus 2 --master_port PORT --module elastic_ckpt.run SCRIPT --universal_checkpoint require",
+    "elastic-ckpt exec --universal-checkpoint require -- torchrun --nproc_per_node 2 --master_port PORT SCRIPT",
+    "elastic-ckpt exec -- torchrun --nproc_per_node 2 --master_port PORT SCRIPT --universal-checkpoint=require",
+    "elastic-ckpt exec -- deepspeed --num_gpus 2 --master_port PORT SCRIPT --universal-checkpoint require",
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_as_it_is_typed(line: str, native: Path, extensions_dir: str, tmp_path: Path) -> None:
+    port = free_port()
+    command = shlex.split(line.replace("PORT", str(port)).replace("SCRIPT", UNCHANGED))
+    env = environment(extensions_dir)
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    result = resumes([str(Path(sys.executable).with_name(command[0])), *command[1:]], native, env, tmp_path, port)
+    assert result["variable"] == "require"
+
+
+def resumes(command: list[str], native: Path, env: dict[str, str], folder: Path, port: int) -> dict[str, Any]:
+    """Run a command, to which the script's arguments are added: it goes on with the losses of the run that saved."""
+    source = native / "z3-fp32-adamw-dp3"
+    output, log = folder / "result.json", folder / "log"
+    process = start([*command, "--resume-from", str(source), "--output", str(output)], env, log)
     try:
         assert process.wait(200) == 0, log.read_text()[-4000:]
     except subprocess.TimeoutExpired:
@@ -79,9 +112,10 @@ def test_a_script_resumes_on_another_topology_under(
     finally:
         end(process)
         remove_shared_memory(port)
-    result = json.loads(output.read_text())
+    result: dict[str, Any] = json.loads(output.read_text())
     truth = torch.load(source / "truth.pt", weights_only=False)
     assert result["world"] == 2
     assert "ZeRO-3, DP=3" in result["report"] and "ZeRO-1, DP=2" in result["report"]
     assert result["losses"] == pytest.approx(truth["losses"], abs=1e-5)
     assert "checkpoint restored" in log.read_text()
+    return result

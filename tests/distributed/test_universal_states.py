@@ -120,6 +120,22 @@ def test_folders_made_by_hand_are_read(launch: Launch, universal: Path, tmp_path
         assert_exact(found)
 
 
+def test_a_folder_in_a_folder_made_by_hand_loads_without_a_latest_file(
+    launch: Launch, universal: Path, tmp_path: Path
+) -> None:
+    """As BLOOM's are published: with the folder around the tag, and with the tag's own; a map is known by its size."""
+    sources = []
+    for setup in MAPPED:
+        by_hand(universal / setup.name, tmp_path / setup.name)
+        (tmp_path / setup.name / "latest_universal").unlink()
+        tag = tmp_path / setup.name / "step4_universal"
+        shutil.copy(tmp_path / setup.name / "truth.pt", tag)
+        sources += [source(str(folder)) for folder in (tmp_path / setup.name, tag)]
+    live = [configured(setup, states=BY_SIZE, mode="require") for setup in MAPPED[::2]]
+    for found in load(launch, 3, [(setup, sources) for setup in live]):
+        assert_exact(found)
+
+
 def by_hand(converted: Path, target: Path) -> None:
     """The checkpoint as somebody else would write it, with bitsandbytes' own quantization, and its truth."""
     shutil.copytree(converted, target)

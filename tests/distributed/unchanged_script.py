@@ -30,6 +30,7 @@ def main() -> None:
     losses = train(engine, engine.global_steps, 7)
     if dist.get_rank() == 0:
         result = {"losses": losses, "world": dist.get_world_size(), "report": str(engine.elastic_report)}
+        result["variable"] = os.environ.get("ELASTIC_CKPT")
         Path(arguments.output).write_text(json.dumps(result))
     dist.destroy_process_group()
     sys.stdout.flush()
