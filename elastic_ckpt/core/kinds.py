@@ -36,7 +36,9 @@ def kind_of(value: Any) -> str:
         return LIST
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
-        return NUMBER if math.prod(shape) == 1 else f"a tensor of shape {tuple(shape)}"
+        is_complex = "complex" in str(getattr(value, "dtype", ""))
+        kind = "complex tensor" if is_complex else "tensor"
+        return NUMBER if math.prod(shape) == 1 and not is_complex else f"a {kind} of shape {tuple(shape)}"
     return NUMBER if isinstance(value, Real) else f"a {type(value).__name__}"
 
 

@@ -45,6 +45,15 @@ def is_list(value: Any, of: Callable[[Any], bool]) -> bool:
     return isinstance(value, (list, tuple)) and all(map(of, value))
 
 
+def is_real(dtype: str) -> bool:
+    """Whether a dtype's values are real numbers that optimizers count and compute with, which float8 are not."""
+    return dtype != "bool" and not dtype.startswith(("complex", "float8"))
+
+
+def _is_real_number(value: Any) -> bool:
+    return is_real(value.dtype) if isinstance(value, TensorRef) else isinstance(value, (int, float))
+
+
 def _is_mapping(value: Any, of: Callable[[Any], bool], keys: type = str) -> bool:
     return isinstance(value, Mapping) and all(type(key) is keys for key in value) and all(map(of, value.values()))
 
@@ -122,8 +131,8 @@ _UNIVERSAL_OPTIMIZER: Mapping[str, Kind] = {
     "optimizer_state_dict": _DICT,
 }
 _SETTING = Kind("True or False", lambda value: isinstance(value, (bool, int))).or_none()
-_REAL = Kind("a number", lambda value: isinstance(value, (int, float, TensorRef))).or_none()
-_REALS = Kind("a number, or some", lambda value: _REAL.fits(value) or is_list(value, _REAL.fits))
+_REAL = Kind("a real number", _is_real_number).or_none()
+_REALS = Kind("a real number, or some", lambda value: _REAL.fits(value) or is_list(value, _REAL.fits))
 #: Those of torch's own optimizers, and what bitsandbytes is told from torch by.
 _HYPERPARAMETERS: Mapping[str, Kind] = {
     **dict.fromkeys(("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "nesterov"), _SETTING),

@@ -53,6 +53,7 @@ from elastic_ckpt.formats.saved_states import (
     ELEMENTWISE_NAMES,
     Digest,
     StatesOfOne,
+    check_dtype,
     sort_states,
 )
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -122,6 +123,7 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
         problem, found = "the master of this parameter is no tensor of real numbers", text_of(value)
         raise DamagedError(problem, file.path, "fp32 values", found, parameter=name, remedy=CONVERT_AGAIN)
     if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
+        check_dtype(file, key, value, options)
         if not value.is_contiguous:
             problem = f"{key} of this parameter was saved as a view that is not contiguous"
             raise DamagedError(problem, file.path, parameter=name)
@@ -131,9 +133,8 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
         noted = layout or _small(file, key, value, options)
         return StateFile(key, file.nbytes, value, None, noted, rule, is_concatenated, file.records)
     scalars = dict(sort_states(file, {key: value}, options).scalars)
-    is_flag = isinstance(value, bool) and key == "step"
-    is_moment = key in _MOMENTS and value is not None
-    if key not in scalars or is_flag or is_moment:
+    is_moment = key in _MOMENTS and (value is not None or is_parameters)
+    if key not in scalars or is_moment:
         problem, found = f"{key} of this parameter is neither a tensor nor a number", text_of(value)
         problem = f"{key} of this parameter is no tensor" if is_moment else problem
         expected = "a tensor, or a dict with 'param'"

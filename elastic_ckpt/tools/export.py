@@ -285,7 +285,7 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return list(map(_as_json, value))
     if isinstance(value, torch.Tensor):
-        return value.tolist()
+        return _as_json(value.tolist())  # whose numbers may be complex
     return value if value is None or isinstance(value, (int, float, str)) else str(value)
 
 

@@ -194,6 +194,50 @@ def test_a_map_of_a_wild_size_is_not_read_and_one_of_a_wrong_size_is_told_of(tmp
     assert len(sorted_of(tmp_path, {"qmap1": torch.zeros(255)}).codebooks["qmap1"].values) == 255
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+NO_REALS = [torch.bool, torch.int8, torch.uint8, torch.int64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("shape", [(5,), (), (3, 2)])
+def test_moments_of_a_dtype_in_which_no_optimizer_keeps_them_are_damage(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    for key in MOMENTS:
+        for dtype in NO_REALS:
+            states = {key: torch.zeros(shape).to(dtype)}
+            with pytest.raises(DamagedError, match="not what DeepSpeed writes there") as caught:
+                sorted_of(tmp_path, states)
+            assert caught.value.file == str(tmp_path / "states.pt")
+            assert str(dtype).removeprefix("torch.") in str(caught.value.found)
+            for layout in ("elementwise", "replicated", "fresh"):  # of an optimizer of the user's
+                sorted_of(tmp_path, states, StateOptions({key: layout}))
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            sorted_of(tmp_path, {key: torch.zeros(shape, dtype=dtype)})
+
+
+@pytest.mark.parametrize(
+    "step",
+    [True, 4j, torch.tensor(True), torch.tensor(4j), torch.tensor([4j]), torch.tensor(1.0).to(torch.float8_e5m2)],
+    ids=repr,
+)
+def test_a_step_that_is_no_real_number_is_damage(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(DamagedError, match="optimizer state step: a real number"):
+        sorted_of(tmp_path, {"step": step})
+
+
+@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor([3], dtype=torch.int32)])
+def test_a_step_counts_in_any_real_dtype(tmp_path: Path, step: Any) -> None:
+    found = sorted_of(tmp_path, {"step": step})
+    assert "step" in {*dict(found.scalars), *found.tensors}
+
+
+@pytest.mark.parametrize("key", ["lr", "betas", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [torch.tensor(1j), torch.tensor(True), torch.tensor(0.5).to(torch.float8_e5m2), 1j])
+def test_a_hyperparameter_that_is_no_real_number_is_damage(tmp_path: Path, key: str, value: Any) -> None:
+    each = (0.9, value) if key == "betas" else value
+    file = written(tmp_path, {"param_groups": [{key: each}]})
+    with pytest.raises(DamagedError, match=f"a param group / {key}: a real number"):
+        read_groups(file, file.tree["param_groups"])
+
+
 # --- quantization maps ------------------------------------------------------------------------------------------
 
 SIGNED, UNSIGNED = own_maps()["qmap1"], own_maps()["qmap2"]

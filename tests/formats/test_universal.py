@@ -259,3 +259,32 @@ def test_groups_that_are_not_those_of_the_model_states_are_damage(
     assert [finding.kind for finding in outcome.findings] == ["damaged"]
     with pytest.raises(DamagedError, match="no checkpoint in this folder is complete"):
         find_latest(os.path.dirname(found.folder))
+
+
+ODD_FILES = {
+    "no tensor for a parameter": ("exp_avg", {"param": None}),
+    "no tensor for a squared moment": ("exp_avg_sq", {"param": None}),
+    **{
+        f"a moment of {dtype}": ("exp_avg", {"param": torch.zeros(3, 2).to(dtype), "cat_dim": 0})
+        for dtype in (torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
+    },
+    "a flat moment of int8": ("exp_avg_sq", torch.zeros(6, dtype=torch.int8)),
+    "a complex step": ("step", torch.tensor(7 + 0j)),
+    "a complex step of a parameter": ("step", {"param": torch.tensor(7 + 0j)}),
+    "a complex number of steps": ("step", 7 + 0j),
+    "a flag for a step": ("step", torch.tensor(True)),
+}
+
+
+@pytest.mark.parametrize("what", ODD_FILES)
+def test_a_state_that_no_optimizer_writes_is_damage_of_its_file_for_verify_too(
+    found: CheckpointInfo, what: str
+) -> None:
+    key, tree = ODD_FILES[what]
+    path = found.path(f"zero/{NAMES[3]}/{key}.pt")
+    torch.save(tree, path)
+    with pytest.raises(DamagedError) as caught:
+        read_checkpoint(found, OPTIONS)
+    assert caught.value.file == path
+    (finding,) = verify(found.folder, None, ElasticConfig()).findings
+    assert finding.file == path and not finding.suspected

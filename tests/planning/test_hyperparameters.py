@@ -19,7 +19,8 @@ from tests.simulation import ADAM, TWO, live, saved
 # Covers elastic_ckpt/core/kinds.py, by which hyperparameters and schedules are judged.
 LIVE = {**ADAM, "foreach": None, "mode": "fast", "ratios": [0.1, 0.2], "initial_lr": 0.1}
 MATRIX = TensorValue("float32", (2,), (1.0, 2.0))
-NO_NUMBERS = ["x", {}, [], OrderedDict, math.nan, math.inf, 1 << 80, 1j, MATRIX, (1.0,)]
+COMPLEX = TensorValue("complex64", (), (1j,))
+NO_NUMBERS = ["x", {}, [], OrderedDict, math.nan, math.inf, 1 << 80, 1j, COMPLEX, MATRIX, (1.0,)]
 #: By hyperparameter of the live group, what no optimizer with it can have.
 STRANGE: dict[str, list[Any]] = {
     "lr": [*NO_NUMBERS, None],

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 import elastic_ckpt
 from elastic_ckpt.cli import app
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SavedParameter
+from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError, NotFoundError, UnsupportedError
 from elastic_ckpt.tools import export as exporting
 from elastic_ckpt.tools.export import converted, of_adapter, optimizer_facts
@@ -204,6 +205,15 @@ def test_hyperparameters_of_any_kind_are_written_as_text() -> None:
     metadata: Any = SimpleNamespace(parameters={}, groups=[{"lr": 0.5, "of": {torch.float32: (torch.bfloat16, 1)}}])
     groups = json.loads(optimizer_facts(metadata, ())["param_groups"])
     assert groups == [{"lr": 0.5, "of": {"torch.float32": ["torch.bfloat16", 1]}, "params": []}]
+
+
+def test_numbers_that_json_has_not_are_written_as_text() -> None:
+    scalars = (("count", TensorValue("complex64", (), (2j,))), ("phase", TensorValue("complex64", (2,), (1j, 2.0))))
+    parameters = {"w": SavedParameter((1,), 0, scalars)}
+    metadata: Any = SimpleNamespace(parameters=parameters, groups=[{"lr": 0.5, "of": 1j}])
+    facts = optimizer_facts(metadata, ("w",))
+    assert json.loads(facts["scalars"]) == {"w": {"count": "2j", "phase": ["1j", "(2+0j)"]}}
+    assert json.loads(facts["param_groups"]) == [{"lr": 0.5, "of": "1j", "params": ["w"]}]
 
 
 def test_no_optimizer_states_are_an_error(tmp_path: Path) -> None:
