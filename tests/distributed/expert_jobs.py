@@ -25,7 +25,8 @@ import elastic_ckpt
 from elastic_ckpt.errors import DamagedError
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt, loss_gap, on_all_ranks
-from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
+from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, SPOILS, truth_of
+from tests.distributed.kept import close_kept, engine_of
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, STEP, VOCABULARY, batch, close
 from tests.distributed.parallel_models import forget_groups
 
@@ -48,7 +49,6 @@ class Experts:
         autoep: whether AutoEP makes the layers of experts, stacked, of a model without any.
         preset: AutoEP's preset of a Hugging Face model, ``"mixtral"``, ``"qwen3_moe"`` or ``"deepseek_v3"``, which has
             a shared expert, and buffers in its routers.
-        universal: whether it is the universal checkpoint of that run.
         round_robin: ``round_robin_gradients``, of which DeepSpeed's getters return wrong values.
     """
 
@@ -62,15 +62,13 @@ class Experts:
     group_size: int = 178956971
     autoep: bool = False
     preset: str = ""
-    universal: bool = False
     round_robin: bool = False
 
     @property
     def name(self) -> str:
         """Of its folder."""
         extra = "-autoep" * self.autoep + self.preset + "-residual" * self.residual + "-data" * self.data_first
-        extra += f"-g{self.group_size}" * (self.group_size < 1e6) + "-universal" * self.universal
-        extra += "-robin" * self.round_robin
+        extra += f"-g{self.group_size}" * (self.group_size < 1e6) + "-robin" * self.round_robin
         numbers = "x".join(map(str, self.experts))
         return f"{self.precision}-z{self.stage}-n{self.world}-ep{self.ep}-e{numbers}{extra}"
 
@@ -392,90 +390,108 @@ def unstacked(values: dict[str, torch.Tensor], run: Experts, ep_rank: int) -> It
 
 
 def save(arguments: dict[str, Any]) -> None:
-    """Train and save each run, write down the truth, and train on for the reference losses."""
-    for run in arguments["runs"]:
-        folder = os.path.join(arguments["folder"], run.name)
-        engine = build(run, config=arguments.get("config"))
+    """:func:`save_each` of ``runs`` in folders of their names."""
+    shared = {key: value for key, value in arguments.items() if key not in ("folder", "runs")}
+    save_each(
+        [{**shared, "setup": run, "folder": os.path.join(arguments["folder"], run.name)} for run in arguments["runs"]]
+    )
+
+
+def save_each(cases: list[dict[str, Any]]) -> None:
+    """Train and save each ``setup``, write down the truth, and train on for the reference losses.
+
+    ``config``: more entries of DeepSpeed's.
+    """
+    for case in cases:
+        run = case["setup"]
+        engine = build(run, config=case.get("config"))
         train(engine, 0, SAVE_AT)
-        engine.save_checkpoint(folder, tag="step4", client_state={"note": "hello"})
+        engine.save_checkpoint(case["folder"], tag="step4", client_state={"note": "hello"})
         if run.stage:
             oracle.relink(engine)
         truth = gather(engine, run, oracle.state_keys(engine))
         assert any(is_moe_param(param) for param in engine.module.parameters())
         truth["losses"] = train(engine, SAVE_AT, CONTINUE_TO)
         if dist.get_rank() == 0:
-            torch.save(truth, os.path.join(folder, "truth.pt"))
+            torch.save(truth, os.path.join(case["folder"], "truth.pt"))
         end(engine)
         dist.barrier()
 
 
 def load(arguments: dict[str, Any]) -> list[Loaded]:
-    """Load all ``sources`` into an engine of each of ``runs``, compare each with its truth, and train on."""
-    elastic_ckpt.install()
+    """:func:`resume` of all ``sources``, in folders of their names, by an engine of each of ``runs``."""
+    shared = {key: value for key, value in arguments.items() if key not in ("folder", "runs", "sources")}
     facts = []
     for run in arguments["runs"]:
-        engine = build(run, seed=8, config=arguments.get("config"))
         for source in arguments["sources"]:
-            folder = os.path.join(arguments["folder"], source.name)
-            truth = truth_of(folder)
-            _, client_state = engine.load_checkpoint(folder)
-            if run.stage:
-                oracle.relink(engine)
-            now = gather(engine, run, sorted({key for _, key in truth["states"]}))
-            kinds = ("masters", "states", "buffers", "steps", "groups", "counters", "scheduler")
-            expected = {kind: truth[kind] for kind in kinds} | {"weights": truth["masters"]}
-            differences = oracle.compare(now, expected)
-            gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth)
-            where = f"rank {dist.get_rank()}: {source.name} -> {run.name}"
-            facts.append(Loaded(source, where, engine.elastic_report, differences, gap, client_state))
-        end(engine)
-        dist.barrier()
+            facts += resume({**shared, "run": run, "folder": os.path.join(arguments["folder"], source.name)})
+    close_kept()
     return facts
 
 
-def deepspeed_loads(arguments: dict[str, Any]) -> list[dict[str, str]]:
-    """What differs from the truth, ``folder`` by folder, after DeepSpeed's own load of a universal checkpoint."""
-    elastic_ckpt.uninstall()
-    engine = build(arguments["run"], seed=8)
-    engine._config.load_universal_checkpoint = True
-    found = []
-    for folder in arguments["folders"]:
-        engine.load_checkpoint(folder)
-        assert not hasattr(engine, "elastic_report")
+def resume(case: dict[str, Any]) -> list[Loaded]:
+    """Load a checkpoint into an engine of ``run``, compare it with its truth, and train on as the saved run did.
+
+    ``config``: more entries of DeepSpeed's.
+    """
+    elastic_ckpt.install()
+    run, engine, truth = case["run"], live(case), truth_of(case["folder"])
+    _, client_state = engine.load_checkpoint(case["folder"])
+    if run.stage:
         oracle.relink(engine)
-        truth = truth_of(folder)
-        now = gather(engine, arguments["run"], sorted({key for _, key in truth["states"]}))
-        found.append(oracle.compare(now, {kind: truth[kind] for kind in ("masters", "states")}))
-        train(engine, 20, 21)
-    end(engine)
-    return found
+    now = gather(engine, run, sorted({key for _, key in truth["states"]}))
+    kinds = ("masters", "states", "buffers", "steps", "groups", "counters", "scheduler")
+    expected = {kind: truth[kind] for kind in kinds} | {"weights": truth["masters"]}
+    differences = oracle.compare(now, expected)
+    gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth)
+    where = f"rank {dist.get_rank()}: {case['folder']} -> {run.name}"
+    return [Loaded(case, where, engine.elastic_report, differences, gap, client_state)]
 
 
-def refuse(arguments: dict[str, Any]) -> list[Refused] | None:
-    """Try to load each of ``folders`` into an engine of ``run``."""
-    elastic_ckpt.install()
-    engine = build(arguments["run"], seed=8)
+def live(case: dict[str, Any]) -> Any:
+    """An engine of ``run`` and ``config``, which the next case may get too. Collective."""
+    run, config = case["run"], case.get("config")
+    return engine_of((run, config), partial(build, run, seed=8, config=config), end)
+
+
+def deepspeed_loads(case: dict[str, Any]) -> list[dict[str, str]]:
+    """What differs from the truth after DeepSpeed's own load of a universal checkpoint into an engine of ``run``."""
+    close_kept()
+    elastic_ckpt.uninstall()
+    run, truth = case["run"], truth_of(case["folder"])
+    engine = build(run, seed=8)
+    engine._config.load_universal_checkpoint = True
+    engine.load_checkpoint(case["folder"])
+    assert not hasattr(engine, "elastic_report")
+    oracle.relink(engine)
+    now = gather(engine, run, sorted({key for _, key in truth["states"]}))
+    found = oracle.compare(now, {kind: truth[kind] for kind in ("masters", "states")})
     train(engine, 20, 21)
-    facts = [attempt(folder, engine, partial(engine.load_checkpoint, folder)) for folder in arguments["folders"]]
     end(engine)
-    return facts if dist.get_rank() == 0 else None
+    return [found]
 
 
-def fail_alone(arguments: dict[str, Any]) -> list[Refused] | None:
-    """Try to load ``folder`` while rank 1 alone fails where experts are read, named, and placed."""
+def refuse(case: dict[str, Any]) -> list[Refused] | None:
+    """Try to load a checkpoint into an engine of ``run`` that has trained."""
     elastic_ckpt.install()
-    engine = build(arguments["run"], seed=8)
+    engine = live(case)
+    train(engine, 20, 21)
+    refused = attempt(case, engine, partial(engine.load_checkpoint, case["folder"]))
+    return [refused] if dist.get_rank() == 0 else None
+
+
+def fail_alone(case: dict[str, Any]) -> list[Refused] | None:
+    """Try to load while rank 1 alone fails in a function: its ``module`` and ``function``; and then without that."""
+    elastic_ckpt.install()
+    engine = live(case)
     train(engine, 20, 21)
 
     def fail(*_: Any) -> None:
-        raise DamagedError("this rank alone has failed", file=arguments["folder"])
+        raise DamagedError("this rank alone has failed", file=case["folder"])
 
-    facts = []
-    for module, name in arguments["places"]:
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == 1:
-                patch.setattr(importlib.import_module(module), name, fail)
-            facts.append(attempt(name, engine, partial(engine.load_checkpoint, arguments["folder"])))
-    engine.load_checkpoint(arguments["folder"])
-    end(engine)
-    return facts if dist.get_rank() == 0 else None
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1 and not SPOILS:
+            patch.setattr(importlib.import_module(case["module"]), case["function"], fail)
+        refused = attempt(case, engine, partial(engine.load_checkpoint, case["folder"]))
+    engine.load_checkpoint(case["folder"])
+    return [refused] if dist.get_rank() == 0 else None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,129 +15,159 @@ from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
 from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
-from tests.distributed.conftest import Launch
+from tests.distributed import damage
+from tests.distributed.cells import Cell, Save, Saves, cells
 from tests.distributed.expert_jobs import Experts
-from tests.distributed.launch import environment
+from tests.distributed.facts import Loaded, Refused, Resumes
+
+EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+OPTIMIZER = "expp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+def saved(*run: Any, **more: Any) -> Save:
+    experts = Experts(*run, **more)
+    return Save(experts, experts.world, "expert_jobs.save_each")
+
 
 SAVED = [
-    Experts(4, 1, 2),
-    Experts(4, 2, 4, group_size=400),
-    Experts(2, 1, 1, "fp32"),
-    Experts(4, 2, 2, data_first=True),
-    Experts(4, 0, 2, "fp32"),
-    Experts(4, 0, 4),
-    Experts(2, 0, 2, "fp32", data_first=True),
+    saved(4, 1, 2),
+    saved(4, 2, 4, group_size=400),
+    saved(2, 1, 1, "fp32"),
+    saved(4, 2, 2, data_first=True),
+    saved(4, 0, 2, "fp32"),
+    saved(4, 0, 4),
+    saved(2, 0, 2, "fp32", data_first=True),
 ]
+TARGETS = [
+    Experts(4, 1, 1),
+    Experts(2, 2, 2, data_first=True),
+    Experts(4, 0, 4, "fp32"),
+    Experts(1, 1, 1),
+    Experts(2, 0, 1),
+]
+#: With a dense branch beside the experts, and a loss scale.
+RESIDUAL = [saved(4, 2, 2, "fp16", residual=True), saved(2, 0, 1, "fp16", residual=True)]
+RESIDUAL_TARGETS = [Experts(4, 1, 4, "fp16", residual=True), Experts(1, 0, 1, "fp16", residual=True)]
 AUTOEP = [
-    Experts(4, 1, 2, autoep=True),
-    Experts(4, 3, 2, autoep=True),
-    Experts(2, 0, 2, "fp32", autoep=True),
-    Experts(4, 3, 4, "fp32", autoep=True),
-    Experts(2, 2, 1, autoep=True),
+    saved(4, 1, 2, autoep=True),
+    saved(4, 3, 2, autoep=True),
+    saved(2, 0, 2, "fp32", autoep=True),
+    saved(4, 3, 4, "fp32", autoep=True),
+    saved(2, 2, 1, autoep=True),
 ]
-CONVERTED = AUTOEP[:2]
-PRESETS = [
-    Experts(2, 0, 2, "fp32", (4, 4), autoep=True, preset="mixtral"),
-    Experts(4, 3, 2, "bf16", (4, 4), autoep=True, preset="mixtral"),
-    Experts(2, 1, 2, "bf16", (4, 4), autoep=True, preset="qwen3_moe"),
-    Experts(4, 1, 2, "bf16", (4, 4), autoep=True, preset="deepseek_v3"),
+BY_DEEPSPEED = [replace(save, converted=True) for save in AUTOEP[:2]]
+BY_OUR_COMMAND = [replace(save, converter="convert.convert_by_command") for save in BY_DEEPSPEED]
+AUTOEP_TARGETS = [
+    Experts(4, 3, 1, autoep=True),
+    Experts(2, 3, 2, "fp32", autoep=True),
+    Experts(4, 1, 4, autoep=True),
+    Experts(1, 2, 1, autoep=True),
+    Experts(2, 0, 1, autoep=True),
 ]
-#: Of a model-states file with experts.
-SINCE_0_19_4 = {"buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
-SINCE_0_19_4 |= {"shared_params", "ds_config", "ds_version", "ds_autoep_layers"}
-ROUND_ROBIN = Experts(4, 2, 2, data_first=True, round_robin=True)
-RESIDUAL = [Experts(4, 2, 2, "fp16", residual=True), Experts(2, 0, 1, "fp16", residual=True)]
-
-
-@pytest.fixture(scope="module")
-def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts")
-    for world in (2, 4):
-        launch(
-            world,
-            "expert_jobs.save",
-            {
-                "folder": str(folder),
-                "runs": [run for run in [*SAVED, *RESIDUAL, *AUTOEP, *PRESETS, ROUND_ROBIN] if run.world == world],
-            },
-        )
-    return folder
-
-
-@pytest.fixture(scope="module")
-def converted(saved: Path, extensions_dir: str) -> list[Experts]:
-    """Saves of AutoEP as DeepSpeed's own converter writes them, beside the native ones."""
-    for run in CONVERTED:
-        source, target = saved / run.name, saved / f"{run.name}-universal"
-        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
-        command += ["--num_merge_workers", "1", "--input_folder", str(source / "step4")]
-        command += ["--output_folder", str(target / "step4")]
-        subprocess.run(command, env=environment(extensions_dir), check=True, capture_output=True, timeout=200)
-        shutil.copy(source / "truth.pt", target)
-    return [replace(run, universal=True) for run in CONVERTED]
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        Experts(4, 1, 1),
-        Experts(2, 2, 2, data_first=True),
-        Experts(4, 0, 4, "fp32"),
-        Experts(1, 1, 1),
-        Experts(2, 0, 1),
-    ],
-    ids=lambda run: run.name,
+#: Models of Hugging Face, with the same number of experts in each layer.
+MIXTRAL, QWEN, DEEPSEEK = (
+    {"experts": (4, 4), "autoep": True, "preset": preset} for preset in ("mixtral", "qwen3_moe", "deepseek_v3")
 )
-def test_every_source_loads_at_any_expert_parallel_degree(run: Experts, saved: Path, launch: Launch) -> None:
-    for load in launch(run.world, "expert_jobs.load", {"folder": str(saved), "runs": [run], "sources": SAVED}):
-        assert load.format == "native" and load.differences == {}, load.where
-        assert load.loss_gap < 0.05, load.where
+MIXTRALS = [saved(2, 0, 2, "fp32", **MIXTRAL), saved(4, 3, 2, **MIXTRAL)]
+PRESETS = [
+    (Experts(4, 1, 4, **MIXTRAL), MIXTRALS),
+    (Experts(1, 2, 1, "fp32", **MIXTRAL), MIXTRALS),
+    (Experts(2, 0, 1, **MIXTRAL), MIXTRALS),
+    (Experts(4, 3, 4, **QWEN), [saved(2, 1, 2, **QWEN)]),
+    (Experts(2, 3, 1, **DEEPSEEK), [saved(4, 1, 2, **DEEPSEEK)]),
+]
+
+
+def resumed(save: Save, run: Experts, change: Callable[[Path], None] | None = None) -> Cell:
+    """A checkpoint that goes on in an engine of this run."""
+    kind = "universal" if save.converted else "native"
+    name = f"{save.setup.name}{' universal' * save.converted} to {run.name}"
+    return Cell(name, save, "expert_jobs.resume", run.world, {"run": run}, change, expected=Resumes(kind, 0.05))
+
+
+@cells(
+    [
+        *(resumed(save, run) for run in TARGETS for save in SAVED),
+        *(resumed(save, run) for run in RESIDUAL_TARGETS for save in RESIDUAL),
+        *(resumed(save, run) for run in AUTOEP_TARGETS for save in AUTOEP + BY_DEEPSPEED),
+        *(resumed(save, run) for run, sources in PRESETS for save in sources),
+    ]
+)
+def test_every_source_loads_at_any_expert_parallel_degree(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+    for load in facts:
         assert "100 %" in str(load.report.verified), load.text
 
 
-def test_files_without_shapes_names_of_buffers_and_config_load_as_the_others(
-    saved: Path, tmp_path: Path, launch: Launch
-) -> None:
-    """As DeepSpeed before 0.19.4 writes them, which ``launch/matrix.sh`` tries on the old versions themselves.
+#: Of a model-states file with experts.
+SINCE_0_19_4 = {"buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
+SINCE_0_19_4 |= {"shared_params", "ds_config", "ds_version", "ds_autoep_layers"}
 
-    Every second one has a dictionary for each submodule, as Megatron-DeepSpeed saves without a pipeline.
-    """
-    lost = "layer_0_expert_0_mp_rank_00_model_states.pt"
-    without_what_0_19_4_added(saved, SAVED[0], tmp_path / "lost")
-    (tmp_path / "lost" / SAVED[0].name / "step4" / lost).unlink()
-    result = CliRunner().invoke(app, ["verify", str(tmp_path / "lost" / SAVED[0].name)])
+
+def without_what_0_19_4_added(copy: Path) -> None:
+    def change(tree: dict[str, Any]) -> None:
+        for key in tree.keys() & SINCE_0_19_4:
+            del tree[key]
+
+    damage.edit(MODEL, change)(copy)
+
+
+def with_nested_modules(copy: Path) -> None:
+    """The same, with a dictionary for each child of the module, as Megatron-DeepSpeed saves without a pipeline."""
+
+    def change(tree: dict[str, Any]) -> None:
+        found: dict[str, Any] = {}
+        for name, tensor in tree["module"].items():
+            child, _, rest = name.partition(".")
+            if rest:
+                found.setdefault(child, {})[rest] = tensor
+            else:
+                found[name] = tensor
+        tree["module"] = found
+
+    without_what_0_19_4_added(copy)
+    damage.edit(MODEL, change)(copy)
+
+
+#: As DeepSpeed before 0.19.4 writes them, which ``launch/matrix.sh`` tries on the old versions themselves.
+OLD = [
+    (save, with_nested_modules if number % 2 == 0 else without_what_0_19_4_added) for number, save in enumerate(SAVED)
+]
+
+
+@cells([resumed(save, Experts(4, 1, 1), change) for save, change in OLD])
+def test_files_without_shapes_names_of_buffers_and_config_load_as_the_others(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+
+
+def copied(save: Save, saves: Saves, to: Path, *changes: Callable[[Path], None]) -> Path:
+    copy = Path(shutil.copytree(saves.folder(save), to))
+    for change in changes:
+        change(copy)
+    return copy
+
+
+@pytest.mark.parametrize(("save", "change"), OLD, ids=[save.setup.name for save, _ in OLD])
+def test_files_without_shapes_names_of_buffers_and_config_are_verified(
+    save: Save, change: Callable[[Path], None], saves: Saves, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, ["verify", str(copied(save, saves, tmp_path / "copy", change))])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_lost_expert_is_named_without_shapes(saves: Saves, tmp_path: Path) -> None:
+    lost = EXPERT.format(0, 0)
+    copy = copied(SAVED[0], saves, tmp_path / "copy", without_what_0_19_4_added, damage.remove(lost))
+    result = CliRunner().invoke(app, ["verify", str(copy)])
     assert result.exit_code == 1 and lost in re.sub(r"[\s│]", "", result.output), result.output
-    for number, source in enumerate(SAVED):
-        without_what_0_19_4_added(saved, source, tmp_path, by_child=number % 2 == 0)
-        result = CliRunner().invoke(app, ["verify", str(tmp_path / source.name)])
-        assert result.exit_code == 0, result.output
-    run = Experts(4, 1, 1)
-    for load in launch(run.world, "expert_jobs.load", {"folder": str(tmp_path), "runs": [run], "sources": SAVED}):
-        assert load.format == "native" and load.differences == {}, load.where
 
 
-@pytest.mark.parametrize("run", [Experts(4, 1, 4, "fp16", residual=True), Experts(1, 0, 1, "fp16", residual=True)])
-def test_a_dense_branch_beside_the_experts_and_the_loss_scale_are_restored(
-    run: Experts, saved: Path, launch: Launch
-) -> None:
-    for load in launch(run.world, "expert_jobs.load", {"folder": str(saved), "runs": [run], "sources": RESIDUAL}):
-        assert load.format == "native" and load.differences == {}, load.where
-        assert load.loss_gap < 0.05, load.where
-
-
-def without_what_0_19_4_added(saved: Path, run: Experts, to: Path, by_child: bool = False) -> None:
-    """A copy of a checkpoint below a folder; ``by_child``: with a dictionary for each child of the module."""
-    path = changed(saved, run.name, to / run.name) / "mp_rank_00_model_states.pt"
-    tree = torch.load(path, weights_only=False)
-    module = nested(tree["module"]) if by_child else tree["module"]
-    torch.save({key: value for key, value in tree.items() if key not in SINCE_0_19_4} | {"module": module}, path)
-
-
-def test_parameters_in_round_robin_order_are_found_without_their_shapes(saved: Path, tmp_path: Path) -> None:
-    without_what_0_19_4_added(saved, ROUND_ROBIN, tmp_path)
+def test_parameters_in_round_robin_order_are_found_without_their_shapes(saves: Saves, tmp_path: Path) -> None:
+    save = saved(4, 2, 2, data_first=True, round_robin=True)
     found = []
-    for folder in (saved, tmp_path):
-        metadata = open_checkpoint(locate(str(folder / ROUND_ROBIN.name), None), config_of(None)).metadata
+    for folder in (saves.folder(save), copied(save, saves, tmp_path / "copy", without_what_0_19_4_added)):
+        metadata = open_checkpoint(locate(str(folder), None), config_of(None)).metadata
         names = [Path(file.path).name for file in metadata.files]
         chunks = {
             key: [(chunk.range, names[chunk.file], chunk.byte_offset) for chunk in tensor.chunks]
@@ -149,148 +178,110 @@ def test_parameters_in_round_robin_order_are_found_without_their_shapes(saved: P
     assert len(found[0]) > 100 and found[0] == found[1]
 
 
-def changed(saved: Path, name: str, to: Path) -> Path:
-    """A copy of a checkpoint, and the folder of its tag."""
-    shutil.copytree(saved / name, to)
-    return to / "step4"
+def of_other(name: str) -> Callable[[Path, Path], None]:
+    """A file of another run takes the place of this one's."""
+    return lambda copy, other: damage.replace_by(name, damage.tag(other) / name)(copy)
 
 
-def nested(module: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Entries of a module, those of each child in a dictionary of their own."""
-    found: dict[str, Any] = {}
-    for name, tensor in module.items():
-        child, _, rest = name.partition(".")
-        found |= {child: {**found.get(child, {}), rest: tensor}} if rest else {name: tensor}
-    return found
+#: What was saved, what happens to it, with which other run, and what the error says.
+DAMAGED: dict[str, tuple[Save, Any, tuple[Save, ...], str]] = {
+    "missing": (SAVED[0], damage.remove(EXPERT.format(1, 3)), (), r"the file of an expert is missing.*layer_1_expert_3_mp"),
+    "exchanged": (SAVED[0], damage.swap(EXPERT.format(0, 1), EXPERT.format(0, 2)), (), r"(changed places|the expert that its name says)"),
+    "mixed": (SAVED[0], of_other(EXPERT.format(1, 5)), (RESIDUAL[0],), r"the fp32 masters in this file are not those of the weights"),
+    "optimizer": (SAVED[4], of_other(OPTIMIZER.format(0)), (SAVED[5],), r"belongs to another save.*param groups differ"),
+    "lost": (SAVED[4], damage.remove(OPTIMIZER.format(1)), (), r"is missing.*expp_rank_1_mp_rank_00_optim_states"),
+}  # fmt: skip
 
 
-def test_what_is_missing_mixed_or_of_another_model_is_named(saved: Path, tmp_path: Path, launch: Launch) -> None:
-    run, source = Experts(2, 1, 2, "fp32"), SAVED[0].name
-    other = changed(saved, RESIDUAL[0].name, tmp_path / "other")
-    expert = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
-    (changed(saved, source, tmp_path / "missing") / expert.format(1, 3)).unlink()
-    tag = changed(saved, source, tmp_path / "exchanged")
-    (tag / expert.format(0, 1)).rename(tag / "aside")
-    (tag / expert.format(0, 2)).rename(tag / expert.format(0, 1))
-    (tag / "aside").rename(tag / expert.format(0, 2))
-    shutil.copy(other / expert.format(1, 5), changed(saved, source, tmp_path / "mixed") / expert.format(1, 5))
-    shutil.copy(
-        saved / SAVED[5].name / "step4" / "expp_rank_0_mp_rank_00_optim_states.pt",
-        changed(saved, SAVED[4].name, tmp_path / "optimizer"),
-    )
-    (changed(saved, SAVED[4].name, tmp_path / "lost") / "expp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    expected = {
-        "missing": r"the file of an expert is missing.*layer_1_expert_3_mp",
-        "exchanged": r"(changed places|the expert that its name says)",
-        "mixed": r"the fp32 masters in this file are not those of the weights",
-        "optimizer": r"belongs to another save.*param groups differ",
-        "lost": r"is missing.*expp_rank_1_mp_rank_00_optim_states",
-    }
-    folders = [str(tmp_path / name) for name in expected]
-    for refused in launch(2, "expert_jobs.refuse", {"run": run, "folders": folders}):
-        (text,) = refused.texts
-        print(text)
-        assert "DamagedError" in refused.kinds and refused.changed == set(), text
-        assert re.search(expected[Path(refused.case).name], text.replace("\n", " ")), text
+def check(refused: Refused, error: str, pattern: str) -> None:
+    """One error on all ranks, of a class or a subclass, which says this; and an engine that is as it was."""
+    (text,) = refused.texts
+    assert error in refused.kinds and refused.changed == set(), text
+    assert re.search(pattern, text.replace("\n", " ")), text
 
 
-def test_the_failure_of_one_rank_is_that_of_all(saved: Path, launch: Launch) -> None:
-    places = [
-        ("elastic_ckpt.formats.merging", "index_expert"),
-        ("elastic_ckpt.engines.adapter", "expert_fqns"),
-        ("elastic_ckpt.formats.partitioned", "check_experts"),
-    ]
-    arguments = {"run": Experts(4, 2, 4), "folder": str(saved / SAVED[0].name), "places": places}
-    for refused in launch(4, "expert_jobs.fail_alone", arguments):
-        (text,) = refused.texts
-        assert refused.kinds[0] == "DamagedError" and refused.changed == set(), text
-        assert "this rank alone has failed" in text and "rank:      1" in text, text
-
-
-@pytest.mark.parametrize("experts", [(4, 4), (8, 8), (4,)])
-def test_other_experts_than_the_models_are_named(experts: tuple[int, ...], saved: Path, launch: Launch) -> None:
-    """In number, with routers of other shapes, or in another number of layers."""
-    run = Experts(2, 2, 2, "fp32", experts=experts)
-    for refused in launch(2, "expert_jobs.refuse", {"run": run, "folders": [str(saved / SAVED[0].name)]}):
-        (text,) = refused.texts
-        print(text)
-        assert refused.kinds[0] == "MismatchError" and refused.changed == set(), text
-        assert "deepspeed_experts" in text or "shape" in text, text
-
-
-@pytest.mark.parametrize(
-    "run",
+@cells(
     [
-        Experts(4, 3, 1, autoep=True),
-        Experts(2, 3, 2, "fp32", autoep=True),
-        Experts(4, 1, 4, autoep=True),
-        Experts(1, 2, 1, autoep=True),
-        Experts(2, 0, 1, autoep=True),
-    ],
-    ids=lambda run: run.name,
+        Cell(name, save, "expert_jobs.refuse", 2, {"run": Experts(2, 1, 2, "fp32")}, change, others, expected=words)
+        for name, (save, change, others, words) in DAMAGED.items()
+    ]
 )
-def test_experts_that_autoep_stacks_load_at_any_degree_and_stage(
-    run: Experts, saved: Path, converted: list[Experts], launch: Launch
-) -> None:
-    arguments = {"folder": str(saved), "runs": [run], "sources": AUTOEP + converted}
-    for load in launch(run.world, "expert_jobs.load", arguments):
-        assert load.format == ("universal" if load.case.universal else "native"), load.where
-        assert load.differences == {}, load.where
-        assert load.loss_gap < 0.05, load.where
-        assert "100 %" in str(load.report.verified), load.text
+def test_what_is_missing_or_mixed_is_named(cell: Cell, facts: list[Refused]) -> None:
+    (refused,) = facts
+    check(refused, "DamagedError", cell.expected)
 
 
-@pytest.fixture(scope="module")
-def converted_here(saved: Path) -> list[Path]:
-    """The same saves as our own command writes them."""
-    targets = [saved / f"{run.name}-ours" for run in CONVERTED]
-    for run, target in zip(CONVERTED, targets, strict=True):
-        result = CliRunner().invoke(app, ["convert", str(saved / run.name / "step4"), str(target / "step4")])
-        assert result.exit_code == 0, result.output
-        shutil.copy(saved / run.name / "truth.pt", target)
-    return targets
+#: In number, with routers of other shapes, or in another number of layers.
+OTHER_MODELS = [Experts(2, 2, 2, "fp32", experts=experts) for experts in ((4, 4), (8, 8), (4,))]
 
 
-def test_our_command_writes_stacked_experts_as_deepspeeds_does(
-    converted: list[Experts], converted_here: list[Path], saved: Path
-) -> None:
-    for run, target in zip(converted, converted_here, strict=True):
-        theirs = saved / run.name / "step4/zero"
-        tensors = theirs.rglob("*/*.pt")
-        files = {path.relative_to(theirs) for path in tensors if path.parent.name != "ticks"}  # a buffer
-        more = {path.relative_to(target / "step4/zero") for path in target.rglob("zero/*/*.pt")} - files
+@cells(
+    [
+        Cell(run.name, SAVED[0], "expert_jobs.refuse", 2, {"run": run}, fits=(SAVED[0], {"run": Experts(2, 2, 2)}))
+        for run in OTHER_MODELS
+    ]
+)
+def test_other_experts_than_the_models_are_named(cell: Cell, facts: list[Refused]) -> None:
+    (refused,) = facts
+    assert refused.kinds[0] == "MismatchError", refused.texts
+    check(refused, "MismatchError", "deepspeed_experts|shape")
+
+
+#: Where experts are read, named, and placed.
+PLACES = [
+    ("elastic_ckpt.formats.merging", "index_expert"),
+    ("elastic_ckpt.engines.adapter", "expert_fqns"),
+    ("elastic_ckpt.formats.partitioned", "check_experts"),
+]
+
+
+@cells(
+    [
+        Cell(
+            function,
+            SAVED[0],
+            "expert_jobs.fail_alone",
+            4,
+            {"run": Experts(4, 2, 4), "module": module, "function": function},
+        )
+        for module, function in PLACES
+    ]
+)
+def test_the_failure_of_one_rank_is_that_of_all(cell: Cell, facts: list[Refused]) -> None:
+    (refused,) = facts
+    (text,) = refused.texts
+    assert refused.kinds[0] == "DamagedError" and refused.changed == set(), text
+    assert "this rank alone has failed" in text and "rank:      1" in text, text
+
+
+def test_our_command_writes_stacked_experts_as_deepspeeds_does(saves: Saves) -> None:
+    for theirs, ours in zip(BY_DEEPSPEED, BY_OUR_COMMAND, strict=True):
+        expected, found = (saves.folder(save) / "step4_universal/zero" for save in (theirs, ours))
+        # a buffer has no states
+        files = {path.relative_to(expected) for path in expected.rglob("*/*.pt") if path.parent.name != "ticks"}
+        more = {path.relative_to(found) for path in found.rglob("*/*.pt")} - files
         assert files and {file.name for file in more} <= {"step.pt"}  # which DeepSpeed leaves out after ZeRO-3
         for file in sorted(files):
-            expected, found = (torch.load(folder / file) for folder in (theirs, target / "step4/zero"))
-            ours, its = (each.pop("param") if isinstance(each, dict) else each for each in (found, expected))
-            assert torch.equal(*(torch.as_tensor(each).flatten() for each in (ours, its))), file
-            is_stacked = re.search(r"experts\.w\d$", str(file.parent)) is not None and file.name != "step.pt"
-            assert ("is_expert_param" in found) is is_stacked if isinstance(found, dict) else not is_stacked, file
-            assert not is_stacked or (found, ours.shape) == (expected, its.shape), file
+            check_written_alike(expected / file, found / file)
 
 
-@pytest.mark.parametrize(("world", "ep"), [(4, 4), (2, 1)])
-def test_deepspeed_loads_what_our_command_writes_of_stacked_experts(
-    world: int, ep: int, converted_here: list[Path], launch: Launch
-) -> None:
-    for run, target in zip(CONVERTED, converted_here, strict=True):
-        arguments = {"run": replace(run, world=world, ep=ep), "folders": [str(target)]}
-        assert launch(world, "expert_jobs.deepspeed_loads", arguments) == [{}] * world
+def check_written_alike(theirs: Path, ours: Path) -> None:
+    """A state, and for those of stacked experts what is said of them."""
+    expected, found = torch.load(theirs), torch.load(ours)
+    its, own = (each.pop("param") if isinstance(each, dict) else each for each in (expected, found))
+    assert torch.equal(torch.as_tensor(own).flatten(), torch.as_tensor(its).flatten()), ours
+    is_stacked = re.search(r"experts\.w\d$", str(ours.parent)) is not None and ours.name != "step.pt"
+    assert ("is_expert_param" in found) is is_stacked if isinstance(found, dict) else not is_stacked, ours
+    assert not is_stacked or (found, own.shape) == (expected, its.shape), ours
 
 
-@pytest.mark.parametrize(
-    "run",
+@cells(
     [
-        Experts(4, 1, 4, "bf16", (4, 4), autoep=True, preset="mixtral"),
-        Experts(1, 2, 1, "fp32", (4, 4), autoep=True, preset="mixtral"),
-        Experts(2, 0, 1, "bf16", (4, 4), autoep=True, preset="mixtral"),
-        Experts(4, 3, 4, "bf16", (4, 4), autoep=True, preset="qwen3_moe"),
-        Experts(2, 3, 1, "bf16", (4, 4), autoep=True, preset="deepseek_v3"),
-    ],
-    ids=lambda run: run.name,
+        Cell(f"{save.setup.name} to {run.name}", save, "expert_jobs.deepspeed_loads", run.world, {"run": run})
+        for world, ep in ((4, 4), (2, 1))
+        for save in BY_OUR_COMMAND
+        for run in [replace(save.setup, world=world, ep=ep)]
+    ]
 )
-def test_models_of_hugging_face_load_at_any_degree_and_stage(run: Experts, saved: Path, launch: Launch) -> None:
-    sources = [source for source in PRESETS if source.preset == run.preset]
-    for load in launch(run.world, "expert_jobs.load", {"folder": str(saved), "runs": [run], "sources": sources}):
-        assert load.format == "native" and load.differences == {}, load.where
-        assert load.loss_gap < 0.05, load.where
+def test_deepspeed_loads_what_our_command_writes_of_stacked_experts(cell: Cell, facts: list[Any]) -> None:
+    assert facts == [{}] * cell.ranks

@@ -60,7 +60,7 @@ def _import_for(job: str) -> None:
         importlib.import_module(module)
         gc.collect()
         gc.freeze()
-    if job.startswith(("parallel_jobs.", "soak_jobs.")) and "transformers" not in sys.modules:
+    if job.startswith(("parallel_jobs.", "soak_jobs.", "expert_")) and "transformers" not in sys.modules:
         for package, name in (("megatron", "core.models.gpt"), ("transformers", "models.llama.modeling_llama")):
             if importlib.util.find_spec(package):
                 importlib.import_module(f"{package}.{name}")
