@@ -20,7 +20,7 @@ import elastic_ckpt
 from tests.distributed import truth as oracle
 from tests.distributed.expert_jobs import WIDTH, ExpertLM, Experts, build, end, gather, name_in_job, train
 from tests.distributed.facts import on_all_ranks
-from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
+from tests.distributed.jobs import SAVE_AT, truth_of
 from tests.distributed.optimizer_truth import decode_flat
 
 _UNIFORM = auto_ep_layer.legacy_uniform_autoep_placement_descriptor
@@ -143,59 +143,50 @@ def decoded(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
     return found
 
 
-def save(arguments: dict[str, Any]) -> None:
-    """Train and save each run, and write down the truth."""
-    for run in arguments["runs"]:
-        folder = os.path.join(arguments["folder"], run.name)
+def save_each(cases: list[dict[str, Any]]) -> None:
+    """Train and save each ``setup``, and write down the truth."""
+    for case in cases:
+        run = case["setup"]
         engine = built(run)
         train(engine, 0, SAVE_AT)
-        engine.save_checkpoint(folder, tag="step4")
+        engine.save_checkpoint(case["folder"], tag="step4")
         if run.stage and not run.eight_bit:
             oracle.relink(engine)
         truth = gathered(engine, run, ["exp_avg", "exp_avg_sq"])
-        truth["losses"] = train(engine, SAVE_AT, CONTINUE_TO)
         if dist.get_rank() == 0:
-            torch.save(truth, os.path.join(folder, "truth.pt"))
+            torch.save(truth, os.path.join(case["folder"], "truth.pt"))
         end(engine)
         dist.barrier()
 
 
-def load(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """Load each of ``sources`` into an engine of ``run``; the names of what is not as saved."""
+def resume(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """Load a checkpoint into an engine of ``run``: names of what is not as saved, and by how much states differ."""
     elastic_ckpt.install()
-    run, facts = arguments["run"], []
-    for source in arguments["sources"]:
-        folder = os.path.join(arguments["folder"], source.name)
-        truth, engine = truth_of(folder), built(run, seed=8)
-        engine.load_checkpoint(folder)
-        if run.stage and not run.eight_bit:
-            oracle.relink(engine)
-        now = gathered(engine, run, ["exp_avg", "exp_avg_sq"])
-        different = {key for key, value in truth["buffers"].items() if not torch.equal(now["buffers"][key], value)}
-        for name, weight in truth["weights"].items():
-            if name in now["masters"]:  # of frozen parameters, only weights were saved
-                same = torch.equal(now["masters"][name], truth["masters"].get(name, weight.float()))
-            else:
-                same = torch.equal(now["weights"][name], weight)
-            different |= set() if same else {name}
-        both = now["states"].keys() & truth["states"].keys()
-        drift = {each: float((now["states"][each] - truth["states"][each]).abs().max()) for each in both}
-        where = f"rank {dist.get_rank()}: {source.name} -> {run.name}"
-        losses = train(engine, SAVE_AT, CONTINUE_TO)
-        facts.append(
-            SimpleNamespace(
-                where=where,
-                source=source.name,
-                different=different,
-                drift={each: value for each, value in drift.items() if value},
-                compared=len(both),
-                largest={
-                    key: max(float(v.abs().max()) for (_, k), v in truth["states"].items() if k == key)
-                    for _, key in both
-                },
-                gap=max(abs(a - b) for a, b in zip(losses, truth["losses"], strict=True)),
-                text=str(engine.elastic_report),
-            )
-        )
-        end(engine)
-    return facts
+    run, truth = case["run"], truth_of(case["folder"])
+    engine = built(run, seed=8)
+    engine.load_checkpoint(case["folder"])
+    if run.stage and not run.eight_bit:
+        oracle.relink(engine)
+    now = gathered(engine, run, ["exp_avg", "exp_avg_sq"])
+    different = {key for key, value in truth["buffers"].items() if not torch.equal(now["buffers"][key], value)}
+    for name, weight in truth["weights"].items():
+        if name in now["masters"]:  # of frozen parameters, only weights were saved
+            same = torch.equal(now["masters"][name], truth["masters"].get(name, weight.float()))
+        else:
+            same = torch.equal(now["weights"][name], weight)
+        different |= set() if same else {name}
+    both = now["states"].keys() & truth["states"].keys()
+    drift = {each: float((now["states"][each] - truth["states"][each]).abs().max()) for each in both}
+    largest: dict[str, float] = {}
+    for (_, key), value in truth["states"].items():
+        largest[key] = max(largest.get(key, 0.0), float(value.abs().max()))
+    found = SimpleNamespace(
+        where=f"rank {dist.get_rank()}: {case['name']}",
+        different=different,
+        drift={each: value for each, value in drift.items() if value},
+        compared=len(both),
+        largest=largest,
+        report=engine.elastic_report,
+    )
+    end(engine)
+    return [found]
