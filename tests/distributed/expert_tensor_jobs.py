@@ -116,9 +116,9 @@ class ShardedLM(ExpertLM):
         return hidden + self.dense(hidden)
 
 
-def save_alone(arguments: dict[str, Any]) -> None:
-    """Train and save ``run``, and compare nothing."""
-    engine = build(arguments["run"])
+def save_alone(case: dict[str, Any]) -> None:
+    """Train and save ``setup``, and compare nothing."""
+    engine = build(case["setup"])
     train(engine, 0, 2)
-    engine.save_checkpoint(arguments["folder"], tag="step4")
+    engine.save_checkpoint(case["folder"], tag="step4")
     end(engine)

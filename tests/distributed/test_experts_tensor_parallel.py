@@ -3,140 +3,148 @@
 from __future__ import annotations
 
 import re
-import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from elastic_ckpt.cli import app
-from tests.distributed.conftest import Launch
+from tests.distributed import damage
+from tests.distributed.cells import Cell, Save, cells
 from tests.distributed.expert_tensor_jobs import Sharded
+from tests.distributed.facts import Loaded, Refused, Resumes
 
 pytestmark = pytest.mark.nightly
 
+
+def saved(*run: Any, **more: Any) -> Save:
+    sharded = Sharded(*run, **more)
+    return Save(sharded, sharded.world, "expert_jobs.save_each")
+
+
+SLICED, WHOLE = saved(4, 1, 2), saved(4, 1, 2, slices=False)
 SAVED = [
-    Sharded(4, 1, 2),
-    Sharded(4, 2, 1, "fp16", residual=True),
-    Sharded(4, 1, 2, slices=False),
-    Sharded(4, 2, 4, "fp32", slices=False, group_size=400),
-    Sharded(4, 2, 2, data_first=True),
-    Sharded(4, 0, 2, "fp32"),
-    Sharded(2, 1, 2, "fp32", degree=1),
+    SLICED,
+    WHOLE,
+    saved(4, 2, 4, "fp32", slices=False, group_size=400),
+    saved(4, 2, 2, data_first=True),
+    saved(4, 0, 2, "fp32"),
+    saved(2, 1, 2, "fp32", degree=1),
+]
+TARGETS = [
+    Sharded(4, 2, 2),
+    Sharded(4, 1, 4, slices=False),
+    Sharded(2, 1, 1),
+    Sharded(1, 1, 1, "fp32", degree=1),
+    Sharded(4, 2, 2, degree=1),
+    Sharded(2, 0, 1, "fp32"),
+    Sharded(2, 2, 2, "fp32", slices=False),
+    Sharded(2, 1, 1, slices=False),  # each tensor-parallel rank has every expert whole
 ]
 
-WITHOUT_ZERO = Sharded(4, 0, 2, slices=False)
+
+def resumed(save: Save, run: Sharded) -> Cell:
+    """A checkpoint that goes on in an engine of this run."""
+    kind = "universal" if save.converted else "native"
+    name = f"{save.setup.name}{' universal' * save.converted} to {run.name}"
+    return Cell(name, save, "expert_jobs.resume", run.world, {"run": run}, expected=Resumes(kind, 0.05))
 
 
-@pytest.fixture(scope="module")
-def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts")
-    for world in (2, 4):
-        runs = [run for run in SAVED if run.world == world]
-        launch(world, "expert_jobs.save", {"folder": str(folder), "runs": runs})
-    return folder
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        Sharded(4, 2, 2),
-        Sharded(4, 1, 4, slices=False),
-        Sharded(2, 1, 1),
-        Sharded(1, 1, 1, "fp32", degree=1),
-        Sharded(4, 2, 2, degree=1),
-        Sharded(2, 0, 1, "fp32"),
-        Sharded(2, 2, 2, "fp32", slices=False),
-        Sharded(2, 1, 1, slices=False),  # each tensor-parallel rank has every expert whole
-    ],
-    ids=lambda run: run.name,
-)
-def test_sliced_and_whole_experts_load_at_any_degrees(run: Sharded, saved: Path, launch: Launch) -> None:
-    sources = [source for source in SAVED if source.residual == run.residual]
-    for load in launch(run.world, "expert_jobs.load", {"folder": str(saved), "runs": [run], "sources": sources}):
-        assert load.format == "native" and load.differences == {}, load.where
-        assert load.loss_gap < 0.05, load.where
+@cells([resumed(save, run) for run in TARGETS for save in SAVED])
+def test_sliced_and_whole_experts_load_at_any_degrees(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+    for load in facts:
         assert "100 %" in str(load.report.verified), load.text
 
 
 #: AutoEP with AutoTP: whole experts, whose expert-parallel groups take in several tensor-parallel ranks.
 MIXTRAL = Sharded(4, 1, 2, "bf16", (4, 4), slices=False, autoep=True, preset="mixtral")
 FOLDED = [
-    MIXTRAL,
-    replace(MIXTRAL, stage=3, ep=4),
-    replace(MIXTRAL, degree=1),
-    replace(MIXTRAL, stage=2, precision="fp32"),
+    Save(run, run.world, "expert_jobs.save_each")
+    for run in (
+        MIXTRAL,
+        replace(MIXTRAL, stage=3, ep=4),
+        replace(MIXTRAL, degree=1),
+        replace(MIXTRAL, stage=2, precision="fp32"),
+    )
+]
+UNIVERSAL = [replace(save, converted=True, converter="convert.convert_by_command") for save in FOLDED]
+FOLDED_TARGETS = [
+    replace(MIXTRAL, ep=4),
+    replace(MIXTRAL, stage=3),
+    replace(MIXTRAL, stage=2, ep=1, degree=1, world=1),
+    replace(MIXTRAL, stage=3, degree=1, ep=4),
+    replace(MIXTRAL, stage=0, degree=1, world=2),
 ]
 
 
-@pytest.fixture(scope="module")
-def folded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("folded")
-    launch(4, "expert_jobs.save", {"folder": str(folder), "runs": FOLDED})
-    for run in FOLDED:
-        target = folder / replace(run, universal=True).name
-        result = CliRunner().invoke(app, ["convert", str(folder / run.name / "step4"), str(target / "step4")])
-        assert result.exit_code == 0, result.output
-        shutil.copy(folder / run.name / "truth.pt", target)
-    return folder
+@cells([resumed(save, run) for run in FOLDED_TARGETS for save in FOLDED + UNIVERSAL])
+def test_autoep_folded_with_autotp_loads_at_any_degrees(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
 
 
-@pytest.mark.parametrize(
-    "run",
+@cells(
     [
-        replace(MIXTRAL, ep=4),
-        replace(MIXTRAL, stage=3),
-        replace(MIXTRAL, stage=2, ep=1, degree=1, world=1),
-        replace(MIXTRAL, stage=3, degree=1, ep=4),
-        replace(MIXTRAL, stage=0, degree=1, world=2),
-    ],
-    ids=lambda run: run.name,
+        Cell(save.setup.name, save, "expert_jobs.deepspeed_loads", save.setup.world, {"run": save.setup})
+        for save in UNIVERSAL[:2]
+    ]
 )
-def test_autoep_folded_with_autotp_loads_at_any_degrees(run: Sharded, folded: Path, launch: Launch) -> None:
-    sources = FOLDED + [replace(source, universal=True) for source in FOLDED]
-    for load in launch(run.world, "expert_jobs.load", {"folder": str(folded), "runs": [run], "sources": sources}):
-        assert load.format == ("universal" if load.case.universal else "native"), load.where
-        assert load.differences == {}, load.where
-        assert load.loss_gap < 0.05, load.where
-
-
-@pytest.mark.parametrize("run", FOLDED[:2], ids=lambda run: run.name)
-def test_deepspeed_loads_what_our_command_writes_at_the_degrees_of_the_save(
-    run: Sharded, folded: Path, launch: Launch
-) -> None:
+def test_deepspeed_loads_what_our_command_writes_at_the_degrees_of_the_save(cell: Cell, facts: list[Any]) -> None:
     """At others, it refuses what was folded."""
-    arguments = {"run": run, "folders": [str(folded / replace(run, universal=True).name)]}
-    assert launch(run.world, "expert_jobs.deepspeed_loads", arguments) == [{}] * run.world
+    assert facts == [{}] * cell.ranks
 
 
-def test_what_is_missing_or_saved_without_zero_is_named(saved: Path, tmp_path: Path, launch: Launch) -> None:
-    expert, sliced, whole = "layer_1_expert_5_mp_rank_01_model_states.pt", SAVED[0], SAVED[2]
-    for name, run in (("slice", sliced), ("whole", whole), ("lane", whole)):
-        shutil.copytree(saved / run.name, tmp_path / name)
-    (tmp_path / "slice/step4" / expert).unlink()
-    (tmp_path / "whole/step4" / expert).unlink()
-    for path in (tmp_path / "lane/step4").glob("*mp_rank_01_model_states.pt"):
+EXPERT = "layer_1_expert_5_mp_rank_01_model_states.pt"
+
+
+def without_a_tensor_parallel_rank(copy: Path) -> None:
+    for path in damage.tag(copy).glob("*mp_rank_01_model_states.pt"):
         path.unlink()
-    launch(4, "expert_jobs.save", {"folder": str(tmp_path), "runs": [WITHOUT_ZERO]})
-    expected = {
-        str(tmp_path / "slice"): rf"the file of an expert is missing.*{expert}",
-        str(tmp_path / "whole"): r"the file of an expert is missing.*layer_1_expert_5_mp_rank_\*",
-        str(tmp_path / "lane"): r"a file of the checkpoint is missing.*mp_rank_01_model_states",
-        str(tmp_path / WITHOUT_ZERO.name): r"without ZeRO, experts that tensor-parallel ranks do not slice",
-    }
-    for run in (Sharded(2, 1, 2, "fp32", degree=1), Sharded(2, 1, 1, slices=False)):
-        for refused in launch(2, "expert_jobs.refuse", {"run": run, "folders": list(expected)}):
-            (text,) = refused.texts
-            assert refused.kinds and refused.changed == set(), text
-            assert re.search(expected[refused.case], text.replace("\n", " ")), text
 
 
-def test_ranks_that_count_in_another_order_are_found_by_the_weights(tmp_path: Path, launch: Launch) -> None:
-    """No file tells which of the ranks are neighbors."""
-    launch(4, "expert_tensor_jobs.save_alone", {"folder": str(tmp_path), "run": replace(SAVED[2], ep=4, outer=True)})
-    arguments = {"run": Sharded(2, 1, 1, "fp32", degree=1), "folders": [str(tmp_path)]}
-    for refused in launch(2, "expert_jobs.refuse", arguments):
-        (text,) = refused.texts
-        assert refused.kinds and refused.changed == set(), text
-        assert "are not those of the weights saved beside it" in text, text
+#: What was saved, what happens to it, and what the error says.
+REFUSED: dict[str, tuple[Save, Callable[[Path], None] | None, str]] = {
+    "slice": (SLICED, damage.remove(EXPERT), rf"the file of an expert is missing.*{EXPERT}"),
+    "whole": (WHOLE, damage.remove(EXPERT), r"the file of an expert is missing.*layer_1_expert_5_mp_rank_\*"),
+    "tensor-parallel rank": (
+        WHOLE,
+        without_a_tensor_parallel_rank,
+        r"a file of the checkpoint is missing.*mp_rank_01_model_states",
+    ),
+    "without ZeRO": (
+        saved(4, 0, 2, slices=False),
+        None,
+        r"without ZeRO, experts that tensor-parallel ranks do not slice",
+    ),
+    # no file tells which of the ranks are neighbors: the weights do
+    "another order of ranks": (
+        Save(replace(WHOLE.setup, ep=4, outer=True), 4, "expert_tensor_jobs.save_alone"),
+        None,
+        r"are not those of the weights saved beside it",
+    ),
+}
+LIVE = [Sharded(2, 1, 2, "fp32", degree=1), Sharded(2, 1, 1, slices=False)]
+
+
+@cells(
+    [
+        Cell(
+            f"{name}, {run.name}",
+            save,
+            "expert_jobs.refuse",
+            2,
+            {"run": run},
+            change,
+            expected=words,
+            fits=(WHOLE, {"run": run}),
+        )
+        for name, (save, change, words) in REFUSED.items()
+        for run in LIVE
+    ]
+)
+def test_what_is_missing_in_another_order_or_saved_without_zero_is_named(cell: Cell, facts: list[Refused]) -> None:
+    (refused,) = facts
+    (text,) = refused.texts
+    assert refused.kinds and refused.changed == set(), text
+    assert re.search(cell.expected, text.replace("\n", " ")), text
