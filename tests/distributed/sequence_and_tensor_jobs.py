@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import elastic_ckpt
 from tests.distributed import parallel_truth as oracle
 from tests.distributed.facts import Loaded, loss_gap
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
+from tests.distributed.kept import close_kept, engine_of
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, close
 from tests.distributed.parallel_layers import (
     HIDDEN,
@@ -97,8 +99,8 @@ class SplitLM(nn.Module):
 
 
 @dataclass(frozen=True)
-class Case:
-    """A topology; the rest of the ranks are data-parallel.
+class Topology:
+    """Degrees; the rest of the ranks are data-parallel.
 
     Attributes:
         tp: tensor-parallel degree.
@@ -118,23 +120,23 @@ class Case:
         return Parallel("split", f"sp{self.sp}", tp=self.tp, stage=self.stage)
 
     @property
+    def name(self) -> str:
+        return f"tp{self.tp}-sp{self.sp}-z{self.stage}" + "-no-batch" * (not self.states_batch)
+
+    @property
     def data(self) -> int:
         """Data-parallel degree."""
         return dist.get_world_size() // (self.tp * self.sp)
 
-    def folder(self, root: str, ranks: int) -> str:
-        """Of its checkpoint."""
-        return os.path.join(root, f"{self.parallel.name}-n{ranks}")
 
-
-def build(case: Case, seed: int = 7) -> Any:
+def build(topology: Topology, seed: int = 7) -> Any:
     """A live engine on the default process group. Collective."""
     forget_groups()
-    mpu = Mpu(case.tp, case.sp)
+    mpu = Mpu(topology.tp, topology.sp)
     module = SplitLM(mpu.get_model_parallel_group())
-    fill(module, case.parallel, seed)
+    fill(module, topology.parallel, seed)
     members = group_members(module)
-    if case.stage == 3:  # as Megatron-DeepSpeed does: by itself DeepSpeed takes the mpu's data-parallel ranks alone
+    if topology.stage == 3:  # as Megatron-DeepSpeed does: by itself DeepSpeed takes the mpu's data-parallel ranks alone
         deepspeed.zero.Init(module, data_parallel_group=mpu.get_sequence_data_parallel_group(), mpu=mpu)
     optimizer = build_optimizer(module, members)
     engine = deepspeed.initialize(
@@ -143,9 +145,9 @@ def build(case: Case, seed: int = 7) -> Any:
         lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
         mpu=mpu,
         config={
-            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // case.data,
-            **({"train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1} if case.states_batch else {}),
-            "zero_optimization": {"stage": case.stage},
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // topology.data,
+            **({"train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1} if topology.states_batch else {}),
+            "zero_optimization": {"stage": topology.stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "gradient_clipping": 0.0,
@@ -156,18 +158,18 @@ def build(case: Case, seed: int = 7) -> Any:
     return engine
 
 
-def train(engine: Any, case: Case, first: int, last: int) -> list[float]:
+def train(engine: Any, topology: Topology, first: int, last: int) -> list[float]:
     """Steps of which each sequence-parallel rank sees its part of the sequence; mean losses over the global batch."""
     losses = []
-    sp_rank, data_rank = dist.get_rank() // case.tp % case.sp, dist.get_rank() // (case.tp * case.sp)
+    sp_rank, data_rank = dist.get_rank() // topology.tp % topology.sp, dist.get_rank() // (topology.tp * topology.sp)
     for step in range(first, last):
         generator = torch.Generator().manual_seed(1000 + step)
-        tokens = torch.randint(0, TOKENS, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)[data_rank :: case.data]
-        width = SEQUENCE // case.sp
+        tokens = torch.randint(0, TOKENS, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)[data_rank :: topology.data]
+        width = SEQUENCE // topology.sp
         part = tokens[:, sp_rank * width : (sp_rank + 1) * width + 1]
         loss = engine(part[:, :-1].contiguous(), part[:, 1:].contiguous())
         # ZeRO-1 and 2 sum the gradients of sequence-parallel ranks, ZeRO-3 averages them
-        engine.backward(loss / case.sp if case.stage < 3 else loss)
+        engine.backward(loss / topology.sp if topology.stage < 3 else loss)
         engine.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
@@ -175,56 +177,44 @@ def train(engine: Any, case: Case, first: int, last: int) -> list[float]:
     return losses
 
 
-def save(arguments: dict[str, Any]) -> None:
-    """Train each case, save it, write down the truth, and train on for the reference losses."""
-    for case in arguments["cases"]:
-        folder = case.folder(arguments["folder"], dist.get_world_size())
-        engine = build(case)
-        oracle.assert_fresh(engine, case.parallel, seed=7)
-        train(engine, case, 0, SAVE_AT)
-        engine.save_checkpoint(folder, tag="step4", client_state={"rng": dist.get_rank()})
-        truth = oracle.gather(engine, case.parallel)
-        truth["losses"] = train(engine, case, SAVE_AT, CONTINUE_TO)
+def save_each(cases: list[dict[str, Any]]) -> None:
+    """Train each ``setup``, save it, write down the truth, and train on for the reference losses."""
+    for case in cases:
+        topology = case["setup"]
+        engine = build(topology)
+        oracle.assert_fresh(engine, topology.parallel, seed=7)
+        train(engine, topology, 0, SAVE_AT)
+        engine.save_checkpoint(case["folder"], tag="step4", client_state={"rng": dist.get_rank()})
+        truth = oracle.gather(engine, topology.parallel)
+        truth["losses"] = train(engine, topology, SAVE_AT, CONTINUE_TO)
         if dist.get_rank() == 0:
-            torch.save(truth, os.path.join(folder, "truth.pt"))
+            torch.save(truth, os.path.join(case["folder"], "truth.pt"))
         close(engine)
 
 
-def load(arguments: dict[str, Any]) -> list[Loaded]:
-    """Load all ``sources`` into an engine of each of ``cases``, and compare each with its truth.
-
-    Sources are a case, and the ranks that saved it.
-    """
+def resume(case: dict[str, Any]) -> list[Loaded]:
+    """Load a checkpoint into an engine of ``topology``, compare with its truth, and train on as the saved run did."""
     elastic_ckpt.install()
-    facts = []
-    for case in arguments["cases"]:
-        engine = build(case, seed=8)
-        for number, (source, ranks) in enumerate(arguments["sources"]):
-            folder = source.folder(arguments["folder"], ranks)
-            truth = truth_of(folder)
-            _, client_state = engine.load_checkpoint(folder)
-            report, differences = engine.elastic_report, oracle.differences(engine, case.parallel, truth)
-            gap = loss_gap(train(engine, case, SAVE_AT, CONTINUE_TO), truth)
-            train(engine, case, 100 + number, 101 + number)  # leave other values for the next load to replace
-            where = f"rank {dist.get_rank()}: {source} of {ranks} ranks -> {case}"
-            facts.append(Loaded((source, ranks, case), where, report, differences, gap, client_state))
-        close(engine)
-    return facts
+    topology, truth = case["topology"], truth_of(case["folder"])
+    engine = engine_of(topology, partial(build, topology, seed=8), close)
+    _, client_state = engine.load_checkpoint(case["folder"])
+    report, differences = engine.elastic_report, oracle.differences(engine, topology.parallel, truth)
+    gap = loss_gap(train(engine, topology, SAVE_AT, CONTINUE_TO), truth)
+    train(engine, topology, 100, 101)  # leave other values for the next load to replace
+    return [Loaded(case, f"rank {dist.get_rank()}: {case['name']}", report, differences, gap, client_state)]
 
 
-def same_as_deepspeed(arguments: dict[str, Any]) -> list[SimpleNamespace]:
+def same_as_deepspeed(case: dict[str, Any]) -> list[SimpleNamespace]:
     """At the saved topology: what each rank gets without and with elastic loading, and what of it is not the truth."""
-    facts = []
-    for case in arguments["cases"]:
-        folder = case.folder(arguments["folder"], dist.get_world_size())
-        found = SimpleNamespace(differences={}, client_states=[], losses=[])
-        for install in (elastic_ckpt.uninstall, elastic_ckpt.install):
-            install()
-            engine = build(case, seed=8)
-            _, client_state = engine.load_checkpoint(folder)
-            found.differences |= oracle.differences(engine, case.parallel, truth_of(folder))
-            found.client_states.append(client_state["rng"])
-            found.losses.append(train(engine, case, SAVE_AT, CONTINUE_TO))
-            close(engine)
-        facts.append(found)
-    return facts
+    close_kept()
+    topology = case["topology"]
+    found = SimpleNamespace(differences={}, client_states=[], losses=[])
+    for install in (elastic_ckpt.uninstall, elastic_ckpt.install):
+        install()
+        engine = build(topology, seed=8)
+        _, client_state = engine.load_checkpoint(case["folder"])
+        found.differences |= oracle.differences(engine, topology.parallel, truth_of(case["folder"]))
+        found.client_states.append(client_state["rng"])
+        found.losses.append(train(engine, topology, SAVE_AT, CONTINUE_TO))
+        close(engine)
+    return [found]
