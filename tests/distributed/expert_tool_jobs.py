@@ -16,6 +16,7 @@ from torch import nn
 import elastic_ckpt
 from benchmarks.scale_models import ScaleModel
 from tests.distributed.expert_jobs import build, end
+from tests.distributed.jobs import SPOILS
 from tests.distributed.plan_jobs import both_sides
 
 
@@ -33,15 +34,15 @@ def resave(arguments: dict[str, Any]) -> list[str]:
     return texts
 
 
-def compare(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """What an engine of each of ``runs`` would read of ``source``, by the live engine and as ``plan`` foretells it."""
+def compare(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """What an engine of ``run`` would read of a checkpoint, by the live engine and as ``plan`` foretells it."""
     elastic_ckpt.install()
-    facts = []
-    for run in arguments["runs"]:
-        engine = build(run, seed=8)
-        facts.append(both_sides(engine, arguments["source"], run.stage, f"{arguments['source']} -> {run.name}"))
-        end(engine)
-    return facts
+    run = case["run"]
+    engine = build(run, seed=8)
+    foretold = (run.stage + 1) % 3 if SPOILS else run.stage
+    found = both_sides(engine, case["folder"], foretold, f"{case['folder']} -> {run.name}")
+    end(engine)
+    return [found]
 
 
 class DescribedExpert(nn.Module):
@@ -75,9 +76,9 @@ class DescribedLM(nn.Module):
         return hidden.square().mean()
 
 
-def save_as_described(arguments: dict[str, Any]) -> None:
-    """What DeepSpeed saves of such a job, its param groups of experts of at most ``group_numel`` elements."""
-    described = ScaleModel.model_validate(arguments["model"])
+def save_as_described(case: dict[str, Any]) -> None:
+    """What DeepSpeed saves of a job that ``setup`` describes; at most ``group_numel`` elements a param group of experts."""
+    described = ScaleModel.model_validate(case["setup"])
     experts = [layer.experts for layer in described.layers if layer.experts]
     model = DescribedLM(described.sizes["h"], experts, described.saved.ep)
     kinds: dict[int, list[Any]] = {2: [], 1: []}
@@ -88,7 +89,7 @@ def save_as_described(arguments: dict[str, Any]) -> None:
         {**group.hyperparameters, "params": kinds[dims], "name": group.holds}
         for dims, group in zip((2, 1), described.groups, strict=False)
     )
-    most = arguments["group_numel"]
+    most = case["group_numel"]
     divided = split_params_into_different_moe_groups_for_optimizer([matrices, vectors], max_group_size=most)
     engine = deepspeed.initialize(
         model=model,
@@ -104,5 +105,5 @@ def save_as_described(arguments: dict[str, Any]) -> None:
     for _ in range(described.saved.step):
         engine.backward(engine(torch.ones(4, 8, described.sizes["h"], dtype=torch.bfloat16) + dist.get_rank()))
         engine.step()
-    engine.save_checkpoint(arguments["folder"], tag=described.saved.tag)
+    engine.save_checkpoint(case["folder"], tag=described.saved.tag)
     end(engine)

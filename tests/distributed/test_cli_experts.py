@@ -21,12 +21,14 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.tools.opened import open_folder
 from tests.big_models import check_places, described
+from tests.distributed.cells import Cell, Save, Saves, cells
 from tests.distributed.conftest import Launch
 from tests.distributed.expert_jobs import Experts
 from tests.distributed.jobs import truth_of
 
 #: What is saved, and the same state after a load at other degrees.
 SOURCE = Experts(4, 1, 2, "fp32")
+SAVE = Save(SOURCE, SOURCE.world, "expert_jobs.save_each")
 RESAVED = [Experts(2, 1, 1, "fp32"), Experts(2, 2, 2, "fp32"), Experts(2, 0, 2, "fp32")]
 WITHOUT_ZERO = RESAVED[-1]
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
@@ -34,9 +36,10 @@ OPTIMIZER = "expp_rank_{}_mp_rank_00_optim_states.pt"
 
 
 @pytest.fixture(scope="module")
-def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(saves: Saves, launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all of them: what ranks save of what other ranks have saved is no save of cells."""
     folder = tmp_path_factory.mktemp("experts")
-    launch(SOURCE.world, "expert_jobs.save", {"folder": str(folder), "runs": [SOURCE]})
+    shutil.copytree(saves.folder(SAVE), folder / SOURCE.name)
     arguments = {"folder": str(folder), "runs": RESAVED, "source": str(folder / SOURCE.name)}
     for text, run in zip(launch(2, "expert_tool_jobs.resave", arguments), RESAVED, strict=False):
         assert "ZeRO-1, DP=4, EP=2" in text, text  # of the source
@@ -173,13 +176,18 @@ def test_a_load_on_other_ranks_is_planned(saved: Path) -> None:
     assert sum(rank["nbytes_read"] for rank in found["ranks"]) == nbytes + 8  # and a buffer
 
 
-def test_a_plan_foretells_what_a_job_of_any_degree_reads(saved: Path, launch: Launch) -> None:
+@cells(
+    [
+        Cell(run.name, SAVE, "expert_tool_jobs.compare", run.world, {"run": run})
+        for run in (Experts(4, 1, 4, "fp32"), Experts(4, 2, 1, "fp32"), Experts(4, 0, 2, "fp32"))
+    ]
+)
+def test_a_plan_foretells_what_a_job_of_any_degree_reads(cell: Cell, facts: list[Any]) -> None:
     """Down to each range of each tensor, by live engines."""
-    runs = [replace(run, precision="fp32") for run in (Experts(4, 1, 4), Experts(4, 2, 1), Experts(4, 0, 2))]
-    arguments = {"source": str(saved / SOURCE.name), "runs": runs}
-    for facts in launch(4, "expert_tool_jobs.compare", arguments):
-        for foretold, live in (facts.coordinates, facts.layouts, facts.states, facts.reads):
-            assert foretold == live, facts.where
+    assert len(facts) == cell.ranks
+    for found in facts:
+        for foretold, live in (found.coordinates, found.layouts, found.states, found.reads):
+            assert foretold == live, found.where
 
 
 MATRICES = {"lr": 0.01, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
@@ -232,13 +240,11 @@ DESCRIBED = {
 }
 
 
-def test_an_imagined_checkpoint_of_experts_is_the_real_one(
-    tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch(4, "expert_tool_jobs.save_as_described", {"folder": str(tmp_path), "model": DESCRIBED, "group_numel": 300})
+def test_an_imagined_checkpoint_of_experts_is_the_real_one(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Save(DESCRIBED, 4, "expert_tool_jobs.save_as_described", {"group_numel": 300})
     monkeypatch.setattr(scale_models, "_EXPERT_GROUP_NUMEL", 300)
     imagined = scale_models.scale_metadata(scale_models.ScaleModel.model_validate(DESCRIBED))
-    real = open_folder(str(tmp_path), None, ElasticConfig()).checkpoint.metadata
+    real = open_folder(str(saves.folder(save)), None, ElasticConfig()).checkpoint.metadata
     ours, theirs = described(imagined), described(real)
     # torch adds options of its own, and a number of steps to states
     for found in (ours, theirs):
