@@ -153,8 +153,14 @@ def _of_store(method: Callable[[Any, str], T]) -> Callable[[str], T]:
 
 
 open_stream, open_ranges = _of_store(Store.open_stream), _of_store(Store.open_ranges)
-file_names, folder_names, walk = _of_store(Store.file_names), _of_store(Store.folder_names), _of_store(Store.walk)
+file_names, folder_names = _of_store(Store.file_names), _of_store(Store.folder_names)
 exists, is_folder, modified = _of_store(Store.exists), _of_store(Store.is_folder), _of_store(Store.modified)
+
+
+def walk(folder: str, on_error: Callable[[OSError], object] | None = None) -> Iterator[tuple[str, local.Version]]:
+    """Every file below a folder, with its version; ``on_error`` as of :func:`local.walk`, where no view is in place."""
+    view = _view_of(folder)
+    return local.walk(folder, on_error) if view is None else view.walk(folder)
 
 
 def copies_of(path: str) -> list[str]:

@@ -23,7 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, Remedy, SavedOverError, UnforeseenError, refuse_used_up
+from elastic_ckpt.errors import (
+    DamagedError,
+    ElasticCkptError,
+    Remedy,
+    SavedOverError,
+    UnforeseenError,
+    UnsupportedError,
+    refuse_used_up,
+)
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -35,6 +43,8 @@ _KINDS = {
 #: Most that is read of a file at a time, where less is asked for.
 _MOST_BUFFERED_NBYTES = 1 << 16
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
+#: Folders below a tag that are looked into: those of DeepSpeed's files are nested in five at most. And all entries.
+MOST_DEPTH, MOST_ENTRIES = 32, 10_000_000
 #: Types of file systems, as the kernel names them: those on which a read waits for a server, and known ones that are
 #: not of these.
 _NETWORK = re.compile(r"nfs\d?|lustre|gpfs|ceph|beegfs\w*|cifs|smb\d?|9p|afs|wekafs|panfs|dvs|virtiofs|fuse(\..*)?")
@@ -138,16 +148,61 @@ class LocalRanges:
 
 
 def walk(folder: str, on_error: Callable[[OSError], object] | None = None) -> Iterator[tuple[str, Version]]:
-    """Every file below a folder, with its version. Links are followed; ``on_error``: of what cannot be listed."""
-    walked, top = set[str](), os.path.realpath(folder)
-    for inside, folders, names in os.walk(folder, onerror=on_error, followlinks=True):
-        itself = os.path.realpath(inside)
-        if itself in walked or top.startswith(os.path.join(itself, "")):  # links may form a circle, or lead far up
-            folders.clear()
+    """Every file below a folder, with its version. Links are followed.
+
+    ``on_error`` is given what cannot be listed, and folders that are nested too deep, which are not looked into: no
+    checkpoint has such. Raises :class:`UnsupportedError` for more files and folders than a checkpoint has.
+    """
+    top = os.path.realpath(folder)
+    walked, waiting = set[str](), [_Folder(folder, top, 0)]
+    entries = 0
+    while waiting:
+        inside = waiting.pop()
+        if inside.itself in walked or top.startswith(os.path.join(inside.itself, "")):
+            continue  # links may form a circle, or lead far up
+        try:
+            if inside.depth > MOST_DEPTH:
+                raise OSError(errno.ENAMETOOLONG, f"nested in more than {MOST_DEPTH} folders", inside.path)
+            names, folders = _listed(inside)
+        except OSError as error:
+            if on_error is not None:
+                on_error(error)
             continue
-        walked.add(itself)
-        folders.sort()
-        yield from ((path, version_of(path)) for path in (os.path.join(inside, name) for name in sorted(names)))
+        walked.add(inside.itself)
+        entries += len(names) + len(folders)
+        if entries > MOST_ENTRIES:
+            problem, expected = "this folder has more files than any checkpoint", f"at most {MOST_ENTRIES} below it"
+            raise UnsupportedError(
+                problem, folder, expected, f"{entries} and more", remedy="move what is no part of it"
+            )
+        yield from ((path, version_of(path)) for path in (os.path.join(inside.path, name) for name in sorted(names)))
+        waiting += sorted(folders, reverse=True)
+
+
+class _Folder(NamedTuple):
+    """A folder to walk through."""
+
+    path: str  # as it was reached
+    itself: str  # its path without links
+    depth: int  # folders between it and the first
+
+
+def _listed(folder: _Folder) -> tuple[list[str], list[_Folder]]:
+    """The names of files in a folder, and the folders in it; OSError if it cannot be listed."""
+    names, folders = list[str](), list[_Folder]()
+    with os.scandir(folder.path) as entries:
+        for entry in entries:
+            try:
+                is_folder, is_link = entry.is_dir(), entry.is_symlink()
+            except OSError:  # a loop of links
+                is_folder = is_link = False
+            if not is_folder:
+                names.append(entry.name)
+                continue
+            # of a link alone: each looks at all the folders above
+            itself = os.path.realpath(entry.path) if is_link else os.path.join(folder.itself, entry.name)
+            folders.append(_Folder(entry.path, itself, folder.depth + 1))
+    return names, folders
 
 
 def version_of(path: str) -> Version:
@@ -195,11 +250,16 @@ UNKNOWN, OBJECT_STORE = Medium("local", "unknown"), Medium("network", "object st
 
 def medium_of(path: str) -> Medium:
     """Where a file or folder is; of one that is not there, where it would be."""
-    try:
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        parent = os.path.dirname(os.path.abspath(path))
-        return medium_of(parent) if parent != path else UNKNOWN
+    path = os.path.abspath(path)
+    while True:
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            if (parent := os.path.dirname(path)) == path:
+                return UNKNOWN
+            path = parent
+        else:
+            break
     try:
         about, mounts = (Path(f"/proc/self/{name}").read_bytes() for name in (f"fdinfo/{descriptor}", "mountinfo"))
     except OSError:

@@ -149,9 +149,9 @@ class FolderView(Store):
 
     def _add(self, name: str, is_folder: bool) -> None:
         folder, base = os.path.split(name)
-        if folder not in self._names:
-            self._names[folder] = {}
-            self._add(folder, is_folder=True)
+        while folder not in self._names:  # and those above it, up to the root
+            self._names[folder] = {base: is_folder}
+            (folder, base), is_folder = os.path.split(folder), True
         self._names[folder].setdefault(base, is_folder)
 
     def name_of(self, path: str) -> str | None:

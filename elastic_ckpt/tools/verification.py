@@ -119,7 +119,9 @@ def verify(
         found = locate(path, tags[0], config.trust_pickle)
         misled = [of_error(error, "latest"), Finding(NOTE, "latest", f"verified {found.tag} instead")]
     metadata, findings = read_metadata(found, config)
-    files = files_by_kind(found)
+    unlisted = list[OSError]()
+    files = files_by_kind(found, unlisted.append)
+    findings += [_of_unlisted(found, error) for error in unlisted]
     is_whole = all(finding.kind not in (_STATES, "missing") for finding in findings)
     if metadata is not None and found.by_rank and is_whole:  # not what is left out, with a note
         of_ranks = (*found.files.optimizer.values(), *found.files.model_zero3.values())
@@ -204,15 +206,26 @@ def _check_bytes(
             yield Finding(NOTE, "not-checked", f"whether copies of tensors are equal: {error}")
 
 
-def files_by_kind(found: CheckpointInfo) -> dict[str, dict[str, int]]:
+def files_by_kind(
+    found: CheckpointInfo, on_error: Callable[[OSError], object] | None = None
+) -> dict[str, dict[str, int]]:
     """By :data:`OWN`, :data:`SWAPPED` (from NVMe) and :data:`OTHER` (none of DeepSpeed's): path -> size in bytes.
 
-    Of every file in the tag's folder and below it, links followed; opens none.
+    Of every file in the tag's folder and below it, links followed; opens none. ``on_error``: of what is not looked at.
     """
     files: dict[str, dict[str, int]] = {OWN: {}, SWAPPED: {}, OTHER: {}}
-    for path, version in walk(found.folder):
+    for path, version in walk(found.folder, on_error):
         files[_kind_of_file(found, os.path.relpath(path, found.folder))][path] = version.nbytes
     return files
+
+
+def _of_unlisted(found: CheckpointInfo, error: OSError) -> Finding:
+    """The finding for a folder that was not looked into; where DeepSpeed has files, it is more than a note."""
+    path = os.fsdecode(error.filename)
+    top = os.path.relpath(path, found.folder).split(os.sep)[0]
+    is_own = top in (naming.SWAPPED_FOLDER, naming.UNIVERSAL_FOLDER) and error.errno != errno.ENAMETOOLONG
+    text = f"what is in this folder: {error.strerror}"
+    return Finding(UNCHECKED if is_own else NOTE, "not-checked", text, file=path)
 
 
 def _kind_of_file(found: CheckpointInfo, name: str) -> str:

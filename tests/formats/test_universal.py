@@ -26,8 +26,10 @@ from elastic_ckpt.formats.universal import index_state
 from elastic_ckpt.formats.universal_files import FILES, PresentFiles, list_files, read_file_list
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.planning.state_errors import missing_files
+from elastic_ckpt.storage.local import MOST_DEPTH
 from elastic_ckpt.tools.latest import find_latest
 from elastic_ckpt.tools.verification import verify
+from tests.nested_folders import nested
 
 # Covers elastic_ckpt/formats/universal_groups.py, which is called where the metadata is built.
 OPTIONS = MetadataOptions(with_client_state=False)
@@ -288,3 +290,16 @@ def test_a_state_that_no_optimizer_writes_is_damage_of_its_file_for_verify_too(
     assert caught.value.file == path
     (finding,) = verify(found.folder, None, ElasticConfig()).findings
     assert finding.file == path and not finding.suspected
+
+
+@pytest.mark.parametrize("where", ["", "zero", "zero/layers.3.weight", "notes"])
+def test_folders_nested_without_end_are_a_note_and_take_no_time(found: CheckpointInfo, where: str) -> None:
+    """A load reads none of them."""
+    os.makedirs(found.path(where), exist_ok=True)
+    with nested(Path(found.path(where)), 1200), mock.patch("os.scandir", wraps=os.scandir) as scanned:
+        outcome = verify(found.folder, None, ElasticConfig())
+        assert find_latest(os.path.dirname(found.folder)) == found.folder
+        read_checkpoint(found, OPTIONS)
+    assert outcome.ok and scanned.call_count < 12 * (len(NAMES) + MOST_DEPTH)
+    (note,) = (note for note in outcome.notes if note.kind == "not-checked")
+    assert f"more than {MOST_DEPTH} folders" in note.text and str(note.file).startswith(found.path(where))

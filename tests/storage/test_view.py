@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from elastic_ckpt import storage
 from elastic_ckpt.errors import ConflictingCopiesError, DamagedError
+from elastic_ckpt.storage import Entry
 from elastic_ckpt.storage.peers import FileServer, Peers
-from elastic_ckpt.storage.view import FolderView, list_folders
+from elastic_ckpt.storage.view import FolderView, NodeListing, list_folders
 from tests.privileges import without_privileges
 
 SECRET = b"of this job"
@@ -222,3 +223,11 @@ def test_a_folder_that_cannot_be_listed_is_named_where_a_file_is_missing(tmp_pat
     (tmp_path / "step4" / "inside").chmod(0o700)
     assert f"cannot be listed: {tmp_path}/step4/inside (Permission denied)" in str(caught.value.found)
     assert "cannot be listed" in view.summary(view.root)
+
+
+def test_a_listing_of_deeply_nested_names_is_seen_whole() -> None:
+    """As an object store may have them."""
+    name = "/".join(["d"] * 3000)
+    view = FolderView("/seen", [NodeListing("", ("/real",), ((Entry(name, 1, 0), Entry("d/x", 1, 0)),))])
+    assert view.is_folder("/seen/d/d") and view.file_names("/seen/d") == ["d", "x"]
+    assert view.exists(f"/seen/{name}") and view.folder_names("/seen") == ["d"]
