@@ -18,7 +18,7 @@ from benchmarks.played import PlayedJob
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import SavedParameter
-from elastic_ckpt.errors import DamagedError, listed
+from elastic_ckpt.errors import DamagedError, LayoutError, listed
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.pickled import open_pickled
@@ -303,3 +303,23 @@ def test_folders_nested_without_end_are_a_note_and_take_no_time(found: Checkpoin
     assert outcome.ok and scanned.call_count < 12 * (len(NAMES) + MOST_DEPTH)
     (note,) = (note for note in outcome.notes if note.kind == "not-checked")
     assert f"more than {MOST_DEPTH} folders" in note.text and str(note.file).startswith(found.path(where))
+
+
+def test_a_layout_that_no_load_can_read_is_passed_over_and_one_that_may_be_is_not(found: CheckpointInfo) -> None:
+    path = found.path("mp_rank_00_model_states.pt")
+    stated = {"checkpoint_parallel_dimensions": {"tp_degree": 1, "pp_degree": 1}}
+    tree = torch.load(path, weights_only=False) | stated
+    for each in (path, found.path("mp_rank_01_model_states.pt")):
+        torch.save(tree, each)
+    located = look_at(os.path.dirname(found.folder), "tag")
+    assert located is not None
+    with pytest.raises(LayoutError, match="more ranks than were saved"):
+        read_checkpoint(located, OPTIONS)
+    (finding,) = verify(found.folder, None, ElasticConfig()).findings
+    assert not finding.suspected
+    with pytest.raises(DamagedError, match="no checkpoint in this folder is complete"):
+        find_latest(os.path.dirname(found.folder))
+    os.remove(found.path("mp_rank_01_model_states.pt"))
+    del tree["buffer_names"]
+    torch.save(tree, path)
+    assert find_latest(os.path.dirname(found.folder)) == found.folder

@@ -39,12 +39,23 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.shard_specs import ShardSpec, declared_by
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.values import BatchSizes, LossScale, TrainingState
+from elastic_ckpt.errors import (
+    AT_ITS_TOPOLOGY,
+    DamagedError,
+    ElasticCkptError,
+    LayoutError,
+    MismatchError,
+    MissingFilesError,
+    MixedSavesError,
+    Remedy,
+    UnknownLayoutError,
+)
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.report import SafeConsole, literal
 from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.tools.expected_files import expected_files
-from elastic_ckpt.tools.inspection import Finding
+from elastic_ckpt.tools.inspection import Finding, of_error
 from elastic_ckpt.tools.inspection import inspected as inspect_metadata
 from elastic_ckpt.tools.verification import OTHER, files_by_kind
 
@@ -332,3 +343,25 @@ def test_the_report_fits_and_names_everything() -> None:
     text = "".join(out.getvalue().split())
     for piece in ("[red]odd[/]", "broken[bold]badly[/]", "head=", "step7(", "2files"):
         assert piece in text or (piece == "2files" and "files│2," in text)
+
+
+LOADS = [Remedy("loads it", config={"mode": "off"}), Remedy(arguments={"load_module_only": True}), AT_ITS_TOPOLOGY]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_suspected"),
+    [
+        (DamagedError("x"), False),
+        (MissingFilesError("x", remedy=LOADS[1]), False),
+        (LayoutError("x"), False),
+        (LayoutError("x", remedy="restore it"), False),
+        (LayoutError("x", remedy=[Remedy("take another tag"), Remedy(command=("elastic-ckpt", "verify"))]), False),
+        *((LayoutError("x", remedy=[Remedy("restore it"), each]), True) for each in LOADS),
+        (UnknownLayoutError("x"), True),
+        (MixedSavesError("x"), True),
+        (MismatchError("x"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_some_load_may_restore_is_suspected_alone(error: ElasticCkptError, is_suspected: bool) -> None:
+    assert of_error(error).suspected == is_suspected
