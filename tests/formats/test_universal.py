@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from collections.abc import Callable
@@ -323,3 +324,23 @@ def test_a_layout_that_no_load_can_read_is_passed_over_and_one_that_may_be_is_no
     del tree["buffer_names"]
     torch.save(tree, path)
     assert find_latest(os.path.dirname(found.folder)) == found.folder
+
+
+@pytest.mark.parametrize(("where", "is_checked"), [("notes", True), ("notes/zero", True), ("offloaded_tensors", False)])
+def test_a_folder_that_cannot_be_listed_is_named(
+    found: CheckpointInfo, where: str, is_checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where DeepSpeed has files, the checkpoint was not checked."""
+    os.makedirs(found.path(where))
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:
+        if path == found.path(where):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    outcome = verify(found.folder, None, ElasticConfig())
+    assert outcome.ok == is_checked
+    (finding,) = (each for each in (*outcome.notes, *outcome.unchecked) if each.kind == "not-checked")
+    assert finding.file == found.path(where) and "Permission denied" in finding.text
