@@ -205,10 +205,24 @@ class ParameterStates:
     states: StatesOfOne
     shared: frozenset[str]  # keys of those
 
-    def in_shape(self, shape: Shape) -> ParameterStates:
-        """The same with elementwise states in the parameter's shape; from stage 3, DeepSpeed writes flat ones."""
-        tensors = {key: _in_shape(ref, shape) for key, ref in self.states.tensors.items()}
+    def in_shape(self, shape: Shape, options: StateOptions) -> ParameterStates:
+        """The same with elementwise states in the parameter's shape; from stage 3, DeepSpeed writes flat ones.
+
+        What is one for all parameters keeps its own shape, though it may have as many elements as this one.
+        """
+        tensors = {
+            key: ref if self._is_whole(key, ref, options) else _in_shape(ref, shape)
+            for key, ref in self.states.tensors.items()
+        }
         return replace(self, states=replace(self.states, tensors=tensors))
+
+    def _is_whole(self, key: str, ref: TensorRef, options: StateOptions) -> bool:
+        """Whether the checkpoint or the user says that a state is one for all parameters."""
+        if key in self.shared:
+            return True
+        word = options.layout(key)
+        is_small = key not in ELEMENTWISE_NAMES and ref.numel <= options.max_numel
+        return is_small if word is None else word == REPLICATED
 
 
 def _in_shape(ref: TensorRef, shape: Shape) -> TensorRef:
@@ -342,7 +356,7 @@ class StatesBuilder(MetadataBuilder):
             if key in ELEMENTWISE_NAMES and self._options.layout(key) is None:
                 is_planes = len(ref.shape) == len(shape) + 1 and 1 < ref.shape[0] <= MOST_VALUES
                 self._checked(name, key, ref, ref.shape[0] if is_planes else 1)
-        return _Given(f"{self._zero}/{name}", shape, each.in_shape(shape))
+        return _Given(f"{self._zero}/{name}", shape, each.in_shape(shape, self._options))
 
     def _checked(self, name: str, key: str, ref: TensorRef, planes: int = 1) -> Shape:
         """The shape of a tensor, which is the parameter's in each plane; in the file, it may be flat (from stage 3)."""

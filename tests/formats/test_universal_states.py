@@ -52,6 +52,31 @@ def read(zero: Path, **states: Any) -> CheckpointMetadata:
     return read_checkpoint(found, MetadataOptions(with_client_state=False, states=StateOptions(**states))).metadata
 
 
+@pytest.mark.parametrize(
+    "states", [{"schema": {"my_map": "replicated"}}, {"max_numel": 256}, {}], ids=["name", "size", ""]
+)
+@pytest.mark.parametrize("table", [(256,), (16, 16), (4, 8, 8)], ids=str)
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize(
+    "shapes", [{"a": (16, 16), "b": (16, 16)}, {"a": (16, 16), "b": (16,)}, {"a": (2, 128), "b": (256,)}], ids=str
+)
+def test_a_table_keeps_its_shape_whatever_parameters_have_as_many_elements(
+    shapes: dict[str, tuple[int, ...]], is_shared: bool, table: tuple[int, ...], states: dict[str, Any], tmp_path: Path
+) -> None:
+    if not is_shared and not states:
+        pytest.skip("without a word it may be a state of each element")
+    if not is_shared and "max_numel" in states and set(shapes.values()) == {table}:
+        pytest.skip("a state in the shape of every parameter is one of each element, unless its name says otherwise")
+    whole = MAP.reshape(table).clone()
+    zero = written(tmp_path, {"my_map": whole} if is_shared else None, shapes)
+    for name in shapes if not is_shared else ():
+        torch.save(whole, zero / name / "my_map.pt")
+    metadata = read(zero, **states)
+    for name in shapes:
+        (state,) = metadata.parameters[name].replicated
+        assert (state.key, state.shape, state.differs) == ("my_map", table, False)
+
+
 @pytest.mark.parametrize("states", [{"schema": {"my_map": "replicated"}}, {"max_numel": 256}], ids=["name", "size"])
 def test_a_table_is_one_for_all_though_a_bias_has_as_many_elements(states: dict[str, Any], tmp_path: Path) -> None:
     zero = written(tmp_path)
