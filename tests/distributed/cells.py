@@ -47,6 +47,7 @@ class Save:
         more: what the job is told beside.
         converted: whether a universal checkpoint is made of it.
         converter: the job of one rank that makes it: DeepSpeed's own converter, or another one of ``convert.py``.
+        source: a save that its job goes on from: ``source`` of its case is that folder.
     """
 
     setup: Any
@@ -55,11 +56,22 @@ class Save:
     more: Mapping[str, Any] = field(default_factory=dict)
     converted: bool = False
     converter: str = CONVERT
+    source: Save | None = None
 
     @property
     def key(self) -> str:
         """Equal for equal saves; configs are dictionaries, which have no hash."""
         return repr(self)
+
+    @property
+    def name(self) -> str:
+        """What saved it, for the names of cells."""
+        return f"{self.setup.name}-dp{self.ranks}{' universal' * self.converted}"
+
+    @property
+    def format(self) -> str:
+        """As a report names it."""
+        return "universal" if self.converted else "native"
 
     @property
     def native(self) -> Save:
@@ -78,7 +90,7 @@ class Cell:
             case, or a list of ``cases``, here of one, and returns a list of facts, or ``None`` where other ranks have
             them.
         ranks: how many run it.
-        case: what the job is told, beside ``name`` and ``folder``.
+        case: what the job is told, beside ``name``, ``folder``, and ``scratch``: a path where nothing is, to write to.
         change: is done to a copy of the save, which is loaded in its place; called with the copy and the folders of
             ``others``.
         others: more saves, of which parts are taken.
@@ -105,6 +117,14 @@ class Cell:
     def saves(self) -> list[Save]:
         """All that it takes something of."""
         return [*([] if self.save is None else [self.save]), *self.others]
+
+
+def crossing(
+    save: Save, target: Any, ranks: int, job: str = "resume", expected: Any = None, note: str = "", **case: Any
+) -> Cell:
+    """A load into an engine of the ``target``'s setup; ``note`` tells it from others of the same two."""
+    name = f"{save.name} to {target.name}-dp{ranks}{note and ', '}{note}"
+    return Cell(name, save, job, ranks, {"setup": target, **case}, expected=expected)
 
 
 def cells(table: Sequence[Cell]) -> pytest.MarkDecorator:
@@ -181,17 +201,32 @@ class Saves:
 
     def make(self, saves: Sequence[Save]) -> None:
         """Make all that are missing: those of as many ranks in one launch."""
-        natives = {save.key: save.native for save in saves}
-        self._make(
-            {save.key: save for save in natives.values()}, lambda save, folder: {"setup": save.setup, **save.more}
-        )
+        sources = [save.source for save in saves if save.source is not None]
+        if sources:
+            self.make(sources)
+        natives = {save.key: save for save in (each.native for each in saves)}
+        self._make(self._makeable(natives, lambda save: save.source), self._case)
         converted = {save.key: save for save in saves if save.converted}
-        for key, save in list(converted.items()):
-            failed = self.failed([save.native])
-            if failed is not None:
+        self._make(
+            self._makeable(converted, lambda save: save.native),
+            lambda save, folder: {"native": str(self.folder(save.native))},
+        )
+
+    def _makeable(self, saves: Mapping[str, Save], base_of: Callable[[Save], Save | None]) -> dict[str, Save]:
+        """Those of which there is what they are made of; the others have failed with it."""
+        found = {}
+        for key, save in saves.items():
+            base = base_of(save)
+            failed = None if base is None else self.failed([base])
+            if failed is None:
+                found[key] = save
+            else:
                 self._folders[key] = failed
-                del converted[key]
-        self._make(converted, lambda save, folder: {"native": str(self.folder(save.native))})
+        return found
+
+    def _case(self, save: Save, folder: Path) -> dict[str, Any]:
+        source = {} if save.source is None else {"source": str(self.folder(save.source))}
+        return {"setup": save.setup, **source, **save.more}
 
     def _make(self, saves: Mapping[str, Save], case_of: Callable[[Save, Path], dict[str, Any]]) -> None:
         missing = [save for key, save in saves.items() if key not in self._folders]
@@ -228,7 +263,7 @@ class Packs:
         self._waiting: dict[tuple[Path, int], list[Cell]] = {}
         for item in selected:
             cell = cell_of(item)
-            if cell is not None:
+            if cell is not None and not _is_skipped(item):
                 self._waiting.setdefault((item.path, cell.ranks), []).append(cell)
         self._found: dict[int, list[Any] | Failed] = {}
 
@@ -263,12 +298,18 @@ class Packs:
             save, case = cell.fits
         case = {"name": cell.name, **case}
         folder = self._copies / str(next(self._numbers))  # to be made, where there is no save
+        scratch = f"{folder}-scratch"
         if save is not None and (cell.change is None or jobs.SPOILS):
             folder = self._saves.folder(save)
         elif save is not None and cell.change is not None:
             shutil.copytree(self._saves.folder(save), folder)
             cell.change(folder, *map(self._saves.folder, cell.others))
-        return {"folder": str(folder), **case}
+        return {"folder": str(folder), "scratch": scratch, **case}
+
+
+def _is_skipped(item: pytest.Item) -> bool:
+    """Whether a marker will skip it."""
+    return any(mark.args and mark.args[0] for mark in item.iter_markers("skipif"))
 
 
 def cell_of(item: pytest.Item) -> Cell | None:

@@ -10,7 +10,10 @@ import json
 import os
 import pickle
 import random
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
@@ -22,6 +25,7 @@ import elastic_ckpt
 from tests.distributed import model as models
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, loss_gap
+from tests.distributed.launch import pickles
 from tests.distributed.model import build_engine, close, train
 
 SAVE_AT = 4
@@ -85,6 +89,25 @@ def _left_as_found() -> Iterator[None]:
     os.environ.clear()
     os.environ.update(environ)
     gc.collect()
+
+
+def take_over(case: dict[str, Any]) -> None:
+    """Begin a save's ``folder`` with all that is in its ``source``, if it has one. Collective."""
+    if "source" in case and dist.get_rank() == 0:
+        shutil.copytree(case["source"], case["folder"])
+    dist.barrier()
+
+
+def note(folder: str, found: Any) -> None:
+    """Keep what a job that saves has found out beside what it has saved, for :func:`noted`."""
+    if dist.get_rank() == 0:
+        with open(os.path.join(folder, "found.pkl"), "ab") as stream:
+            pickle.dump(found, stream)
+
+
+def noted(case: dict[str, Any]) -> list[Any]:
+    """All that was noted by the jobs that saved a folder one after the other."""
+    return pickles(Path(case["folder"]) / "found.pkl")
 
 
 Truth = dict[str, Any]
@@ -203,11 +226,14 @@ def load(arguments: dict[str, Any]) -> list[Loaded]:
 def resume(case: dict[str, Any]) -> list[Loaded]:
     """Load a checkpoint into an engine of ``setup`` and ``model``, compare with its truth, and train on as the saved run did.
 
-    ``format``: of the checkpoint; ``continue``: whether training goes on.
+    ``format``: of the checkpoint; ``trained``: whether the engine has been trained otherwise, and has other values for
+    the load to replace; ``continue``: whether training goes on.
     """
     elastic_ckpt.install()
     truth = truth_of(case["folder"])
     engine = build_engine(case["setup"], models.BUILDERS[case.get("model", "TinyLM")](seed=8))
+    if case.get("trained", False):
+        train(engine, 100, 101)
     engine._config.load_universal_checkpoint = case.get("format") == "universal"
     path, client_state = engine.load_checkpoint(case["folder"])
     differences = oracle.differences(engine, truth)
@@ -259,7 +285,9 @@ def same_as_deepspeed(cases: list[dict[str, Any]]) -> list[Loaded]:
             handed_out = sorted(set(client_state) - {"optimizer", "frozen_param_fragments"})
             results.append({**found, "path": path, "client state": handed_out, "losses": train(engine, 4, 6)})
             close(engine)
-        facts.append(Loaded(case, where(case), report, oracle.compare(*reversed(results))))
+        without, with_ours = results
+        expected = spoiled(without) if SPOILS else without
+        facts.append(Loaded(case, where(case), report, oracle.compare(with_ours, expected)))
     elastic_ckpt.uninstall()
     return facts
 
@@ -271,7 +299,7 @@ def never_stepped(cases: list[dict[str, Any]]) -> list[Loaded]:
     for case in cases:
         kind = models.BUILDERS[case.get("model", "TinyLM")]
         reference = build_engine(case["setup"], kind())
-        expected = train(reference, 0, 3)
+        expected = [loss + SPOILS for loss in train(reference, 0, 3)]
         close(reference)
         engine = build_engine(case["setup"], kind())
         train(engine, 20, 22)
@@ -408,62 +436,60 @@ def loss_scales(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
         train(engine, SAVE_AT, SAVE_AT + 1)
         close(engine)
         saved = truth_of(case["folder"])["scale"]
+        if SPOILS:
+            before, saved = ({**(scale or {}), "cur_scale": -1.0} for scale in (before, saved))
         facts.append(SimpleNamespace(case=case, before=before, after=after, saved=saved, outcomes=outcomes))
     return facts
 
 
-def save_again(arguments: dict[str, Any]) -> list[Loaded]:
+def save_again(case: dict[str, Any]) -> list[Loaded]:
     """Load twice with elastic_ckpt, save, and load that with DeepSpeed alone; each compared with the first truth."""
-    facts = []
-    for number, case in enumerate(arguments["cases"]):
-        truth = truth_of(case["folder"])
-        folder = os.path.join(arguments["folder"], str(number))
-        elastic_ckpt.install()
-        engine = build_engine(case["setup"])
-        engine.load_checkpoint(case["folder"])
-        engine.load_checkpoint(case["folder"])
-        facts.append(Loaded(case, where(case), engine.elastic_report, oracle.differences(engine, truth)))
-        engine.save_checkpoint(folder)
-        close(engine)
-        elastic_ckpt.uninstall()
-        engine = build_engine(case["setup"])
-        engine.load_checkpoint(folder)
-        facts.append(Loaded(case, f"{where(case)}, saved again", None, oracle.differences(engine, truth)))
-        close(engine)
-    return facts
+    truth = truth_of(case["folder"])
+    elastic_ckpt.install()
+    engine = build_engine(case["setup"])
+    engine.load_checkpoint(case["folder"])
+    engine.load_checkpoint(case["folder"])
+    ours = Loaded(case, where(case), engine.elastic_report, oracle.differences(engine, truth))
+    engine.save_checkpoint(case["scratch"])
+    close(engine)
+    elastic_ckpt.uninstall()
+    engine = build_engine(case["setup"])
+    engine.load_checkpoint(case["scratch"])
+    theirs = Loaded(case, f"{where(case)}, saved again", None, oracle.differences(engine, truth))
+    close(engine)
+    return [ours, theirs]
 
 
-def frugal(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
+def frugal(case: dict[str, Any]) -> list[SimpleNamespace]:
     """What all ranks together opened and read: by the report, and as the kernel counts it; and what there was to read."""
     elastic_ckpt.install()
-    facts = []
-    for case in cases:
-        engine = build_engine(case["setup"], models.BigLM())
-        before = read_so_far()
-        engine.load_checkpoint(case["folder"])
-        report = engine.elastic_report
-        work = report.mine
-        total = torch.tensor([work.files_opened, work.read.nbytes, read_so_far() - before])
-        dist.all_reduce(total)
-        saved_buffers = [engine.module.ticks, engine.module.trace]
-        owned = 12 * sum(getattr(param, "ds_numel", param.numel()) for param in engine.module.parameters())
-        owned += sum(b.numel() * b.element_size() for b in saved_buffers)  # read once, sent to the other ranks
-        facts.append(
-            SimpleNamespace(
-                ranks=len(report.ranks),
-                is_own=work.rank == dist.get_rank(),
-                files=sum(len(names) for _, _, names in os.walk(os.path.join(case["folder"], report.source.tag))),
-                opened=int(total[0]),
-                owned=owned,
-                read=int(total[1]),
-                asked=int(total[2]),
-                as_json=json.loads(report.as_json()),
-                text=str(report),
-                where=where(case),
-            )
-        )
-        close(engine)
-    return facts
+    written = f"{case['scratch']}.json"
+    engine = build_engine(replace(case["setup"], config=(("elastic_checkpoint", {"report": written}),)), models.BigLM())
+    before = read_so_far()
+    engine.load_checkpoint(case["folder"])
+    report = engine.elastic_report
+    work = report.mine
+    total = torch.tensor([work.files_opened, work.read.nbytes, read_so_far() - before])
+    dist.all_reduce(total)
+    saved_buffers = [engine.module.ticks, engine.module.trace]
+    owned = 12 * sum(getattr(param, "ds_numel", param.numel()) for param in engine.module.parameters())
+    owned += sum(b.numel() * b.element_size() for b in saved_buffers)  # read once, sent to the other ranks
+    files = sum(len(names) for _, _, names in os.walk(os.path.join(case["folder"], report.source.tag)))
+    found = SimpleNamespace(
+        ranks=len(report.ranks),
+        is_own=work.rank == dist.get_rank(),
+        files=files + SPOILS,
+        opened=int(total[0]),
+        owned=owned,
+        read=int(total[1]),
+        asked=int(total[2]),
+        as_json=json.loads(report.as_json()),
+        written=json.loads(Path(written).read_text(encoding="utf-8")),
+        text=str(report),
+        where=where(case),
+    )
+    close(engine)
+    return [found]
 
 
 def read_so_far() -> int:

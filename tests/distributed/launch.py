@@ -193,10 +193,10 @@ def launch_ranks(
         finally:
             remove_shared_memory(port)
         outputs = [log.read_text(errors="replace") for log in logs]
-        return Ranks(codes, outputs, [_pickles(Path(rank["facts"])) for rank in ranks])
+        return Ranks(codes, outputs, [pickles(Path(rank["facts"])) for rank in ranks])
 
 
-def _pickles(path: Path) -> list[Any]:
+def pickles(path: Path) -> list[Any]:
     """All whole ones of a file: a rank may have been ended while it wrote the last one."""
     found: list[Any] = []
     if not path.exists():

@@ -124,42 +124,27 @@ def without_a_name(cases: list[dict[str, Any]]) -> list[SimpleNamespace] | None:
     return once(facts)
 
 
-def left_on_by_mistake(arguments: dict[str, Any]) -> list[SimpleNamespace]:
+def left_on_by_mistake(case: dict[str, Any]) -> list[SimpleNamespace]:
     """Loads that are DeepSpeed's, with ``load_universal`` left on: what they return and restore; and folders of nothing."""
     elastic_ckpt.install()
-    engine = build_engine(arguments["setup"])
+    engine = build_engine(case["setup"])
     engine._config.load_universal_checkpoint = True
-    path, client_state = engine.load_checkpoint(arguments["folder"])
+    path, client_state = engine.load_checkpoint(case["folder"])
     found = SimpleNamespace(path=path, client_state=client_state, report=engine.elastic_report)
     found.still_universal = engine.load_universal_checkpoint()
-    found.differences = [oracle.differences(engine, truth_of(arguments["folder"]))]
+    found.differences = [oracle.differences(engine, truth_of(case["folder"]))]
     train(engine, 60, 61)
-    engine.load_checkpoint(arguments["folder"], load_module_strict=False)
-    found.differences.append(oracle.differences(engine, truth_of(arguments["folder"])))
+    engine.load_checkpoint(case["folder"], load_module_strict=False)
+    found.differences.append(oracle.differences(engine, truth_of(case["folder"])))
     seen: list[list[str]] = []
     engine._config.load_universal_checkpoint = False
-    engine.load_checkpoint(arguments["folder"], custom_load_fn=lambda src, dst: seen.append(sorted(src)))
+    engine.load_checkpoint(case["folder"], custom_load_fn=lambda src, dst: seen.append(sorted(src)))
     found.given_to_custom_load_fn, found.report_of_custom = seen, engine.elastic_report
-    found.nothing = [engine.load_checkpoint(folder) for folder in arguments["nothing"]]
-    found.refused = refusal({"folder": arguments["other"]}, engine)
+    empty = case["scratch"]
+    os.makedirs(empty, exist_ok=True)
+    found.nothing = [engine.load_checkpoint(folder) for folder in (empty, os.path.join(empty, "nowhere"))]
     close(engine)
     return [found]
-
-
-def modes(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """What is loaded by whom with ``"mode"``: ``require``, and ``off``."""
-    elastic_ckpt.install()
-    engine = build_engine(arguments["require"])
-    empty = refusal({"folder": arguments["empty"]}, engine)
-    custom = refusal({"folder": arguments["folder"], "custom_load_fn": True}, engine)
-    engine.load_checkpoint(arguments["folder"])
-    required = engine.elastic_report
-    close(engine)
-    engine = build_engine(arguments["off"])
-    engine.load_checkpoint(arguments["folder"])
-    off = engine.elastic_report
-    close(engine)
-    return [SimpleNamespace(empty=empty, custom=custom, required=required, off=off)]
 
 
 def pending(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:

@@ -79,10 +79,14 @@ def test_a_cell_whose_save_fails_does_so_alone(extensions_dir: str, tmp_path: Pa
     table = [
         Cell("broken", broken, JOB, 2, {"how": "well"}),
         Cell("converted", Save(None, job=JOB, more={"how": "raises"}, converted=True), JOB, 2, {"how": "well"}),
+        Cell("goes on", Save(None, job=JOB, more={"how": "well"}, source=broken), JOB, 2, {"how": "well"}),
         Cell("whole", whole, JOB, 2, {"how": "well"}),
     ]
     items: list[Any] = [
-        SimpleNamespace(path=tmp_path, callspec=SimpleNamespace(params={"cell": each})) for each in table
+        SimpleNamespace(
+            path=tmp_path, callspec=SimpleNamespace(params={"cell": each}), iter_markers=lambda name: iter(())
+        )
+        for each in table
     ]
     packs = Packs(saves, launcher, tmp_path / "changed", items)
     assert packs.facts(tmp_path, table[-1]) == [(0, 3.0), (1, 3.0)]

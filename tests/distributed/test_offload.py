@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
+from tests.distributed.cells import Cell, Save, cells, crossing
 from tests.distributed.conftest import Launch
+from tests.distributed.facts import Loaded, Resumes
 from tests.distributed.model import Setup
 from tests.distributed.offloading import CPU, PARAM, nvme
 
@@ -29,17 +31,33 @@ needs_aio = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def offloaded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``<setup>-dp2/step4`` for every setup here."""
-    folder = tmp_path_factory.mktemp("offloaded")
-    launch(2, "save", {"folder": str(folder), "setups": [*OFFLOADED, HPZ]})
-    return folder
-
-
 def rounding(source: Setup, target: Setup) -> float:
     """By which losses of the run that goes on may differ."""
     return 1e-5 if source.precision == target.precision == "fp32" else 5e-3
+
+
+def matrix() -> list[Cell]:
+    """On one rank and on four: into what is offloaded, from what is not and from its like; and from all that is."""
+    plain = [Setup(1), Setup(3, "bf16")]
+    crossings = [(target, [*plain, target], ranks) for ranks in (1, 4) for target in OFFLOADED]
+    crossings += [(target, [*OFFLOADED, HPZ], ranks) for ranks in (1, 4) for target in (*plain, Setup(0))]
+    crossings.append((HPZ, [*plain, HPZ], 4))
+    return [
+        crossing(Save(source), target, ranks, expected=Resumes(loss_gap=rounding(source, target)), trained=place > 0)
+        for target, sources, ranks in crossings
+        for place, source in enumerate(sources)
+    ]
+
+
+@cells(matrix())
+def test_offloaded_and_split_partitions_resume_bit_exactly(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+
+
+@cells([crossing(Save(Setup(1)), target, 3, "save_again") for target in OFFLOADED])
+def test_saving_after_an_elastic_load_gives_what_deepspeed_loads_alone(cell: Cell, facts: list[Loaded]) -> None:
+    for load in facts:
+        assert load.differences == {}, load.where
 
 
 def targets(crossings: list[tuple[Setup, list[tuple[Path, Setup]]]], **more: Any) -> list[dict[str, Any]]:
@@ -55,30 +73,6 @@ def targets(crossings: list[tuple[Setup, list[tuple[Path, Setup]]]], **more: Any
         }
         for target, found in crossings
     ]
-
-
-@pytest.mark.parametrize("degree", [1, 4])
-def test_offloaded_and_split_partitions_resume_bit_exactly_on(
-    degree: int, launch: Launch, native: Path, offloaded: Path
-) -> None:
-    plain = [(native, Setup(1)), (native, Setup(3, "bf16"))]
-    every = [(offloaded, setup) for setup in [*OFFLOADED, HPZ]]
-    crossings = [(target, [*plain, (offloaded, target)]) for target in OFFLOADED]
-    crossings += [(target, every) for target in (Setup(1), Setup(3, "bf16"), Setup(0))]
-    if degree % 2 == 0:
-        crossings.append((HPZ, [*plain, (offloaded, HPZ)]))
-    for load in launch(degree, "load", {"targets": targets(crossings)}):
-        assert load.format == "native" and load.differences == {}, load.where
-        assert load.loss_gap <= load.case["rounding"], load.where
-
-
-def test_saving_after_an_elastic_load_gives_what_deepspeed_loads_alone(
-    launch: Launch, native: Path, tmp_path: Path
-) -> None:
-    folder = str(native / f"{Setup(1).name}-dp2")
-    cases = [{"setup": setup, "folder": folder} for setup in OFFLOADED]
-    for load in launch(3, "save_again", {"cases": cases, "folder": str(tmp_path)}):
-        assert load.differences == {}, load.where
 
 
 @needs_aio
