@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -21,7 +22,8 @@ from torch.nn import functional
 
 import elastic_ckpt
 from tests.distributed import truth as plain
-from tests.distributed.facts import attempt
+from tests.distributed.facts import Refused, attempt
+from tests.distributed.jobs import SPOILS
 
 TAG, SAVE_AT, VOCABULARY, HIDDEN, LENGTH = "step3", 3, 16, 8, 4
 OPTIMIZERS = {
@@ -39,6 +41,11 @@ class Tied:
     has_three: bool = False
     trains_copies: bool = False
     declares: bool = False
+
+    @property
+    def name(self) -> str:
+        extra = [name for name in ("has_three", "trains_copies", "declares") if getattr(self, name)]
+        return "-".join([self.optimizer, *extra])
 
 
 class Embed(nn.Module):
@@ -119,44 +126,45 @@ def gather(engine: Any, pp: int) -> list[dict[str, torch.Tensor]]:
     return [by_stage[stage] for stage in range(pp)]
 
 
-def save(arguments: dict[str, Any]) -> None:
-    """Train each of ``setups`` over all ranks as stages, save it as ``<number>``, and write down the truth."""
-    for number, setup in enumerate(arguments["setups"]):
-        engine = build(setup, dist.get_world_size(), seed=7)
-        train(engine, SAVE_AT - 1)
-        folder = os.path.join(arguments["folder"], str(number))
-        info = {"pipeline_replicated_parameter_patterns": ["tied_modules.embed.(positions|norm.*|words.weight)"]}
-        engine.save_checkpoint(folder, TAG, {"universal_checkpoint_info": info} if setup.declares else {})
-        truth = gather(engine, dist.get_world_size())
-        if dist.get_rank() == 0:
-            torch.save(truth, os.path.join(folder, "truth.pt"))
-        dist.barrier()
+def save(case: dict[str, Any]) -> None:
+    """Train a ``setup`` over all ranks as stages, save it in ``folder``, and write down the truth."""
+    setup, folder = case["setup"], case["folder"]
+    engine = build(setup, dist.get_world_size(), seed=7)
+    train(engine, SAVE_AT - 1)
+    info = {"pipeline_replicated_parameter_patterns": ["tied_modules.embed.(positions|norm.*|words.weight)"]}
+    engine.save_checkpoint(folder, TAG, {"universal_checkpoint_info": info} if setup.declares else {})
+    truth = gather(engine, dist.get_world_size())
+    if dist.get_rank() == 0:
+        torch.save(truth, os.path.join(folder, "truth.pt"))
 
 
-def load(arguments: dict[str, Any]) -> list[Any]:
-    """Load each of ``setups`` into ``pp`` stages: what differs from the saved copies of ``stages``, and the notes.
+def load(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """Load into ``pp`` stages of a ``setup``: what differs from the saved copies, and the notes.
 
-    A list of names for each live stage; where the load should be ``refused``, the facts of that.
+    ``differing``: of each live stage, the names whose values are not those of its saved stage, where there are as many,
+    or of the first stage that has them.
     """
     elastic_ckpt.install()
-    found: list[Any] = []
-    pp = arguments["pp"]
-    for number, setup in enumerate(arguments["setups"]):
-        engine = build(setup, pp, seed=8)
-        folder = os.path.join(arguments["folder"], str(number))
-        start = partial(engine.load_checkpoint, folder)
-        if arguments["refused"][number]:
-            found.append(attempt({"folder": folder}, engine, start))
-            continue
-        start()
-        truth = torch.load(os.path.join(folder, "truth.pt"))
-        first: dict[str, torch.Tensor] = {}
-        for stage in truth:
-            first = {**stage, **first}
-        differing = []
-        for at, stage in enumerate(gather(engine, pp)):
-            expected = {**first, **(truth[at] if pp == len(truth) else {})}
-            differing.append([name for name, value in stage.items() if not torch.equal(value, expected[name])])
-        found.append((differing, engine.elastic_report.notes))
-        train(engine, 1)
-    return found
+    pp = case["pp"]
+    engine = build(case["setup"], pp, seed=8)
+    engine.load_checkpoint(case["folder"])
+    truth = torch.load(os.path.join(case["folder"], "truth.pt"))
+    if SPOILS:
+        truth[0]["tied_modules.embed.norm.weight"][0] += 1
+    first: dict[str, torch.Tensor] = {}
+    for stage in truth:
+        first = {**stage, **first}
+    differing = []
+    for at, stage in enumerate(gather(engine, pp)):
+        expected = {**first, **(truth[at] if pp == len(truth) else {})}
+        differing.append([name for name, value in stage.items() if not torch.equal(value, expected[name])])
+    notes = engine.elastic_report.notes
+    train(engine, 1)
+    return [SimpleNamespace(differing=differing, notes=notes)]
+
+
+def refuse(case: dict[str, Any]) -> list[Refused]:
+    """What becomes of a load into ``pp`` stages of a ``setup``."""
+    elastic_ckpt.install()
+    engine = build(case["setup"], case["pp"], seed=8)
+    return [attempt(case, engine, partial(engine.load_checkpoint, case["folder"]))]
