@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from elastic_ckpt.errors import ElasticCkptError
 from tests.distributed import jobs
 from tests.distributed import model as models
 from tests.distributed import truth as oracle
-from tests.distributed.facts import Refused, attempt
+from tests.distributed.facts import attempt
 from tests.distributed.model import VOCABULARY, build_engine, close, train
 
 ADDED = 4
@@ -54,30 +55,26 @@ def resized(model: models.TinyLM, rows: int) -> models.TinyLM:
     return model
 
 
-def save(arguments: dict[str, Any]) -> None:
-    """:func:`tests.distributed.jobs.save` with the models of this module; the truth of 8-bit ones is without states."""
-    jobs.save(arguments)
-    for setup in arguments["setups"] if not arguments.get("truth", True) else ():
-        folder = os.path.join(arguments["folder"], f"{setup.name}-dp{dist.get_world_size()}")
-        engine = build_engine(setup, MODELS[arguments["model"]]())
+def save(case: dict[str, Any]) -> None:
+    """:func:`tests.distributed.jobs.save_each` with a model of this module; the truth of 8-bit states is without them."""
+    is_coded = case["setup"].optimizer.startswith("bnb")
+    jobs.save_each([{**case, "truth": not is_coded}])
+    if is_coded:
+        engine = build_engine(case["setup"], MODELS[case["model"]]())
         train(engine, 0, jobs.SAVE_AT)
         truth = oracle.gather(engine, [])
         if dist.get_rank() == 0:
-            torch.save(truth, os.path.join(folder, "truth.pt"))
+            torch.save(truth, os.path.join(case["folder"], "truth.pt"))
         close(engine)
 
 
-def load(cases: list[dict[str, Any]]) -> list[tuple[Any, Refused, dict[str, str], tuple[str, ...], bool]]:
-    """Of each case, the refusal; what differs after following it, notes of the report, and whether training goes on.
+def load(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """The refusal of a load; what differs after following it, notes of the report, and whether training goes on.
 
     ``folder``, ``setup``, ``model``; ``rows``: the live vocabulary; ``arguments``: of the load; ``options``: those of
     ``"elastic_checkpoint"`` at first. Rows beyond the saved ones should be as they were, with states of zero.
     """
     elastic_ckpt.install()
-    return [_load(case) for case in cases]
-
-
-def _load(case: dict[str, Any]) -> tuple[Any, Refused, dict[str, str], tuple[str, ...], bool]:
     engine = build_engine(case["setup"], resized(MODELS[case["model"]](seed=8), case.get("rows", VOCABULARY + ADDED)))
     arguments = case.get("arguments", {})
     before = oracle.gather(engine, [])
@@ -91,17 +88,15 @@ def _load(case: dict[str, Any]) -> tuple[Any, Refused, dict[str, str], tuple[str
             raise
 
     _set_options(engine, case.get("options", {}))
-    refused = attempt(case, engine, load_once)
+    found = SimpleNamespace(refused=attempt(case, engine, load_once), differences={}, notes=(), goes_on=False)
     config = re.search(r'"elastic_checkpoint": (\{"added_rows": .*?\]\})', remedies[0]) if remedies else None
-    if config is None:
-        close(engine)
-        return case, refused, {}, (), False
-    _set_options(engine, json.loads(config[1]))
-    engine.load_checkpoint(case["folder"], **arguments)
-    differences, notes = _differences(engine, case, before), tuple(engine.elastic_report.notes)
-    losses = train(engine, jobs.SAVE_AT, jobs.CONTINUE_TO)
+    if config is not None:
+        _set_options(engine, json.loads(config[1]))
+        engine.load_checkpoint(case["folder"], **arguments)
+        found.differences, found.notes = _differences(engine, case, before), tuple(engine.elastic_report.notes)
+        found.goes_on = all(map(math.isfinite, train(engine, jobs.SAVE_AT, jobs.CONTINUE_TO)))
     close(engine)
-    return case, refused, differences, notes, all(map(math.isfinite, losses))
+    return [found]
 
 
 def _set_options(engine: Any, options: dict[str, Any]) -> None:

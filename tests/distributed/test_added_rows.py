@@ -3,92 +3,91 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
 from tests.distributed.added_rows_jobs import ADDED
-from tests.distributed.conftest import Convert, Launch
+from tests.distributed.cells import Cell, Save, Saves, cells, crossing
 from tests.distributed.model import VOCABULARY, Setup
 
 NOTHING_PERSISTENT = (("stage3_param_persistence_threshold", 0), ("sub_group_size", 150))
-NAMES = {
-    "tied": {"embedding.weight"},
-    "biased": {"embedding.weight", "head.weight", "head.bias"},
-    "wide": {"embedding.weight", "head.weight", "head.bias"},
-}
+TIED = {"embedding.weight"}
+UNTIED = {"embedding.weight", "head.weight", "head.bias"}
+Z0, Z1, Z2, Z3 = map(Setup, range(4))
+BF16_2 = Setup(2, "bf16")
 CODED = Setup(1, optimizer="bnb.AdamW8bit")
-SAVED = {
-    "tied": [Setup(1), Setup(3, "bf16")],
-    "biased": [Setup(0), Setup(1), Setup(2, "bf16"), Setup(3)],
-    "wide": [CODED],
-}
+WEIGHTS = {"load_optimizer_states": False}
 
 
-def cases_of(native: Path, universal: Path) -> list[dict[str, Any]]:
-    """Every stage on both sides, tied and not, native and universal, with states and without."""
-
-    def case(model: str, source: Setup, target: Setup, folder: Path = native, **more: Any) -> dict[str, Any]:
-        return {"folder": str(folder / model / f"{source.name}-dp2"), "setup": target, "model": model, **more}
-
-    flat3 = Setup(3, zero=NOTHING_PERSISTENT)
-    weights = {"load_optimizer_states": False}
-    return [
-        case("biased", Setup(0), Setup(0)),
-        case("biased", Setup(0), flat3),
-        case("biased", Setup(2, "bf16"), Setup(1, "bf16")),
-        case("biased", Setup(2, "bf16"), Setup(0, "bf16")),
-        case("biased", Setup(3), Setup(2)),
-        case("tied", Setup(1), Setup(3)),
-        case("tied", Setup(3, "bf16"), Setup(2, "bf16"), arguments=weights),
-        case("biased", Setup(1), Setup(3), arguments={"load_module_only": True}),
-        case("biased", Setup(1), Setup(2), universal),
-        case("biased", Setup(3), Setup(3), universal),
-        case("wide", CODED, Setup(2, optimizer="bnb.AdamW8bit")),
-    ]
+def saved(model: str, setup: Setup, converted: bool = False) -> Save:
+    return Save(setup, 2, "added_rows_jobs.save", {"model": model}, converted)
 
 
-def planned(folder: Path, config: Path, zero: int) -> dict[str, Any]:
+def grown(save: Save, target: Setup, note: str = "", **case: Any) -> Cell:
+    """A load with more rows than were saved; a test expects the names of what has them in its error."""
+    model = save.more["model"]
+    names = TIED if model == "tied" else UNTIED
+    return crossing(save, target, 3, "added_rows_jobs.load", names, f"{model}{note}", model=model, **case)
+
+
+#: Every stage on both sides, tied and not, native and universal, with states and without.
+GROWN = [
+    grown(saved("biased", Z0), Z0),
+    grown(saved("biased", Z0), Setup(3, zero=NOTHING_PERSISTENT)),
+    grown(saved("biased", BF16_2), Setup(1, "bf16")),
+    grown(saved("biased", BF16_2), Setup(0, "bf16")),
+    grown(saved("biased", Z3), Z2),
+    grown(saved("tied", Z1), Z3),
+    grown(saved("tied", Setup(3, "bf16")), BF16_2, " without states", arguments=WEIGHTS),
+    grown(saved("biased", Z1), Z3, " module only", arguments={"load_module_only": True}),
+    grown(saved("biased", Z1, converted=True), Z2),
+    grown(saved("biased", Z3, converted=True), Z3),
+    grown(saved("wide", CODED), Setup(2, optimizer="bnb.AdamW8bit")),
+]
+
+
+@cells(GROWN)
+def test_the_config_lines_of_the_refusal_restore_the_saved_rows(cell: Cell, facts: list[Any]) -> None:
+    for found in facts:
+        (text,) = found.refused.texts
+        assert "MismatchError" in found.refused.kinds and not found.refused.changed, text
+        assert all(f'"{name}"' in text for name in cell.expected), text
+        assert found.differences == {} and found.goes_on, found.differences
+        (note,) = [note for note in found.notes if note.startswith("rows added since the save")]
+        assert f"embedding.weight ({VOCABULARY} -> {VOCABULARY + ADDED})" in note
+
+
+ASKED = {"options": {"added_rows": ["embedding.weight", "head.*"]}}
+FEWER = grown(saved("biased", Z3), Z2, " fewer", rows=VOCABULARY - 1, **ASKED)
+MORE = grown(saved("biased", Z3), Z2, **ASKED)
+
+
+@cells([replace(FEWER, fits=(MORE.save, MORE.case))])
+def test_fewer_rows_are_no_added_rows(cell: Cell, facts: list[Any]) -> None:
+    for found in facts:
+        (text,) = found.refused.texts
+        assert "does not have more rows" in text and not found.refused.changed
+
+
+@cells([grown(saved("biased", Z3), Z2, " misspelt", options={"added_rows": ["embeding.weight"]})])
+def test_a_name_that_fits_nothing_is_an_error_with_a_remedy(cell: Cell, facts: list[Any]) -> None:
+    for found in facts:
+        (text,) = found.refused.texts
+        assert "ConfigError" in text and not found.refused.changed
+        assert found.differences == {} and found.goes_on
+
+
+@pytest.mark.parametrize(("converted", "zero"), [(False, 2), (True, 3)], ids=["native", "universal"])
+def test_a_plan_forecasts_these_loads(converted: bool, zero: int, saves: Saves, tmp_path: Path) -> None:
+    folder, config = saves.folder(saved("biased", Z1, converted)), tmp_path / "ds.json"
     config.write_text(json.dumps({"elastic_checkpoint": {"added_rows": ["head.*", "embedding.weight"]}}))
     line = ["plan", str(folder), "--config", str(config), "--dp", "3", "--zero", str(zero), "--json"]
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def test_the_config_lines_of_the_refusal_restore_the_saved_rows(
-    launch: Launch, convert: Convert, tmp_path: Path
-) -> None:
-    native, universal = tmp_path / "native", tmp_path / "universal"
-    for model, setups in SAVED.items():
-        arguments = {"folder": str(native / model), "setups": setups, "model": model, "truth": model != "wide"}
-        launch(2, "added_rows_jobs.save", arguments)
-    (universal / "biased").mkdir(parents=True)
-    convert(native / "biased", universal / "biased", [f"{Setup(1).name}-dp2", f"{Setup(3).name}-dp2"])
-    cases = cases_of(native, universal)
-    fewer = {**cases[4], "rows": VOCABULARY - 1, "options": {"added_rows": ["embedding.weight", "head.*"]}}
-    unknown = {**cases[4], "options": {"added_rows": ["embeding.weight"]}}
-    of_all = launch(3, "added_rows_jobs.load", [*cases, fewer, unknown])
-    for start in range(0, len(of_all), len(cases) + 2):
-        *found, shrunk, misspelt = of_all[start : start + len(cases) + 2]
-        check(found, shrunk, misspelt)
-    for folder, zero in ((native, 2), (universal, 3)):  # as a forecast of these loads, at the saved sizes
-        plan = planned(folder / "biased" / f"{Setup(1).name}-dp2", tmp_path / "ds.json", zero)
-        assert plan["loads"] and any("added_rows" in note for note in plan["notes"])
-
-
-def check(found: list[Any], shrunk: Any, misspelt: Any) -> None:
-    """What one rank has found."""
-    for case, refused, differences, notes, goes_on in found:
-        (text,) = refused.texts
-        assert "MismatchError" in refused.kinds and not refused.changed, (case, text)
-        assert all(f'"{name}"' in text for name in NAMES[case["model"]]), text
-        assert differences == {} and goes_on, (case, differences)
-        (note,) = [note for note in notes if note.startswith("rows added since the save")]
-        assert f"embedding.weight ({VOCABULARY} -> {VOCABULARY + ADDED})" in note
-    (text,) = shrunk[1].texts
-    assert "does not have more rows" in text and not shrunk[1].changed
-    (text,) = misspelt[1].texts
-    assert "ConfigError" in text and not misspelt[1].changed and misspelt[2] == {} and misspelt[-1]
+    plan = json.loads(result.stdout)
+    assert plan["loads"] and any("added_rows" in note for note in plan["notes"])
