@@ -153,13 +153,6 @@ def test_every_module_has_a_test() -> None:
     assert covered - without == set(), "remove the comment: the module is gone, or has a test"
 
 
-#: Whose shared parts have no module of their own yet.
-IMPORT_TESTS = {
-    "tests.distributed.test_tables",
-    "tests.distributed.test_universal_states",
-}
-
-
 def test_no_test_imports_a_test() -> None:
     """What two of them need is in a module of its own, or a fixture of their folder."""
     root = PACKAGE.parent
@@ -168,7 +161,7 @@ def test_no_test_imports_a_test() -> None:
     found = {}
     for path, module in files.items():
         others = tests & _modules_imported(path.read_text()) - {module}
-        if others and module not in IMPORT_TESTS:
+        if others:
             found[module] = others
     assert found == {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,17 @@ NESTED = "__bnb_optimizer_quant_state__"
 OLD_BLOCK = 2048
 
 
-def _rewrite(source: Path, target: Path, change: Callable[[dict[str, Any], int], None]) -> Path:
-    """A copy of a checkpoint in which ``change(state of a flat partition, rank)`` was applied to every optimizer file."""
-    shutil.copytree(source, target)
-    for path in sorted(target.glob("*/*_optim_states.pt")):
+def _rewrite(folder: Path, change: Callable[[dict[str, Any], int], None]) -> None:
+    """Apply ``change(state of a flat partition, rank)`` to every optimizer file of a checkpoint."""
+    for path in sorted(folder.glob("*/*_optim_states.pt")):
         tree = torch.load(path, weights_only=False)
         rank = int(path.name.split("zero_pp_rank_")[1].split("_")[0])
         for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             change(state, rank)
         torch.save(tree, path)
-    return target
 
 
-def to_flat_blocks_of_2048(source: Path, target: Path) -> Path:
+def to_flat_blocks_of_2048(folder: Path) -> None:
     """Before 0.49.2 states lay flat; before 0.44 a block had 2048 elements."""
 
     def change(state: dict[str, Any], rank: int) -> None:
@@ -38,7 +35,7 @@ def to_flat_blocks_of_2048(source: Path, target: Path) -> Path:
                 state[f"state{number}"] = torch.from_numpy(codes)
                 state[f"absmax{number}"] = torch.from_numpy(scales)
 
-    return _rewrite(source, target, change)
+    _rewrite(folder, change)
 
 
 def decode(state: dict[str, Any], number: int, block: int) -> np.ndarray:
@@ -59,7 +56,7 @@ def encode(values: np.ndarray, qmap: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return codes, scales
 
 
-def flip_map(source: Path, target: Path) -> Path:
+def flip_map(folder: Path) -> None:
     """One value of one rank's map is another one."""
 
     def change(state: dict[str, Any], rank: int) -> None:
@@ -68,15 +65,15 @@ def flip_map(source: Path, target: Path) -> Path:
             held["qmap1"] = held["qmap1"].clone()
             held["qmap1"][200] = 0.0
 
-    return _rewrite(source, target, change)
+    _rewrite(folder, change)
 
 
-def lose_map(source: Path, target: Path) -> Path:
+def lose_map(folder: Path) -> None:
     """No file has the second map any more."""
-    return _rewrite(source, target, lambda state, rank: state[NESTED].pop("qmap2", None))
+    _rewrite(folder, lambda state, rank: state[NESTED].pop("qmap2", None))
 
 
-def lose_scales(source: Path, target: Path) -> Path:
+def lose_scales(folder: Path) -> None:
     """The scales of one rank are too few."""
 
     def change(state: dict[str, Any], rank: int) -> None:
@@ -84,4 +81,4 @@ def lose_scales(source: Path, target: Path) -> Path:
         if rank == 1 and "absmax1" in held:
             held["absmax1"] = held["absmax1"][:-3].clone()
 
-    return _rewrite(source, target, change)
+    _rewrite(folder, change)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,26 +20,60 @@ from tests.distributed import old_blocks as old
 from tests.distributed import optimizer_truth as oracle
 from tests.distributed import truth as plain
 from tests.distributed.facts import loss_gap
-from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of, where
+from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, SPOILS, take_over, truth_of, where
 from tests.distributed.model import Setup, WideLM, build_engine, close, train
 
 
-def save(arguments: dict[str, Any]) -> None:
-    """Train each setup, save it, write down its decoded states, and train on for the reference losses."""
-    for setup in arguments["setups"]:
-        folder = os.path.join(arguments["folder"], f"{setup.name}-dp{dist.get_world_size()}")
-        if setup.config:
+def save(cases: list[dict[str, Any]]) -> None:
+    """Train each ``setup``, save it in ``folder``, write down its decoded states, and train on for the reference losses."""
+    for case in cases:
+        if case["setup"].config:
             elastic_ckpt.install()
-        engine = build_engine(setup, WideLM())
+        engine = build_engine(case["setup"], WideLM())
         train(engine, 0, SAVE_AT)
-        engine.save_checkpoint(folder, tag="step4")
+        engine.save_checkpoint(case["folder"], tag="step4")
         truth = everything(engine)
         truth["losses"] = train(engine, SAVE_AT, CONTINUE_TO)
-        if dist.get_rank() == 0:
-            torch.save(truth, os.path.join(folder, "truth.pt"))
+        _write_truth(truth, case["folder"])
         close(engine)
         elastic_ckpt.uninstall()
         dist.barrier()
+
+
+def resave(case: dict[str, Any]) -> None:
+    """Load ``source``, and save it in ``folder`` with the same truth."""
+    elastic_ckpt.install()
+    engine = build_engine(case["setup"], WideLM(seed=8))
+    engine.load_checkpoint(case["source"])
+    engine.save_checkpoint(case["folder"], tag="step4")
+    _write_truth(torch.load(os.path.join(case["source"], "truth.pt"), weights_only=False), case["folder"])
+    close(engine)
+
+
+def age(case: dict[str, Any]) -> None:
+    """``source`` as bitsandbytes wrote it before 0.44, in ``folder``."""
+    take_over(case)
+    old.to_flat_blocks_of_2048(Path(case["folder"]))
+
+
+def convert(case: dict[str, Any]) -> None:
+    """``source`` as a universal checkpoint in ``folder``, by the command, with options about ``states``."""
+    from typer.testing import CliRunner
+
+    from elastic_ckpt.cli import app  # which takes long, and no other job needs it
+
+    config = f"{case['folder']}.json"
+    Path(config).write_text(json.dumps({"elastic_checkpoint": {"states": case["states"]}}))
+    universal = os.path.join(case["folder"], "step4_universal")
+    words = ["convert", case["source"], universal, "--to", "universal", "--config", config]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    shutil.copy(os.path.join(case["source"], "truth.pt"), case["folder"])
+
+
+def _write_truth(truth: dict[str, Any], folder: str) -> None:
+    if dist.get_rank() == 0:
+        torch.save(truth, os.path.join(folder, "truth.pt"))
 
 
 def everything(engine: Any) -> dict[str, Any]:
@@ -63,30 +100,38 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in found["masters"].items()}
 
 
-def load(targets: list[dict[str, Any]]) -> list[SimpleNamespace]:
-    """Load many checkpoints into one engine after another, compare each with its truth, and train on.
+def load(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
+    """Load each ``folder`` into an engine of its ``setup``, compare it with its truth, and train on.
 
-    Of each of the ``sources`` of a target: ``folder``; ``rename``: saved state -> live state; ``resave``: where to save
-    it again.
+    ``rename``: saved state -> live state; ``trained``: whether the engine has other states for the load to replace.
     """
     elastic_ckpt.install()
     facts = []
-    for target in targets:
-        setup = target["setup"]
-        engine = build_engine(setup, WideLM(seed=8))
-        for source in target["sources"]:
-            truth = truth_of(source["folder"])
-            engine.load_checkpoint(source["folder"])
-            found = compare(engine, truth, source.get("rename", {}))
-            if "resave" in source:
-                engine.save_checkpoint(source["resave"], tag="step4")
-                if dist.get_rank() == 0:
-                    torch.save(truth, os.path.join(source["resave"], "truth.pt"))
-            found.case, found.where = source, where({"setup": setup, **source})
-            found.loss_gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth)
-            facts.append(found)
+    for case in cases:
+        truth = truth_of(case["folder"])
+        engine = build_engine(case["setup"], WideLM(seed=8))
+        if case.get("trained", False):
+            train(engine, 100, 101)
+        engine.load_checkpoint(case["folder"])
+        found = compare(engine, truth, case.get("rename", {}))
+        found.case, found.where = case, where(case)
+        found.loss_gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth)
+        facts.append(found)
         close(engine)
     return facts
+
+
+def losses(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """Those of a run as it is, and of one whose partitions are aligned to ``numel`` elements."""
+    elastic_ckpt.install()
+    section = ("elastic_checkpoint", {"align_partitions": case["numel"]})
+    found = []
+    for setup in (case["setup"], replace(case["setup"], config=(section,))):
+        engine = build_engine(setup, WideLM())
+        found.append(train(engine, 0, CONTINUE_TO))
+        close(engine)
+    plain, aligned = found
+    return [SimpleNamespace(plain=[loss + SPOILS for loss in plain], aligned=aligned)]
 
 
 def compare(engine: Any, truth: dict[str, Any], rename: dict[str, str]) -> SimpleNamespace:
@@ -144,12 +189,12 @@ def list_of(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def old_blocks(arguments: dict[str, Any]) -> list[SimpleNamespace]:
+def old_blocks(case: dict[str, Any]) -> list[SimpleNamespace]:
     """States in blocks of 2048, decoded here from the files themselves, beside what the engine holds."""
     elastic_ckpt.install()
-    engine = build_engine(arguments["setup"], WideLM(seed=8))
-    engine.load_checkpoint(arguments["folder"])
-    files = sorted(Path(arguments["folder"]).glob("*/*_optim_states.pt"))
+    engine = build_engine(case["setup"], WideLM(seed=8))
+    engine.load_checkpoint(case["folder"])
+    files = sorted(Path(case["folder"]).glob("*/*_optim_states.pt"))
     saved = [torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"] for path in files]
     facts = []
     for group, flat in enumerate(engine.optimizer.single_partition_of_fp32_groups):
@@ -161,7 +206,7 @@ def old_blocks(arguments: dict[str, Any]) -> list[SimpleNamespace]:
             whole = np.concatenate([old.decode(file["state"][group], number, old.OLD_BLOCK) for file in saved])
             whole = whole[: sum(param.numel() for param in engine.optimizer.bit16_groups[group])]
             first = dist.get_rank() * flat.numel()
-            expected = torch.from_numpy(whole[first : first + flat.numel()])
+            expected = torch.from_numpy(whole[first : first + flat.numel()]) + SPOILS
             found, scales = mine[: expected.numel()], scales[: expected.numel()]
             drift = ((found - expected).abs() / scales.clamp(min=1e-38)).max().item()
             padding = mine[expected.numel() :]
@@ -170,20 +215,21 @@ def old_blocks(arguments: dict[str, Any]) -> list[SimpleNamespace]:
     return facts
 
 
-def mismatched_init(alignments: list[tuple[int, int]]) -> list[str]:
-    """The errors of engines of models that ``deepspeed.zero.Init`` padded otherwise: (made with, trained with)."""
+def mismatched_init(case: dict[str, Any]) -> list[str]:
+    """The error of an engine of a model that ``deepspeed.zero.Init`` padded otherwise.
+
+    ``made_with``, ``trained_with``: alignments of partitions.
+    """
     elastic_ckpt.install()
-    errors = []
-    for made_with, trained_with in alignments:
-        config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
-        if made_with:
-            config["elastic_checkpoint"] = {"align_partitions": made_with}
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            model = WideLM()
-        options = (("elastic_checkpoint", {"align_partitions": trained_with}),) if trained_with else ()
-        try:
-            build_engine(Setup(3, config=options), model)
-            errors.append("built")
-        except elastic_ckpt.ElasticCkptError as error:
-            errors.append(str(error))
-    return errors
+    made_with, trained_with = case["made_with"], case["trained_with"]
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+    if made_with:
+        config["elastic_checkpoint"] = {"align_partitions": made_with}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = WideLM()
+    options = (("elastic_checkpoint", {"align_partitions": trained_with}),) if trained_with else ()
+    try:
+        build_engine(Setup(3, config=options), model)
+    except elastic_ckpt.ElasticCkptError as error:
+        return [str(error)]
+    return ["built"]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from tests.distributed.conftest import Launch
+from tests.distributed.cells import Cell, Save, cells, crossing
 from tests.distributed.model import Setup
+from tests.distributed.optimizer_expectations import Exact
 
-IN_BF16_OPTIMIZER = Setup(1, "bf16_fp32acc", optimizer="muon")
 SCATTERED = (("reduce_scatter", False),)
 #: ZeRO-2 keeps momenta of whole parameters, the others as much as the partition; with ``torch_adam``, the auxiliary
 #: optimizer counts its steps in tensors.
 EVERY = [
-    IN_BF16_OPTIMIZER,
+    Setup(1, "bf16_fp32acc", optimizer="muon"),
     Setup(2, "bf16", optimizer="muon"),
     Setup(1, optimizer="muon_torch_adam"),
     Setup(3, optimizer="muon_torch_adam", zero=SCATTERED),
@@ -21,21 +20,23 @@ EVERY = [
 ]
 
 
-def test_muon_goes_on_as_if_it_had_not_been_interrupted(launch: Launch, tmp_path: Path) -> None:
+def rounding(source: Setup, target: Setup) -> float:
+    """By which losses differ where ranks add gradients up in another order."""
+    if source.precision != target.precision:
+        return 0.5
+    return 1e-4 if source.precision == "fp32" else 5e-3
+
+
+def resumed(source: Setup, target: Setup, ranks: int, loss_gap: float) -> Cell:
+    """A load of what two ranks have saved."""
+    save = Save(source, 2, "optimizer_jobs.save")
+    return crossing(save, target, ranks, "optimizer_jobs.load", Exact(loss_gap), trained=source != target)
+
+
+@cells(
+    [resumed(setup, setup, 2, 0.0) for setup in EVERY]
+    + [resumed(source, target, 3, rounding(source, target)) for target in EVERY for source in EVERY]
+)
+def test_muon_goes_on_as_if_it_had_not_been_interrupted(cell: Cell, facts: list[Any]) -> None:
     """Masters and states bit by bit; the next losses, too, at the degree of the save, where sums are the same."""
-    launch(2, "optimizer_jobs.save", {"folder": str(tmp_path), "setups": EVERY}, timeout=590)
-
-    def source(target: Setup, saved: Setup, degree: int) -> dict[str, Any]:
-        by_rounding = 1e-4 if (saved.precision, target.precision) == ("fp32", "fp32") else 5e-3
-        loss = 0.0 if degree == 2 and saved == target else by_rounding if saved.precision == target.precision else 0.5
-        return {"folder": str(tmp_path / f"{saved.name}-dp2"), "loss": loss}
-
-    for degree in (2, 3):
-        sources = EVERY if degree == 3 else []
-        targets = [
-            {"setup": target, "sources": [source(target, saved, degree) for saved in sources or [target]]}
-            for target in EVERY
-        ]
-        for found in launch(degree, "optimizer_jobs.load", targets, timeout=500):
-            assert found.differences == {} and found.states == {}, found.where
-            assert found.loss_gap <= found.case["loss"], (found.where, found.loss_gap)
+    cell.expected.check(facts)

@@ -2,52 +2,42 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
-import pytest
-from typer.testing import CliRunner
-
-from elastic_ckpt.cli import app
-from tests.distributed.conftest import Launch
+from tests.distributed.cells import Cell, Save, cells, crossing
 from tests.distributed.model import Setup
-from tests.distributed.test_optimizers import assert_exact, configured, load, save, source
+from tests.distributed.optimizer_expectations import Exact, configured
 
 SAVED = [Setup(stage, optimizer=f"map_of_{numel}") for stage, numel in ((0, 211), (1, 318), (3, 319))]
 BY_NAME, BY_SIZE = {"my_map": "replicated"}, {"numel<=512": "replicated"}
+#: By the number of ranks that load.
+STAGES = {1: (0, 2), 2: (0, 1, 3), 3: (1, 3)}
 
 
-@pytest.fixture(scope="module")
-def folders(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[Setup, list[Path]]:
+def saves(setup: Setup) -> list[Save]:
     """The native checkpoint of two ranks, and its conversion but for ZeRO-0, which does not save names of states."""
-    folder = tmp_path_factory.mktemp("tables")
-    native = save(launch, folder / "native", SAVED)
-    config = folder / "config.json"
-    config.write_text(json.dumps({"elastic_checkpoint": {"states": BY_NAME}}))
-    found: dict[Setup, list[Path]] = {}
-    for setup in SAVED:
-        found[setup] = [Path(native(setup, 2))]
-        if not setup.stage:
-            continue
-        universal = folder / "universal" / setup.name
-        words = ["convert", native(setup, 2), str(universal / "step4_universal"), "--to", "universal"]
-        result = CliRunner().invoke(app, [*words, "--config", str(config)], catch_exceptions=False)
-        assert result.exit_code == 0, result.output
-        shutil.copy(Path(native(setup, 2), "truth.pt"), universal / "truth.pt")
-        found[setup].append(universal)
-    return found
+    native = Save(setup, 2, "optimizer_jobs.save")
+    converted = Save(setup, 1, "optimizer_jobs.convert", {"states": BY_NAME}, source=native)
+    return [native, converted] if setup.stage else [native]
 
 
-@pytest.mark.parametrize(("degree", "stages"), [(1, (0, 2)), (2, (0, 1, 3)), (3, (1, 3))])
-def test_a_table_is_whole_on_every_rank_though_a_partition_is_as_long(
-    degree: int, stages: tuple[int, ...], launch: Launch, folders: dict[Setup, list[Path]]
-) -> None:
-    """By its name, and by its size; from each stage into others."""
-    targets = []
-    for saved, every in folders.items():
-        live = [configured(replace(saved, stage=stage), states=word) for stage in stages for word in (BY_NAME, BY_SIZE)]
-        targets += [(setup, [source(str(folder)) for folder in every]) for setup in live]
-    for found in load(launch, degree, targets):
-        assert_exact(found)
+def into(setup: Setup, stage: int, states: dict[str, str], ranks: int) -> list[Cell]:
+    """Both, into another stage, with options about ``states``."""
+    live, note = configured(replace(setup, stage=stage), states=states), next(iter(states))
+    return [crossing(save, live, ranks, "optimizer_jobs.load", Exact(), f"{note} {save.job}") for save in saves(setup)]
+
+
+@cells(
+    [
+        cell
+        for ranks, stages in STAGES.items()
+        for setup in SAVED
+        for stage in stages
+        for states in (BY_NAME, BY_SIZE)
+        for cell in into(setup, stage, states, ranks)
+    ]
+)
+def test_a_table_is_whole_on_every_rank_though_a_partition_is_as_long(cell: Cell, facts: list[Any]) -> None:
+    """By its name, and by its size."""
+    cell.expected.check(facts)

@@ -17,17 +17,8 @@ from typer.testing import CliRunner
 from elastic_ckpt.cli import app
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
+from tests.distributed.optimizer_expectations import LOOSE, Exact, Requantized, bnb, configured
 from tests.distributed.parallel_models import Parallel
-from tests.distributed.test_optimizers import (
-    LOOSE,
-    assert_exact,
-    assert_requantized,
-    bnb,
-    configured,
-    load,
-    save,
-    source,
-)
 
 SAVED = [bnb(name, stage) for name in ("AdamW8bit", "Lion8bit") for stage in (1, 2, 3)]
 #: Two averages in one state; beside the step, a count, a factor and a norm of each partition, and a table.
@@ -40,6 +31,29 @@ OTHERS = [
 ]
 MAPPED = [Setup(stage, optimizer="mapped") for stage in (1, 2, 3)]
 BY_NAME, BY_SIZE = {"my_map": "replicated"}, {"numel<=256": "replicated"}
+
+
+def save(launch: Launch, folder: Path, setups: Iterable[Setup]) -> None:
+    """Each by two ranks, in a folder of its name."""
+    launch(2, "optimizer_jobs.save", [{"setup": each, "folder": str(folder / f"{each.name}-dp2")} for each in setups])
+
+
+def load(launch: Launch, degree: int, targets: Iterable[tuple[Setup, list[dict[str, Any]]]]) -> list[Any]:
+    cases = [{"setup": setup, **source} for setup, sources in targets for source in sources]
+    return launch(degree, "optimizer_jobs.load", cases, timeout=500)
+
+
+def source(folder: str, loss: float = 1e-5) -> dict[str, Any]:
+    """A checkpoint to load, and by which losses of the run that goes on may differ."""
+    return {"folder": folder, "loss": loss}
+
+
+def assert_exact(found: Any) -> None:
+    Exact(found.case["loss"]).check([found])
+
+
+def assert_requantized(found: Any) -> None:
+    Requantized(found.case["loss"]).check([found])
 
 
 @pytest.fixture(scope="module")

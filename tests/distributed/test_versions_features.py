@@ -126,9 +126,9 @@ def test_eight_bit_states_resume_bit_exactly(cell: str, tmp_path: Path, launch: 
     if Version(deepspeed.__version__).release[:2] == (0, 17):
         pytest.skip("0.17 cannot step where a rank has no parameter of a param group")
     setup = Setup(2, optimizer="bnb.AdamW8bit", config=BLOCKS)
-    launch(2, "optimizer_jobs.save", {"folder": str(tmp_path), "setups": [setup]})
-    sources = [{"folder": str(tmp_path / f"{setup.name}-dp2")}]
-    for load in launch(3, "optimizer_jobs.load", [{"setup": setup, "sources": sources}]):
+    case = {"setup": setup, "folder": str(tmp_path / "saved")}
+    launch(2, "optimizer_jobs.save", [case])
+    for load in launch(3, "optimizer_jobs.load", [case]):
         assert load.differences == load.states == {} and load.requantized == 0, load.where
 
 
