@@ -17,6 +17,7 @@ from elastic_ckpt.config import flags
 from elastic_ckpt.errors import ElasticCkptError
 from tests.distributed import truth as oracle
 from tests.distributed.facts import log_lines
+from tests.distributed.jobs import SPOILS, note, noted, truth_of
 from tests.distributed.model import GLOBAL_BATCH, TinyLM, close, train
 
 STEPS = 3
@@ -56,51 +57,47 @@ def values_of(engine: Any) -> dict[str, Any]:
     }
 
 
-def save(folder: str) -> list[dict[str, Any]]:
-    """A run for each schedule; the values of the next step."""
+def save(case: dict[str, Any]) -> None:
+    """A run of the schedule that is its ``setup``, with its truth; it notes the values of the next step."""
     elastic_ckpt.install()
-    found = {}
-    for schedule in SCHEDULES:
-        engine = build(schedule)
-        train(engine, 0, STEPS)
-        engine.save_checkpoint(os.path.join(folder, schedule), tag=f"global_step{STEPS}")
-        found[schedule] = values_of(engine)
-        if schedule == "WarmupLR":
-            oracle.relink(engine)
-            truth = oracle.gather(engine, oracle.state_keys(engine))
-            if dist.get_rank() == 0:
-                torch.save(truth, os.path.join(folder, "truth.pt"))
-        close(engine)
-    return [found]
+    engine = build(case["setup"])
+    train(engine, 0, STEPS)
+    engine.save_checkpoint(case["folder"], tag=f"global_step{STEPS}")
+    note(case["folder"], values_of(engine))
+    if engine.lr_scheduler is not None:
+        oracle.relink(engine)
+        truth = oracle.gather(engine, oracle.state_keys(engine))
+        if dist.get_rank() == 0:
+            torch.save(truth, os.path.join(case["folder"], "truth.pt"))
+    close(engine)
 
 
-def look(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
-    """Load folders that no ``latest`` file is in, each as one asks for it."""
+def look(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """Load a folder that no ``latest`` file is in, as one asks for it: what it returned, or its error.
+
+    ``below``: where in ``folder``; ``flag``: the mode of the command line; ``load_universal``; ``section``: options.
+    """
     elastic_ckpt.install()
-    found = []
-    for case in cases:
-        engine = build("WarmupLR", case.get("section"))
-        flags.update({"mode": case["flag"]} if case.get("flag") else {})
-        engine._config.load_universal_checkpoint = case.get("load_universal", False)
-        facts = SimpleNamespace(case=case, error=None, path=None, differences=None, notes=(), lines=[])
-        with log_lines() as facts.lines:
-            try:
-                facts.path, _ = engine.load_checkpoint(case["folder"], **case.get("arguments", {}))
-            except ElasticCkptError as error:
-                facts.error = (type(error).__name__, str(error))
-        flags.clear()
-        if facts.path is not None:
-            truth = torch.load(case["truth"], weights_only=False)
-            if case.get("arguments", {}).get("load_module_only"):
-                facts.differences = oracle.compare(
-                    {"weights": oracle.low_precision(engine)}, {"weights": truth["weights"]}
-                )
-            else:
-                facts.differences = oracle.differences(engine, truth)
-            facts.notes = engine.elastic_report.notes if engine.elastic_report else ()
-        found.append(facts)
-        close(engine)
-    return found
+    engine = build("WarmupLR", case.get("section"))
+    flags.update({"mode": case["flag"]} if case.get("flag") else {})
+    engine._config.load_universal_checkpoint = case.get("load_universal", False)
+    facts = SimpleNamespace(error=None, path=None, differences=None, notes=(), lines=[])
+    facts.folder = os.path.normpath(os.path.join(case["folder"], case.get("below", "")))
+    with log_lines() as facts.lines:
+        try:
+            facts.path, _ = engine.load_checkpoint(facts.folder, **case.get("arguments", {}))
+        except ElasticCkptError as error:
+            facts.error = (type(error).__name__, str(error))
+    if facts.path is not None:
+        truth = truth_of(case["folder"])
+        if case.get("arguments", {}).get("load_module_only"):
+            weights = {name: truth["masters"].get(name, value) for name, value in truth["weights"].items()}
+            facts.differences = oracle.compare({"weights": oracle.low_precision(engine)}, {"weights": weights})
+        else:
+            facts.differences = oracle.differences(engine, truth)
+        facts.notes = engine.elastic_report.notes if engine.elastic_report else ()
+    close(engine)
+    return [facts]
 
 
 def as_saved(schedule: str) -> dict[str, Any]:
@@ -113,25 +110,25 @@ def as_saved(schedule: str) -> dict[str, Any]:
     return dict(scheduler.state_dict())
 
 
-def change(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """Resume with other values, as each case says; those of the first step, and of the second.
+def change(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """Resume with other ``values`` under a ``schedule``: those of the first step, and of the second; and those saved.
 
     ``outside``: a schedule that the engine does not know, which its framework restores after the load.
     """
     elastic_ckpt.install()
-    found = []
-    for case in arguments["cases"]:
-        engine = build(case["schedule"], case["section"], case.get("stage", 1), **case["values"])
-        outside = SCHEDULES[case["outside"]](oracle.base_of(engine)) if "outside" in case else None
-        saved = case["schedule"].partition("-")[0]
-        engine.load_checkpoint(os.path.join(arguments["folder"], saved), **case.get("arguments", {}))
-        first, report = values_of(engine), engine.elastic_report
-        if outside is not None:
-            outside.load_state_dict(as_saved(case["outside"]))
-        train(engine, STEPS, STEPS + 1)
-        if outside is not None:
-            outside.step()
-        second = values_of(engine)
-        found.append(SimpleNamespace(case=case, first=first, second=second, report=report, text=str(report)))
-        close(engine)
-    return found
+    engine = build(case["schedule"], case["section"], case.get("stage", 1), **case["values"])
+    outside = SCHEDULES[case["outside"]](oracle.base_of(engine)) if "outside" in case else None
+    engine.load_checkpoint(case["folder"], **case.get("arguments", {}))
+    first, report = values_of(engine), engine.elastic_report
+    if outside is not None:
+        outside.load_state_dict(as_saved(case["outside"]))
+    train(engine, STEPS, STEPS + 1)
+    if outside is not None:
+        outside.step()
+    second = values_of(engine)
+    close(engine)
+    if SPOILS:
+        first["lr"] += 1
+    text = " ".join(str(report).replace("│", " ").split())
+    (saved,) = noted(case)
+    return [SimpleNamespace(first=first, second=second, saved=saved, report=report, text=text)]
