@@ -15,49 +15,44 @@ import torch.distributed as dist
 import elastic_ckpt
 from elastic_ckpt.data import ElasticSampler
 from elastic_ckpt.errors import ElasticCkptError
-from tests.distributed import jobs
 from tests.distributed import truth as oracle
 from tests.distributed.facts import log_lines
+from tests.distributed.jobs import SPOILS, note, take_over
 from tests.distributed.model import TinyLM, batch, build_engine, close, train
 
 #: Steps of each phase.
 STEPS = 2
 
 
-def phase(cases: list[dict[str, Any]]) -> list[SimpleNamespace]:
-    """Resume each case, if it has a save, train on, save, and write down the truth.
+def phase(case: dict[str, Any]) -> None:
+    """Resume what the phase before has saved, if there is one, train on, save, and note what was found.
 
-    Of each case: ``folder``; ``setup``; ``trains``: the parameters that train, by the beginnings of their names, one
-    param group for each; ``beside``: whether the optimizer is stepped beside the engine, as Lightning Fabric does.
+    ``setup``; ``trains``: the parameters that train, by the beginnings of their names, one param group for each;
+    ``after``: steps of the phases before; ``beside``: whether the optimizer is stepped beside the engine, as Lightning
+    Fabric does.
     """
-    facts = []
-    for case in cases:
-        elastic_ckpt.install()
-        engine = build(case)
-        found = SimpleNamespace(case=case, error=None, differences=[], lines=[])
-        done = case["after"]
-        if done:
-            with log_lines() as found.lines:
-                try:
-                    engine.load_checkpoint(case["folder"])
-                except ElasticCkptError as error:
-                    found.error = str(error)
-            truth = torch.load(os.path.join(case["folder"], "truth.pt"))
-            found.differences = different(truth, held(engine))
-        elastic_ckpt.register(engine, sampler=ElasticSampler(range(1000)))
-        for step in range(done, done + STEPS):
-            train_beside(engine, step) if case["beside"] else train(engine, step, step + 1)
-        with log_lines() as found.lines_of_save:
-            engine.save_checkpoint(case["folder"], tag=f"after{done + STEPS}")
-        found.steps = engine.global_steps
-        truth = held(engine)
-        if dist.get_rank() == 0:
-            torch.save(truth, os.path.join(case["folder"], "truth.pt"))
-        close(engine)
-        elastic_ckpt.uninstall()
-        dist.barrier()
-        facts.append(found)
-    return facts
+    take_over(case)
+    elastic_ckpt.install()
+    engine, folder, done = build(case), case["folder"], case["after"]
+    found = SimpleNamespace(error=None, differences=[], lines=[])
+    if done:
+        with log_lines() as found.lines:
+            try:
+                engine.load_checkpoint(folder)
+            except ElasticCkptError as error:
+                found.error = str(error)
+        truth = torch.load(os.path.join(folder, "truth.pt"))
+        found.differences = different(truth, held(engine))
+    elastic_ckpt.register(engine, sampler=ElasticSampler(range(1000)))
+    for step in range(done, done + STEPS):
+        train_beside(engine, step) if case["beside"] else train(engine, step, step + 1)
+    with log_lines() as found.lines_of_save:
+        engine.save_checkpoint(folder, tag=f"after{done + STEPS}")
+    found.steps, truth = engine.global_steps, held(engine)
+    if dist.get_rank() == 0:
+        torch.save(truth, os.path.join(folder, "truth.pt"))
+    close(engine)
+    note(folder, found)
 
 
 def build(case: dict[str, Any]) -> Any:
@@ -83,7 +78,7 @@ def held(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def different(truth: dict[tuple[str, str], torch.Tensor], now: dict[tuple[str, str], torch.Tensor]) -> list[Any]:
-    return [key for key, value in truth.items() if key not in now or not torch.equal(value, now[key])]
+    return [key for key, value in truth.items() if key not in now or not torch.equal(value + SPOILS, now[key])]
 
 
 def train_beside(engine: Any, step: int) -> None:
@@ -109,7 +104,7 @@ def left_standing(case: dict[str, Any]) -> list[SimpleNamespace]:
         train_beside(engine, step)
     engine.save_checkpoint(folder, tag="after")
     truth = held(engine)
-    if jobs.SPOILS:
+    if SPOILS:
         truth["embedding.weight", "master"].view(-1)[-1:] += 1
     close(engine)
     if case["mixed"] and dist.get_rank() == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from typer.testing import CliRunner
 
 from elastic_ckpt import find_latest
 from elastic_ckpt.cli import app
-from tests.distributed.cells import Cell, cells
-from tests.distributed.conftest import SUB_GROUPS, Launch
+from tests.distributed.cells import Cell, Save, Saves, cells
+from tests.distributed.conftest import SUB_GROUPS
 from tests.distributed.model import Setup
 
 #: The first of two param groups, and both.
@@ -19,7 +18,7 @@ FIRST, ALL = ("embedding", "hidden.weight", "back"), ("",)
 PREVIOUS = (("elastic_checkpoint", {"on_damage": "previous"}),)
 NEVER, ALWAYS, LATER = (False, False, False), (True, True, True), (False, True, True)
 #: What trains in each of three phases, and whether the optimizer is stepped beside the engine, by name.
-CELLS: dict[str, tuple[Setup, tuple[tuple[str, ...], ...], tuple[bool, ...]]] = {
+PHASES: dict[str, tuple[Setup, tuple[tuple[str, ...], ...], tuple[bool, ...]]] = {
     "unfrozen, fp32": (Setup(3, config=PREVIOUS), (FIRST, ALL, ALL), NEVER),
     "unfrozen, bf16": (Setup(3, "bf16", zero=SUB_GROUPS, config=PREVIOUS), (FIRST, ALL, ALL), NEVER),
     "beside the engine, ZeRO-3": (Setup(3, config=PREVIOUS), (ALL, ALL, ALL), ALWAYS),
@@ -29,44 +28,34 @@ CELLS: dict[str, tuple[Setup, tuple[tuple[str, ...], ...], tuple[bool, ...]]] = 
     "later beside the engine, fp16": (Setup(3, "fp16", config=PREVIOUS), (FIRST, ALL, ALL), LATER),
     "later beside the engine, ZeRO-2": (Setup(2, "bf16", config=PREVIOUS), (ALL, ALL, ALL), LATER),
 }
+#: Of each phase.
+RANKS = (2, 3, 2)
 
 
-@pytest.fixture(scope="module")
-def phases(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder of all saves, and what each of three phases found, by cell: on 2, 3 and 2 ranks."""
-    folder = tmp_path_factory.mktemp("counts")
-    found: list[dict[str, Any]] = []
-    for number, ranks in enumerate((2, 3, 2)):
-        cases = [
-            {
-                "folder": str(folder / name),
-                "setup": setup,
-                "trains": trains[number],
-                "after": 2 * number,
-                "beside": beside[number],
-            }
-            for name, (setup, trains, beside) in CELLS.items()
-        ]
-        for name in CELLS:
-            (folder / name).mkdir(exist_ok=True)
-        found.append(dict(zip(CELLS, launch(ranks, "count_jobs.phase", cases)[: len(CELLS)], strict=True)))
-    return folder, found
+def saved(setup: Setup, trains: tuple[tuple[str, ...], ...], beside: tuple[bool, ...]) -> Save:
+    """What the last phase saves, beside the saves of those before it, each of which it goes on from."""
+    save: Save | None = None
+    for number, ranks in enumerate(RANKS):
+        case = {"trains": trains[number], "after": 2 * number, "beside": beside[number]}
+        save = Save(setup, ranks, "count_jobs.phase", case, source=save)
+    assert save is not None
+    return save
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_each_save_resumes_bit_by_bit_and_none_goes_back(name: str, phases: Any) -> None:
-    for number, facts in enumerate(phases[1]):
-        found = facts[name]
+@cells([Cell(name, saved(*phases), "noted", 1, expected=phases[2]) for name, phases in PHASES.items()])
+def test_each_save_resumes_bit_by_bit_and_none_goes_back(cell: Cell, facts: list[Any]) -> None:
+    assert len(facts) == len(RANKS)
+    for number, found in enumerate(facts):
         assert found.error is None and found.differences == [], (number, found.error, found.differences)
         assert not any("lost" in line or "mixed" in line for line in found.lines), found.lines
         # what the engine has not counted is no position in the data
-        assert any("no data position" in line for line in found.lines_of_save) == CELLS[name][2][number]
-        assert found.steps == 2 * CELLS[name][2][: number + 1].count(False)
+        assert any("no data position" in line for line in found.lines_of_save) == cell.expected[number]
+        assert found.steps == 2 * cell.expected[: number + 1].count(False)
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_the_commands_call_each_save_whole(name: str, phases: Any) -> None:
-    folder = str(phases[0] / name)
+@pytest.mark.parametrize("name", PHASES)
+def test_the_commands_call_each_save_whole(name: str, saves: Saves) -> None:
+    folder = str(saves.folder(saved(*PHASES[name])))
     assert find_latest(folder).endswith("after6")
     for command in (["verify", folder], ["plan", folder, "--dp", "4"]):
         result = CliRunner().invoke(app, command)

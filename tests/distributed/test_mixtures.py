@@ -6,9 +6,10 @@ import hashlib
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.tools.conversion import convert
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 from elastic_ckpt.tools.verification import verify
-from tests.distributed.conftest import Launch
+from tests.distributed.cells import Cell, Save, Saves, cells, crossing
 from tests.distributed.mixture_jobs import Pair
 from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
@@ -48,62 +49,74 @@ PARALLEL = [
 CONFIG = ElasticConfig()
 
 
-@pytest.fixture(scope="module")
-def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pairs")
-    launch(2, "mixture_jobs.save_pairs", {"folder": str(folder), "pairs": PLAIN + PARALLEL})
-    return folder
+PairOf = Callable[[Pair], Path]
 
 
-#: Saved under one tag by this many ranks, one after the other.
-SIZES, MORE = (4, 2), tuple(Setup(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16"))
+def pair_of(pair: Pair) -> Save:
+    return Save(pair, 2, "mixture_jobs.save_pair")
 
 
 @pytest.fixture(scope="module")
-def saved_by_others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of each the tags ``a``, of four ranks, ``b``, of two, and ``over``, in which the second followed the first."""
-    folder = tmp_path_factory.mktemp("sizes")
-    for ranks, tags in zip(SIZES, (("a", "over"), ("b", "over")), strict=True):
-        for tag in tags:
-            launch(ranks, "mixture_jobs.save_each", {"folder": str(folder), "setups": MORE, "tag": tag})
-    return folder
+def saved(saves: Saves) -> PairOf:
+    """The folder of a pair, with the tags ``a`` and ``b``."""
+    saves.make([pair_of(pair) for pair in PLAIN + PARALLEL])
+    return lambda pair: saves.folder(pair_of(pair))
+
+
+#: Saved under one tag by four ranks, and then by two.
+MORE = tuple(Setup(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16"))
+
+
+def tag_of(setup: Setup, ranks: int, tag: str = "tag", over: Save | None = None) -> Save:
+    return Save(setup, ranks, "mixture_jobs.save_tag", {"tag": tag}, source=over)
+
+
+def saved_over(setup: Setup) -> Save:
+    """By two ranks, over a save of four."""
+    return tag_of(setup, 2, "over", tag_of(setup, 4, "over"))
+
+
+@pytest.fixture(scope="module")
+def saved_by_others(saves: Saves) -> Saves:
+    """Those of :func:`tag_of` and :func:`saved_over` are made."""
+    saves.make([tag_of(setup, ranks) for setup in MORE for ranks in (2, 4)])
+    saves.make([saved_over(setup) for setup in MORE])
+    return saves
 
 
 @pytest.mark.parametrize("setup", MORE, ids=lambda setup: setup.name)
 def test_saves_of_two_sizes_in_one_folder_are_one_of_both_or_refused(
-    setup: Setup, saved_by_others: Path, tmp_path: Path
+    setup: Setup, saved_by_others: Saves, tmp_path: Path
 ) -> None:
-    """Files of the ranks that only one of them had are there, cut short (``x``), or not."""
-    saves = saved_by_others / setup.name
-    files = {tag: {name for name in os.listdir(saves / tag) if name.endswith(".pt")} for tag in "ab"}
+    """Files of the ranks that only one of them (``a``) had are there, cut short (``x``), or not."""
+    folders = {name: saved_by_others.folder(tag_of(setup, ranks)) / "tag" for name, ranks in (("a", 4), ("b", 2))}
+    files = {name: {path.name for path in folder.glob("*.pt")} for name, folder in folders.items()}
     names = sorted(files["a"] | files["b"])
     beyond = [name not in files["b"] for name in names]
     of_b = list(product(*(["b", "a-x"][is_beyond] for is_beyond in beyond)))
     others = list(product(*(["ab", "a-x"][is_beyond] for is_beyond in beyond)))
     choices = {("a",) * len(names), *of_b, *random.Random(0).sample(others, min(len(others), 100))}
-    known = {tag: content(saves / tag, with_states=True) for tag in "ab"}
+    known = {name: content(folder, with_states=True) for name, folder in folders.items()}
     found: dict[str, str | None] = {}
     for number, choice in enumerate(choices):
         mixed = tmp_path / str(number) / "tag"
         mixed.mkdir(parents=True)
         for name, save in zip(names, choice, strict=True):
             if save == "x":
-                raw = (saves / "a" / name).read_bytes()
+                raw = (folders["a"] / name).read_bytes()
                 (mixed / name).write_bytes(raw[: len(raw) // 2])
             elif save != "-":
-                os.link(saves / save / name, mixed / name)
+                os.link(folders[save] / name, mixed / name)
         found["".join(choice)] = content(mixed, with_states=True)
         assert (found["".join(choice)] is None) == bool(verify(str(mixed), None, CONFIG).findings), choice
     assert None not in known.values() and set(found.values()) == {*known.values(), None}
     assert {found["".join(choice)] for choice in of_b} == {known["b"]}
 
 
-def test_what_an_earlier_save_on_more_ranks_has_left_is_told_and_left_out(
-    launch: Launch, saved_by_others: Path
-) -> None:
+@cells([crossing(saved_over(setup), setup, 2, "mixture_jobs.load_beside_leftovers") for setup in MORE])
+def test_what_an_earlier_save_on_more_ranks_has_left_is_told_and_left_out(cell: Cell, facts: list[Any]) -> None:
     """DeepSpeed's own loader resumes beside it."""
-    arguments = {"folder": str(saved_by_others), "setups": MORE, "tag": "over"}
-    for each in launch(2, "mixture_jobs.load_beside_leftovers", arguments):
+    for each in facts:
         assert each["off"] == each["require"] and each["require"][0] == 4
         assert sum("left out: files of another save of this tag" in note for note in each["notes"]) == 1
 
@@ -117,9 +130,9 @@ class Code:
 
 @pytest.mark.parametrize("setup", [each for each in MORE if each.stage == 3], ids=lambda setup: setup.name)
 def test_what_is_left_over_is_neither_verified_nor_converted(
-    setup: Setup, saved_by_others: Path, tmp_path: Path
+    setup: Setup, saved_by_others: Saves, tmp_path: Path
 ) -> None:
-    tag = shutil.copytree(saved_by_others / setup.name / "over", tmp_path / "over")
+    tag = shutil.copytree(saved_by_others.folder(saved_over(setup)) / "over", tmp_path / "over")
     left = max(tag.glob("*zero_pp_rank_3_*optim_states.pt"))
     left.write_bytes(left.read_bytes()[:-100])
     verification = verify(str(tag), None, CONFIG, full=True)
@@ -133,8 +146,8 @@ def test_what_is_left_over_is_neither_verified_nor_converted(
     assert [finding.file for finding in verify(str(tag), None, CONFIG).findings] == [str(left)]
 
 
-def test_names_of_enormous_ranks_cost_nothing(saved: Path, tmp_path: Path) -> None:
-    tag = shutil.copytree(saved / PLAIN[0].name / "a", tmp_path / "a")
+def test_names_of_enormous_ranks_cost_nothing(saved: PairOf, tmp_path: Path) -> None:
+    tag = shutil.copytree(saved(PLAIN[0]) / "a", tmp_path / "a")
     whole, last = content(tag, with_states=True), max(tag.glob("*zero_pp_rank_1_*"))
     far = tag / "zero_pp_rank_999999999999_mp_rank_00_optim_states.pt"
     shutil.copy(last, far)
@@ -145,10 +158,10 @@ def test_names_of_enormous_ranks_cost_nothing(saved: Path, tmp_path: Path) -> No
 
 
 def test_what_is_missing_is_told_before_what_is_not_supported(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: PairOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The missing file may come, and an older tag may have it."""
-    tag = shutil.copytree(saved / PLAIN[0].name / "a", tmp_path / "a")
+    tag = shutil.copytree(saved(PLAIN[0]) / "a", tmp_path / "a")
 
     def refuse(*_: object, **__: object) -> None:
         raise UnsupportedError("not supported yet")
@@ -161,8 +174,8 @@ def test_what_is_missing_is_told_before_what_is_not_supported(
         open_checkpoint(locate(str(tag), None, False), CONFIG)
 
 
-def test_layers_of_more_tensor_parallel_ranks_than_were_saved_are_refused(saved: Path, tmp_path: Path) -> None:
-    tag = shutil.copytree(saved / PARALLEL[-1].name / "a", tmp_path / "a")
+def test_layers_of_more_tensor_parallel_ranks_than_were_saved_are_refused(saved: PairOf, tmp_path: Path) -> None:
+    tag = shutil.copytree(saved(PARALLEL[-1]) / "a", tmp_path / "a")
     layer = min(tag.glob("layer_*"))
     torch.save(torch.load(layer), tag / f"{layer.name.partition('-')[0]}-model_01-model_states.pt")
     with pytest.raises(LayoutError, match="tensor-parallel rank that the save did not have"):
@@ -214,11 +227,11 @@ def content(folder: Path, with_states: bool) -> str | None:
 
 
 @pytest.mark.parametrize("pair", PLAIN + PARALLEL, ids=lambda pair: pair.name)
-def test_every_mixture_is_refused_or_is_one_of_both_saves(pair: Pair, saved: Path, tmp_path: Path) -> None:
+def test_every_mixture_is_refused_or_is_one_of_both_saves(pair: Pair, saved: PairOf, tmp_path: Path) -> None:
     with_states = pair.setup.stage > 0  # which only a live model can name
     found = [
         (choice, content(folder, with_states), verify(str(folder), None, CONFIG).findings)
-        for choice, folder in mixtures(saved / pair.name, tmp_path)
+        for choice, folder in mixtures(saved(pair), tmp_path)
     ]
     saves = {digest for choice, digest, _ in found if len(set(choice)) == 1}
     assert None not in saves and len(saves) == 2
@@ -227,20 +240,33 @@ def test_every_mixture_is_refused_or_is_one_of_both_saves(pair: Pair, saved: Pat
         assert (digest is None) == bool(findings), (choice, findings)
 
 
-@pytest.mark.parametrize("hops", HOPS)
-def test_runs_that_began_elsewhere_go_on(launch: Launch, tmp_path: Path, hops: str) -> None:
-    setups, arguments = HOPS[hops]
-    chain = {"folder": str(tmp_path), "setups": setups, "arguments": arguments}
-    assert not any(launch(2, "mixture_jobs.hop", chain))
+@cells(
+    [
+        Cell(name, None, "mixture_jobs.hop", 2, {"setups": setups, "arguments": arguments})
+        for name, (setups, arguments) in HOPS.items()
+    ]
+)
+def test_runs_that_began_elsewhere_go_on(cell: Cell, facts: list[list[str]]) -> None:
+    assert not any(facts)
 
 
-@pytest.mark.parametrize(("setup", "way"), [(Setup(3), "rename"), (Setup(1, "bf16"), "cut"), (Setup(2), "folders")])
-def test_a_tag_that_is_saved_over_is_one_save_or_an_error(
-    launch: Launch, saved: Path, tmp_path: Path, setup: Setup, way: str
-) -> None:
-    folder = tmp_path / "folder"
-    shutil.copytree(saved / Pair(setup).name, folder)
-    shutil.copytree(folder / "b", folder / "last")
-    case = {"setup": setup, "folder": str(folder), "way": way, "times": 20}
-    found, other = launch(2, "mixture_jobs.load_while_saved_over", case)
-    assert found == other and found["loaded"] and len(found) > 1, "it is a race, which neither side wins each time"
+MOVING = [(Setup(3), "rename"), (Setup(1, "bf16"), "cut"), (Setup(2), "folders")]
+
+
+@cells(
+    [
+        Cell(
+            f"{setup.name}, {way}",
+            pair_of(Pair(setup)),
+            "mixture_jobs.load_while_saved_over",
+            2,
+            {"setup": setup, "way": way, "times": 20},
+        )
+        for setup, way in MOVING
+    ]
+)
+def test_a_tag_that_is_saved_over_is_one_save_or_an_error(cell: Cell, facts: list[Any]) -> None:
+    first, second = facts
+    assert first.wrong == second.wrong == []
+    assert first.found == second.found
+    assert first.found["loaded"] and len(first.found) > 1, "it is a race, which neither side wins each time"
