@@ -6,14 +6,14 @@ Those of packages run where these are installed.
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
-from tests.distributed.conftest import Launch
+from tests.distributed.cells import Cell, Save, Saves, cells
 from tests.distributed.model import INSTALLED
 from tests.distributed.unchanged_configurations import Configuration, configurations
 
@@ -24,11 +24,11 @@ STAGES = {
     **{"measuring": (0, 1, 2, 3), "hf.Adafactor": (0, 1, 2, 3), "po.MADGRAD": (0,)},
     **dict.fromkeys(("prodigy", "po.RACS"), (0, 1, 3)),
 }
-CELLS: dict[str, Configuration] = {
-    cell["name"]: cell
+CONFIGURATIONS = [
+    configuration
     for name in HERE
-    for cell in configurations(name, STAGES.get(name, (1, 3)), optimizer=name, groups="one")
-}
+    for configuration in configurations(name, STAGES.get(name, (1, 3)), optimizer=name, groups="one")
+]
 #: What starts fresh on other ranks, where each computes it of its own partition.
 ANEW = {"hf.Adafactor": {"RMS"}, "came": {"RMS"}, "po.Lamb": {"weight_norm", "adam_norm", "trust_ratio"}}
 REFUSED = {"measuring", "prodigy", "dadapt", "po.NovoGrad"}
@@ -40,55 +40,63 @@ FRESH = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("installed")
-
-
-@pytest.fixture(scope="module")
-def results(launch: Launch, folder: Path) -> dict[str, dict[str, Any]]:
-    arguments = {"cells": list(CELLS.values()), "folder": str(folder)}
-    (found,) = launch(2, "unchanged_jobs.matrix", arguments, timeout=500)
-    return found
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_each_rank_gets_its_own_values_back(name: str, results: dict[str, dict[str, Any]]) -> None:
-    found = results[name]
+@cells([Cell(each["name"], None, "unchanged_jobs.compare", 2, each) for each in CONFIGURATIONS])
+def test_each_rank_gets_its_own_values_back(cell: Cell, facts: list[Any]) -> None:
+    (found,) = facts
     assert not found["a"], found["a"]
     assert not found["b"], found["b"]
-    is_left = CELLS[name]["stage"] in LEFT.get(CELLS[name]["optimizer"], ())
+    is_left = cell.case["stage"] in LEFT.get(cell.case["optimizer"], ())
     assert found["by"] == ("DeepSpeed" if is_left else "ours"), found["lines"]
 
 
-@pytest.mark.usefixtures("results")
-def test_on_other_ranks_their_own_values_are_computed_anew_or_refused(launch: Launch, folder: Path) -> None:
-    tried = [name for name in HERE if name in ANEW or name in REFUSED]
-    given = {f"{name}-z1": {} for name in tried} | {f"{name}-z1 fresh": FRESH[name] for name in tried if name in FRESH}
-    targets = []
-    for name, keys in given.items():
-        config = {"elastic_checkpoint": {"states": dict.fromkeys(keys, "fresh")}} if keys else {}
-        targets.append({**CELLS[name.removesuffix(" fresh")], "saved": name.removesuffix(" fresh"), "config": config})
-    for found in launch(3, "unchanged_jobs.elsewhere", {"cells": targets, "folder": str(folder)}):
-        optimizer, config = found["cell"]["optimizer"], found["cell"]["config"]
-        if optimizer in REFUSED and not config:
-            assert "UnsupportedError" in found["error"] and "differs between ranks" in found["error"]
-            assert '"states": {' in found["error"] and "2 partitions" in found["error"]
-            continue
+def configuration_of(optimizer: str, stage: int = 1) -> Configuration:
+    (found,) = (each for each in CONFIGURATIONS if each["name"] == f"{optimizer}-z{stage}")
+    return found
+
+
+def saved(configuration: Configuration) -> Save:
+    return Save(configuration, 2, "unchanged_jobs.save_alone")
+
+
+def on_three_ranks(optimizer: str, *fresh: str) -> Cell:
+    """A load of what two have saved, of which some values are to start fresh."""
+    configuration = configuration_of(optimizer)
+    config = {"elastic_checkpoint": {"states": dict.fromkeys(fresh, "fresh")}} if fresh else {}
+    name = f"{optimizer}{' fresh' * bool(fresh)}"
+    return Cell(name, saved(configuration), "unchanged_jobs.elsewhere", 3, {**configuration, "config": config})
+
+
+LOADS = on_three_ranks("measuring", *FRESH["measuring"])
+
+
+@cells([replace(on_three_ranks(name), fits=(LOADS.save, LOADS.case)) for name in HERE if name in REFUSED])
+def test_on_other_ranks_what_differs_between_ranks_is_refused(cell: Cell, facts: list[Any]) -> None:
+    for found in facts:
+        assert "UnsupportedError" in found["error"] and "differs between ranks" in found["error"]
+        assert '"states": {' in found["error"] and "2 partitions" in found["error"]
+
+
+@cells(
+    [on_three_ranks(name) for name in HERE if name in ANEW]
+    + [on_three_ranks(name, *FRESH[name]) for name in HERE if name in FRESH]
+)
+def test_on_other_ranks_their_own_values_are_computed_anew(cell: Cell, facts: list[Any]) -> None:
+    """Where they are of no consequence, or the user says so."""
+    optimizer = cell.case["optimizer"]
+    for found in facts:
         assert (found["error"], found["wrong"]) == ("", []), found
-        assert found["fresh"].keys() == (set(FRESH[optimizer]) if config else ANEW[optimizer]), found
+        assert found["fresh"].keys() == set(FRESH.get(optimizer, ANEW.get(optimizer, ()))), found
 
 
-@pytest.mark.usefixtures("results")
 @pytest.mark.parametrize("optimizer", ["measuring", "hf.Adafactor"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_tools_take_such_a_folder_for_what_it_is(folder: Path, optimizer: str, stage: int) -> None:
-    saved = str(folder / f"{optimizer}-z{stage}")
-    own = [["verify", saved], ["verify", saved, "--full"], ["diff", saved, saved], ["latest", saved]]
-    own += [["plan", saved, "--dp", "2"], ["inspect", saved, "--json"]]
+def test_tools_take_such_a_folder_for_what_it_is(saves: Saves, optimizer: str, stage: int) -> None:
+    folder = str(saves.folder(saved(configuration_of(optimizer, stage))))
+    own = [["verify", folder], ["verify", folder, "--full"], ["diff", folder, folder], ["latest", folder]]
+    own += [["plan", folder, "--dp", "2"], ["inspect", folder, "--json"]]
     for command in own:
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, (command, result.output)
-    result = CliRunner().invoke(app, ["plan", saved, "--dp", "3"])
+    result = CliRunner().invoke(app, ["plan", folder, "--dp", "3"])
     refused = optimizer in REFUSED
     assert (result.exit_code != 0) == refused and ("differs between ranks" in result.output) == refused, result.output

@@ -374,50 +374,42 @@ def compare(cell: dict[str, Any]) -> list[dict[str, Any]] | None:
     return [united(everyone)] if rank == 0 else None
 
 
-def matrix(arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """:func:`compare` all cells; by cell, what any rank found."""
-    results: dict[str, Any] = {}
-    for cell in arguments["cells"]:
-        results[cell["name"]] = compare({**cell, "folder": os.path.join(arguments["folder"], cell["name"])})
-    return [{name: found for name, (found,) in results.items()}] if dist.get_rank() == 0 else None
+def save_alone(case: dict[str, Any]) -> None:
+    """Save the configuration that is the case's ``setup``."""
+    save(case["setup"], case["folder"])
 
 
-def elsewhere(arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Load what :func:`matrix` saved in ZeRO-1 with one param group on another number of ranks, and train on.
+def elsewhere(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """Load what was saved in ZeRO-1 with one param group on another number of ranks, and train on.
 
-    By case: ``wrong``: masters and states that are not those in the files; ``fresh``: role -> reason; ``error``.
+    ``wrong``: masters and states that are not those in the files; ``fresh``: role -> reason; ``error``.
     """
     elastic_ckpt.install()
-    facts = []
-    for cell in arguments["cells"]:
-        found: dict[str, Any] = {"cell": cell, "wrong": [], "fresh": {}, "error": ""}
-        facts.append(found)
-        folder = Path(arguments["folder"]) / cell["saved"]
-        files = sorted(folder.glob("4/*_optim_states.pt"))
-        saved = [torch.load(path, weights_only=False)["optimizer_state_dict"] for path in files]
-        with live(cell, 8) as engine:
-            try:
-                engine.load_checkpoint(str(folder), tag="4")
-            except elastic_ckpt.ElasticCkptError as error:
-                found["error"] = text_of(error)
-                continue
-            (flat,), state = engine.optimizer.single_partition_of_fp32_groups, base_of(engine).state
-            numel = sum(param.numel() for param in engine.module.parameters())
-            for key in ("fp32", *(key for key, value in state[flat].items() if torch.is_tensor(value) and value.dim())):
-                of_files = [
-                    one["single_partition_of_fp32_groups" if key == "fp32" else "base_optimizer_state"] for one in saved
-                ]
-                parts = [one[0] if key == "fp32" else one["state"][0][key] for one in of_files]
-                mine = flat.data if key == "fp32" else state[flat][key]
-                every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-                dist.all_gather(every, mine.contiguous())
-                if not torch.equal(torch.cat(every)[:numel], torch.cat(parts)[:numel].to(mine.dtype)):
-                    found["wrong"].append(key)
-            outcomes = engine.elastic_report.outcomes
-            found["fresh"] = {each.role: each.reason for each in outcomes if each.what == "fresh"}
-            train(cell, engine, SAVE_AT, CONTINUE_TO)
-    elastic_ckpt.uninstall()
-    return facts if dist.get_rank() == 0 else None
+    found: dict[str, Any] = {"wrong": [], "fresh": {}, "error": ""}
+    files = sorted(Path(cell["folder"]).glob("4/*_optim_states.pt"))
+    saved = [torch.load(path, weights_only=False)["optimizer_state_dict"] for path in files]
+    with live(cell, 8) as engine:
+        try:
+            engine.load_checkpoint(cell["folder"], tag="4")
+        except elastic_ckpt.ElasticCkptError as error:
+            return [{**found, "error": text_of(error)}]
+        (flat,), state = engine.optimizer.single_partition_of_fp32_groups, base_of(engine).state
+        numel = sum(param.numel() for param in engine.module.parameters())
+        for key in ("fp32", *(key for key, value in state[flat].items() if torch.is_tensor(value) and value.dim())):
+            of_files = [
+                one["single_partition_of_fp32_groups" if key == "fp32" else "base_optimizer_state"] for one in saved
+            ]
+            parts = [one[0] if key == "fp32" else one["state"][0][key] for one in of_files]
+            mine = flat.data if key == "fp32" else state[flat][key]
+            every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, mine.contiguous())
+            expected = torch.cat(parts)[:numel].to(mine.dtype) + SPOILS
+            if not torch.equal(torch.cat(every)[:numel], expected):
+                found["wrong"].append(key)
+        outcomes = engine.elastic_report.outcomes
+        found["fresh"] = {each.role: each.reason for each in outcomes if each.what == "fresh"}
+        train(cell, engine, SAVE_AT, CONTINUE_TO)
+    return [found]
 
 
 def united(everyone: list[dict[str, Any]]) -> dict[str, Any]:
