@@ -115,7 +115,9 @@ def _can_read_unpartitioned(file: PickledFile, optimizer: Any) -> bool:
 
 def _can_read_states(file: PickledFile) -> bool:
     """Whether torch makes the states of a file's base optimizer as they were: their steps, and all others."""
-    for state in saved_config.base_state(file).get("state", {}).values():
+    for key, state in saved_config.base_state(file).get("state", {}).items():
+        if not isinstance(key, int) and isinstance(state, (Number, TensorRef)):
+            continue  # of the optimizer itself, not of a parameter, as MADGRAD's count: torch takes it over as it is
         if not isinstance(state, Mapping):
             return False
         if not isinstance(state.get("step", 0), (int, float, TensorRef)):

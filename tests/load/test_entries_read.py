@@ -58,6 +58,11 @@ SCALED |= {"last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 100}
 MODELS += [({"optimizer": {**OPTIMIZER, **SCALED}}, True)]
 MODELS += [({"optimizer": {**OPTIMIZER, **SCALED, key: None}}, False) for key in ("cur_iter", "scale_window")]
 MODELS += [({"optimizer": {**OPTIMIZER, **SCALED, "dynamic_loss_scale": False, "scale_window": None}}, True)]
+OF_ALL = {"k": torch.tensor([4])}  # which some optimizers count by, for no parameter alone
+MODELS += [({"optimizer": {**OPTIMIZER, "state": {0: STATE, **more}}}, True) for more in (OF_ALL, {"k": 4})]
+MODELS += [
+    ({"optimizer": {**OPTIMIZER, "state": {0: STATE, **more}}}, False) for more in ({1: OF_ALL["k"]}, {"k": "x"})
+]
 PARTITIONS: list[tuple[dict[str, Any], set[int]]] = [
     ({}, {1, 3}),
     ({"loss_scaler": ...}, {1}),
