@@ -216,9 +216,10 @@ class LayoutError(DamagedError):
 
 
 class UnknownLayoutError(LayoutError):
-    """A file lacks an entry that every known DeepSpeed writes: it is damaged, or of a release that is not known.
+    """A file lacks an entry that every known DeepSpeed writes, or has another kind of it.
 
-    Alone of the errors about damage, it leaves a load to DeepSpeed's own loader, if that was found to fit.
+    It is damaged, or of a release that is not known. Alone of the errors about damage, it leaves a load to DeepSpeed's
+    own loader, if that was found to fit.
     """
 
 

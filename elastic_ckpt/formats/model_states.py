@@ -28,8 +28,8 @@ from elastic_ckpt.errors import (
     AT_ITS_TOPOLOGY,
     WITHOUT_STATES,
     DamagedError,
-    LayoutError,
     Remedy,
+    UnknownLayoutError,
     UnsupportedError,
 )
 from elastic_ckpt.formats.base import refuse_other_saves
@@ -294,4 +294,4 @@ def saved_without_states(file: PickledFile) -> bool:
 def _damaged(file: PickledFile, expected: str, found: Any) -> DamagedError:
     problem = "the optimizer entry of this file is not one that DeepSpeed writes"
     remedy = Remedy("the file is of another kind of run: take another tag"), WITHOUT_STATES
-    return LayoutError(problem, file.path, expected, found, remedy=remedy)
+    return UnknownLayoutError(problem, file.path, expected, found, remedy=remedy)

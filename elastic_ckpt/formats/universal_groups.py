@@ -45,7 +45,7 @@ def group_of_flats(members: Sequence[Sequence[int]], models: Sequence[ModelShard
         for flat, named_shapes in enumerate(model.param_shapes):
             if named_shapes and flat not in group_of:
                 names = [name for name, _ in named_shapes]
-                expected = f"flat tensor {flat} in a param group, which has {listed(names)} by {model.path}"
+                expected = f"flat tensor {flat} in a param group, which has " + listed(names) + f" by {model.path}"
                 found = f"{counted(len(members), 'param group')} without it"
                 raise DamagedError(_PROBLEM, path, expected, found, parameter=names, remedy=_REMEDY)
     return group_of

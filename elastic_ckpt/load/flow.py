@@ -256,7 +256,8 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
         cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
         raise as_partial_load_error(cause) from cause
     compat.record_counts(call.engine)
-    expect_schedulers(call.engine, ready.plan, [call.engine.lr_scheduler] * ready.host.scheduler.is_restored)
+    restored = [call.engine.lr_scheduler] if ready.host.scheduler.is_restored else []
+    expect_schedulers(call.engine, ready.plan, restored, ready.checkpoint.training_state.lr_scheduler)
     compares_run = call.config.sheet and call.arguments.restores_states and distributed.rank() == 0
     same = ""
     other: tuple[str, ...] = ()

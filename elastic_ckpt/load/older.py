@@ -50,7 +50,7 @@ class Older:
         newest = self.tried[0].save
         assert self.save is not None
         if newest is None:
-            return f"all steps after {self.save.step} are lost"
+            return f"what was trained after {self.save.name} was saved is lost"
         steps = steps_between(newest, self.save)
         if steps is None:
             return f"what was trained after {self.save.name} was saved is lost"

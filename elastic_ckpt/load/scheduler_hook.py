@@ -43,6 +43,14 @@ _ROOTS = (LRScheduler, ReduceLROnPlateau)
 
 
 @dataclass(frozen=True)
+class _Restored:
+    """A scheduler that has had its state in the order of the live groups; ``given``: the text of what was saved."""
+
+    reference: weakref.ref[Any]
+    given: str
+
+
+@dataclass(frozen=True)
 class _Load:
     """The last load into an engine, whose schedulers may be restored after it.
 
@@ -51,7 +59,8 @@ class _Load:
         steps: its count of steps then.
         mapping: the saved param groups of which the live ones consist.
         start_values: per live group, the saved values of what the engine's schedule has begun anew with.
-        restored: schedulers that have had their state in the order of the live groups.
+        restored: schedulers that have had their state. Given the same once more, by a script beside its framework, they
+            get it in the order of the live groups again; any other is their own.
         early: those that had it before the load.
     """
 
@@ -59,14 +68,17 @@ class _Load:
     steps: int
     mapping: GroupMapping
     start_values: Sequence[Mapping[str, Any]]
-    restored: list[weakref.ref[Any]]
+    restored: list[_Restored]
     early: Sequence[weakref.ref[Any]]
 
-    def awaits(self, scheduler: Any) -> bool:
+    def awaits(self, scheduler: Any, state: Any) -> bool:
         """Whether a state that a scheduler is given belongs to this load."""
         engine = self.engine()
-        if engine is None or not is_of(scheduler, engine) or _is_among(scheduler, self.restored):
+        if engine is None or not is_of(scheduler, engine):
             return False
+        given = [each.given for each in self.restored if each.reference() is scheduler]
+        if given:
+            return self.mapping.is_other and repr(state) in given
         is_waiting = self.mapping.is_other and not _is_among(scheduler, self.early)
         return is_waiting or _steps_of(engine) == self.steps
 
@@ -107,10 +119,10 @@ def watch_schedulers(engine: Any = None) -> None:
             _WATCHED.append(kind)
 
 
-def expect_schedulers(engine: Any, plan: LoadPlan = NO_PLAN, restored: Sequence[Any] = ()) -> None:
+def expect_schedulers(engine: Any, plan: LoadPlan = NO_PLAN, restored: Sequence[Any] = (), saved: Any = None) -> None:
     """Take the next states of schedulers of an engine's optimizer for those of the load that it has ended. Local.
 
-    ``plan``: of the load, if it was elastic_ckpt's; ``restored``: schedulers that have had their state.
+    ``plan``: of the load, if it was elastic_ckpt's; ``restored``: schedulers that have had the state ``saved``.
     """
     forget_schedulers(engine)
     watch_schedulers(engine)
@@ -121,8 +133,8 @@ def expect_schedulers(engine: Any, plan: LoadPlan = NO_PLAN, restored: Sequence[
         _steps_of(engine),
         GroupMapping.of(plan),
         plan.start_values,
-        _references(restored),
-        _references(early),
+        _restored(restored, repr(saved)),
+        [weakref.ref(scheduler) for scheduler in early if isinstance(scheduler, _ROOTS)],
     )
     _LOADS.append(load)
 
@@ -162,7 +174,8 @@ def _load_state_dict(original: Callable[..., Any], scheduler: Any, *args: Any, *
     if not _WATCHED or is_in_live_order() or not (args or named):
         return restore()  # also where a wrapper around this one keeps it in place
     state_dict, *more = (*args, *named.values())
-    load = next((each for each in _LOADS if each.awaits(scheduler)), None)
+    load = next((each for each in _LOADS if each.awaits(scheduler, state_dict)), None)
+    given = repr(state_dict)  # which some classes change
     with in_live_order():  # those of its base class and of inner schedulers
         if load is None:
             return note_early(scheduler, restore, state_dict)
@@ -174,13 +187,13 @@ def _load_state_dict(original: Callable[..., Any], scheduler: Any, *args: Any, *
         else:
             result = restore()
     if load.mapping.concerns(state_dict) or not load.mapping.is_other:
-        load.restored.extend(_references([scheduler]))
+        load.restored.extend(_restored([scheduler], given))
     load.give_start_values(scheduler)
     return result
 
 
-def _references(schedulers: Sequence[Any]) -> list[weakref.ref[Any]]:
-    return [weakref.ref(scheduler) for scheduler in schedulers if isinstance(scheduler, _ROOTS)]
+def _restored(schedulers: Sequence[Any], given: str) -> list[_Restored]:
+    return [_Restored(weakref.ref(each), given) for each in schedulers if isinstance(each, _ROOTS)]
 
 
 def _is_among(scheduler: Any, references: Sequence[weakref.ref[Any]]) -> bool:

@@ -3,6 +3,9 @@
 Frameworks rename in few ways: they add, drop or replace a prefix, or a segment within (the name of an adapter,
 ``base_layer``). A saved and a live name that may be one parameter show a rule. The rule that settles most names is
 taken, then the best one for the rest. All are tried on every name, as a load would try them: a user decides.
+
+Nothing is proposed where other rules would do as well: ``gate`` and ``up``, of one shape, may be ``w1`` and ``w3`` or
+the other way round, and values cannot tell. Words that names have in common settle it (``gate_proj``, ``gate``).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from elastic_ckpt.core.strided import Shape
 _MOST_SHOWING, _MOST_SIMILAR, _MOST_TRIED, _MOST_RULES = 48, 8, 12, 8
 #: Places at which a pair of names may differ, and characters of a name.
 _MOST_CHANGES, _MOST_CHARACTERS = 2, 500
+_WORD = re.compile(r"[a-z]+|[A-Z][a-z]*|\d+")
 _ESCAPED = re.compile(r"\\|\(\.\*\)")
 #: The form of a rule, where none is found.
 GENERIC_RENAME = '"elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}'
@@ -48,7 +52,7 @@ class Renames:
 def propose_renames(saved: Shapes, live: Shapes) -> Renames:
     """Rules that bring saved names which the live model lacks to live names which the checkpoint lacks.
 
-    Names that both have stay as they are. Without rules if none is found.
+    Names that both have stay as they are. Without rules if none is found, or if others would do as well.
     """
     kept = saved.keys() & live.keys()
     left = {name: shape for name, shape in saved.items() if name not in kept and len(name) <= _MOST_CHARACTERS}
@@ -65,6 +69,8 @@ def propose_renames(saved: Shapes, live: Shapes) -> Renames:
     rules.sort(key=lambda rule: len(_ESCAPED.sub("", rule[0])), reverse=True)
     pairs = _settled(saved, live, rules, kept)
     is_unique = len({rename(name, rules) for name in saved}) == len(saved)  # else a load refuses them
+    if _has_a_choice(rules, pairs, saved, live):
+        return Renames()
     return Renames(tuple(rules), tuple(sorted(pairs.items()))) if pairs and is_unique else Renames()
 
 
@@ -76,7 +82,7 @@ def _best_rule(saved: Shapes, live: Shapes, kept: Iterable[str]) -> tuple[Rule, 
     few = {name: saved[name] for name in showing}
     scores = Counter({rule: len(_settled(few, live, [rule])) for rule in tried})
     best: tuple[Rule, dict[str, str]] = ("", ""), {}
-    for rule, _ in scores.most_common(_MOST_TRIED):
+    for rule, _ in scores.most_common(_MOST_TRIED):  # of as many, those first whose names have most words in common
         settled = _settled(saved, live, [rule], kept)
         if (len(settled), -len(rule[0])) > (len(best[1]), -len(best[0][0])):
             best = rule, settled
@@ -95,6 +101,62 @@ def _settled(saved: Shapes, live: Shapes, rules: RenameRules, kept: Iterable[str
     return found if len({*found.values()}) == len(found) else {}
 
 
+def _has_a_choice(rules: RenameRules, pairs: Mapping[str, str], saved: Shapes, live: Shapes) -> bool:
+    """Whether another rule in the place of one would do as well, for all names that go by it."""
+    only_saved = _Neighbours({name: shape for name, shape in saved.items() if name not in live})
+    only_live = _Neighbours({name: shape for name, shape in live.items() if name not in saved})
+    by_rule: dict[str, list[tuple[str, str]]] = {}
+    for old, new in pairs.items():
+        pattern = next(pattern for pattern, _ in rules if re.search(pattern, old))
+        by_rule.setdefault(pattern, []).append((old, new))
+    for members in by_rule.values():
+        others_of_new = (only_live.others(new, old, saved[old]) for old, new in members)
+        others_of_old = (only_saved.others(old, new, live[new]) for old, new in members)
+        if set.intersection(*others_of_new) or set.intersection(*others_of_old):
+            return True
+    return False
+
+
+class _Neighbours:
+    """The names that differ from one in a single segment, among those of one side."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self._shapes = shapes
+        self._by_rest: dict[int, dict[tuple[str, ...], list[str]]] = {}
+
+    def others(self, name: str, counterpart: str, shape: Shape | None) -> set[tuple[str, str]]:
+        """The segments of a name, each with one that would fit the name's counterpart on the other side as well."""
+        own, other = name.split("."), counterpart.split(".")
+        replaced = [each for each in other if each not in own]
+        found: set[tuple[str, str]] = set()
+        for position, segment in enumerate(own[:-1]):  # the last one is the same on both sides
+            if segment in other or segment.isdecimal():
+                continue
+            nearness = _words_in_common(segment, replaced)
+            for neighbour in self._of(own, position):
+                segment_there = neighbour.split(".")[position]
+                if neighbour == name or segment_there.isdecimal() or not _fit(shape, self._shapes[neighbour]):
+                    continue
+                if _words_in_common(segment_there, replaced) >= nearness:
+                    found.add((segment, segment_there))
+        return found
+
+    def _of(self, parts: Sequence[str], position: int) -> Sequence[str]:
+        if position not in self._by_rest:
+            index: dict[tuple[str, ...], list[str]] = {}
+            for name in self._shapes:
+                each = name.split(".")
+                if len(each) > position:
+                    index.setdefault((*each[:position], "", *each[position + 1 :]), []).append(name)
+            self._by_rest[position] = index
+        return self._by_rest[position].get((*parts[:position], "", *parts[position + 1 :]), ())
+
+
+def _words_in_common(segment: str, others: Sequence[str]) -> int:
+    words = set(_WORD.findall(segment))
+    return max((len(words.intersection(_WORD.findall(other))) for other in others), default=0)
+
+
 def _fit(saved: Shape | None, live: Shape | None) -> bool:
     return saved is None or live is None or tuple(saved) == tuple(live)
 
@@ -110,7 +172,7 @@ def _rules_of(name: str, shape: Shape | None, live: Shapes, segments: Mapping[st
         if _fit(shape, live[other]):
             matcher = SequenceMatcher(None, own, parts, autojunk=False)
             similar.append((matcher.ratio(), parts, matcher))
-    similar.sort(key=lambda each: -each[0])
+    similar.sort(key=lambda each: (-each[0], -sum(_words_in_common(part, own) for part in each[1] if part not in own)))
     rules = (_rule(own, parts, matcher) for _, parts, matcher in similar)
     yield from islice((rule for rule in rules if rule is not None), _MOST_SIMILAR)
 

@@ -206,7 +206,7 @@ CELLS: dict[str, Case] = {
     "an optimizer entry of another kind": Case(
         WHOLE,
         Cell("", PLAIN),
-        "LayoutError",
+        "UnknownLayoutError",
         change=edits(lambda tree: tree.update(optimizer={"state": {}}), MODEL),
     ),
     "a state dict of its own kind": Case(

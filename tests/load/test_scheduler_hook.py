@@ -117,6 +117,29 @@ def test_only_the_next_state_is_put_in_order() -> None:
     assert scheduler.base_lrs == own["base_lrs"] == state["base_lrs"][::-1]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("first", ["by hand", "by the load"])
+@pytest.mark.parametrize("case", REBUILT)
+@pytest.mark.parametrize("kind", OF_TORCH)
+def test_the_same_state_again_is_put_in_order_again(kind: str, case: str, first: str) -> None:
+    """Of a script that restores what its framework or the load has restored, or that begins the same steps again."""
+    was, now, sources = REBUILT[case]
+    reference = optimizer_of(now)
+    expected = advance(reference, FACTORIES[kind](reference, now), LOSSES)
+    old, state = saved_run(kind, was, 5)
+    optimizer = optimizer_of(now)
+    scheduler = FACTORIES[kind](optimizer, now)
+    loaded(old, optimizer, sources)
+    scheduler.load_state_dict(copy.deepcopy(state))
+    if first == "by the load":
+        rates = [None if source is None else old.param_groups[source]["lr"] for source in sources]
+        plan = plan_of(sources, len(old.param_groups), rates)
+        expect_schedulers(engine_of(optimizer), plan, [scheduler], copy.deepcopy(state))
+    scheduler.load_state_dict(copy.deepcopy(state))
+    scheduler.load_state_dict(copy.deepcopy(state))
+    assert advance(optimizer, scheduler, LOSSES[5:]) == expected[5:]
+
+
 @pytest.mark.parametrize("end", ["another load", "uninstall", "groups as saved", "restored by the load"])
 def test_what_is_over_replaces_nothing(end: str) -> None:
     old, state = saved_run("LambdaLR", ["a", "b"], 5)

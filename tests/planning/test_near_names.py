@@ -77,6 +77,60 @@ def test_renames_of_frameworks_are_found_and_settle_all_that_can_be(case: str, k
     assert all(saved[old] == live[new] for old, new in renames.pairs)
 
 
+def block(*modules: str, layers: int = 2) -> Shapes:
+    """Square weights of these modules in each layer."""
+    return {f"layers.{layer}.{module}.weight": (8, 8) for layer in range(layers) for module in modules}
+
+
+#: Modules of one shape, saved and live, whose names do not tell which is which.
+CHOICES = {
+    "Meta's names": (block("gate_proj", "up_proj"), block("w1", "w3")),
+    "towers": (block("encoder", "decoder"), block("tower_a", "tower_b")),
+    "letters": (block("q", "k"), block("x", "y")),
+    "one of two": (block("model"), block("language_model", "vision_model")),
+    "two of one": (block("base", "other"), block("model")),
+    "words and letters": (block("to_q", "to_k", "to_v", "to_out"), block("wq", "wk", "wv", "wo")),
+    "a prefix of two": (block("attn"), block("text.attn", "image.attn")),
+    "numbers": (block("self_attn", "cross_attn"), block("attn1", "attn2")),
+}
+#: Modules of one shape whose names tell.
+TOLD = {
+    "a word less": (block("gate_proj", "up_proj", "down_proj"), block("gate", "up", "down")),
+    "a word more": (block("q", "k", "v"), block("q_proj", "k_proj", "v_proj")),
+    "another word": (block("self_attn", "cross_attn"), block("selfAttention_self", "crossAttention_cross")),
+    "a segment above": (block("a.gate", "a.up"), block("b.gate", "b.up")),
+    "by the shape of one": (
+        {"a.weight": (8, 4), "a.bias": (8,), "b.weight": (4, 8), "b.bias": (8,)},
+        {"x.weight": (8, 4), "x.bias": (8,), "y.weight": (4, 8), "y.bias": (8,)},
+    ),
+    "one alone": (block("gate", "up"), block("gate", "w3")),
+}
+
+
+def in_any_order(shapes: Shapes, order: int) -> Shapes:
+    return shapes if order == 0 else dict(reversed(shapes.items()))
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_nothing_is_proposed_where_other_rules_would_do_as_well(case: str) -> None:
+    saved, live = CHOICES[case]
+    for old, new in product((0, -1), (0, -1)):
+        assert propose_renames(in_any_order(saved, old), in_any_order(live, new)) == Renames()
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_words_that_names_have_in_common_settle_a_choice(case: str) -> None:
+    saved, live = TOLD[case]
+    renames = propose_renames(saved, live)
+    new_names = [rename(name, renames.rules) for name in saved]
+    assert new_names == list(live), renames
+
+
+@given(st.permutations(["gate", "up", "down", "inner"]), st.permutations(["w1", "w2", "w3", "w4"]), st.integers(2, 4))
+def test_no_pairing_of_names_without_a_common_word_is_proposed(old: list[str], new: list[str], count: int) -> None:
+    assert propose_renames(block(*old[:count]), block(*new[:count])) == Renames()
+
+
 def test_the_lines_are_json_that_means_the_rules() -> None:
     renames = propose_renames(*PAIRS["under an adapter"])
     section = re.fullmatch('"elastic_checkpoint": (.*)', renames.config)
