@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from packaging.version import InvalidVersion, Version
 
 from elastic_ckpt.formats import saved_config
-from elastic_ckpt.formats.model_states import MASTER_ENTRIES
+from elastic_ckpt.formats.model_states import FUSED, MASTER_ENTRIES
 from elastic_ckpt.formats.own_entries import is_count, module_entries
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.calls import Call
@@ -107,7 +107,8 @@ def _can_read_unpartitioned(file: PickledFile, optimizer: Any) -> bool:
         return False
     if any(key in optimizer for key in MASTER_ENTRIES):
         keys = _SCALER + _DYNAMIC_SCALER if optimizer.get("dynamic_loss_scale") else _SCALER
-        is_whole = "dynamic_loss_scale" in optimizer and "clip_grad" in optimizer
+        is_fused = any(key in optimizer and kind == FUSED for key, kind in MASTER_ENTRIES.items())
+        is_whole = "dynamic_loss_scale" in optimizer and (not is_fused or "clip_grad" in optimizer)
         if not is_whole or not all(isinstance(optimizer.get(key), Number) for key in keys):
             return False
     return _can_read_states(file)

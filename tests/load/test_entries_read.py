@@ -58,6 +58,9 @@ SCALED |= {"last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 100}
 MODELS += [({"optimizer": {**OPTIMIZER, **SCALED}}, True)]
 MODELS += [({"optimizer": {**OPTIMIZER, **SCALED, key: None}}, False) for key in ("cur_iter", "scale_window")]
 MODELS += [({"optimizer": {**OPTIMIZER, **SCALED, "dynamic_loss_scale": False, "scale_window": None}}, True)]
+WITHOUT_CLIPPING = {key: value for key, value in SCALED.items() if key != "clip_grad"}
+UNFUSED = {"fp32_groups" if key == "fp32_groups_flat" else key: value for key, value in WITHOUT_CLIPPING.items()}
+MODELS += [({"optimizer": {**OPTIMIZER, **WITHOUT_CLIPPING}}, False), ({"optimizer": {**OPTIMIZER, **UNFUSED}}, True)]
 OF_ALL = {"k": torch.tensor([4])}  # which some optimizers count by, for no parameter alone
 MODELS += [({"optimizer": {**OPTIMIZER, "state": {0: STATE, **more}}}, True) for more in (OF_ALL, {"k": 4})]
 MODELS += [
