@@ -51,6 +51,8 @@ def refuse_strange_hyperparameters(
 
 def _strange(name: str, live: Mapping[str, Any], saved: Any) -> Strange | None:
     own = live.get(name)
+    if isinstance(own, PerRank):  # of a plan without an engine, whose groups are the saved ones
+        own = own.values[0]
     if own is None:
         return Strange(name, "a value", described(saved)) if callable(saved) else None
     if saved is None:

@@ -65,6 +65,14 @@ def test_values_of_the_same_kind_are_taken(name: str) -> None:
         refuse(name, value)
 
 
+def test_a_plan_without_an_engine_has_the_saved_groups() -> None:
+    measured = PerRank(((0, 1.0), (1, 2.0)))
+    group = LiveGroup(tuple(TWO), {**LIVE, "mood": measured})
+    refuse_strange_hyperparameters(saved(TWO), 0, group, {"mood": measured})
+    with pytest.raises(MismatchError, match="mood"):
+        refuse_strange_hyperparameters(saved(TWO), 0, group, {"mood": PerRank(((0, 1.0), (1, "x")))})
+
+
 def test_an_optimizer_that_finds_its_own_rate_may_have_none() -> None:
     group = LiveGroup(tuple(TWO), {"lr": 0.1, "relative_step": False})
     refuse_strange_hyperparameters(saved(TWO), 0, group, {"lr": None, "relative_step": True})
