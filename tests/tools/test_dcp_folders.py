@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 def test_inspect_shows_tensors_files_and_no_topology(folder: Path) -> None:
     found = inspect_folder(str(folder), None, CONFIG)
     assert (found["source"]["format"], found["run"]["global_steps"], found["ok"]) == ("dcp", 1, True)
-    assert found["topology"] == f"{len(found['files'])} files of torch.distributed.checkpoint"
+    assert found["topology"] == "1 file of torch.distributed.checkpoint"
 
 
 def test_verify_reads_every_byte_and_finds_a_turned_bit(folder: Path) -> None:
