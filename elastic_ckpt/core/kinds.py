@@ -11,7 +11,11 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
-NUMBER, LIST, MAPPING, TEXT, NOTHING = "a number", "a list", "a dictionary", "a text", "nothing"
+NUMBER = "a number"
+LIST = "a list"
+MAPPING = "a dictionary"
+TEXT = "a text"
+NOTHING = "nothing"
 #: Integers beyond it are none that torch takes.
 _LARGEST = 1 << 63
 

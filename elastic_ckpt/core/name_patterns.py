@@ -131,7 +131,8 @@ class _Matcher:
             if _choices(tree) > 1:
                 problem = f"the pattern {pattern[:40]!r} has {error} and repeats or alternatives"
                 raise ValueError(f"{problem}: to match it could take forever") from None
-            self._compiled, self._automata = re.compile(pattern), []
+            self._compiled = re.compile(pattern)
+            self._automata = []
         self.size = sum(automaton.size for _, automaton in self._automata) or len(pattern)
 
     def _build(self, tree: Any) -> None:
@@ -185,7 +186,8 @@ class _Automaton:
         self._follow: list[int] = []
         self._line_ends = self._string_ends = 0  # states that are an end, and take no character
         whole = self._sequence(items, at_start=True, at_end=True)
-        self._first, self._always = whole.first, whole.may_be_empty
+        self._first = whole.first
+        self._always = whole.may_be_empty
         self._last = whole.last & ~(self._line_ends | self._string_ends)
         self._known: dict[tuple[int, str], tuple[int, bool]] = {}
         self.size = len(self._tests) + 1
@@ -209,7 +211,9 @@ class _Automaton:
 
     def _step(self, active: int, char: str) -> tuple[tuple[int, bool], int]:
         """The states behind a character, and whether the pattern may end there; what that took."""
-        following, is_match, taken = 0, False, 0
+        following = 0
+        is_match = False
+        taken = 0
         for state in _bits(active):
             taken += 4
             if self._tests[state](char):
@@ -283,7 +287,9 @@ class _Automaton:
 
         A copy that is optional is followed by others only through itself, so that they come to ``most`` at most.
         """
-        items, made, before = [*inner], _Part(), len(self._tests)
+        items = [*inner]
+        made = _Part()
+        before = len(self._tests)
         is_endless = most is _parser.MAXREPEAT
         for number in range(max(least, 1) if is_endless else most):
             part = self._sequence(items, at_start=False, at_end=False)

@@ -193,7 +193,8 @@ def _check_lengths(saved: Any, live: Any, count: int) -> None:
     if not isinstance(saved, Mapping) or not isinstance(live, Mapping):
         return
     for key in sorted(_PER_GROUP & saved.keys() & live.keys()):
-        entries, own = saved[key], live[key]
+        entries = saved[key]
+        own = live[key]
         if not isinstance(entries, (list, tuple)) or not isinstance(own, (list, tuple)):
             continue
         if len(entries) not in (count, len(own)):

@@ -81,18 +81,23 @@ def grid_of(
     expected = tp * pp or max(ranks) + 1
     if len(ranks) != expected or ranks[-1] != expected - 1:
         kind: type[DamagedError] = LayoutError
-        problem, file, wanted = "there are files of more ranks than were saved", last.path, counted(expected, "rank")
+        problem = "there are files of more ranks than were saved"
+        file = last.path
+        wanted = counted(expected, "rank")
         if stated.dimensions is not None and stated.mp not in (None, stated.dimensions[0]):
-            kind, file = UnknownLayoutError, first.path
+            kind = UnknownLayoutError
+            file = first.path
             problem = "two entries of a model-states file contradict each other, and the files fit neither"
             degrees = dict(zip(("tp_degree", "pp_degree"), stated.dimensions, strict=True))
             wanted = f"as many ranks as mp_world_size {stated.mp} and checkpoint_parallel_dimensions {degrees} say"
         elif len(ranks) < expected:
-            kind, file = MissingFilesError, folder
+            kind = MissingFilesError
+            file = folder
             problem = "files of model-parallel ranks are missing"
         remedy = "restore the missing files, or remove those of another save; or take another tag"
         raise kind(problem, file, wanted, f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}", remedy=remedy)
-    stages, names = [ranks[at : at + tp] for at in range(0, len(ranks), tp or 1)], []
+    stages = [ranks[at : at + tp] for at in range(0, len(ranks), tp or 1)]
+    names = []
     if not tp:  # neighbours with the same names form a stage
         for each in (models[rank] for rank in ranks):
             listed = frozenset(name for name, _ in chain.from_iterable(each.param_shapes))

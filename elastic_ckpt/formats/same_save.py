@@ -8,8 +8,8 @@ fp32 masters, so a few elements of each shard, rounded, must equal them. ZeRO-3 
 Counts are not those of the counters after a reset, or where the run began elsewhere. How far they are apart then stays
 the same. Param groups that were added during the run have counted less, and where something else than ``engine.step``
 steps, as in Lightning Fabric, the counters stand still and tell nothing. So a difference is a suspicion, not a proof.
-That counters stood still is told by an optimizer that is further, by two steps or more and alike in all groups on all
-ranks, where the engine steps no schedule: DeepSpeed writes model-states files first, so that a save which is cut short
+That counters stood still is told by an optimizer that is further, by as many steps in all groups on all ranks, two or
+more, where the engine steps no schedule: DeepSpeed writes model-states files first, so that a save which is cut short
 leaves optimizer states behind the counters, or ranks apart.
 Saves under elastic_ckpt state it (``elastic_ckpt.engines.compat.recorded_counts``), so that two of them differ again.
 """

@@ -60,8 +60,10 @@ _NEOX_DEFAULTS = {
 #: A dynamic scaler's state as in ``FP16_Optimizer.state_dict``; ``DynamicLossScaler`` adds more (loss_scaler.py).
 _DYNAMIC = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 _HYSTERESIS = ("cur_hysteresis", "delayed_shift", "consecutive_hysteresis", "min_scale", "raise_error_at_min_scale")
-#: Larger scales are infinite; larger integers are none that torch takes.
-_MOST_SCALE, _MOST_COUNT = 2.0**1023, 1 << 63
+#: Larger scales are infinite.
+_MOST_SCALE = 2.0**1023
+#: Larger integers are none that torch takes.
+_MOST_COUNT = 1 << 63
 #: What of a loss scaler is a count, of which the first two begin at -1 and 0, and what is a flag. All else is a scale.
 _COUNTERS = frozenset({"last_overflow_iter", "cur_iter"})
 _COUNTS = _COUNTERS | {"cur_hysteresis", "delayed_shift"}

@@ -24,7 +24,8 @@ from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 #: What it reads by key of a model-states file, unless weights alone are asked for.
 _COUNTERS = ("global_steps", "skipped_steps", "mp_world_size")
 #: Of a loss scaler's entries beside the states, without ZeRO, and of a dynamic one.
-_SCALER, _DYNAMIC_SCALER = ("cur_scale", "cur_iter"), ("last_overflow_iter", "scale_factor", "scale_window")
+_SCALER = ("cur_scale", "cur_iter")
+_DYNAMIC_SCALER = ("last_overflow_iter", "scale_factor", "scale_window")
 
 
 def can_read_model(file: PickledFile, engine: Any, with_counters: bool, with_states: bool) -> bool:
@@ -33,7 +34,9 @@ def can_read_model(file: PickledFile, engine: Any, with_counters: bool, with_sta
     ``with_counters``: whether more than weights is asked for; ``with_states``: whether the optimizer's are, which are
     here without ZeRO.
     """
-    tree, stage, module = file.tree, engine.zero_optimization_stage(), file.tree.get("module")
+    tree = file.tree
+    stage = engine.zero_optimization_stage()
+    module = tree.get("module")
     counters = ("dp_world_size", *_COUNTERS) if with_counters else ("dp_world_size",)
     has_counters = all(is_count(tree.get(key)) for key in counters) and is_count(tree.get("global_samples", 0))
     has_scheduler = not with_counters or engine.lr_scheduler is None or "lr_scheduler" in tree

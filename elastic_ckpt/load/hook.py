@@ -383,7 +383,8 @@ class RetryPolicy:
             return "; ".join((older.why, *older.notes))
         if distributed.rank() == 0:
             logger.warning("elastic_ckpt %s; next: %s, %s", skipped, older.found.tag, older.why)
-        self._older, self._skipped = older, (*self._skipped, skipped)
+        self._older = older
+        self._skipped = (*self._skipped, skipped)
         return None
 
     def report_loss(self) -> None:

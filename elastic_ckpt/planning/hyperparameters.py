@@ -25,6 +25,11 @@ _REMEDY = (
     Remedy("keeps the live run's hyperparameters", config={"param_groups": "keep_live"}),
     Remedy("take another tag"),
 )
+#: Ways out of an error about a hyperparameter.
+_REMEDY = (
+    Remedy("keeps the live run's hyperparameters", config={"param_groups": "keep_live"}),
+    Remedy("take another tag"),
+)
 
 
 def refuse_strange_hyperparameters(
@@ -39,14 +44,9 @@ def refuse_strange_hyperparameters(
         for value in values:
             strange = _strange(name, group.hyperparameters, value) or _without_state(metadata, group, name, value)
             if strange is not None:
-                problem = (
-                    f"param group {number} of the checkpoint has a hyperparameter that the live optimizer cannot take"
-                )
-                remedy = Remedy("keeps the live run's hyperparameters", config={"param_groups": "keep_live"})
-                both = strange.expected, strange.found
-                raise MismatchError(
-                    problem, None, *both, parameter=strange.name, remedy=(remedy, Remedy("take another tag"))
-                )
+                problem = "the live optimizer cannot take a hyperparameter of the checkpoint"
+                which = f"{strange.name} of param group {number}"
+                raise metadata.error(MismatchError, problem, which, strange.expected, strange.found, _REMEDY)
 
 
 def _strange(name: str, live: Mapping[str, Any], saved: Any) -> Strange | None:

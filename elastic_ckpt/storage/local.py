@@ -44,7 +44,8 @@ _KINDS = {
 _MOST_BUFFERED_NBYTES = 1 << 16
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 #: Folders below a tag that are looked into: those of DeepSpeed's files are nested in five at most. And all entries.
-MOST_DEPTH, MOST_ENTRIES = 32, 10_000_000
+MOST_DEPTH = 32
+MOST_ENTRIES = 10_000_000
 #: Types of file systems, as the kernel names them: those on which a read waits for a server, and known ones that are
 #: not of these.
 _NETWORK = re.compile(r"nfs\d?|lustre|gpfs|ceph|beegfs\w*|cifs|smb\d?|9p|afs|wekafs|panfs|dvs|virtiofs|fuse(\..*)?")
@@ -154,7 +155,8 @@ def walk(folder: str, on_error: Callable[[OSError], object] | None = None) -> It
     checkpoint has such. Raises :class:`UnsupportedError` for more files and folders than a checkpoint has.
     """
     top = os.path.realpath(folder)
-    walked, waiting = set[str](), [_Folder(folder, top, 0)]
+    walked = set[str]()
+    waiting = [_Folder(folder, top, 0)]
     entries = 0
     while waiting:
         inside = waiting.pop()
@@ -189,7 +191,8 @@ class _Folder(NamedTuple):
 
 def _listed(folder: _Folder) -> tuple[list[str], list[_Folder]]:
     """The names of files in a folder, and the folders in it; OSError if it cannot be listed."""
-    names, folders = list[str](), list[_Folder]()
+    names: list[str] = []
+    folders: list[_Folder] = []
     with os.scandir(folder.path) as entries:
         for entry in entries:
             try:

@@ -200,6 +200,6 @@ def test_each_file_is_opened_once_and_each_rank_reads_what_it_owns(cell: Cell, f
         assert load.as_json["global_steps"] == 4 and "restored" in load.text
         report = load.written
         assert [work["rank"] for work in report["ranks"]] == [0, 1, 2]
-        assert all(work["read"]["nbytes"] > 0 and work["seconds"]["read"] > 0 for work in report["ranks"])
+        assert all(work["read"]["nbytes"] > 0 and "read" in work["seconds"] for work in report["ranks"])
         restored = {item["role"]: len(item["names"]) for item in report["outcomes"] if item["what"] == "restored"}
         assert restored.items() >= {"fp32": 9, "exp_avg": 9, "exp_avg_sq": 9, "buffer": 2, "param groups": 2}.items()
