@@ -302,8 +302,9 @@ class LoadPlan:
     hyperparameters: tuple[Mapping[str, Any], ...] = ()  # per live group, the values to set
     saved_groups: int = 0
     group_sources: tuple[tuple[int, ...], ...] = ()  # per live group, the saved ones; empty if the live values stay
-    #: Per live group, the saved ones of its members, wherever its values come from; empty if it has none, or if states
-    #: are left out.
+    keeps_live: bool = False  # whether all groups keep their live values, as ``"keep_live"`` says
+    #: Per live group, the saved ones of its members, wherever its values come from; empty if it has none, or if weights
+    #: alone are loaded, with which no schedule goes on.
     member_groups: tuple[tuple[int, ...], ...] = ()
     #: Per live group, what its members were trained with; ``None`` if none is in the checkpoint.
     saved_rates: tuple[SavedRate | None, ...] = ()

@@ -148,12 +148,15 @@ def _described(state: Any) -> str:
     return text
 
 
-def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved_groups: int) -> Any:
+def fit_scheduler(
+    saved: Any, live: Any, sources: Sequence[Sequence[int]], saved_groups: int, keeps_live: bool = False
+) -> Any:
     """The saved state of a scheduler, with its lists in the order of the live param groups.
 
-    The live state gives the entries of groups without a source; ``sources``: per live group, the saved groups that its
+    The live state gives the entries of groups without a source, and of merged groups that the saved scheduler treats
+    unequally if groups keep their live values (``keeps_live``); ``sources``: per live group, the saved groups that its
     hyperparameters come from; ``saved_groups``: number of param groups in the checkpoint, 0 if it records none. Raises
-    :class:`MismatchError` if a list may or may not be per param group, or a scheduler treats merged groups unequally.
+    :class:`MismatchError` if a list may or may not be per param group, or of merged groups treated unequally.
     """
     count = saved_groups or len(sources)
     in_order = [tuple(source) for source in sources] == [(number,) for number in range(count)]
@@ -161,15 +164,15 @@ def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved
         _check_lengths(saved, live, count)
         return saved
     if not isinstance(saved, Mapping):
-        return fit_scheduler({"its state": saved}, {}, sources, saved_groups)["its state"]
+        return fit_scheduler({"its state": saved}, {}, sources, saved_groups, keeps_live)["its state"]
     live = live if isinstance(live, Mapping) else {}
     fitted: dict[str, Any] = {}
     for key, value in saved.items():
         if key == NESTED:
             inner = zip(value, [*(live.get(key) or ()), *({} for _ in value)], strict=False)
-            fitted[key] = [fit_scheduler(state, now, sources, saved_groups) for state, now in inner]
+            fitted[key] = [fit_scheduler(state, now, sources, saved_groups, keeps_live) for state, now in inner]
         elif key in _PER_GROUP and isinstance(value, (list, tuple)):
-            fitted[key] = _reorder(key, value, live.get(key), sources, count)
+            fitted[key] = _reorder(key, value, live.get(key), sources, count, keeps_live)
         elif not in_order and key not in _NOT_PER_GROUP and _may_go_by_group(value, count):
             raise _unknown(key, value, f"{key!r} without as many entries as there were groups")
         else:
@@ -179,13 +182,17 @@ def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved
 
 def fits_as_it_is(state: Any, live_groups: int, saved_groups: int) -> bool:
     """Whether all lists by param group of a state have as many entries as there are live groups, not as were saved."""
-    lengths = set(_lengths(state))
-    return live_groups != saved_groups and lengths == {live_groups}
+    return live_groups != saved_groups and group_counts(state) == {live_groups}
 
 
-def check_fit(saved: Any, sources: Sequence[Sequence[int]], saved_groups: int) -> None:
+def group_counts(state: Any) -> frozenset[int]:
+    """For how many param groups the lists of a state are: one number, unless it contradicts itself."""
+    return frozenset(_lengths(state))
+
+
+def check_fit(saved: Any, sources: Sequence[Sequence[int]], saved_groups: int, keeps_live: bool) -> None:
     """Raise :class:`MismatchError` if :func:`fit_scheduler` will, whatever the live scheduler has for new groups."""
-    fit_scheduler(saved, _stand_in(saved, len(sources)), sources, saved_groups)
+    fit_scheduler(saved, _stand_in(saved, len(sources)), sources, saved_groups, keeps_live)
 
 
 def _check_lengths(saved: Any, live: Any, count: int) -> None:
@@ -239,15 +246,26 @@ def _may_go_by_group(value: Any, saved_groups: int) -> bool:
     return bool(shape) and shape[0] == saved_groups
 
 
-def _reorder(key: str, saved: Sequence[Any], live: Any, sources: Sequence[Sequence[int]], count: int) -> list[Any]:
+def _reorder(
+    key: str, saved: Sequence[Any], live: Any, sources: Sequence[Sequence[int]], count: int, keeps_live: bool
+) -> list[Any]:
     if len(saved) != count:
         raise _unknown(key, saved, f"{counted(count, 'entry')}, one for each saved group")
-    if not all(sources) and (not isinstance(live, (list, tuple)) or len(live) != len(sources)):
-        raise _unknown(key, live, f"the live scheduler has {counted(len(sources), 'entry')}, one for each live group")
-    for merged in sources:
-        if any(saved[source] != saved[merged[0]] for source in merged):
-            raise _unknown(key, [saved[source] for source in merged], f"one value for merged groups {list(merged)}")
-    return [saved[source[0]] if source else live[number] for number, source in enumerate(sources)]
+    has_own = isinstance(live, (list, tuple)) and len(live) == len(sources)
+    found: list[Any] = []
+    for number, merged in enumerate(sources):
+        entries = [saved[source] for source in merged]
+        is_one = all(entry == entries[0] for entry in entries)
+        if entries and is_one:
+            found.append(entries[0])
+        elif entries and not keeps_live:
+            raise _unknown(key, entries, f"one value for merged groups {list(merged)}")
+        elif has_own:
+            found.append(live[number])
+        else:
+            own = f"the live scheduler has {counted(len(sources), 'entry')}, one for each live group"
+            raise _unknown(key, live, own)
+    return found
 
 
 def _unknown(key: str, value: Any, expected: str) -> MismatchError:

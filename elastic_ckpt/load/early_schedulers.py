@@ -19,14 +19,16 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ckpt.core.read_plan import LoadPlan
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.engines import compat
-from elastic_ckpt.engines.schedule_states import NESTED
+from elastic_ckpt.engines.schedule_states import NESTED, group_counts
 from elastic_ckpt.engines.schedule_undo import state_and_undo
-from elastic_ckpt.errors import MismatchError, Remedy
+from elastic_ckpt.errors import MismatchError, Remedy, listed
 from elastic_ckpt.load.group_mapping import GroupMapping
 
 #: Attributes of schedulers of torch and of DeepSpeed that say how far they are.
 _POSITIONS = ("last_epoch", "last_batch_iteration")
+_AFTER_THE_LOAD = "restore the scheduler after load_checkpoint: then its lists are put in the order of the live groups"
 #: Whether a scheduler is being restored whose state is known to be in the order of the live groups.
 _IN_LIVE_ORDER: ContextVar[bool] = ContextVar("schedulers are restored in the live order", default=False)
 
@@ -71,10 +73,34 @@ def note_early(scheduler: Any, restore: Callable[[], Any], state: Any) -> Any:
     known = next((each for each in _EARLY if each.reference() is scheduler), None)
     before = own_state(scheduler) if known is None else known.before
     given = copied(state)
-    result = restore()
+    result = restore_whole(scheduler, restore, state, _AFTER_THE_LOAD)
     forget_early(scheduler)
     _EARLY.append(EarlyScheduler(weakref.ref(scheduler), given, before, _position(scheduler)))
     return result
+
+
+def restore_whole(scheduler: Any, restore: Callable[[], Any], state: Any, remedy: str) -> Any:
+    """Restore a scheduler from a state as it is; what ``restore`` returns. Local.
+
+    Raises :class:`MismatchError`, and leaves the scheduler as it was, if that fails and the state is for another number
+    of param groups. What else a class raises is its own.
+    """
+    before = own_state(scheduler)
+    try:
+        return restore()
+    except Exception as error:
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+        saved, live = group_counts(state), len(groups)
+        if not groups or not saved or saved == {live}:
+            raise
+        if before is not None:
+            scheduler.load_state_dict(before)  # of which torch has replaced a part
+        raise MismatchError(
+            f"a {type(scheduler).__name__} could not load a state that is for other param groups",
+            expected=f"lists for {counted(live, 'param group')}, as the live optimizer has",
+            found=f"lists for {listed(map(str, saved))}, and {type(error).__name__}: {error}",
+            remedy=remedy,
+        ) from error
 
 
 def forget_early(*schedulers: Any) -> None:

@@ -141,6 +141,7 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             host = training_state.TrainingStateCommit(engine, checkpoint.training_state, arguments, at, restored)
             warnings += tuple(checkpoint.training_state.left_out.values())
             wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": host.scheduler}
+            wanted |= {"goes_on": not arguments.load_module_only}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             adapter.check(plan, checkpoint.metadata.source.zero_stage)
             check_client_schedulers(engine, plan, checkpoint.training_state.checkpoint)

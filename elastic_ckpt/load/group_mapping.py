@@ -16,7 +16,8 @@ from elastic_ckpt.engines.schedules import apply_schedule
 from elastic_ckpt.errors import MismatchError
 
 logger = logger_of(__name__)
-_REMEDY = "build the param groups as they were saved, or let the framework begin its scheduler anew"
+#: For what only the groups of the save fit.
+AS_SAVED = "build the param groups as they were saved, or let the framework begin its scheduler anew"
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,19 @@ class GroupMapping:
         saved_groups: number of param groups in the checkpoint, 0 if it records none.
         saved_rates: per live group, what its members were trained with.
         is_other: whether groups are known to be more, fewer, or in another order than at the save.
+        keeps_live: whether live groups keep their values, so that the live schedule's stand for merged ones.
     """
 
     sources: Sequence[Sequence[int]]
     saved_groups: int
     saved_rates: Sequence[SavedRate | None]
     is_other: bool
+    keeps_live: bool
 
     @classmethod
     def of(cls, plan: LoadPlan) -> GroupMapping:
         """That of a load."""
-        return cls(plan.member_groups, plan.saved_groups, plan.saved_rates, plan.regroups)
+        return cls(plan.member_groups, plan.saved_groups, plan.saved_rates, plan.regroups, plan.keeps_live)
 
     def concerns(self, state: Any) -> bool:
         """Whether a scheduler's saved state has to be put in the order of the live groups."""
@@ -50,13 +53,21 @@ class GroupMapping:
         Raises :class:`MismatchError` if no such order is known.
         """
         with _own_remedy():
-            return fit_scheduler(copy.deepcopy(state), before, self.sources, self.saved_groups)
+            return fit_scheduler(copy.deepcopy(state), before, self.sources, self.saved_groups, self.keeps_live)
 
     def check(self, state: Any) -> None:
         """Raise :class:`MismatchError` if :meth:`fit` will, whatever the live scheduler has for new groups."""
         if self.concerns(state):
             with _own_remedy():
-                check_fit(state, self.sources, self.saved_groups)
+                check_fit(state, self.sources, self.saved_groups, self.keeps_live)
+
+    def say_what_is_kept(self) -> None:
+        """Log which live groups, merged of several, go on with the live schedule's own values. Rank 0."""
+        merged = [number for number, sources in enumerate(self.sources) if len(sources) > 1]
+        if self.keeps_live and merged and distributed.rank() == 0:
+            text = "param groups %s were several at the save, and keep their live values: where the saved ones differ, "
+            text += "the restored lr schedule goes on from the live ones"
+            logger.info(f"elastic_ckpt: {text}", ", ".join(map(str, merged)))
 
     def set_new_groups(self, scheduler: Any, state: Any, before: Any) -> None:
         """Set the rates of groups of which the checkpoint has nothing to those of the restored position.
@@ -78,5 +89,5 @@ def _own_remedy() -> Iterator[None]:
     try:
         yield
     except MismatchError as error:
-        error.remedy = _REMEDY
+        error.remedy = AS_SAVED
         raise

@@ -32,8 +32,9 @@ from elastic_ckpt.load.early_schedulers import (
     is_of,
     note_early,
     own_state,
+    restore_whole,
 )
-from elastic_ckpt.load.group_mapping import GroupMapping
+from elastic_ckpt.load.group_mapping import AS_SAVED, GroupMapping
 from elastic_ckpt.patches import unwrap, wrap
 
 logger = logger_of(__name__)
@@ -184,8 +185,9 @@ def _load_state_dict(original: Callable[..., Any], scheduler: Any, *args: Any, *
             restore = functools.partial(original, scheduler, load.mapping.fit(state_dict, before), *more)
             result = restore()
             load.mapping.set_new_groups(scheduler, state_dict, before)
+            load.mapping.say_what_is_kept()
         else:
-            result = restore()
+            result = restore_whole(scheduler, restore, state_dict, AS_SAVED)
     if load.mapping.concerns(state_dict) or not load.mapping.is_other:
         load.restored.extend(_restored([scheduler], given))
     load.give_start_values(scheduler)

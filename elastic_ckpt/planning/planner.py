@@ -67,6 +67,7 @@ class LoadOptions:
     rules: ShardingRules = field(default_factory=ShardingRules)
     strict: bool = True
     optimizer_states: bool = True
+    goes_on: bool = True  # the run of the checkpoint, whose schedules are restored: not with weights alone
     scheduler: SchedulerPlan = NO_SCHEDULER
 
     @classmethod
@@ -141,7 +142,6 @@ def plan_load(
     builder = PlanBuilder(metadata, local_state, resharding.transfers, may_change, added)
     taken = hyperparameters if options.optimizer_states else ()
     replaced = describe_replaced(local_state, taken, options.scheduler)
-    with_rates = options.scheduler.is_restored or options.optimizer_states
     return LoadPlan(
         reads=builder.build(found.parameters, states),
         replica_checks=compare_replicas(metadata, model, resharding, names, options.optimizer_states, found.saved),
@@ -152,9 +152,10 @@ def plan_load(
         hyperparameters=hyperparameters,
         saved_groups=len(metadata.groups),
         group_sources=sources,
-        member_groups=groups_of_members(metadata, local_state) if options.optimizer_states else (),
+        keeps_live=config.param_groups == "keep_live",
+        member_groups=groups_of_members(metadata, local_state) if options.goes_on else (),
         start_values=_start_values(metadata, local_state, sources, options),
-        saved_rates=rates_of_members(metadata, local_state) if with_rates else (),
+        saved_rates=rates_of_members(metadata, local_state) if options.goes_on else (),
         outcomes=_outcomes(found, sources if options.optimizer_states else (), _of_live_groups(local_state, options)),
         notes=(
             *found.notes,

@@ -28,9 +28,13 @@ TAG = "step"
 #: Of the parameters' halves: what they train with, and down to what a plateau takes it.
 RATES = {"first": 1e-2, "second": 2e-3}
 FLOORS = {"first": 6e-3, "second": 4e-4}
+#: Of a group with the parameters of both halves.
+MERGED = "both"
+MERGED_RATE = 5e-3
 #: By which a run that resumes may have other rates.
 FACTOR = 3.0
 #: A plateau reduces with each of them.
+KEEP_LIVE = {"param_groups": "keep_live"}
 LOSSES = [3.0] * (STEPS + MORE)
 #: Of each live group, the half that its parameters are in, and the part of that.
 GROUPINGS: Mapping[str, Sequence[tuple[str, slice]]] = {
@@ -39,6 +43,10 @@ GROUPINGS: Mapping[str, Sequence[tuple[str, slice]]] = {
     "split": [("first", slice(0, 2)), ("second", slice(None)), ("first", slice(2, None))],
     "one fewer": [("second", slice(None))],
 }
+#: One that no values of the save fit.
+ONE_GROUP: Mapping[str, Sequence[tuple[str, slice]]] = {"merged": [(MERGED, slice(None))]}
+_RATES_OF_ALL = {**RATES, MERGED: MERGED_RATE}
+_FLOORS_OF_ALL = {**FLOORS, MERGED: 1e-3}
 
 
 class Boosted(lr_scheduler.LambdaLR):
@@ -57,7 +65,7 @@ class Whole(lr_scheduler.StepLR):
 
 
 def by_half(optimizer: torch.optim.Optimizer, halves: Sequence[str]) -> Any:
-    return lr_scheduler.LambdaLR(optimizer, [Decay(500 * RATES[half]) for half in halves])
+    return lr_scheduler.LambdaLR(optimizer, [Decay(500 * _RATES_OF_ALL[half]) for half in halves])
 
 
 def sequence(optimizer: torch.optim.Optimizer, halves: Sequence[str]) -> Any:
@@ -71,10 +79,10 @@ SCHEDULES: Mapping[str, Callable[[Any, Sequence[str]], Any]] = {
     "Whole": lambda optimizer, _: Whole(optimizer, 2, 0.5),
     "CosineAnnealingLR": lambda optimizer, _: lr_scheduler.CosineAnnealingLR(optimizer, 20),
     "OneCycleLR": lambda optimizer, halves: lr_scheduler.OneCycleLR(
-        optimizer, [2 * RATES[half] for half in halves], total_steps=20
+        optimizer, [2 * _RATES_OF_ALL[half] for half in halves], total_steps=20
     ),
     "ReduceLROnPlateau": lambda optimizer, halves: lr_scheduler.ReduceLROnPlateau(
-        optimizer, patience=0, min_lr=[FLOORS[half] for half in halves]
+        optimizer, patience=0, min_lr=[_FLOORS_OF_ALL[half] for half in halves]
     ),
     "SequentialLR": sequence,
     "WarmupLR": lambda optimizer, halves: WarmupLR(
@@ -141,14 +149,15 @@ def build(
     model = TinyLM()
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     middle = len(trained) // 2
-    halves = {"first": trained[:middle], "second": trained[middle:]}
+    halves = {"first": trained[:middle], "second": trained[middle:], MERGED: trained}
+    grouped = {**GROUPINGS, **ONE_GROUP}[grouping]
     groups, names = [], []
-    for half, part in GROUPINGS[grouping]:
+    for half, part in grouped:
         members = halves[half][part]
-        groups.append({"params": [param for _, param in members], "lr": factor * RATES[half]})
+        groups.append({"params": [param for _, param in members], "lr": factor * _RATES_OF_ALL[half]})
         names.append([name for name, _ in members])
     optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
-    scheduler = SCHEDULES[schedule](optimizer, [half for half, _ in GROUPINGS[grouping]])
+    scheduler = SCHEDULES[schedule](optimizer, [half for half, _ in grouped])
     config = {
         "train_batch_size": GLOBAL_BATCH,
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
@@ -185,7 +194,7 @@ def resume(case: dict[str, Any]) -> list[SimpleNamespace]:
     elastic_ckpt.install()
     folder = case["folder"]
     run = build(case["schedule"], case["grouping"], case["is_own"], case["stage"], case.get("section"))
-    facts = SimpleNamespace(case=case, differences={}, lines=[], text="")
+    facts = SimpleNamespace(case=case, lines=[], text="")
     with log_lines() as facts.lines:
         for what in case["order"]:
             if what == "load":
@@ -196,14 +205,21 @@ def resume(case: dict[str, Any]) -> list[SimpleNamespace]:
     facts.text = " ".join(str(report).replace("│", " ").split())
     facts.goes_on, facts.differs = report.goes_on, report.differs
     found = run.train(STEPS, STEPS + MORE)
+    facts.differences = _differences(found, folder)
+    close(run.engine)
+    return [facts]
+
+
+def _differences(found: Sequence[Mapping[str, Any]], folder: str) -> dict[tuple[int, str], Any]:
+    """By step and parameter, the rates that are not those of the truth, and these."""
     truth = torch.load(os.path.join(folder, "rates.pt"), weights_only=False)
     if SPOILS:
         truth = [{name: (2 * lr, betas) for name, (lr, betas) in rates.items()} for rates in truth]
+    wrong: dict[tuple[int, str], Any] = {}
     for step, (rates, expected) in enumerate(zip(found, truth, strict=True)):
-        wrong = {name: (rate, expected[name]) for name, rate in rates.items() if rate != expected[name]}
-        facts.differences |= {(step, name): pair for name, pair in wrong.items()}
-    close(run.engine)
-    return [facts]
+        differ = {name: (rate, expected[name]) for name, rate in rates.items() if rate != expected[name]}
+        wrong |= {(step, name): pair for name, pair in differ.items()}
+    return wrong
 
 
 def refuse(case: dict[str, Any]) -> list[Any]:
@@ -237,6 +253,49 @@ def _follow(case: dict[str, Any]) -> str:
         error = f"{type(raised).__name__}: {raised}"
     close(run.engine)
     return error
+
+
+def merge(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """Load into one group of what were two: the error, and what following its remedy leads to.
+
+    With the schedule restored by hand, in the order of the case: the rates of the next steps.
+    """
+    elastic_ckpt.install()
+    folder = case["folder"]
+    run = build(case["schedule"], "merged", False, case["stage"])
+    refused = attempt(case["name"], run.engine, lambda: run.engine.load_checkpoint(folder, **case["arguments"]))
+    close(run.engine)
+    (remedy,) = [each for each in refused.remedies if each.config] or [SimpleNamespace(config=KEEP_LIVE)]
+    run = build(case["schedule"], "merged", False, case["stage"], remedy.config)
+    for what in case["order"]:
+        if what == "load":
+            run.engine.load_checkpoint(folder, **case["arguments"])
+        else:
+            run.scheduler.load_state_dict(_state(folder))
+    first, *_ = run.names[0]
+    spoil = 2 if SPOILS else 1
+    rates = [spoil * each[first][0] for each in run.train(STEPS, STEPS + MORE)]
+    close(run.engine)
+    return [SimpleNamespace(refused=refused, rates=rates)]
+
+
+def restore_first(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """Restore a schedule that torch cannot before the load: the error, what it leaves, and then after the load."""
+    elastic_ckpt.install()
+    folder = case["folder"]
+    run = build(case["schedule"], case["grouping"], False, case["stage"])
+    before = repr(run.scheduler.state_dict())
+    error = None
+    try:
+        run.scheduler.load_state_dict(_state(folder))
+    except ElasticCkptError as raised:
+        error = raised
+    is_same = repr(run.scheduler.state_dict()) == before
+    run.engine.load_checkpoint(folder)
+    run.scheduler.load_state_dict(_state(folder))
+    found = run.train(STEPS, STEPS + MORE)
+    close(run.engine)
+    return [SimpleNamespace(error=error, is_same=is_same, differences=_differences(found, folder))]
 
 
 def change_lr(case: dict[str, Any]) -> list[SimpleNamespace]:

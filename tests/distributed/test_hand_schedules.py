@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,7 +10,16 @@ import pytest
 
 from elastic_ckpt.core.text import counted
 from tests.distributed.cells import Cell, Save, cells
-from tests.distributed.hand_schedule_jobs import FACTOR, FLOORS, GROUPINGS, RATES, STEPS
+from tests.distributed.hand_schedule_jobs import (
+    FACTOR,
+    FLOORS,
+    GROUPINGS,
+    KEEP_LIVE,
+    MERGED_RATE,
+    MORE,
+    RATES,
+    STEPS,
+)
 
 JOB = "hand_schedule_jobs.save"
 BEFORE, AFTER = ("restore", "load"), ("load", "restore")
@@ -29,11 +39,12 @@ def cell_of(schedule: str, grouping: str, is_own: bool, number: int, order: tupl
     return Cell(name, save_of(schedule, is_own), "hand_schedule_jobs.resume", 2 + number % 2, {"stage": stage, **case})
 
 
-#: A schedule of more lambdas than there are groups is torch's to refuse, where it is restored.
+#: A schedule of more lambdas than there are groups cannot be restored before the load.
+TOO_MANY = [("LambdaLR", "one fewer"), ("SequentialLR", "one fewer")]
 EARLY = [
     cell_of(schedule, grouping, False, number, BEFORE)
     for number, (schedule, grouping) in enumerate(product(OUTSIDE, GROUPINGS))
-    if (schedule, grouping) not in (("LambdaLR", "one fewer"), ("SequentialLR", "one fewer"))
+    if (schedule, grouping) not in TOO_MANY
 ]
 BOTH = [
     cell_of(schedule, "reversed", False, number, ("restore", "load", "restore"))
@@ -50,6 +61,62 @@ def test_a_schedule_that_is_restored_before_the_load_goes_on(cell: Cell, facts: 
     groups = len(GROUPINGS[cell.case["grouping"]])
     assert first.differs == ((f"hyperparameters: 2 -> {counted(groups, 'param group')}",) if groups != 2 else ())
     assert first.goes_on.split(", ")[1].startswith("lr ")
+
+
+@cells(
+    [
+        replace(cell_of(*pair, False, number, AFTER), job="hand_schedule_jobs.restore_first")
+        for number, pair in enumerate(TOO_MANY)
+    ]
+)
+def test_a_schedule_of_more_lambdas_than_groups_is_restored_after_the_load(cell: Cell, facts: list[Any]) -> None:
+    for each in facts:
+        assert type(each.error).__name__ == "MismatchError" and each.is_same
+        assert "after load_checkpoint" in each.error.remedy
+        assert each.differences == {}, each.differences
+
+
+#: With the states left out, groups keep their live values anyway, and the schedule's lists have an order all the same.
+WITHOUT_STATES = [
+    cell_of(schedule, grouping, False, number, order, arguments={"load_optimizer_states": False})
+    for number, (schedule, grouping, order) in enumerate(
+        product(("LambdaLR", "ReduceLROnPlateau"), ("reversed", "split"), (AFTER, BEFORE))
+    )
+]
+
+
+@cells(WITHOUT_STATES)
+def test_a_schedule_is_put_in_order_where_states_are_left_out(cell: Cell, facts: list[Any]) -> None:
+    for each in facts:
+        # the first step has the live rate
+        later = {at: pair for at, pair in each.differences.items() if at[0] > 0}
+        assert later == {}, later
+
+
+def merging(schedule: str, order: tuple[str, ...], number: int, arguments: dict[str, Any]) -> Cell:
+    case = {"schedule": schedule, "order": order, "stage": 3 if number % 2 else 1, "arguments": arguments}
+    return Cell(f"{schedule} {'-'.join(order)}", save_of(schedule, False), "hand_schedule_jobs.merge", 2, case)
+
+
+MERGES = [
+    merging("LambdaLR", AFTER, 0, {}),
+    merging("StepLR", AFTER, 1, {}),
+    merging("StepLR", BEFORE, 2, {}),
+    merging("ReduceLROnPlateau", AFTER, 3, {}),
+]
+
+
+@cells(MERGES)
+def test_groups_that_were_merged_go_on_as_the_remedy_says(cell: Cell, facts: list[Any]) -> None:
+    later = range(STEPS + 1, STEPS + MORE)
+    rates = {
+        "LambdaLR": [MERGED_RATE * 0.5 ** (step / (500 * MERGED_RATE)) for step in later],
+        "StepLR": [MERGED_RATE / 2, MERGED_RATE / 2, MERGED_RATE / 4],
+        "ReduceLROnPlateau": [1e-3, 1e-3, 1e-3],
+    }[cell.case["schedule"]]
+    for each in facts:
+        assert each.refused.kinds[:1] == ("MismatchError",) and not each.refused.changed
+        assert each.rates == pytest.approx([MERGED_RATE, *rates])
 
 
 #: Of an engine, which is told to leave it; a schedule of DeepSpeed keeps nothing by group.
@@ -83,7 +150,6 @@ def changed(name: str, schedule: str, is_own: bool, expected: Any, **case: Any) 
     return Cell(name, save_of(schedule, is_own), "hand_schedule_jobs.change_lr", 1, case, expected=expected)
 
 
-KEEP_LIVE = {"param_groups": "keep_live"}
 SAVED = list(RATES.values())
 NEW = [FACTOR * rate for rate in SAVED]
 #: The saved rates at the first of the next steps: of a StepLR, and of a plateau, which is at its floors.

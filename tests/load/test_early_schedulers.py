@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,8 +45,8 @@ def load(engine: Any, old: torch.optim.Optimizer, sources: list[int | None]) -> 
     expect_schedulers(engine, plan)
 
 
-#: torch's own refusal, as the state is restored: a list of lambdas that is longer than the live one.
-TOO_LONG = {(kind, case) for kind in ("LambdaLR", "SequentialLR") for case in ("merged", "merged and in another order", "one fewer")}  # fmt: skip
+#: States that torch cannot restore before the load: a list of lambdas is longer than the live one.
+TOO_LONG = list(product(("LambdaLR", "SequentialLR"), ("merged", "merged and in another order", "one fewer")))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -65,6 +66,36 @@ def test_each_group_goes_on_with_its_own_rates(kind: str, case: str) -> None:
         load(engine_of(optimizer), old, sources)
         assert repr(state) == repr(before), "it is the framework's"
         assert advance(optimizer, scheduler, LOSSES[steps:]) == expected[steps:]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("kind", "case"), TOO_LONG)
+def test_a_state_of_more_lambdas_than_groups_is_refused_and_restored_after_the_load(kind: str, case: str) -> None:
+    was, now, sources = REBUILT[case]
+    reference = optimizer_of(now)
+    expected = advance(reference, FACTORIES[kind](reference, now), LOSSES)
+    old, state = saved_run(kind, was, 5)
+    optimizer = optimizer_of(now)
+    scheduler = FACTORIES[kind](optimizer, now)
+    before = repr(scheduler.state_dict())
+    with pytest.raises(MismatchError, match="after load_checkpoint") as caught:
+        scheduler.load_state_dict(state)
+    assert isinstance(caught.value.__cause__, IndexError)
+    assert repr(scheduler.state_dict()) == before
+    load(engine_of(optimizer), old, sources)
+    scheduler.load_state_dict(state)
+    assert advance(optimizer, scheduler, LOSSES[5:]) == expected[5:]
+
+
+def test_what_a_class_raises_of_a_state_for_as_many_groups_is_its_own() -> None:
+    class Picky(lr_scheduler.LambdaLR):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise KeyError("a key of its own")
+
+    watch_schedulers()
+    scheduler = Picky(optimizer_of(["a"]), lambda _: 1.0)
+    with pytest.raises(KeyError, match="its own"):
+        scheduler.load_state_dict(scheduler.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

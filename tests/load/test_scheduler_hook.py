@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.load.scheduler_hook import (
     check_client_schedulers,
@@ -195,6 +197,56 @@ def test_what_cannot_be_put_in_order_is_an_error_at_that_call_and_before_it_in_a
         check_client_schedulers(engine_of(optimizer), plan, client_state)
     check_client_schedulers(engine_of(optimizer), plan_of([0, 1], 2), client_state)
     check_client_schedulers(engine_of(optimizer_of(["b", "a"])), plan, client_state)  # no scheduler is there
+
+
+def merged_plan(keeps_live: bool) -> LoadPlan:
+    """Of two groups that are one now."""
+    return replace(plan_of([0], 2), member_groups=((0, 1),), keeps_live=keeps_live)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["LambdaLR", "StepLR", "CosineAnnealingWarmRestarts", "ReduceLROnPlateau"])
+def test_merged_groups_that_keep_their_live_values_go_on_from_these(kind: str, caplog: Any) -> None:
+    reference = optimizer_of(["new"])
+    expected = advance(reference, FACTORIES[kind](reference, ["new"]), LOSSES)
+    _, state = saved_run(kind, ["a", "b"], 3)
+    optimizer = optimizer_of(["new"])
+    scheduler = FACTORIES[kind](optimizer, ["new"])
+    expect_schedulers(engine_of(optimizer), merged_plan(keeps_live=True))
+    with caplog.at_level("INFO"):
+        scheduler.load_state_dict(state)
+    assert "param groups 0 were several" in caplog.text
+    if kind == "StepLR":  # which goes on from the rate that is there, at its position
+        assert advance(optimizer, scheduler, LOSSES[3:5]) == [[0.15], [0.15]]
+    elif kind == "ReduceLROnPlateau":
+        assert advance(optimizer, scheduler, LOSSES[3:4]) == [[0.1]]
+    else:
+        assert advance(optimizer, scheduler, LOSSES[3:]) == expected[3:]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_merged_groups_of_unequal_rates_are_refused_unless_live_values_are_kept() -> None:
+    _, state = saved_run("LambdaLR", ["a", "b"], 3)
+    optimizer = optimizer_of(["new"])
+    scheduler = FACTORIES["LambdaLR"](optimizer, ["new"])
+    before = repr(scheduler.state_dict())
+    expect_schedulers(engine_of(optimizer), merged_plan(keeps_live=False))
+    with pytest.raises(MismatchError, match="merged groups"):
+        scheduler.load_state_dict(state)
+    assert repr(scheduler.state_dict()) == before
+
+
+@pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_more_lambdas_than_groups_after_a_load_of_weights_alone_are_refused_in_words(kind: str) -> None:
+    _, state = saved_run(kind, ["a", "b"], 3)
+    optimizer = optimizer_of(["a"])
+    scheduler = FACTORIES[kind](optimizer, ["a"])
+    before = repr(scheduler.state_dict())
+    expect_schedulers(engine_of(optimizer))
+    with pytest.raises(MismatchError, match="as they were saved"):
+        scheduler.load_state_dict(state)
+    assert repr(scheduler.state_dict()) == before
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
