@@ -34,7 +34,7 @@ def load(cases: list[dict[str, Any]]) -> list[Loaded]:
             path, client_state = engine.load_checkpoint(case["url"], **case.get("arguments", {}))
         differences = {} if path.startswith(case["url"]) else {"path": path}
         differences |= oracle.differences(engine, truth)
-        differences |= client_differences(client_state, engine.elastic_report)
+        differences |= client_differences(client_state, engine.elastic_report, case["setup"])
         gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth) if case.get("continue") else 0.0
         facts.append(Loaded(case, where(case), engine.elastic_report, differences, gap, client_state, tuple(lines)))
         close(engine)

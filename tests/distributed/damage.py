@@ -6,7 +6,7 @@ import io
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,27 @@ def _record_of(path: Path, key: str) -> tuple[int, int]:
 
 def replace_by(name: str, other: Path) -> Callable[[Path], None]:
     return lambda copy: shutil.copy(other, tag(copy) / name) and None
+
+
+def of_other(*names: str, then: Sequence[Callable[[Path], object]] = ()) -> Callable[[Path, Path], None]:
+    """These files of another checkpoint take the place of this one's; ``then`` more happens to them."""
+
+    def apply(copy: Path, other: Path) -> None:
+        for name in names:
+            replace_by(name, tag(other) / name)(copy)
+        in_turn(*then)(copy)
+
+    return apply
+
+
+def in_turn(*changes: Callable[[Path], object]) -> Callable[[Path], None]:
+    """One change after the other."""
+
+    def apply(copy: Path) -> None:
+        for change in changes:
+            change(copy)
+
+    return apply
 
 
 def remove_latest(copy: Path) -> None:

@@ -57,7 +57,7 @@ def fall_back(cases: list[dict[str, Any]]) -> list[Loaded]:
         differences = oracle.differences(engine, truth_of(case["folder"]))
         if os.path.basename(os.path.dirname(path)) != "global_step2" or not os.path.isfile(path):
             differences["path"] = path
-        differences |= client_differences({**client_state, "note": "hello"}, engine.elastic_report)
+        differences |= client_differences({**client_state, "note": "hello"}, engine.elastic_report, case["setup"])
         if client_state["note"] != "hello of step 2":
             differences["note"] = client_state["note"]
         gap = loss_gap(train(engine, 2, 5), {"losses": case["losses"]}) if "losses" in case else 0.0

@@ -75,7 +75,7 @@ class Resumes:
         """Hold against what the ranks found."""
         for load in loads:
             assert load.format == self.format and load.differences == {}, (load.where, load.differences)
-            assert load.loss_gap <= self.loss_gap, load.where
+            assert load.loss_gap <= self.loss_gap, (load.where, load.loss_gap)
             assert [words for words in self.says if words not in load.text] == [], (load.where, load.text)
 
 

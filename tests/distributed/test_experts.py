@@ -178,17 +178,12 @@ def test_parameters_in_round_robin_order_are_found_without_their_shapes(saves: S
     assert len(found[0]) > 100 and found[0] == found[1]
 
 
-def of_other(name: str) -> Callable[[Path, Path], None]:
-    """A file of another run takes the place of this one's."""
-    return lambda copy, other: damage.replace_by(name, damage.tag(other) / name)(copy)
-
-
 #: What was saved, what happens to it, with which other run, and what the error says.
 DAMAGED: dict[str, tuple[Save, Any, tuple[Save, ...], str]] = {
     "missing": (SAVED[0], damage.remove(EXPERT.format(1, 3)), (), r"the file of an expert is missing.*layer_1_expert_3_mp"),
     "exchanged": (SAVED[0], damage.swap(EXPERT.format(0, 1), EXPERT.format(0, 2)), (), r"(changed places|the expert that its name says)"),
-    "mixed": (SAVED[0], of_other(EXPERT.format(1, 5)), (RESIDUAL[0],), r"the fp32 masters in this file are not those of the weights"),
-    "optimizer": (SAVED[4], of_other(OPTIMIZER.format(0)), (SAVED[5],), r"belongs to another save.*param groups differ"),
+    "mixed": (SAVED[0], damage.of_other(EXPERT.format(1, 5)), (RESIDUAL[0],), r"the fp32 masters in this file are not those of the weights"),
+    "optimizer": (SAVED[4], damage.of_other(OPTIMIZER.format(0)), (SAVED[5],), r"belongs to another save.*param groups differ"),
     "lost": (SAVED[4], damage.remove(OPTIMIZER.format(1)), (), r"is missing.*expp_rank_1_mp_rank_00_optim_states"),
 }  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,20 +33,6 @@ SGD, DIARY = (Save(Setup(1, optimizer=name)) for name in ("sgd", "diary"))
 WHOLE = Save(Setup(0))
 
 
-def of(*files: str) -> Callable[[Path, Path], None]:
-    """These files of another run take the place of this one's."""
-
-    def apply(copy: Path, other: Path) -> None:
-        for file in files:
-            damage.replace_by(file, damage.tag(other) / file)(copy)
-
-    return apply
-
-
-def in_each(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
-    return lambda copy: [change(copy) for change in changes] and None
-
-
 STRANGE0, STRANGE1 = (damage.edit(file, damage.add_strange_state) for file in (RANK0, RANK1))
 UNKNOWN_CONFIG = damage.edit(MODEL, lambda tree: tree.update(ds_config="/home/user/zero2.json"))
 #: What was saved, what happens to a copy of it (with which other run), the kind of error, and what it says.
@@ -66,17 +51,17 @@ DAMAGED: dict[str, tuple[Save | tuple[Save, Save], Any, str, list[str]]] = {
     "universal: a folder for a file": (UNIVERSAL, damage.put("zero/back.weight/exp_avg.pt", Path.mkdir), "DamagedError", ["exp_avg.pt", "a folder"]),
     "noise for a pickle": (Z1, damage.rewrite_pickle(RANK1), "DamagedError", [RANK1]),
     "code in a pickle": (Z1, damage.edit(MODEL, damage.plant_bomb), "UnsafePickleError", [MODEL, "print", "trust_pickle"]),
-    "shard of another run": ((Z1, OTHER_DATA), of(RANK1), "MixedSavesError", [RANK1, "not those of the weights"]),
-    "shard of another step": ((Z1, SHORTER1), of(RANK1), "DamagedError", [RANK1, "another save", "step"]),
-    "zero3 shard of another step": ((Z3, SHORTER3), of(RANK1), "DamagedError", [RANK1, "another save"]),
-    "model states of another step": ((Z3, SHORTER3), of(MODEL3), "DamagedError", [MODEL3, "counters"]),
-    "all shards of another step": ((Z3, SHORTER3), of(RANK0, RANK1), "DamagedError", ["different steps", "optimizer step 4", "optimizer step 3", '"verify": "bytes"']),
-    "shard of a bigger job": ((Z1, Save(Setup(1), 3)), of(RANK1), "DamagedError", [RANK1, "partition"]),
+    "shard of another run": ((Z1, OTHER_DATA), damage.of_other(RANK1), "MixedSavesError", [RANK1, "not those of the weights"]),
+    "shard of another step": ((Z1, SHORTER1), damage.of_other(RANK1), "DamagedError", [RANK1, "another save", "step"]),
+    "zero3 shard of another step": ((Z3, SHORTER3), damage.of_other(RANK1), "DamagedError", [RANK1, "another save"]),
+    "model states of another step": ((Z3, SHORTER3), damage.of_other(MODEL3), "DamagedError", [MODEL3, "counters"]),
+    "all shards of another step": ((Z3, SHORTER3), damage.of_other(RANK0, RANK1), "DamagedError", ["different steps", "optimizer step 4", "optimizer step 3", '"verify": "bytes"']),
+    "shard of a bigger job": ((Z1, Save(Setup(1), 3)), damage.of_other(RANK1), "DamagedError", [RANK1, "partition"]),
     "zero3 shards swapped": (Z3, damage.swap(RANK0, RANK1), "DamagedError", ["changed places", RANK0, RANK1, '"verify": "bytes"']),
     "zero3 shard copied over another": (Z3, damage.copy_over(RANK0, RANK1), "DamagedError", [f"expected:  an archive that was saved as {RANK1}", f"saved as {RANK0}"]),
     "shards swapped": (Z1, damage.swap(RANK0, RANK1), "DamagedError", ["changed places", RANK0, RANK1]),
     "universal: states swapped": (UNIVERSAL, damage.swap("zero/back.weight/exp_avg.pt", "zero/back.weight/exp_avg_sq.pt"), "DamagedError", ["changed places", "exp_avg_sq.pt"]),
-    "strange state": (Z1, in_each(STRANGE0, STRANGE1), "UnsupportedError", ["curvature", "(3, 2)"]),
+    "strange state": (Z1, damage.in_turn(STRANGE0, STRANGE1), "UnsupportedError", ["curvature", "(3, 2)"]),
     "strange state in one shard": (Z1, STRANGE1, "DamagedError", [RANK1, "optimizer states"]),
     "a master dropped": (Z1, damage.edit(RANK1, damage.drop_master), "DamagedError", [RANK1, "group_paddings"]),
     "another shape in the file": (Z1, damage.edit(MODEL, damage.change_shape), "MismatchError", ["hidden.weight", "(29, 13)", "(13, 29)"]),
@@ -88,7 +73,7 @@ DAMAGED: dict[str, tuple[Save | tuple[Save, Save], Any, str, list[str]]] = {
     "universal: state file truncated": (UNIVERSAL, damage.truncate("zero/back.weight/fp32.pt", 0.5), "DamagedError", ["back.weight"]),
     "universal: step gone": (UNIVERSAL, damage.remove("zero/back.weight/step.pt"), "DamagedError", ["back.weight", "step"]),
     # DeepSpeed's converter scrambles these; the saved config tells, and where it does not, the values do
-    "universal: round robin": (SCRAMBLED, in_each(), "UnsupportedError", ["round_robin"]),
+    "universal: round robin": (SCRAMBLED, damage.in_turn(), "UnsupportedError", ["round_robin"]),
     "universal: unknown config": (SCRAMBLED, UNKNOWN_CONFIG, "DamagedError", ["masters", '"verify": "bytes"']),
 }  # fmt: skip
 
