@@ -10,8 +10,8 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
 from elastic_ckpt.core.read_plan import RestoredShare
 from elastic_ckpt.errors import MismatchError, Remedy, listed, shortened
-from elastic_ckpt.planning.matching import from_these_weights
-from elastic_ckpt.planning.near_names import GENERIC_RENAME, Renames, live_shapes, propose_renames, saved_shapes
+from elastic_ckpt.planning.matching import from_these_weights, of_another_model
+from elastic_ckpt.planning.near_names import Renames, fits_any, live_shapes, propose_renames, saved_shapes
 
 
 def refuse_nothing(
@@ -50,10 +50,16 @@ def _nothing_matched(
     if not share.trained_numel:
         problem = "no parameter of the live engine is restored from this checkpoint"
     remedy = _remedy(renames, local_state, share, with_states)
+    if remedy is None:
+        pairs = {name: saved_now[name] for name in lost}, {name: live[name] for name in lacking}
+        remedy = of_another_model(fits_any(*pairs))
     return metadata.error(MismatchError, problem, lacking or live, expected, found, remedy)
 
 
-def _remedy(renames: Renames, local_state: LocalState, share: RestoredShare, with_states: bool) -> Sequence[Remedy]:
+def _remedy(
+    renames: Renames, local_state: LocalState, share: RestoredShare, with_states: bool
+) -> Sequence[Remedy] | None:
+    """The ways out that are known; ``None`` if none is."""
     frozen = {whole.name for whole in local_state.wholes if whole.key == FROZEN and not whole.trains}
     if renames.rules:
         if with_states and all(new in frozen for _, new in renames.pairs):
@@ -62,4 +68,4 @@ def _remedy(renames: Renames, local_state: LocalState, share: RestoredShare, wit
         return (Remedy(f"restores {len(renames.pairs)} of them", config=config),)
     if share.placed_numel and with_states:
         return (from_these_weights(renames, {}),)
-    return Remedy("give the folder of this model"), Remedy(GENERIC_RENAME, when="if the names are others")
+    return None

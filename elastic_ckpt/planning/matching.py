@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,7 +18,14 @@ from elastic_ckpt.errors import (
     UnsupportedError,
     listed,
 )
-from elastic_ckpt.planning.near_names import GENERIC_RENAME, Renames, live_shapes, propose_renames, saved_shapes
+from elastic_ckpt.planning.near_names import (
+    GENERIC_RENAME,
+    Renames,
+    fits_any,
+    live_shapes,
+    propose_renames,
+    saved_shapes,
+)
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
 _EXCLUDED = (
@@ -84,7 +91,7 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
         hint = "; tied at save time, not now: " + tied if tied != "none" else ""
         trains = live.union(whole.name for whole in local_state.wholes if whole.key == FROZEN and whole.trains)
         matches = bool(trains & (restored | {name for name, key in found if key == FROZEN}))
-        remedies = _ways_of(metadata, local_state, lost, trains, matches)
+        remedies = _ways_of(metadata, local_state, lost, unexpected, trains, matches)
         problem = "model and checkpoint do not have the same parameters and buffers"
         expected = "in the model but not in the checkpoint: " + listed(lost)
         found_names = "in the checkpoint but not in the model: " + listed(unexpected) + hint
@@ -105,6 +112,7 @@ def _ways_of(
     metadata: CheckpointMetadata,
     local_state: LocalState,
     lost: frozenset[str] | set[str],
+    unexpected: frozenset[str] | set[str],
     trains: frozenset[str] | set[str],
     matches: bool,
 ) -> tuple[Remedy, ...]:
@@ -112,6 +120,7 @@ def _ways_of(
 
     Args:
         lost: live names that the checkpoint lacks, of parameters and buffers.
+        unexpected: saved names that the live model lacks.
         trains: live names that train.
         matches: whether any of them is in the checkpoint. If none is, a load that is not strict is refused, too
             (:mod:`elastic_ckpt.load.nothing_matched`), unless another pipeline stage has some.
@@ -120,13 +129,32 @@ def _ways_of(
     # the rules would take the place of the user's own
     renames = Renames() if is_renamed else propose_renames(saved_shapes(metadata), live_shapes(local_state))
     if matches or not trains or local_state.model.coordinates.pp > 1:
+        if not _may_be_renamed(metadata, local_state, lost, unexpected):
+            return (NOT_STRICT,)
         return NOT_STRICT, _renames_of(renames, lost)
     placed = local_state.model.names & {*metadata.names(FROZEN), *metadata.parameters}
     if any(new in trains for _, new in renames.pairs):
         return (_renames_of(renames, lost),)
     if renames.pairs or placed:
         return (from_these_weights(renames, {"load_module_strict": False}),)
-    return Remedy("give the folder of this model"), Remedy(GENERIC_RENAME, when="if the names are others")
+    return of_another_model(_may_be_renamed(metadata, local_state, lost, unexpected))
+
+
+def of_another_model(may_be_renamed: bool) -> tuple[Remedy, ...]:
+    """The ways out where nothing of a checkpoint is in the live model, and no rename is found."""
+    renamed = Remedy(GENERIC_RENAME, when="if the names are others")
+    return Remedy("give the folder of this model"), *([renamed] if may_be_renamed else [])
+
+
+def _may_be_renamed(
+    metadata: CheckpointMetadata, local_state: LocalState, lost: Collection[str], unexpected: Collection[str]
+) -> bool:
+    """Whether what only the checkpoint has may be something that it lacks, by the shapes."""
+    saved = saved_shapes(metadata)
+    saved |= {name: metadata.tensors[name, BUFFER].shape for name in metadata.names(BUFFER)}
+    live = live_shapes(local_state)
+    live |= {whole.name: whole.shape for whole in local_state.wholes if whole.key == BUFFER}
+    return fits_any({name: saved.get(name) for name in unexpected}, {name: live.get(name) for name in lost})
 
 
 def from_these_weights(renames: Renames, arguments: Mapping[str, Any]) -> Remedy:

@@ -157,6 +157,14 @@ def _words_in_common(segment: str, others: Sequence[str]) -> int:
     return max((len(words.intersection(_WORD.findall(other))) for other in others), default=0)
 
 
+def fits_any(saved: Shapes, live: Shapes) -> bool:
+    """Whether any saved name may be a live one, by the shapes."""
+    known = {None if shape is None else tuple(shape) for shape in live.values()}
+    if not known or None in known:
+        return bool(saved and known)
+    return any(shape is None or tuple(shape) in known for shape in saved.values())
+
+
 def _fit(saved: Shape | None, live: Shape | None) -> bool:
     return saved is None or live is None or tuple(saved) == tuple(live)
 

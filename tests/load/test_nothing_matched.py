@@ -40,9 +40,11 @@ def test_rules_that_settle_nothing_are_replaced_and_names_are_shown_as_they_make
     assert '[["^model\\\\.(.*)$", "lm.\\\\1"]]' in str(error.remedy)
 
 
-def test_without_a_rule_it_says_what_one_looks_like() -> None:
-    error = refusal(live({"other": (7,)}))
-    assert "give the folder of this model" in str(error.remedy) and '"rename"' in str(error.remedy)
+@pytest.mark.parametrize(("shape", "may_be_renamed"), [((3,), True), ((7,), False)])
+def test_without_a_rule_it_says_what_one_looks_like_if_any_can_help(shape: tuple[int], may_be_renamed: bool) -> None:
+    error = refusal(live({"other": shape}))
+    assert "give the folder of this model" in str(error.remedy)
+    assert ('"rename"' in str(error.remedy)) == may_be_renamed
 
 
 @pytest.mark.parametrize("with_states", [True, False])

@@ -43,6 +43,29 @@ def test_entries_that_hooks_of_the_live_module_make_are_not_called_a_mismatch() 
     assert match_parameters(metadata, hooked, strict=False).restored == {"a"}
 
 
+@given(st.dictionaries(st.sampled_from("abcdefgh"), st.tuples(st.sampled_from(ROLES), st.sampled_from(ROLES))))
+def test_a_rename_is_offered_only_where_both_sides_have_names_of_their_own(roles: dict[str, tuple[Any, Any]]) -> None:
+    metadata, engine = sides({**roles, "both": ("trained", "trained")})
+    try:
+        match_parameters(metadata, engine, strict=True)
+    except MismatchError as error:
+        has_both = "none" not in (error.expected or "").split(": ") and "none" not in (error.found or "").split(": ")
+        assert any("rename" in str(each) for each in error.remedies) == has_both
+        assert {"load_module_strict": False} in [each.arguments for each in error.remedies]
+
+
+@pytest.mark.parametrize(("shape", "offered"), [((2,), True), ((3,), False)])
+@pytest.mark.parametrize("key", ["trained", BUFFER])
+def test_a_rename_is_offered_only_where_shapes_may_fit(shape: tuple[int, ...], offered: bool, key: str) -> None:
+    was = {"a": (2,)} | ({"old.x": (2,)} if key == "trained" else {})
+    now = {"a": (2,)} | ({"another.y": shape} if key == "trained" else {})
+    of_buffers = [{(name, BUFFER): (size, "float32")} for name, size in (("old.x", (2,)), ("another.y", shape))]
+    wholes = of_buffers if key == BUFFER else [{}, {}]
+    with pytest.raises(MismatchError) as caught:
+        match_parameters(saved(was, wholes=wholes[0]), live(now, wholes=wholes[1]), strict=True)
+    assert any("rename" in str(each) for each in caught.value.remedies) == offered
+
+
 def test_a_lost_parameter_may_be_an_entry_that_a_hook_renames() -> None:
     metadata, engine = sides({"a": ("trained", "trained"), "kernel": (None, "trained"), "a_kernel": (BUFFER, None)})
     with pytest.raises(UnsupportedError, match="neither parameters nor buffers") as error:
