@@ -218,7 +218,8 @@ def _different(drifts: Sequence[Drift], idle: Collection[str]) -> MismatchError:
     if any(drift.check.names for drift in drifts):
         problem = "weights that are one in the live model have different values under their names in the checkpoint"
         expected = "equal values under each name of a tied weight"
-        kept = "keeps the values of the name that is first"
+        first = sorted({drift.check.names[0] for drift in drifts if drift.check.names})
+        kept = f"keeps the values under {listed(first)}"
         remedy = [Remedy("build the model as it was saved, without this tie")]
         remedy.append(Remedy(kept, config={"replicated_params": "first"}))
     elif any(drift.check.name in idle for drift in drifts):

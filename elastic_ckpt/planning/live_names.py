@@ -251,16 +251,20 @@ def _unnamed(numbered: NumberedStates, live: Sequence[LiveGroup], fitting: Seque
     return MismatchError(problem, numbered.path, expected, found, parameter=names, remedy=(rebuild, WITHOUT_STATES))
 
 
-def adopt_live_names(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:
+def adopt_live_names(
+    metadata: CheckpointMetadata, model: ModelLayout, unites_trained: bool = False
+) -> CheckpointMetadata:
     """Rename tied parameters to the FQN that the live engine uses, which depends on module registration order.
 
     Where several of its names were saved, that of a trained parameter counts, else the first. What no optimizer owned
-    under the others are copies of it, whose values are compared unless checksums show that they are equal.
+    under the others are copies of it, whose values are compared unless checksums show that they are equal. So are those
+    that trained on their own if ``unites_trained``: in a load of weights alone, which needs no states of them.
     """
     metadata = _with_tied_modules(metadata, model)
     saved_names = {*metadata.parameters, *(name for name, _ in metadata.tensors)} if model.ties else set()
     renamed: dict[str, str] = {}
     copies: dict[str, str] = {}
+    united: list[str] = []
     replicas = dict(metadata.replicas)
     for name, others in model.ties.items():
         saved = [each for each in (name, *others) if each in saved_names]
@@ -268,22 +272,31 @@ def adopt_live_names(metadata: CheckpointMetadata, model: ModelLayout) -> Checkp
         place = kept, MASTER if kept in metadata.parameters else FROZEN
         first = metadata.tensors.get(place)
         for each in saved:
-            copy = metadata.tensors.get((each, FROZEN))
-            if each == kept or each in metadata.parameters or copy is None or first is None:
+            is_trained = each in metadata.parameters
+            copy = metadata.tensors.get((each, MASTER if is_trained else FROZEN))
+            if each == kept or (is_trained and not unites_trained) or copy is None or first is None:
                 continue
-            is_equal = 0 in copy.shape or metadata.crc32s.get(each, -1) == metadata.crc32s.get(kept)
+            has_equal_sums = not is_trained and metadata.crc32s.get(each, -1) == metadata.crc32s.get(kept)
+            is_equal = 0 in copy.shape or has_equal_sums
             if not is_equal and (copy.dtype, copy.shard_shapes) == (first.dtype, first.shard_shapes):
                 own = replace(copy, name=metadata.saved_names.get(each, each))
                 replicas[place] = (*replicas.get(place, ()), own)
                 is_equal = True
             if is_equal:
                 copies[each] = kept
+                united += [each] if is_trained else []
         if name not in saved_names.difference(copies) and [each for each in saved if each not in copies] == [kept]:
             renamed[kept] = name
     if copies:
         places: dict[Place, Place] = {at: at for at in metadata.tensors if at != (at[0], FROZEN) or at[0] not in copies}
+        places = {at: at for at in places if at[0] not in united}
         aliases, tensors = {**metadata.aliases, **copies}, _at(metadata, places)
         metadata = replace(metadata, aliases=aliases, replicas=replicas, tensors=tensors)
+    if united:
+        trained = {name: saved for name, saved in metadata.parameters.items() if name not in united}
+        note = "tied here, not in the checkpoint, and equal there unless another note says so: "
+        note += listed(f"{each} = {copies[each]}" for each in united)
+        metadata = replace(metadata, parameters=trained, notes=(*metadata.notes, note))
     if not renamed:
         return metadata
     notes = [f"tied: {old} in the checkpoint is {new} here" for old, new in renamed.items()]

@@ -97,7 +97,8 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     if any(path.endswith(f"/{MASTER}.pt") for path in metadata.states.missing):
         refuse_missing_files(metadata)
     saved = with_own_copies(rename_saved(metadata, config.rename), model)
-    metadata = adopt_live_kinds(adopt_live_names(saved, model), local_state.wholes)
+    unites_trained = options.strict and not options.optimizer_states
+    metadata = adopt_live_kinds(adopt_live_names(saved, model, unites_trained), local_state.wholes)
     metadata = metadata if options.optimizer_states else with_untied(metadata, model)
     parameters = match_parameters(metadata, local_state, options.strict)
     grown = grown_parameters(metadata, model, parameters.names, config.added_rows, options.rules)

@@ -208,6 +208,33 @@ def test_names_that_are_no_longer_tied_both_get_the_weights(launch: Launch, plai
     assert len(facts) == 2 * len(targets) * len(sources)
 
 
+@pytest.mark.parametrize("setup", [Setup(1), Setup(3), Setup(0)], ids=lambda setup: setup.name)
+def test_names_that_are_tied_now_have_equal_weights_or_a_word(setup: Setup, launch: Launch, tmp_path: Path) -> None:
+    launch(2, "weights_jobs.save_untied", {"folder": str(tmp_path), "setup": setup})
+    equal, other = of(tmp_path / "equal"), of(tmp_path / "other", replicated_params="first")
+    both = [equal, {**equal, "arguments": {"load_optimizer_states": False}}, other]
+    refused = of(tmp_path / "other", refused=True)
+    with_states = {**equal, "arguments": {}, "refused": True}
+    sources = [*both, refused, with_states]
+    targets = [{"setup": target, "sources": sources} for target in (Setup(1), Setup(3), Setup(2, "bf16"))]
+    facts = launch(3, "weights_jobs.load", targets)
+    for found in facts:
+        if not found.case["refused"]:
+            assert found.differences == {}, found.where
+            notes = " | ".join(found.report.notes)
+            says = "tied here, not in the checkpoint" in notes and "head.weight = embedding.weight" in notes
+            assert says == (setup.stage > 0), notes  # without masters, weights are those of the module's files
+            assert ("different when saved" in notes) == bool(found.case["config"])
+            continue
+        (text,) = found.texts
+        assert found.kinds[0] == "MismatchError" and found.changed == set(), text
+        assert ("different values under their names" in text) == ("load_module_only" in found.case["arguments"]), text
+        if "load_module_only" in found.case["arguments"]:
+            (remedy,) = [each for each in found.remedies if each.config]
+            assert remedy.config == other["config"] and "embedding.weight" in remedy.text
+    assert len(facts) == 3 * len(targets) * len(sources)
+
+
 def test_experts_are_in_files_of_their_own(launch: Launch, tmp_path: Path) -> None:
     runs = [Experts(2, 1, 2), Experts(2, 1, 2, autoep=True)]
     launch(2, "expert_jobs.save", {"folder": str(tmp_path / "saved"), "runs": runs})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,24 @@ def load(targets: list[dict[str, Any]]) -> list[Loaded | Refused]:
                 param.data.fill_(0.5)
         close(engine)
     return facts
+
+
+def save_untied(case: dict[str, Any]) -> None:
+    """Save a model whose head has weights of its own: equal to the embedding's, untrained, and then others.
+
+    In ``equal`` and ``other`` of ``folder``, with what a tied model has of it: the embedding's weights.
+    """
+    engine = build_engine(case["setup"], models.BUILDERS["UntiedLM"](seed=7))
+    for name in ("equal", "other"):
+        folder = os.path.join(case["folder"], name)
+        if name == "other":
+            models.train(engine, 0, 2)
+        engine.save_checkpoint(folder, tag="tag")
+        found = _gathered(engine)
+        is_equal = torch.equal(found["weights"].pop("head.weight"), found["weights"]["embedding.weight"])
+        assert is_equal == (name == "equal")
+        torch.save({key: found[key] for key in ("weights", "buffers")}, os.path.join(folder, "expected.pt"))
+    close(engine)
 
 
 def _gathered(engine: Any) -> dict[str, Any]:

@@ -36,6 +36,31 @@ def test_a_tied_parameter_is_not_taken_from_a_name_of_its_own() -> None:
     assert "embedding" in str(caught.value.found)
 
 
+@pytest.mark.parametrize("names", [("embedding", "head"), ("head", "embedding", "decoder"), ("decoder", "embedding")])
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_alone_of_names_that_are_tied_now_are_compared(names: tuple[str, ...], strict: bool) -> None:
+    model = ModelLayout(ties={"head": ("embedding", "decoder")})
+    engine = replace(live({"head": (2, 5)}), model=model)
+    options = LoadOptions(strict=strict, optimizer_states=False)
+    metadata = saved(dict.fromkeys(names, (2, 5)))
+    plan = plan_load(metadata, engine, options)
+    if not strict:  # which restores what has its name, and reports the rest
+        assert plan.replica_checks == ()
+        return
+    first = next(name for name in ("head", "embedding", "decoder") if name in names)
+    found = [check.names for check in plan.replica_checks]
+    assert sorted(found) == sorted((first, name) for name in names if name != first)
+    assert names_of(plan, MASTER, "restored") == ("head",)
+    assert all(check.numel == 10 and len(check.replicas) == 2 for check in plan.replica_checks)
+    assert any("tied here, not in the checkpoint" in note for note in plan.notes)
+
+
+def test_names_of_other_shapes_are_not_united() -> None:
+    engine = replace(live({"head": (2, 5)}), model=HEAD)
+    with pytest.raises(MismatchError):
+        plan_load(saved({"embedding": (5, 2), "head": (2, 5)}), engine, LoadOptions(optimizer_states=False))
+
+
 def test_a_tied_parameter_is_not_taken_from_two_others() -> None:
     engine = replace(live({"head": (2, 5)}), model=ModelLayout(ties={"head": ("embedding", "decoder")}))
     metadata = saved({"embedding": (2, 5), "decoder": (2, 5)})
