@@ -25,7 +25,7 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
     is_floating,
 )
-from elastic_ckpt.core.state_kinds import REPLICATED, StateOptions
+from elastic_ckpt.core.state_kinds import MOMENTS, REPLICATED, StateOptions
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TensorValue, TrainingState
 from elastic_ckpt.errors import WITHOUT_STATES, ElasticCkptError, MismatchError, Remedy, UnsupportedError, listed
@@ -42,6 +42,14 @@ from elastic_ckpt.formats.dcp_entries import (
     unstacked,
 )
 from elastic_ckpt.formats.dcp_metadata import DcpContents, DcpFile, read_dcp_file, read_dcp_metadata
+from elastic_ckpt.formats.known_states import (
+    check_key,
+    check_master,
+    check_scalars,
+    check_shapes,
+    check_tensor,
+    check_value,
+)
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES
@@ -128,8 +136,10 @@ class _Builder(MetadataBuilder):
         newer = [os.path.basename(each.path) for each in files if each.written_at > contents.written_at + _MOST_SKEW]
         self._warnings = [_NEWER.format(found.folder, listed(newer))] if newer else []
         self._boxes: dict[str, list[Box]] = {}
+        self._file_of: dict[str, str] = {}
         for number, (file, items) in enumerate(zip(files, contents.files.values(), strict=True)):
             for item, byte_offset in zip(items, file.byte_offsets, strict=True):
+                self._file_of.setdefault(item.name, os.path.basename(file.path))
                 if item.sizes is not None and 0 not in item.sizes:
                     box = Box(item.offsets, item.sizes, number, byte_offset)
                     self._boxes.setdefault(item.name, []).append(box)
@@ -143,15 +153,19 @@ class _Builder(MetadataBuilder):
         members, groups = self._groups()
         for name, entry in weights.items():
             key = MASTER if name in members else FROZEN
+            if key == MASTER:
+                check_master(self._path_of(entry), *self._contents.tensors[entry], name)
             self.tensors.add({(name, key): self._tensor(name, key, entry)})
-        for (name, key), entry in states.items():
-            if name in members and key not in self._fresh:
-                self._add_state(name, key, entry)
+        known = {place: entry for place, entry in states.items() if place[0] in members and place[1] not in self._fresh}
+        if self._with_states:
+            self._check_states(known)
+        for (name, key), entry in known.items():
+            self._add_state(name, key, entry)
         if self._common.step is not None:
             step = TensorValue("float32", (), (self._common.step,))
             self._scalars = {name: {_STEP: step} for name, _ in states}
         for name, group in members.items():
-            shape, scalars = self._contents.tensors[weights[name]][1], self._scalars.get(name, {})
+            shape, scalars = self._shape_of(name), self._scalars.get(name, {})
             replicated = tuple(self._replicated.get(name, ()))
             self.parameters[name] = SavedParameter(shape, group, tuple(sorted(scalars.items())), replicated)
         # of weights alone, which are trained is not known
@@ -220,14 +234,13 @@ class _Builder(MetadataBuilder):
     def _add_state(self, name: str, key: str, entry: str) -> None:
         """A tensor of the parameter's shape (or planes of it), a number, or a tensor of another shape."""
         dtype, shape = self._contents.tensors.get(entry, ("", None))
-        own = self._contents.tensors[self._entries.weights[name]][1]
+        own = self._shape_of(name)
         if key in self._replicated_keys and shape:
             self._add_replicated(name, key, entry)
         elif shape is None or (shape == () and (own or key == _STEP)):
             value = self._values[entry]
-            if self._with_states and isinstance(value, ElasticCkptError):
-                raise value
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_number or value is None:  # None: a buffer that is not used
                 self._scalars.setdefault(name, {})[key] = TensorValue(dtype, (), (value,)) if dtype else value
             else:
                 self.opaque[key] = f"an object of type {type(value).__name__}"
@@ -236,6 +249,41 @@ class _Builder(MetadataBuilder):
         else:
             tensor = self._tensor(name, key, entry, has_own_shape=own not in (shape, shape[1:]))
             self.tensors.add({(name, key): tensor})
+
+    def _check_states(self, states: Mapping[tuple[str, str], str]) -> None:
+        """Raise :class:`DamagedError` for states that no optimizer keeps."""
+        moments: dict[str, dict[str, Shape]] = {}
+        for (name, key), entry in states.items():
+            self._check_state(name, key, entry)
+            if entry in self._contents.tensors and key in MOMENTS and key not in self.opaque:
+                moments.setdefault(name, {})[key] = self._contents.tensors[entry][1]
+        for name, shapes in moments.items():
+            path = self._path_of(states[name, next(iter(shapes))])
+            check_shapes(path, shapes, self._shape_of(name), self._options, name)
+
+    def _check_state(self, name: str, key: str, entry: str) -> None:
+        """Raise :class:`DamagedError` for what no optimizer keeps under such a name."""
+        path, options, value = self._path_of(entry), self._options, self._values.get(entry)
+        if isinstance(value, ElasticCkptError):
+            raise value
+        check_key(path, key, options, name)
+        if entry not in self._contents.tensors:
+            check_value(path, key, value, options, name)
+            return
+        dtype, shape = self._contents.tensors[entry]
+        check_tensor(path, key, dtype, shape, options, name)
+        if shape == () and value is not None:
+            check_value(path, key, TensorValue(dtype, (), (value,)), options, name)
+            if self._shape_of(name):
+                check_scalars(path, [(key, value)], options, name)
+
+    def _shape_of(self, name: str) -> Shape:
+        """The shape of a parameter."""
+        return self._contents.tensors[self._entries.weights[name]][1]
+
+    def _path_of(self, entry: str) -> str:
+        """The file of an entry, the first one of several."""
+        return self._found.path(self._file_of.get(entry, DCP_METADATA))
 
     def _add_replicated(self, name: str, key: str, entry: str) -> None:
         """A state that is never sharded, which one file has whole."""

@@ -34,6 +34,7 @@ _STATE, _GROUPS = "state", "param_groups"
 #: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
 _COLLECTION = "an item of a hyperparameter that is a dictionary, or has tensors in it"
+_STATE_COLLECTION = "an item of a state that is a dictionary, or has tensors in it"
 SAVE_ALONE = Remedy("save the optimizer that is to be resumed alone"), WITHOUT_STATES
 #: What wrappers (DDP, FSDP, ``torch.compile``, ``AveragedModel``) add to names.
 _WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -86,9 +87,11 @@ def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entrie
         roots = (path[:at] for word in (_STATE, _GROUPS) for at in _places(path, word))
         root = next((root for root in roots if root in optimizers), None)
         if root is None:
-            keys_above = enumerate(path[:-1])  # of a hyperparameter in a flattened state dict
-            if any(str(key).startswith(f"{_GROUPS}.") and path[:at] in optimizers for at, key in keys_above):
-                raise _unknown_layout(folder, f"{entry}, {_COLLECTION}", WITHOUT_STATES)
+            # of a hyperparameter or a state in a flattened state dict
+            above = [str(key) for at, key in enumerate(path[:-1]) if path[:at] in optimizers]
+            for beginning, what in ((_GROUPS, _COLLECTION), (_STATE, _STATE_COLLECTION)):
+                if any(key.startswith(f"{beginning}.") for key in above):
+                    raise _unknown_layout(folder, f"{entry}, {what}", WITHOUT_STATES)
             rest.append(entry)
             continue
         word, *keys = path[len(root) :]

@@ -52,6 +52,7 @@ from elastic_ckpt.formats.classification import (
     classify,
     notes_and_warnings,
 )
+from elastic_ckpt.formats.known_states import check_scalars
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.saved_states import StatesOfOne, normal_groups, resolve_codebooks, with_group_step
 from elastic_ckpt.formats.shards import FlatShard
@@ -136,6 +137,7 @@ class MetadataBuilder:
             of_ranks = merged((range(file, file + 1), values) for file, values in zip(files, saved, strict=True))
             states = replace(states, scalars=tuple(of_ranks.items()))
         scalars = with_group_step(states.scalars, bool(states.tensors or first.swapped), group)
+        check_scalars(self._files[files[0]].path, scalars, self._options, shapes[0][0] if shapes else None)
         replicated = []
         for key in (key for key, kind in kinds.items() if kind.kind == REPLICATED):
             ref, digests = states.tensors[key], [flat.states.digests.get(key) for flat in flats]

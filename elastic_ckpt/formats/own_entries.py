@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import DamagedError, listed
+from elastic_ckpt.formats.known_states import is_real, value_text
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.calls import Call
 from elastic_ckpt.formats.torch_archive.charges import limit_error
@@ -43,11 +44,6 @@ def is_count(value: Any) -> bool:
 def is_list(value: Any, of: Callable[[Any], bool]) -> bool:
     """Whether a value is a list or tuple of such items."""
     return isinstance(value, (list, tuple)) and all(map(of, value))
-
-
-def is_real(dtype: str) -> bool:
-    """Whether a dtype's values are real numbers that optimizers count and compute with, which float8 are not."""
-    return dtype != "bool" and not dtype.startswith(("complex", "float8"))
 
 
 def _is_real_number(value: Any) -> bool:
@@ -313,13 +309,9 @@ def text_of(value: Any) -> str:
     """What a malformed value is, in short."""
     if isinstance(value, TensorRef):
         return f"a tensor of {value.dtype}, shape {value.shape}"
-    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 1 << 64):
-        return str(value)
-    if isinstance(value, str):
-        return f"the text {value[:40]!r}"
     if isinstance(value, Mapping):
         return f"a dictionary of {listed(str(key)[:40] for key in value)}"
     if isinstance(value, (list, tuple)):
         kinds = listed({type(each).__name__ for each in value[:100]})
         return f"a {type(value).__name__} of {counted(len(value), 'item')}: {kinds}"
-    return f"an object of type {type(value).__name__}"
+    return value_text(value)

@@ -12,15 +12,18 @@ import os
 import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from elastic_ckpt.core.flat_ranges import checked_shape
-from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, SourceFile
+from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, SavedParameter, SourceFile
+from elastic_ckpt.core.state_kinds import MOMENTS, StateOptions
+from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
+from elastic_ckpt.formats.known_states import check_master, check_shapes, check_tensor, check_value
 from elastic_ckpt.formats.metadata_builder import Tensors, dense_tensor
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import named_errors
@@ -89,7 +92,7 @@ def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpo
     files = list(headers.values())
     unread = [name for name in names if name.endswith(SUFFIX) and name not in headers]
     notes = (f"files that do not belong to this model are not read: {listed(unread)}",) if unread else ()
-    metadata = metadata_of(found, files, notes)
+    metadata = metadata_of(found, files, notes, options.states)
     steps = max((float(dict(saved.scalars).get("step", 0)) for saved in metadata.parameters.values()), default=0)
     return Checkpoint(metadata, TrainingState.after(steps), files[0].path, len(files))
 
@@ -156,7 +159,9 @@ def read_indexed(
     return files
 
 
-def _groups_and_scalars(files: Sequence[WeightsFile]) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+def _groups_and_scalars(
+    files: Sequence[WeightsFile], options: StateOptions
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
     """Param groups, with the names of their parameters, and scalar states, as ``elastic-ckpt export`` writes them."""
     of_optimizer = [file for file in files if _stem(os.path.basename(file.path)) == _OPTIMIZER]
     facts = {key: value for file in of_optimizer for key, value in file.metadata.items()}
@@ -168,8 +173,12 @@ def _groups_and_scalars(files: Sequence[WeightsFile]) -> tuple[list[dict[str, An
         members = [name for group in groups for name in group["params"]]
         if not all(isinstance(name, str) for name in members) or len(set(members)) < len(members):
             raise ValueError("param groups whose params are not names, or have one twice")
-        if not all(isinstance(value, int | float) for values in scalars.values() for value in values.values()):
+        plain = (value for values in scalars.values() for value in values.values())
+        if not all(value is None or isinstance(value, int | float) for value in plain):
             raise ValueError("scalar states that are not numbers")
+    for name, values in scalars.items():
+        for key, value in values.items():
+            check_value(of_optimizer[0].path, key, value, options, name)
     return groups, scalars
 
 
@@ -186,9 +195,17 @@ def _owners(files: Sequence[WeightsFile]) -> dict[tuple[bool, str], int]:
     return owner
 
 
-def metadata_of(found: CheckpointInfo, files: Sequence[WeightsFile], notes: tuple[str, ...] = ()) -> CheckpointMetadata:
-    """What the files hold; :class:`MismatchError` if two of them have a tensor of a name."""
-    owner, (saved_groups, scalars) = _owners(files), _groups_and_scalars(files)
+def metadata_of(
+    found: CheckpointInfo,
+    files: Sequence[WeightsFile],
+    notes: tuple[str, ...] = (),
+    options: StateOptions = StateOptions(),  # noqa: B008  frozen
+) -> CheckpointMetadata:
+    """What the files hold; :class:`MismatchError` if two of them have a tensor of a name.
+
+    Raises :class:`DamagedError` for optimizer states of known names that no optimizer keeps.
+    """
+    owner, (saved_groups, scalars) = _owners(files), _groups_and_scalars(files, options)
     groups = [
         {key: tuple(value) if isinstance(value, list) and key != "params" else value for key, value in group.items()}
         for group in saved_groups
@@ -198,6 +215,7 @@ def metadata_of(found: CheckpointInfo, files: Sequence[WeightsFile], notes: tupl
     for (is_state, entry), number in owner.items():
         key, _, name = entry.partition(".") if is_state else (MASTER if entry in members else FROZEN, "", entry)
         tensors[name, key] = dense_tensor(name, key, files[number].tensors[entry], number)
+    tensors |= _states(tensors, members, files, options)
     parameters = {
         name: SavedParameter(tensors[name, MASTER].shape, group, tuple(sorted(scalars.get(name, {}).items())))
         for name, group in members.items()
@@ -214,6 +232,32 @@ def metadata_of(found: CheckpointInfo, files: Sequence[WeightsFile], notes: tupl
         aliases={alias: name for alias, name in ties.items() if (False, alias) not in owner},
         notes=notes,
     )
+
+
+def _states(tensors: Tensors, members: Collection[str], files: Sequence[WeightsFile], options: StateOptions) -> Tensors:
+    """The optimizer states, each with whether it has another shape than its parameter; checks masters, too."""
+    found: Tensors = {}
+    moments: dict[str, dict[str, Shape]] = {}
+    paths = {place: files[chunk.file].path for place, tensor in tensors.items() for chunk in tensor.chunks}
+    for (name, key), tensor in tensors.items():
+        path = paths.get((name, key), files[0].path)
+        if key == MASTER:
+            check_master(path, tensor.dtype, tensor.shape, name)
+        if key in WEIGHTS:
+            continue
+        if (name, MASTER) not in tensors:
+            problem, expected = "an optimizer state is of no parameter of a param group", "states of parameters alone"
+            raise DamagedError(problem, path, expected, f"{key}.{name}", parameter=name)
+        own = tensors[name, MASTER].shape
+        check_tensor(path, key, tensor.dtype, tensor.shape, options, name)
+        found[name, key] = replace(tensor, has_own_shape=own not in (tensor.shape, tensor.shape[1:]))
+        if key in MOMENTS:
+            moments.setdefault(name, {})[key] = tensor.shape
+    for name, shapes in moments.items():
+        check_shapes(
+            paths.get((name, next(iter(shapes))), files[0].path), shapes, tensors[name, MASTER].shape, options, name
+        )
+    return found
 
 
 def parse_json(text: bytes) -> Any:

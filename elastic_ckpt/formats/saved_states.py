@@ -11,17 +11,17 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from elastic_ckpt.core.metadata import WEIGHTS, is_floating
+from elastic_ckpt.core.metadata import WEIGHTS
 from elastic_ckpt.core.state_kinds import (
     COMPANIONS,
-    MOMENTS,
     REPLICATED,
     Codebook,
     StateOptions,
     codebook,
 )
 from elastic_ckpt.core.values import merged
-from elastic_ckpt.formats.own_entries import check_groups, check_states, is_real, malformed
+from elastic_ckpt.formats.known_states import check_tensor, check_value
+from elastic_ckpt.formats.own_entries import check_groups, check_states
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import hyperparameters, read_bytes, read_numbers, tensor_values, to_numbers
@@ -33,7 +33,6 @@ _QMAPS = frozenset(qmap for _, qmap in COMPANIONS.values())
 #: Entry under which bitsandbytes hides quantized tensors from FSDP in ``state_dict`` since 0.49.2.
 NESTED = "__bnb_optimizer_quant_state__"
 _NOT_READ = ("params", "param_names")
-_STEP, _MOMENTUM = "step", "momentum_buffer"
 #: Hyperparameters of pytorch_optimizer's, some of which have ``bias_correction`` too.
 _OF_OTHERS = frozenset({"weight_decouple", "foreach", "growth_rate"})
 #: Hyperparameters that no optimizer changes by what a rank holds, as some do the rate: the same in all files of a save.
@@ -45,20 +44,6 @@ ELEMENTWISE_NAMES = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"}
     | {"acc_delta", "variance", "prev", "step_size", "state1", "state2"}
 )
-
-
-def check_dtype(file: PickledFile, key: str, ref: TensorRef, options: StateOptions) -> None:
-    """Raise :class:`DamagedError` for a step that is no real number, or a moment that has none.
-
-    Of what another optimizer keeps under these names, the user declares the layout in ``options``.
-    """
-    if options.layout(key) is not None:
-        return
-    if key == _STEP and not is_real(ref.dtype):
-        raise malformed(file, f"optimizer state {key}", "a real number", ref)
-    if key in (*MOMENTS, _MOMENTUM) and not is_floating(ref.dtype):
-        expected = f'a tensor of real numbers; for what another optimizer keeps under this name, "states" names {key}'
-        raise malformed(file, f"optimizer state {key}", expected, ref)
 
 
 class Digest(NamedTuple):
@@ -113,16 +98,15 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
         if key in WEIGHTS:
             opaque[key] = "a state of a name that masters, buffers or frozen parameters go by here"
         elif isinstance(value, TensorRef):
-            check_dtype(file, key, value, options)
+            check_tensor(file.path, key, value.dtype, value.shape, options)
             (tensors if value.shape else points)[key] = value
-        elif key == _STEP and isinstance(value, (bool, complex)):
-            raise malformed(file, f"optimizer state {key}", "a real number", value)
-        elif value is None or isinstance(value, (int, float)):  # None: a buffer that the optimizer does not use
-            scalars[key] = value
-        elif key in MOMENTS:
-            raise malformed(file, f"optimizer state {key}", "a tensor", value)
         else:
-            opaque[key] = f"a {type(value).__name__}"
+            check_value(file.path, key, value, options)
+            is_scalar = value is None or isinstance(value, (int, float))  # None: a buffer that is not used
+            if is_scalar:
+                scalars[key] = value
+            else:
+                opaque[key] = f"a {type(value).__name__}"
     codebooks = {key: ref for key, ref in tensors.items() if key in _QMAPS and ref.numel <= _SMALL_NUMEL}
     digests = {}
     for key, ref in ((key, ref) for key, ref in tensors.items() if key not in codebooks):
@@ -137,6 +121,7 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
         if point is None:
             opaque[key] = f"a number of {points[key].dtype}"
         else:
+            check_value(file.path, key, point, options)
             scalars[key] = point
     maps = zip(codebooks, read_numbers(file, codebooks.values()), strict=True)
     return StatesOfOne(

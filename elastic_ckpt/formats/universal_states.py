@@ -45,6 +45,7 @@ from elastic_ckpt.formats.classification import (
     classify,
     compare_lengths,
 )
+from elastic_ckpt.formats.known_states import check_tensor, check_value
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.own_entries import text_of
@@ -53,7 +54,6 @@ from elastic_ckpt.formats.saved_states import (
     ELEMENTWISE_NAMES,
     Digest,
     StatesOfOne,
-    check_dtype,
     sort_states,
 )
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -123,7 +123,7 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
         problem, found = "the master of this parameter is no tensor of real numbers", text_of(value)
         raise DamagedError(problem, file.path, "fp32 values", found, parameter=name, remedy=CONVERT_AGAIN)
     if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
-        check_dtype(file, key, value, options)
+        check_tensor(file.path, key, value.dtype, value.shape, options, name)
         if not value.is_contiguous:
             problem = f"{key} of this parameter was saved as a view that is not contiguous"
             raise DamagedError(problem, file.path, parameter=name)
@@ -132,11 +132,13 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
         layout = _layout_of(file, name, value) if is_parameters and key in _SCALES else None
         noted = layout or _small(file, key, value, options)
         return StateFile(key, file.nbytes, value, None, noted, rule, is_concatenated, file.records)
+    if not isinstance(value, TensorRef):
+        check_value(file.path, key, value, options, name)
     scalars = dict(sort_states(file, {key: value}, options).scalars)
-    is_moment = key in _MOMENTS and (value is not None or is_parameters)
-    if key not in scalars or is_moment:
+    is_moment = key in _MOMENTS and value is not None
+    if key not in scalars or is_moment or is_parameters:
         problem, found = f"{key} of this parameter is neither a tensor nor a number", text_of(value)
-        problem = f"{key} of this parameter is no tensor" if is_moment else problem
+        problem = f"{key} of this parameter is no tensor" if is_moment or is_parameters else problem
         expected = "a tensor, or a dict with 'param'"
         raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=CONVERT_AGAIN)
     scalar, dtype = scalars[key], None

@@ -203,7 +203,7 @@ def test_moments_of_a_dtype_in_which_no_optimizer_keeps_them_are_damage(tmp_path
     for key in MOMENTS:
         for dtype in NO_REALS:
             states = {key: torch.zeros(shape).to(dtype)}
-            with pytest.raises(DamagedError, match="not what DeepSpeed writes there") as caught:
+            with pytest.raises(DamagedError, match="not what optimizers keep under its name") as caught:
                 sorted_of(tmp_path, states)
             assert caught.value.file == str(tmp_path / "states.pt")
             assert str(dtype).removeprefix("torch.") in str(caught.value.found)
