@@ -15,6 +15,7 @@ from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats.known_states import is_real, value_text
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.stacked_experts import AUTOEP_LAYERS
 from elastic_ckpt.formats.torch_archive.calls import Call
 from elastic_ckpt.formats.torch_archive.charges import limit_error
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
@@ -67,6 +68,21 @@ def _is_fragment(value: Any) -> bool:
     return is_count(getattr(value, "start", None)) and is_count(getattr(value, "numel", None))
 
 
+def _is_autoep(layer: Any) -> bool:
+    """Whether this places the experts of one layer, as DeepSpeed's AutoEP notes them."""
+    if not isinstance(layer, Mapping) or type(layer.get("expert_key_prefix")) is not str:
+        return False
+    if not all(is_count(layer.get(key)) for key in ("num_local_experts", "ep_size", "num_experts")):
+        return False
+    placement = layer.get("expert_placement")
+    return placement is None or (isinstance(placement, Mapping) and is_list(placement.get("ranks"), _is_placed))
+
+
+def _is_placed(rank: Any) -> bool:
+    """Whether this lists the experts of one expert-parallel rank."""
+    return isinstance(rank, Mapping) and is_count(rank.get("rank")) and is_list(rank.get("experts"), is_count)
+
+
 def _is_any(_: Any) -> bool:
     return True
 
@@ -88,7 +104,9 @@ _STAGE = Kind(f"a ZeRO stage from 0 to {_MOST_STAGE}", _is_stage)
 _FLAG = Kind("True or False", lambda value: isinstance(value, (bool, int, float, TensorRef)))
 _TEXT = Kind("text", lambda value: isinstance(value, str))
 _SCALER = Kind("DeepSpeed's loss scaler", _is_scaler)
+_AUTOEP = Kind("a list with the places of the experts of each AutoEP layer", lambda value: is_list(value, _is_autoep))
 _MODEL_STATES: Mapping[str, Kind] = {
+    **dict.fromkeys(AUTOEP_LAYERS, _AUTOEP.or_none()),
     "module": Kind("a dictionary of weights by name", lambda value: _is_mapping(value, _is_any)).or_none(),
     "buffer_names": _NAMES,
     "param_shapes": _LISTED_SHAPES.or_none(),
@@ -149,11 +167,12 @@ def check_own_entries(file: PickledFile) -> None:
         _check_weights(file, tree)
         for key in ("lr_scheduler", "param_shapes", "frozen_param_shapes"):
             _check_unrolled(key, tree.get(key))
-    if isinstance(state := tree.get("optimizer_state_dict"), Mapping):
+    if "optimizer_state_dict" in tree:
+        state = tree["optimizer_state_dict"]
+        if not isinstance(state, Mapping):
+            raise malformed(file, "optimizer_state_dict", "a dictionary", state)
         _check_all(file, state, _PARTITIONS, "optimizer_state_dict / ")
         _check_lengths(file, state)
-    elif state is not None:
-        raise malformed(file, "optimizer_state_dict", "a dictionary", state)
 
 
 def _check_unrolled(entry: str, value: Any) -> None:
@@ -284,7 +303,9 @@ def _check_lengths(file: PickledFile, state: Mapping[str, Any]) -> None:
         return
     for key in _PER_FLAT:
         values = state.get(key)
-        if values and len(values) != len(flats):
+        # BF16_Optimizer, which notes no stage, keeps the padding in its masters
+        is_needed = key == "group_paddings" and key in state and "zero_stage" in state
+        if (values or is_needed) and len(values) != len(flats):
             text = f"{counted(len(flats), 'item')}, as single_partition_of_fp32_groups has"
             raise malformed(file, f"optimizer_state_dict / {key}", text, values)
 

@@ -8,6 +8,8 @@ from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, LayoutError
 from elastic_ckpt.formats.pickled import PickledFile
 
+#: Entries of a model-states file, of which the first that is not empty counts.
+AUTOEP_LAYERS = ("ds_autoep_layers", "autoep_layers")
 _MOST_EXPERTS = 1 << 17  # experts of a layer, of which a file may claim any number
 
 
@@ -17,7 +19,7 @@ def stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]]
     Raises :class:`LayoutError` if a file does not place each of them on one rank.
     """
     found: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for layer in file.tree.get("ds_autoep_layers") or file.tree.get("autoep_layers") or ():
+    for layer in next(filter(None, map(file.tree.get, AUTOEP_LAYERS)), ()):
         local, ep, count = (int(layer[key]) for key in ("num_local_experts", "ep_size", "num_experts"))
         local, ep = (local, ep) if 0 < local * ep == count <= _MOST_EXPERTS else (0, 0)
         placed = tuple(tuple(range(rank * local, (rank + 1) * local)) for rank in range(ep))

@@ -116,7 +116,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "another dtype": lambda old: old.to(torch.float64) if isinstance(old, torch.Tensor) else ...,
     "as integers": lambda old: old.to(torch.int32) if isinstance(old, torch.Tensor) else ...,
     "a dimension more": lambda old: old.clone()[None] if isinstance(old, torch.Tensor) else ...,
-    "an element less": lambda old: old.clone().view(-1)[:-1].clone() if isinstance(old, torch.Tensor) else ...,
+    "an element less": lambda old: old.clone().reshape(-1)[:-1].clone() if isinstance(old, torch.Tensor) else ...,
     "as text": lambda old: str(old) if type(old) in (int, float) else ...,
     "as a tensor": lambda old: torch.tensor(old) if type(old) in (int, float) else ...,
     "negative": lambda old: -old - 1 if type(old) in (int, float) else ...,
