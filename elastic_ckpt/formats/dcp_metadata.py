@@ -112,9 +112,11 @@ def read_dcp_metadata(folder: str) -> DcpContents:
         placed = {name: tuple(sorted(items, key=lambda item: item.start)) for name, items in sorted(files.items())}
         for name, items in placed.items():
             _refuse_overlaps(name, items, path)
+        places = {name: paths.get(name, (name,)) for name in tree.state_dict_metadata}
+        _refuse_one_place(places, path)
         return DcpContents(
             tensors,
-            {name: paths.get(name, (name,)) for name in tree.state_dict_metadata},
+            places,
             placed,
             modified(path),
         )
@@ -131,6 +133,28 @@ def _paths(planner_data: Any, path: str) -> dict[str, Path]:
             raise unreadable(path, "paths of entries that are not made of names and numbers")
         _refuse_long_path(keys, path)
     return {name: tuple(keys) for name, keys in planned.items()}
+
+
+def _refuse_one_place(paths: Mapping[str, Path], path: str) -> None:
+    """Raise :class:`DamagedError` for two entries at one path, or one in the place of a collection with another.
+
+    Keys count by their text, since names of parameters are text: of two at one place, one alone would be read.
+    """
+    owners: dict[tuple[str, ...], str] = {}
+    for name, keys in paths.items():
+        other = owners.setdefault(tuple(map(str, keys)), name)
+        if other != name:
+            raise _one_place(name, other, path)
+    for keys, name in owners.items():
+        above = (keys[:stop] for stop in range(1, len(keys)))
+        outer = next((owners[each] for each in above if each in owners), None)
+        if outer is not None:
+            raise _one_place(name, outer, path)
+
+
+def _one_place(name: str, other: str, path: str) -> DamagedError:
+    problem = "two entries of this .metadata are at one place of the state dict"
+    return DamagedError(problem, path, "a path of its own for each entry", f"that of {other}", parameter=name)
 
 
 def _refuse_long_path(keys: Sequence[str | int], path: str) -> None:

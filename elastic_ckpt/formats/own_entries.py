@@ -15,7 +15,7 @@ from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats.known_states import is_real, value_text
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.stacked_experts import AUTOEP_LAYERS
+from elastic_ckpt.formats.stacked_experts import AUTOEP_LAYERS, refuse_many_experts
 from elastic_ckpt.formats.torch_archive.calls import Call
 from elastic_ckpt.formats.torch_archive.charges import limit_error
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
@@ -167,6 +167,8 @@ def check_own_entries(file: PickledFile) -> None:
         _check_weights(file, tree)
         for key in ("lr_scheduler", "param_shapes", "frozen_param_shapes"):
             _check_unrolled(key, tree.get(key))
+        counts: Any = tree.get("num_experts") or ()
+        refuse_many_experts(file, [counts] if is_count(counts) else counts)
     if "optimizer_state_dict" in tree:
         state = tree["optimizer_state_dict"]
         if not isinstance(state, Mapping):
@@ -302,7 +304,7 @@ def _check_lengths(file: PickledFile, state: Mapping[str, Any]) -> None:
     if flats is None:
         return
     for key in _PER_FLAT:
-        values = state.get(key)
+        values = state.get(key) or ()
         # BF16_Optimizer, which notes no stage, keeps the padding in its masters
         is_needed = key == "group_paddings" and key in state and "zero_stage" in state
         if (values or is_needed) and len(values) != len(flats):

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, LayoutError
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.torch_archive.charges import limit_error
 
 #: Entries of a model-states file, of which the first that is not empty counts.
 AUTOEP_LAYERS = ("ds_autoep_layers", "autoep_layers")
-_MOST_EXPERTS = 1 << 17  # experts of a layer, of which a file may claim any number
+#: Experts of all layers together, of which a file may claim any number; the largest models have some 25,000.
+_MOST_EXPERTS = 1 << 17
+
+
+def refuse_many_experts(file: PickledFile, counts: Iterable[int]) -> None:
+    """Raise :class:`UnsupportedError` for more experts in all layers than are reasonable: each has a name here."""
+    if (count := sum(map(int, counts))) > _MOST_EXPERTS:
+        raise limit_error(f"at most {_MOST_EXPERTS} experts in all layers", str(count)[:40], file.path)
 
 
 def stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -19,7 +28,9 @@ def stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]]
     Raises :class:`LayoutError` if a file does not place each of them on one rank.
     """
     found: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for layer in next(filter(None, map(file.tree.get, AUTOEP_LAYERS)), ()):
+    layers = next(filter(None, map(file.tree.get, AUTOEP_LAYERS)), ())
+    refuse_many_experts(file, (layer["num_experts"] for layer in layers))
+    for layer in layers:
         local, ep, count = (int(layer[key]) for key in ("num_local_experts", "ep_size", "num_experts"))
         local, ep = (local, ep) if 0 < local * ep == count <= _MOST_EXPERTS else (0, 0)
         placed = tuple(tuple(range(rank * local, (rank + 1) * local)) for rank in range(ep))

@@ -56,6 +56,7 @@ from elastic_ckpt.formats.saved_states import (
     StatesOfOne,
     sort_states,
 )
+from elastic_ckpt.formats.torch_archive.charges import limit_error
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import read_numbers
 
@@ -66,6 +67,8 @@ SHARED_STATES = "elastic_ckpt_shared_states"
 BLOCK_NUMEL, RUNS = "block_numel", "quantized_runs"
 _RUN_FIELDS = 6
 _MOST_RUNS = 1 << 22
+#: Rows of runs that may have fewer elements than this each, as hardly any tensor-parallel shard has.
+_MOST_SHORT_ROWS, _SHORT_ROW_NUMEL = 1 << 14, 64
 #: Fused parts of a parameter, of which a file may claim any number.
 _MOST_SUB_PARAMETERS = 1 << 10
 _SCALES = {scales: codes for codes, (scales, _) in COMPANIONS.items()}
@@ -179,6 +182,9 @@ def _layout_of(file: PickledFile, name: str, scales: TensorRef) -> QuantizedLayo
         expected = f"{RUNS!r} of {_RUN_FIELDS} columns with {scales.numel} blocks, and {BLOCK_NUMEL!r}"
         found = f"{len(runs)} runs in blocks of {block_numel!r}"[:200]
         raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=CONVERT_AGAIN)
+    count, most = sum(run.rows for run in runs), max(_MOST_SHORT_ROWS, scales.numel * block_numel // _SHORT_ROW_NUMEL)
+    if count > most:  # each row is a chunk, and a read
+        raise limit_error(f"{RUNS!r} of {name}: at most {most} rows", f"{count}", file.path)
     return QuantizedLayout(block_numel, runs)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
@@ -36,6 +37,7 @@ from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.planning.planner import compare_replicas
 from elastic_ckpt.planning.state_errors import state_errors
 from elastic_ckpt.sharding.resolve import ReshardPlan
+from elastic_ckpt.tools.verification import verify
 from tests.attacks.guard import guarded
 from tests.formats.dcp_folders import read, rewrite, save, state_dicts, trained, values
 
@@ -401,6 +403,25 @@ def test_paths_that_no_state_dict_has_are_a_limit(folder: Path, path: tuple[str,
     with guarded(64 << 20), pytest.raises(UnsupportedError, match="a limit of elastic_ckpt") as caught:
         read(folder)
     assert found in str(caught.value)
+
+
+PLACES = {
+    "one path": (("model", "first.weight"), ("model", "first.weight")),
+    "a number and its text": (("model", 1), ("model", "1")),
+    "one in the other": (("model", "x"), ("model", "x", "y")),
+    "the other in one": (("note", "x", 0), ("note", "x")),
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
+@pytest.mark.parametrize("names", [("model.first.weight", "model.first.bias"), ("note", "model.first.bias")])
+def test_two_entries_at_one_place_are_damage(folder: Path, what: str, names: tuple[str, str]) -> None:
+    """One of them alone would be read, and nobody told."""
+    rewrite(folder, lambda metadata: metadata.planner_data.update(zip(names, PLACES[what], strict=True)))
+    with pytest.raises(DamagedError, match="at one place") as caught:
+        read(folder)
+    assert caught.value.parameter in names and caught.value.file == str(folder / ".metadata")
+    assert not verify(str(folder), None, ElasticConfig()).ok
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x80\x04.", pickle.dumps(7), pickle.dumps({"state_dict_metadata": {}})])

@@ -21,7 +21,7 @@ from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.verification import verify
 from tests.distributed.malformed import outcome, planned
 from tests.formats.dcp_folders import read, save, state_dicts
-from tests.formats.test_universal_states import written
+from tests.formats.universal_folders import written
 
 safetensors = pytest.importorskip("safetensors")
 save_file = pytest.importorskip("safetensors.torch").save_file

@@ -35,7 +35,9 @@ UNPARTITIONED = {
     "param_groups": TREES["zero1"]["optimizer_state_dict"]["base_optimizer_state"]["param_groups"],
 }
 UNIVERSAL_OPTIMIZER = {
-    **{key: value for key, value in TREES["zero1"]["optimizer_state_dict"].items() if key in ("zero_stage", "overflow")},
+    **{
+        key: value for key, value in TREES["zero1"]["optimizer_state_dict"].items() if key in ("zero_stage", "overflow")
+    },
     "loss_scaler": TREES["zero1"]["optimizer_state_dict"]["loss_scaler"],
     "param_groups": UNPARTITIONED["param_groups"],
     "optimizer_state_dict": {"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": UNPARTITIONED["param_groups"]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.own_entries import check_groups, check_optimizer_file, check_own_entries
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.formats.stacked_experts import stacked_experts
 from tests.attacks.seeds import TREES
 
 MODEL = ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "ds_version")
@@ -101,3 +103,18 @@ def test_a_container_that_is_held_many_times_counts_each_time(entry: str, tmp_pa
         check = partial(check_optimizer_file, open_pickled(path, False))
     with pytest.raises(UnsupportedError, match="up to a limit"):
         check()
+
+
+AUTOEP = {"num_local_experts": 1 << 17, "ep_size": 1, "num_experts": 1 << 17, "expert_key_prefix": "moe"}
+
+
+@pytest.mark.parametrize("layers", [1, 200])
+@pytest.mark.parametrize("entry", ["num_experts", "ds_autoep_layers", "autoep_layers"])
+def test_experts_of_all_layers_together_have_a_limit(entry: str, layers: int, tmp_path: Path) -> None:
+    """A number takes two bytes of a file, and each expert that it counts a name: gigabytes."""
+    each = 1 << 17 if entry == "num_experts" else AUTOEP
+    file = opened(tmp_path, {**TREES["model"], entry: [each] * layers})
+    with nullcontext() if layers == 1 else pytest.raises(UnsupportedError, match="up to a limit") as caught:
+        check_own_entries(file)
+        stacked_experts(file)
+    assert layers == 1 or caught.value.file == file.path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +14,16 @@ from elastic_ckpt.core.chunks import QuantizedRun
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import TensorValue
-from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.universal_states import index_state
 from elastic_ckpt.load.metadata import read_checkpoint
+from tests.formats.universal_folders import SHAPES, written
 from tests.quantization import own_maps
 
-SHAPES = {"weight": (30, 20), "bias": (256,)}
 MAP = torch.full((256,), 0.5)
-
-
-def written(folder: Path, shared: dict[str, Any] | None = None, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Path:
-    """A universal checkpoint with masters and the momentum of one parameter or more, and its folder of parameters."""
-    tag = folder / "tag"
-    tag.mkdir()
-    counters = {"global_steps": 7, "global_samples": 7, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
-    listed = [{name: torch.Size(shape) for name, shape in shapes.items()}]
-    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    model = {"module": weights, "buffer_names": [], "param_shapes": listed, "lr_scheduler": None, **counters}
-    config = {"zero_optimization": {"stage": 1}}
-    torch.save({**model, "ds_config": config, "ds_version": "0.19.8"}, tag / "mp_rank_00_model_states.pt")
-    for name, shape in shapes.items():
-        (tag / "zero" / name).mkdir(parents=True)
-        for key in ("fp32", "trail"):
-            torch.save({"param": torch.zeros(shape), "cat_dim": 0}, tag / "zero" / name / f"{key}.pt")
-        torch.save(7, tag / "zero" / name / "step.pt")
-    more = {"elastic_ckpt_shared_states": shared} if shared is not None else {}
-    group = {"lr": 0.1, "params": [0]}
-    torch.save({"zero_stage": 1, "param_groups": [group], **more}, tag / "zero" / "optimizer_state.pt")
-    return tag / "zero"
 
 
 def read(zero: Path, **states: Any) -> CheckpointMetadata:
@@ -181,6 +161,17 @@ def test_records_of_blocks_that_do_not_fit_the_scales_are_damage(
     torch.save({"param": torch.ones(3), "quantized_runs": runs, "block_numel": block_numel}, tmp_path / "absmax1.pt")
     with pytest.raises(DamagedError, match="does not fit its scales"):
         index_state(open_pickled(str(tmp_path / "absmax1.pt")))
+
+
+@pytest.mark.parametrize(("numel", "rows", "is_limit"), [(1, 150_000, True), (1, 5_000, False), (64, 20_000, False)])
+def test_rows_of_hardly_any_elements_have_a_limit(numel: int, rows: int, is_limit: bool, tmp_path: Path) -> None:
+    """Each is a chunk: a table of 48 bytes kept an export busy for minutes."""
+    run = torch.tensor([[0, numel, rows, numel, 0, 0]])
+    scales = torch.ones(-(-numel * rows // 256))
+    torch.save({"param": scales, "quantized_runs": run, "block_numel": 256}, tmp_path / "absmax1.pt")
+    file = open_pickled(str(tmp_path / "absmax1.pt"))
+    with pytest.raises(UnsupportedError, match="up to a limit") if is_limit else nullcontext():
+        index_state(file)
 
 
 def test_runs_that_fit_are_read(tmp_path: Path) -> None:

@@ -87,9 +87,9 @@ def items_nbytes(container: Any, count: int) -> int:
     return (MEMBER_NBYTES if isinstance(container, (set, frozenset)) else ITEM_NBYTES) * count
 
 
-def limit_error(expected: str, found: str) -> UnsupportedError:
+def limit_error(expected: str, found: str, path: str | None = None) -> UnsupportedError:
     """What elastic_ckpt does not read, because hostile files have it: the file may be whole."""
     problem = "this file has what elastic_ckpt reads up to a limit, and more of it"
     another_form = Remedy("the file may be whole: this is a limit of elastic_ckpt. Save it in another form")
     remedy = another_form, Remedy(when="if you trust whoever wrote the file", config={"trust_pickle": True})
-    return UnsupportedError(problem, expected=expected, found=found, remedy=remedy)
+    return UnsupportedError(problem, path, expected, found, remedy=remedy)
