@@ -265,6 +265,17 @@ def refuse_used_up(error: Exception, path: str) -> None:
 
 
 @contextmanager
+def errors_of_file(path: str | None) -> Iterator[None]:
+    """Lets an error of the body that names no file name this one, from which the values are that it is about."""
+    try:
+        yield
+    except ElasticCkptError as error:
+        if error.file is None:
+            error.file = path
+        raise
+
+
+@contextmanager
 def printable_errors() -> Iterator[None]:
     """Run a body, of whose exceptions a traceback prints no control characters. Local."""
     try:

@@ -202,6 +202,7 @@ class TrainingState:
     #: Tensor- and pipeline-parallel degree of the save, if this is the state of the same model-parallel rank; else 0.
     degrees: tuple[int, int] = (1, 1)
     left_out: Mapping[str, str] = field(default_factory=dict)  # by name, why an entry of the client state is missing
+    file: str | None = field(default=None, compare=False)  # path of the file that it was read from
 
     @classmethod
     def after(cls, steps: float, **more: Any) -> TrainingState:

@@ -68,6 +68,7 @@ def refuse_other_scheduler(scheduler: Any, live: Any, saved: Any) -> None:
         "the checkpoint has the state of an lr scheduler of another class",
         expected=f"the live {type(scheduler).__name__}, whose state has {_described(live)}",
         found=f"{_class_of(saved) or 'another one'}, whose state has {_described(saved)}",
+        parameter="lr_scheduler",
         remedy=(BEGIN_ANEW, Remedy("build the scheduler that was saved")),
     )
 

@@ -33,7 +33,7 @@ from elastic_ckpt.engines.schedule_states import (
 )
 from elastic_ckpt.engines.schedule_undo import state_and_undo
 from elastic_ckpt.engines.schedules import apply_schedule, keys_of_start, keys_set_by, sets_first_beta_alone
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, Remedy, shortened
+from elastic_ckpt.errors import ElasticCkptError, MismatchError, Remedy, errors_of_file, shortened
 from elastic_ckpt.report import DATA_POSITION
 
 logger = logger_of(__name__)
@@ -120,7 +120,8 @@ class TrainingStateCommit:
         self._position_before = position_of(engine)
         if not arguments.load_module_only and (sampler := registered(engine)) is not None:
             if self._position is not None:
-                sampler.check(self._position)
+                with errors_of_file(saved.file):
+                    sampler.check(self._position)
                 self.outcomes.append(Outcome(DATA_POSITION, "restored"))
             else:
                 stays = f"{none}; the sampler continues after {self._position_before} samples"
@@ -136,7 +137,8 @@ class TrainingStateCommit:
 
         What fails may be half loaded: :meth:`undo_schedulers`.
         """
-        self.outcomes[:0] = self._load_lr_scheduler(plan)
+        with errors_of_file(self._saved.file):
+            self.outcomes[:0] = self._load_lr_scheduler(plan)
         for key, own in self._own_schedulers.items():
             before = {key: each.copy() if isinstance(each, (dict, list)) else each for key, each in vars(own).items()}
             self._undo.callback(vars(own).update, before)
@@ -212,8 +214,9 @@ def _scheduler_plan(
     is_restored = wanted and (is_saved or (hasattr(live, "state_dict") and live.state_dict() is None))
     if is_restored and is_saved:
         own_state = live.state_dict() if hasattr(live, "state_dict") else None
-        refuse_other_scheduler(live, own_state, saved.lr_scheduler)
-        refuse_strange_entries(live, own_state, saved.lr_scheduler)
+        with errors_of_file(saved.file):
+            refuse_other_scheduler(live, own_state, saved.lr_scheduler)
+            refuse_strange_entries(live, own_state, saved.lr_scheduler)
     # a framework that passes load_lr_scheduler_states=False has it in the client state, and restores it itself
     restored_later = any(schedule_states(saved.checkpoint))
     begins_anew = live is not None and not is_restored and not _is_among(live, restored)
@@ -245,7 +248,8 @@ def _load_state(scheduler: Any, state: Any) -> None:
         problem = f"the live lr scheduler could not load the saved state, which has {keys}"
         expected = f"a state that {type(scheduler).__name__} loads"
         found = f"{type(error).__name__}: {error}"[:200]
-        raise MismatchError(problem, expected=expected, found=found, remedy=BEGIN_ANEW) from error
+        name = "lr_scheduler"
+        raise MismatchError(problem, None, expected, found, parameter=name, remedy=BEGIN_ANEW) from error
 
 
 def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple[list[Outcome], list[Change]]:

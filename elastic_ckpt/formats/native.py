@@ -27,6 +27,7 @@ from elastic_ckpt.errors import (
     MissingFilesError,
     SavedOverError,
     UnsupportedError,
+    errors_of_file,
     listed,
     shortened,
 )
@@ -99,10 +100,13 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
             path, grid = paths[at], files.grid
             rank = next(rank for rank in files.ranks.values() if any(model.path == path for model in rank.models))
             scaler, overflow = None if rank.model.optimizer is None else rank.model.optimizer.scaler, False
+            of_scaler = path
             if rank.optimizers:
+                of_scaler = rank.optimizers[0].path
                 scaler, overflow = rank.optimizers[0].loss_scaler, rank.optimizers[0].overflow
             same_ranks = grid.has_ranks_of(options.coordinates)
-            scale = loss_scale_of(scaler, wanted=options.with_states)
+            with errors_of_file(of_scaler):
+                scale = loss_scale_of(scaler, wanted=options.with_states)
             state = read_training_state(opened[path], scale, overflow, same_ranks, grid.sequence, options)
             return replace(state, degrees=(grid.tp, grid.pp))
 

@@ -324,6 +324,7 @@ def read_training_state(
         checkpoint=read,
         same_ranks=same_ranks,
         left_out={str(key): f"{error.problem}: {error.found}; it is left out" for key, error in refused.items()},
+        file=file.path,
     )
 
 
@@ -332,7 +333,7 @@ def loss_scale_of(saved: Any, wanted: bool = True) -> LossScale | None:
 
     ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer`` write entries. Partitioned optimizers write a scaler in every
     precision, which scales anything only in fp16. Raises :class:`DamagedError` for values that no scaler has, unless
-    the scale is not ``wanted``.
+    the scale is not ``wanted``; the caller names the file (:func:`errors_of_file`).
     """
     if saved is None or (isinstance(saved, Mapping) and "cur_scale" not in saved):
         return None
@@ -347,10 +348,12 @@ def loss_scale_of(saved: Any, wanted: bool = True) -> LossScale | None:
             return None
         if expected is not None:
             problem = "the loss scaler of this checkpoint has a value that no loss scaler of DeepSpeed has"
-            raise DamagedError(problem, None, f"{key}: {expected}", repr(value)[:200], remedy=remedy)
+            both = f"{key}: {expected}", repr(value)[:200]
+            raise DamagedError(problem, None, *both, parameter="loss_scaler", remedy=remedy)
     if "cur_scale" not in found and wanted:
         problem, expected = "the loss scaler of this checkpoint has no scale", "cur_scale"
-        raise LayoutError(problem, None, expected, sorted(map(str, values))[:12], remedy=remedy)
+        entries = sorted(map(str, values))[:12]
+        raise LayoutError(problem, None, expected, entries, parameter="loss_scaler", remedy=remedy)
     return LossScale(dynamic, found) if "cur_scale" in found else None
 
 

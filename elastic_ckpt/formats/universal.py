@@ -31,7 +31,7 @@ from elastic_ckpt.core.shard_specs import DeclaredSpecs
 from elastic_ckpt.core.state_kinds import COMPANIONS, StateOptions
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TrainingState
-from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, errors_of_file, shortened
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
 from elastic_ckpt.formats.grid import grid_of
@@ -131,7 +131,9 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
 
         def read_state(_: int) -> TrainingState:
             same_ranks = len(models) == 1 and grid.has_ranks_of(options.coordinates)
-            scale = loss_scale_of(optimizer.loss_scaler, wanted=options.with_states)
+            of_optimizer = found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
+            with errors_of_file(of_optimizer):
+                scale = loss_scale_of(optimizer.loss_scaler, wanted=options.with_states)
             state = read_training_state(
                 opened[first.path], scale, optimizer.overflow, same_ranks, grid.sequence, options
             )

@@ -14,6 +14,7 @@ from typing import Any
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from packaging.version import InvalidVersion, Version
 
+from elastic_ckpt.errors import errors_of_file
 from elastic_ckpt.formats import saved_config
 from elastic_ckpt.formats.model_states import FUSED, MASTER_ENTRIES
 from elastic_ckpt.formats.own_entries import is_count, module_entries
@@ -74,7 +75,8 @@ def can_take_scaler(file: PickledFile, fields: frozenset[str]) -> bool:
     state = file.tree.get("optimizer_state_dict") or file.tree.get("optimizer") or {}
     scaler = state.get("loss_scaler")
     for scale in (state, scaler):
-        saved_config.loss_scale_of(scale)
+        with errors_of_file(file.path):
+            saved_config.loss_scale_of(scale)
     return scaler is None or vars(scaler).keys() == fields
 
 

@@ -31,6 +31,7 @@ from elastic_ckpt.errors import (
     MismatchError,
     PartialLoadError,
     SavedOverError,
+    errors_of_file,
 )
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.same_save import steps_not_counted
@@ -204,7 +205,8 @@ def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> t
     if call.arguments.load_module_only or not call.arguments.has_optimizer:
         return ()
     refuse, is_split = call.config.on_change == "error", splits_batches()
-    warnings = training_state.compare_batches(engine, data_degree, saved.batch, refuse, is_split)
+    with errors_of_file(saved.file):
+        warnings = training_state.compare_batches(engine, data_degree, saved.batch, refuse, is_split)
     warnings += training_state.warn_of_data(saved)
     if call.arguments.restores_states:
         warnings += metadata.warnings

@@ -23,6 +23,7 @@ from elastic_ckpt.engines.training_state import (
     loss_scale_changes,
     warn_of_unscaled_gradients,
 )
+from elastic_ckpt.errors import MismatchError, errors_of_file
 from elastic_ckpt.formats.saved_config import loss_scale_of
 
 STATIC = LossScale(False, {"cur_scale": 64.0})
@@ -305,3 +306,53 @@ def test_schedulers_of_deepspeed_that_fail_are_as_they_were() -> None:
     commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"), RankCoordinates())
     assert not commit.runs_code and "data_sampler" not in commit.client_state
     assert [each.what for each in commit.outcomes if each.role == "data_sampler"] == ["fresh"]
+
+
+PATH = "/checkpoints/tag/mp_rank_00_model_states.pt"
+#: What a file may have for the state of a ``StepLR``, and how far a load gets with it.
+REFUSED_STATES: dict[str, Any] = {
+    "of another class": {"T_max": 3, "eta_min": 0.0, "base_lrs": [0.1], "last_epoch": 1},
+    "no dictionary": 7,
+    "a text for a number": {"step_size": "x", "gamma": 0.1, "base_lrs": [0.1], "last_epoch": 1, "_last_lr": [0.1]},
+    "a method": {"step_size": 2, "gamma": 0.1, "base_lrs": [0.1], "last_epoch": 1, "_last_lr": [0.1], "step": 3},
+    "too many groups": {"step_size": 2, "gamma": 0.1, "base_lrs": [0.1] * 3, "last_epoch": 1, "_last_lr": [0.1] * 3},
+}
+
+
+class Picky:
+    """A scheduler of the user's that raises what it likes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise KeyError("years")
+
+
+@pytest.mark.parametrize("what", [*REFUSED_STATES, "the user's class raises"])
+def test_a_refused_schedule_names_the_file_and_the_entry(what: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    live = Picky() if what not in REFUSED_STATES else torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    counters = {"global_steps": 1, "global_samples": 1, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
+    saved = TrainingState(counters, lr_scheduler=REFUSED_STATES.get(what, {"steps": 3}), file=PATH)
+    engine = SimpleNamespace(
+        lr_scheduler=live,
+        optimizer=optimizer,
+        random_ltd_enabled=lambda: False,
+        training_dataloader=None,
+        fp16_enabled=lambda: False,
+        load_universal_checkpoint=lambda: False,
+    )
+    plan = SimpleNamespace(group_sources=[(0,)], saved_groups=1, restores_states=True, saved_rates=())
+    with pytest.raises(MismatchError) as caught:
+        TrainingStateCommit(engine, saved, LoadArguments("/checkpoints"), RankCoordinates()).load_schedulers(plan)  # type: ignore[arg-type]
+    error = caught.value
+    assert (error.file, str(error.parameter).rpartition(" ")[2]) == (PATH, "lr_scheduler")
+    assert error.expected and error.found and error.remedies
+
+
+def test_an_error_that_names_a_file_keeps_it() -> None:
+    for own, named in ((None, PATH), ("/other", "/other")):
+        with pytest.raises(MismatchError) as caught, errors_of_file(PATH):
+            raise MismatchError("a problem", own)
+        assert caught.value.file == named and named in str(caught.value)
