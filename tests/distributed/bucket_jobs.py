@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import elastic_ckpt
 from tests.distributed import truth as oracle
-from tests.distributed.facts import Loaded, Refused, attempt, log_lines, loss_gap
+from tests.distributed.facts import Loaded, Refused, attempt, log_lines, loss_gap, on_all_ranks
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, client_differences, where
 from tests.distributed.model import BigLM, Setup, build_engine, close, train
+from tests.storage.buckets import Bucket, serve_bucket
+
+
+@contextmanager
+def shared_bucket(folder: str, prefix: str) -> Iterator[tuple[Bucket | None, dict[str, Any]]]:
+    """A bucket with a copy of a folder, which the first rank serves; there, the bucket, and on all, its options. Collective."""
+    with ExitStack() as stack:
+        bucket = None
+        if dist.get_rank() == 0:
+            bucket = stack.enter_context(serve_bucket())
+            bucket.put(Path(folder), prefix)
+        yield bucket, on_all_ranks(bucket and bucket.options)[0]
+        dist.barrier()
 
 
 def engine_of(case: dict[str, Any]) -> Any:

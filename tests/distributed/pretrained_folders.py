@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 
@@ -90,6 +91,17 @@ MODELS = {
     "whisper": Model(_WHISPER, "WhisperForConditionalGeneration", "WhisperForConditionalGeneration", SHARDED),
     "resnet": Model(_RESNET, "ResNetForImageClassification", "ResNetForImageClassification"),
 }
+
+
+def save(case: dict[str, Any]) -> None:
+    """:func:`write` the model ``setup`` into ``folder``: a job of one rank."""
+    write(case["setup"], Path(case["folder"]))
+
+
+def save_adapter(case: dict[str, Any]) -> None:
+    """Write an adapter of the model in ``source`` into ``folder``, which names it: a job of one rank."""
+    base = transformers.LlamaForCausalLM.from_pretrained(case["source"])
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(case["folder"])
 
 
 def write(name: str, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,51 +22,17 @@ import elastic_ckpt
 from elastic_ckpt.load import pretrained_hook
 from elastic_ckpt.load.pretrained import PretrainedLoad
 from tests.distributed import truth as oracle
+from tests.distributed.bucket_jobs import shared_bucket
 from tests.distributed.facts import Refused, attempt, log_lines
+from tests.distributed.jobs import SPOILS, spoiled
+from tests.distributed.kept import close_kept, engine_of
 from tests.distributed.model import PRECISIONS, Setup, build_engine, close
 
 #: Where weights are loaded into: an engine, or a module that gets its engine afterwards: under ``deepspeed.zero.Init``,
 #: or on the meta device.
 ENGINE, MODULE, META = "engine", "module", "meta"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One load.
-
-    Attributes:
-        folder: of the weights.
-        model: class of Transformers.
-        setup: of the engine.
-        into: :data:`ENGINE`, :data:`MODULE` or :data:`META`.
-        config: folder of the model's configuration, if not of the weights.
-        strict: as of ``load_pretrained``.
-        elsewhere: the folder that ranks but the first are given, if another one.
-        url: of the same folder, if it is loaded from there.
-    """
-
-    folder: str
-    model: str
-    setup: Setup
-    into: str = ENGINE
-    config: str = ""
-    strict: bool = False
-    elsewhere: str = ""
-    url: str = ""
-
-    @property
-    def given(self) -> str:
-        """The folder that this rank is given."""
-        return self.elsewhere if self.elsewhere and dist.get_rank() else self.url or self.folder
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    """What one load found: its case, the report, and what differs from the model that ``from_pretrained`` makes."""
-
-    case: Case
-    report: Any
-    differences: dict[str, str]
+#: What a job is told. All have ``folder``, with the weights, ``model``, a class, and the engine's ``setup``.
+Case = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -73,14 +40,12 @@ class Hooked:
     """A ``from_pretrained`` with elastic_ckpt installed, and what differs from one without.
 
     Attributes:
-        case: what was loaded.
         loads: folders that elastic_ckpt loaded.
         differences: by kind and name.
         said: what it logged, from warnings up.
         expected_keys: what Transformers' own way was given under that name, each time that it was taken.
     """
 
-    case: Case
     loads: list[str]
     differences: dict[str, str]
     said: list[str]
@@ -107,22 +72,38 @@ class OwnLoader(transformers.LlamaForCausalLM):
 
 
 def class_of(case: Case) -> Any:
-    """The class of a case's model: of this module or of Transformers."""
-    return globals().get(case.model) or getattr(transformers, case.model)
+    """The class of a case's ``model``: of this module or of Transformers."""
+    return globals().get(case["model"]) or getattr(transformers, case["model"])
 
 
 def build(case: Case, seed: int = 11) -> torch.nn.Module:
     """The model with other weights."""
     torch.manual_seed(seed)
-    kind = class_of(case)
-    return kind(kind.config_class.from_pretrained(case.config or case.folder))
+    return class_of(case)(config_of(case))
+
+
+def config_of(case: Case) -> transformers.PreTrainedConfig:
+    """Of the model. ``config``: its folder in ``folder``, if not that itself."""
+    return class_of(case).config_class.from_pretrained(os.path.join(case["folder"], case.get("config", "")))
+
+
+def given(case: Case) -> str:
+    """What this rank is given to load: ``folder``, or ``url``; all but the first one ``elsewhere`` in it, if there is."""
+    if "elsewhere" in case and dist.get_rank():
+        return os.path.join(case["folder"], case["elsewhere"])
+    return case.get("url", case["folder"])
 
 
 @contextmanager
 def zero3(case: Case) -> Iterator[None]:
     """What Transformers builds models under while this config is alive."""
-    config = {"train_batch_size": dist.get_world_size(), "zero_optimization": {"stage": 3}, **dict(case.setup.config)}
-    ds_config = transformers.integrations.HfDeepSpeedConfig(config | PRECISIONS[case.setup.precision])
+    config = {
+        "train_batch_size": dist.get_world_size(),
+        "zero_optimization": {"stage": 3},
+        **dict(case["setup"].config),
+    }
+    precision = PRECISIONS[case["setup"].precision]
+    ds_config = transformers.integrations.HfDeepSpeedConfig(config | precision)
     yield
     del ds_config
 
@@ -138,23 +119,23 @@ def whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def expected(case: Case) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The model that ``from_pretrained`` makes without DeepSpeed, and what it says of it."""
-    return class_of(case).from_pretrained(case.folder, output_loading_info=True)
+    return class_of(case).from_pretrained(case["folder"], output_loading_info=True)
 
 
-def load(cases: list[Case]) -> list[Pretrained]:
-    """Load each case, and compare weights, buffers and masters; and the keys that are reported."""
-    return [_load(case) for case in cases]
+def load(case: Case) -> list[dict[str, str]]:
+    """Load, and compare weights, buffers and masters, and the keys that are reported.
 
-
-def _load(case: Case) -> Pretrained:
+    ``into``: :data:`ENGINE`, :data:`MODULE` or :data:`META`.
+    """
+    close_kept()
     model, info = expected(case)
-    setup = replace(case.setup, groups="one")
-    if case.into != ENGINE:
+    setup, into = replace(case["setup"], groups="one"), case["into"]
+    if into != ENGINE:
         config = {"train_batch_size": dist.get_world_size(), "zero_optimization": {"stage": 3}}
         config |= PRECISIONS[setup.precision] | dict(setup.config)
-        live, before = _built(case, config)
+        live, before = _built(case, config, into)
         with Largest() as made:
-            report = elastic_ckpt.load_pretrained(live, case.given, ds_config=config if case.into == META else None)
+            report = elastic_ckpt.load_pretrained(live, given(case), ds_config=config if into == META else None)
         most = max(param.ds_tensor.nbytes for param in live.parameters())
         whole_made = {"largest tensor": str(made.nbytes)} if made.nbytes > most else {}
         after = whole(live)
@@ -162,7 +143,7 @@ def _load(case: Case) -> Pretrained:
     else:
         engine = build_engine(setup, build(case))
         before = whole(engine.module)
-        report = elastic_ckpt.load_pretrained(engine, case.given)
+        report = elastic_ckpt.load_pretrained(engine, given(case))
         after = whole(engine.module)
     found = oracle.gather(engine, [])
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -172,22 +153,40 @@ def _load(case: Case) -> Pretrained:
     lower = {name: weights[name].to(live.dtype) for name, live in found["weights"].items()}
     masters = {name: lower[name].float() for name in found["masters"]}
     buffers = {name: weights[name].to(live.dtype) for name, live in found["buffers"].items()}
-    truth = {"weights": lower, "masters": masters, "buffers": buffers}
-    wrong = oracle.compare(found, truth)
+    truth = {"weights": lower, "masters": masters, "buffers": buffers, "states": {}}
+    wrong = oracle.compare(found, spoiled(truth) if SPOILS else truth)
     wrong |= oracle.compare({"weights": after}, {"weights": lower | buffers})
-    if case.into == META:
+    if into == META:
         marks = {param.own_name for param in live.parameters()}
         wrong |= whole_made | ({} if marks == {name for name, _ in live.named_parameters()} else {"marks": str(marks)})
     for kind, keys in (("missing", report.missing_keys), ("unexpected", report.unexpected_keys)):
         if set(keys) != set(info[f"{kind}_keys"]):
             wrong[kind] = f"{keys} instead of {info[f'{kind}_keys']}"
     close(engine)
-    return Pretrained(case, report, wrong)
+    return [wrong]
 
 
-def _built(case: Case, config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def load_from_bucket(case: Case) -> list[dict[str, str]]:
+    """:func:`load` from an object store, of which the last ranks spell the address in another way."""
+    with shared_bucket(case["folder"], "models/llama") as (_, options):
+        address = "s3://bucket/models/llama" + "/" * (dist.get_rank() > 0)
+        return load({**case, "setup": reading_from(case["setup"], options), "url": address})
+
+
+def refused_from_bucket(case: Case) -> list[Refused]:
+    """:func:`refused`, of an address in an object store where nothing is."""
+    with shared_bucket(case["folder"], "models/llama") as (_, options):
+        return refused({**case, "setup": reading_from(case["setup"], options)})
+
+
+def reading_from(setup: Setup, options: dict[str, Any]) -> Setup:
+    """An engine that may read an object store."""
+    return replace(setup, config=(("elastic_checkpoint", {"storage_options": options}),))
+
+
+def _built(case: Case, config: dict[str, Any], into: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A module without engine, and its whole weights, if any."""
-    if case.into == META:
+    if into == META:
         with accelerate.init_empty_weights():
             live = build(case)
         live.tie_weights()
@@ -204,24 +203,24 @@ def _built(case: Case, config: dict[str, Any]) -> tuple[torch.nn.Module, dict[st
     return live, before
 
 
-def hooked(cases: list[Case]) -> list[Hooked]:
-    """``from_pretrained`` under ZeRO-3 for each case: with elastic_ckpt installed, and as Transformers does it."""
-    found = []
-    for case in cases:
-        (_, other_info), others = _from_pretrained(case)
-        loads: list[str] = []
-        keys: list[Any] = []
-        with pytest.MonkeyPatch.context() as patch, log_lines() as said:
-            patch.setattr(pretrained_hook, "PretrainedLoad", noted(loads))
-            own = transformers.PreTrainedModel._load_pretrained_model
-            patch.setattr(transformers.PreTrainedModel, own.__name__, staticmethod(_noting(own, keys)))
-            elastic_ckpt.install()
-            (_, info), weights = _from_pretrained(case)
-            elastic_ckpt.uninstall()
-        wrong = oracle.compare({"weights": weights}, {"weights": others})
-        wrong |= {} if info["missing_keys"] == other_info["missing_keys"] else {"missing": str(info["missing_keys"])}
-        found.append(Hooked(case, loads, wrong, list(said), keys))
-    return found
+def hooked(case: Case) -> list[Hooked]:
+    """``from_pretrained`` under ZeRO-3: with elastic_ckpt installed, and as Transformers does it."""
+    close_kept()
+    (_, other_info), others = _from_pretrained(case)
+    loads: list[str] = []
+    keys: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch, log_lines() as said:
+        patch.setattr(pretrained_hook, "PretrainedLoad", noted(loads))
+        own = transformers.PreTrainedModel._load_pretrained_model
+        patch.setattr(transformers.PreTrainedModel, own.__name__, staticmethod(_noting(own, keys)))
+        elastic_ckpt.install()
+        (_, info), weights = _from_pretrained(case)
+        elastic_ckpt.uninstall()
+    truth = {"masters": others, "states": {}}
+    truth = spoiled(truth) if SPOILS else truth
+    wrong = oracle.compare({"weights": weights}, {"weights": truth["masters"]})
+    wrong |= {} if info["missing_keys"] == other_info["missing_keys"] else {"missing": str(info["missing_keys"])}
+    return [Hooked(loads, wrong, list(said), keys)]
 
 
 def _noting(own: Any, keys: list[Any]) -> Any:
@@ -247,32 +246,28 @@ def _from_pretrained(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
     """The model, what is said of it, and its whole weights and buffers, each of the dtype that it has."""
     torch.manual_seed(3)
     with zero3(case):
-        made = class_of(case).from_pretrained(case.given, output_loading_info=True)
+        made = class_of(case).from_pretrained(given(case), output_loading_info=True)
     return made, whole(made[0])
 
 
-def refused(cases: list[Case]) -> list[Refused]:
-    """Try each load into an engine of ZeRO-3; the errors, and what is changed."""
-    found = []
+def refused(case: Case) -> list[Refused]:
+    """Try a strict load into an engine of ZeRO-3; the error, and what is changed."""
     elastic_ckpt.install()
-    for case in cases:
-        engine = build_engine(replace(case.setup, groups="one"), build(case))
-        found.append(
-            attempt(case, engine, partial(elastic_ckpt.load_pretrained, engine, case.given, strict=case.strict))
-        )
-        close(engine)
-    return found
+    kind = (case["model"], case["setup"], config_of(case).to_diff_dict())
+    engine = engine_of(kind, lambda: build_engine(replace(case["setup"], groups="one"), build(case)), close)
+    return [attempt(case, engine, partial(elastic_ckpt.load_pretrained, engine, given(case), strict=True))]
 
 
 def lacking(case: Case) -> list[tuple[str, bool]]:
     """The error of a module on the meta device that has more parameters than the folder; is it all there still?"""
+    close_kept()
     elastic_ckpt.install()
     config = {"train_batch_size": dist.get_world_size(), "zero_optimization": {"stage": 3}}
     with accelerate.init_empty_weights():
         live = build(case)
     said = "loaded without an error"
     try:
-        elastic_ckpt.load_pretrained(live, case.folder, ds_config=config)
+        elastic_ckpt.load_pretrained(live, case["folder"], ds_config=config)
     except elastic_ckpt.ElasticCkptError as error:
         said = f"{type(error).__name__}: {error}"
     return [(said, all(param.is_meta and not hasattr(param, "ds_id") for param in live.parameters()))]

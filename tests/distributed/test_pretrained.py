@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections import ChainMap
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import peft
-import pytest
 import safetensors.torch
 import torch
 import transformers
 
-from tests.distributed.conftest import Launch
+from tests.distributed.cells import Cell, Change, Save, Saves, cells
+from tests.distributed.facts import Refused, Refuses
 from tests.distributed.model import Setup
-from tests.distributed.pretrained_folders import MODELS, write
-from tests.distributed.pretrained_jobs import ENGINE, META, MODULE, Case
-from tests.storage.buckets import serve_bucket
+from tests.distributed.pretrained_folders import MODELS
+from tests.distributed.pretrained_jobs import ENGINE, META, MODULE, Hooked
 
 #: Where to: engines of each stage, and modules of ZeRO-3 before they have one.
 PLACES = [
@@ -30,177 +29,248 @@ PLACES = [
     (Setup(3), MODULE),
     (Setup(3, "bf16", zero=(("stage3_param_persistence_threshold", 0), ("sub_group_size", 150))), ENGINE),
 ]
+#: Models that go everywhere on two ranks; each of the others goes to one place on each number of ranks.
+EVERYWHERE = ("llama", "gpt2", "mixtral")
+UNPERSISTENT = Setup(3, "bf16", zero=(("stage3_param_persistence_threshold", 0),))
+#: Models whose folders lack something, which has no values on the meta device.
+ON_META = [
+    (2, "llama", Setup(3)),
+    (2, "mixtral", UNPERSISTENT),
+    (3, "gpt2", Setup(3)),
+    (3, "qwen2_moe", UNPERSISTENT),
+]
 
 
-BY_URL = [(Setup(1), ENGINE), (Setup(3, "bf16"), META)]
+def folder_of(name: str) -> Save:
+    return Save(name, 1, "pretrained_folders.save")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {name: tmp_path_factory.mktemp("pretrained") for name in MODELS}
-    for name, folder in found.items():
-        write(name, folder)
-    return found
+LLAMA, GPT2 = folder_of("llama"), folder_of("gpt2")
+ADAPTER = Save("adapter", 1, "pretrained_folders.save_adapter", source=LLAMA)
+LLAMA_CASE = {"model": "LlamaForCausalLM", "setup": Setup(3)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_engines_and_modules_get_what_from_pretrained_makes(
-    ranks: int, launch: Launch, folders: dict[str, Path]
-) -> None:
-    everywhere = {"llama", "gpt2", "mixtral"} if ranks == 2 else set()
-    cases = [
-        Case(str(folders[name]), model.loaded, *place)
-        for position, (name, model) in enumerate(MODELS.items())
-        for number, place in enumerate(PLACES)
-        if name in everywhere or number == (position + ranks) % len(PLACES)
+def loaded(name: str, ranks: int, setup: Setup, into: str, job: str = "load") -> Cell:
+    case = {"model": MODELS[name].loaded, "setup": setup, "into": into}
+    title = f"{name} into {into} of {setup.name} on {ranks}"
+    return Cell(title, folder_of(name), f"pretrained_jobs.{job}", ranks, case)
+
+
+def places_of(position: int, name: str, ranks: int) -> list[tuple[Setup, str]]:
+    """Where a model goes on so many ranks."""
+    if ranks == 2 and name in EVERYWHERE:
+        return PLACES
+    return [PLACES[(position + ranks) % len(PLACES)]]
+
+
+@cells(
+    [
+        *(
+            loaded(name, ranks, setup, into)
+            for ranks in (1, 2, 3)
+            for position, name in enumerate(MODELS)
+            for setup, into in places_of(position, name, ranks)
+        ),
+        *(loaded(name, ranks, setup, META) for ranks, name, setup in ON_META),
+        loaded("llama", 2, Setup(1), ENGINE, "load_from_bucket"),
+        loaded("llama", 2, Setup(3, "bf16"), META, "load_from_bucket"),
     ]
-    if ranks > 1:  # what the folder lacks has no values there
-        names = ("llama", "mixtral") if ranks == 2 else ("gpt2", "qwen2_moe")
-        setups = (Setup(3), Setup(3, "bf16", zero=(("stage3_param_persistence_threshold", 0),)))
-        cases += [Case(str(folders[n]), MODELS[n].loaded, s, META) for n, s in zip(names, setups, strict=True)]
-    found = launch(ranks, "pretrained_jobs.load", cases, timeout=500)
-    assert len(found) == len(cases) * ranks
-    assert not [each for each in found if each.differences]
+)
+def test_engines_and_modules_get_what_from_pretrained_makes(cell: Cell, facts: list[dict[str, str]]) -> None:
+    assert facts == [{}] * cell.ranks
 
 
-def test_from_pretrained_takes_this_path_by_itself_under_zero_3(launch: Launch, folders: dict[str, Path]) -> None:
-    # with Transformers 5.24 those of these two fail under ZeRO-3: they initialize what is partitioned
-    models = {name: model for name, model in MODELS.items() if name not in ("whisper", "resnet")}
-    cases = [Case(str(folders[name]), model.loaded, Setup(3, "bf16")) for name, model in models.items()]
-    found = launch(3, "pretrained_jobs.hooked", cases)
-    assert len(found) == len(cases) * 3
-    assert [(each.case.folder, each.differences, each.said) for each in found if each.loads != [each.case.folder]] == []
-    assert not [each for each in found if each.differences]
+def hooked(name: str, save: Save, ranks: int, case: dict[str, Any], base: Save | None, change: Any = None) -> Cell:
+    """``from_pretrained``, for which elastic_ckpt loads the folder ``base``, or leaves it to Transformers."""
+    fits = None if change is None else (save, LLAMA_CASE)
+    return Cell(name, save, "pretrained_jobs.hooked", ranks, case, change, expected=base, fits=fits)
 
 
-def test_what_may_come_out_otherwise_is_left_to_transformers(launch: Launch, folders: dict[str, Path]) -> None:
-    llama, off = str(folders["llama"]), (("elastic_checkpoint", {"pretrained": "off"}),)
-    cases = [Case(llama, "LlamaForCausalLM", Setup(3, config=off)), Case(llama, "OwnLoader", Setup(3))]
-    for each in launch(2, "pretrained_jobs.hooked", cases):
+# with Transformers 5.24 those of these two fail under ZeRO-3: they initialize what is partitioned
+HOOKED = [name for name in MODELS if name not in ("whisper", "resnet")]
+
+
+@cells(
+    [
+        hooked(name, folder_of(name), 3, {"model": MODELS[name].loaded, "setup": Setup(3, "bf16")}, folder_of(name))
+        for name in HOOKED
+    ]
+)
+def test_from_pretrained_takes_this_path_by_itself_under_zero_3(cell: Cell, facts: list[Hooked], saves: Saves) -> None:
+    for each in facts:
+        assert each.loads == [str(saves.folder(cell.expected))], each.said
+        assert each.differences == {}
+    assert len(facts) == cell.ranks
+
+
+OFF = Setup(3, config=(("elastic_checkpoint", {"pretrained": "off"}),))
+
+
+@cells(
+    [
+        hooked("switched off", LLAMA, 2, {**LLAMA_CASE, "setup": OFF}, None),
+        hooked("a loader of its own", LLAMA, 2, {**LLAMA_CASE, "model": "OwnLoader"}, None),
+    ]
+)
+def test_what_may_come_out_otherwise_is_left_to_transformers(cell: Cell, facts: list[Hooked]) -> None:
+    for each in facts:
         assert not each.loads and not each.differences
         said = any("OwnLoader loads its entries in a way of its own" in line for line in each.said)
-        assert said == (each.case.model == "OwnLoader" and bool(each.said)), each
+        assert said == (cell.case["model"] == "OwnLoader" and bool(each.said)), each
 
 
-def test_files_that_differ_between_ranks_names_of_checkpoints_and_adapters_are_no_mixtures(
-    launch: Launch, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    llama, name = folders["llama"], "LlamaForCausalLM"
-    other = shutil.copytree(llama, tmp_path / "other")
-    for path in other.glob("*.safetensors"):
+def copy_of(folder: Path, name: str) -> Path:
+    """A copy of a folder, in it."""
+    return Path(shutil.copytree(folder, folder / name))
+
+
+def double_elsewhere(folder: Path) -> None:
+    """Beside the weights, others of the same shapes."""
+    for path in copy_of(folder, "elsewhere").glob("*.safetensors"):
         weights = safetensors.torch.load_file(path)
         safetensors.torch.save_file({key: 2 * value for key, value in weights.items()}, path, {"format": "pt"})
-    whole = shutil.copytree(llama, tmp_path / "whole", ignore=shutil.ignore_patterns("*safetensors*"))
-    shards = [safetensors.torch.load_file(path) for path in llama.glob("*.safetensors")]
+
+
+def join_elsewhere(folder: Path) -> None:
+    """Beside the weights, the same in one file."""
+    shards = [safetensors.torch.load_file(path) for path in folder.glob("*.safetensors")]
+    whole = copy_of(folder, "elsewhere")
+    for path in whole.glob("*safetensors*"):
+        path.unlink()
     safetensors.torch.save_file(dict(ChainMap(*shards)), whole / "model.safetensors", {"format": "pt"})
-    adapter = tmp_path / "adapter"
-    base = transformers.LlamaForCausalLM.from_pretrained(llama)
-    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(adapter)
-    rename = (("elastic_checkpoint", {"rename": [["layers\\.0\\.", "layers.9."]]}),)
-    cases = {
-        "ranks": Case(str(llama), name, Setup(3), elsewhere=str(other)),
-        "numbers": Case(str(llama), name, Setup(3), elsewhere=str(whole)),
-        "renamed": Case(str(llama), name, Setup(3, config=rename)),
-        "adapter": Case(str(adapter), name, Setup(3)),
-    }
-    found = launch(2, "pretrained_jobs.hooked", list(cases.values()))
-    for each, what in zip(found, [*cases, *cases], strict=True):
-        assert not each.differences, (what, each.differences)
-        assert each.loads == ([] if what in ("ranks", "numbers") else [str(llama)]), (what, each.loads)
-        kept = [keys for keys in each.expected_keys if keys is not None]
-        assert len(kept) == (what == "adapter") and all("lora" in key for keys in kept for key in keys), (what, kept)
-    assert [sum("ranks have different files" in line for line in each.said) for each in found[:2]] == [1, 1]
 
 
-def test_folders_in_object_stores_are_loaded(launch: Launch, folders: dict[str, Path]) -> None:
-    with serve_bucket() as bucket:
-        bucket.put(folders["llama"], "models/llama")
-        url, config = "s3://bucket/models/llama", (("elastic_checkpoint", {"storage_options": bucket.options}),)
-        llama, kind = str(folders["llama"]), MODELS["llama"].loaded
-        names = {"url": url, "elsewhere": f"{url}/"}  # one folder
-        cases = [Case(llama, kind, replace(setup, config=config), into, **names) for setup, into in BY_URL]
-        found = launch(2, "pretrained_jobs.load", cases)
-        away = Case(llama, kind, replace(Setup(1), config=config), url="s3://bucket/models/gone")
-        (gone, _) = launch(2, "pretrained_jobs.refused", [away])
-    assert not [each for each in found if each.differences]
-    assert gone.kinds[:1] == ("NotFoundError",) and "no weights" in "".join(gone.texts)
+RENAMING = Setup(3, config=(("elastic_checkpoint", {"rename": [["layers\\.0\\.", "layers.9."]]}),))
+ELSEWHERE = {**LLAMA_CASE, "elsewhere": "elsewhere"}
 
 
-def damaged(source: Path, folder: Path) -> dict[str, tuple[Path, str, str]]:
-    """Folders with what is wrong with each, the class of the error, and what it says."""
-    found = {}
-
-    def add(what: str, kind: str, text: str) -> Path:
-        found[what] = shutil.copytree(source, folder / what), kind, text
-        return folder / what
-
-    shard = max(add("cut", "DamagedError", "truncated or unreadable").glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-    max(add("lacking", "DamagedError", "file of the checkpoint is missing").glob("*.safetensors")).unlink()
-    index = add("mixed", "DamagedError", "index does not belong") / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace("model.norm.weight", "model.norm.scale"))
-    for file in add("empty", "NotFoundError", "this folder has no weights").glob("model*"):
-        file.unlink()
-    for what, content, kind, text in (
-        ("others", {"note": "of no tensor"}, "UnsupportedError", "does not hold weights alone"),
-        ("code", {"weight": print}, "UnsafePickleError", "safe globals"),
-        ("views", {"weight": torch.ones(3, 4).t()}, "UnsupportedError", "a view that is not contiguous"),
-        ("foreign", {"weight": torch.ones(3)}, "MismatchError", "no weight of this folder is in the live model"),
-    ):
-        place = add(what, kind, text)
-        for file in place.glob("model*"):
-            file.unlink()
-        torch.save(content, place / "pytorch_model.bin")
-    return found
-
-
-def test_wrong_folders_are_errors_that_change_nothing(launch: Launch, folders: dict[str, Path], tmp_path: Path) -> None:
-    llama, gpt2 = folders["llama"], folders["gpt2"]
-    wrong: dict[str, tuple[Path | str, str, str]] = {**damaged(llama, tmp_path)}
-    wider = transformers.LlamaConfig.from_pretrained(llama, hidden_size=32, head_dim=4)
-    wider.save_pretrained(tmp_path / "wider")
-    wrong["wider"] = llama, "MismatchError", "differs"
-    wrong["strict"] = folders["llama, prefix added"], "MismatchError", "do not have the same weights"
-    tied = shutil.copytree(gpt2, tmp_path / "tied")
-    names = safetensors.torch.load_file((tied / "model.safetensors").rename(tied / "part.safetensors"))
-    index = {"weight_map": dict.fromkeys([*names, "lm_head.weight"], "part.safetensors")}
-    (tied / "model.safetensors.index.json").write_text(json.dumps(index))
-    wrong["tied"] = tied, "", "loaded without an error"  # what is tied is not missing, though the index lists it
-    wrong["hub id"] = "organization/model", "NotFoundError", "no such folder"
-    wrong["page"] = "https://huggingface.co/organization/model", "NotFoundError", "snapshot_download"
-    twice = shutil.copytree(llama, tmp_path / "twice")
-    for path in twice.glob("*.safetensors"):
-        weights = safetensors.torch.load_file(path)
-        safetensors.torch.save_file({key: 2 * value for key, value in weights.items()}, path, {"format": "pt"})
-    wrong["other files"] = llama, "MismatchError", f"others in {twice} on rank 1"
-    configs = {"wider": tmp_path / "wider", "tied": gpt2}
-    classes = {"tied": "GPT2LMHeadModel"}
-    cases = [
-        Case(
-            str(folder),
-            classes.get(what, "LlamaForCausalLM"),
-            Setup(3),
-            config=str(configs.get(what, llama)),
-            strict=True,
-            elsewhere=str(twice) if what == "other files" else "",
-        )
-        for what, (folder, _, _) in wrong.items()
+@cells(
+    [
+        hooked("other values on the second rank", LLAMA, 2, ELSEWHERE, None, double_elsewhere),
+        hooked("other files on the second rank", LLAMA, 2, ELSEWHERE, None, join_elsewhere),
+        hooked("names of checkpoints", LLAMA, 2, {**LLAMA_CASE, "setup": RENAMING}, LLAMA),
+        hooked("an adapter", ADAPTER, 2, LLAMA_CASE, LLAMA),
     ]
-    found = launch(2, "pretrained_jobs.refused", cases)
-    assert len(found) == 2 * len(cases)
-    for each, (what, (_, kind, text)) in zip(found, [*wrong.items()] * 2, strict=True):
-        assert (each.kinds[:1] or ("",)) == (kind,) and len(each.texts) == 1, (what, each)
-        assert text in next(iter(each.texts)) and not (each.changed and kind), (what, each)
-
-
-def test_a_folder_without_all_weights_of_a_meta_module_is_refused(
-    launch: Launch, folders: dict[str, Path], tmp_path: Path
+)
+def test_files_that_differ_between_ranks_names_of_checkpoints_and_adapters_are_no_mixtures(
+    cell: Cell, facts: list[Hooked], saves: Saves
 ) -> None:
+    loads = [] if cell.expected is None else [str(saves.folder(cell.expected))]
+    for each in facts:
+        assert each.differences == {} and each.loads == loads
+        kept = [keys for keys in each.expected_keys if keys is not None]
+        assert len(kept) == (cell.save == ADAPTER) and all("lora" in key for keys in kept for key in keys), kept
+    if not loads:
+        assert [sum("ranks have different files" in line for line in each.said) for each in facts[:1]] == [1]
+
+
+def shard_of(folder: Path) -> Path:
+    return max(folder.glob("*.safetensors"))
+
+
+def cut(folder: Path) -> None:
+    shard = shard_of(folder)
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def rename_in_index(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model.norm.weight", "model.norm.scale"))
+
+
+def list_what_is_tied(folder: Path) -> None:
+    """An index that lists a head which is the embedding."""
+    names = safetensors.torch.load_file((folder / "model.safetensors").rename(folder / "part.safetensors"))
+    index = {"weight_map": dict.fromkeys([*names, "lm_head.weight"], "part.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def empty(folder: Path) -> None:
+    for file in folder.glob("model*"):
+        file.unlink()
+
+
+def archive(content: dict[str, Any]) -> Callable[[Path], None]:
+    """A file of ``torch.save`` in the place of all weights."""
+
+    def change(folder: Path) -> None:
+        empty(folder)
+        torch.save(content, folder / "pytorch_model.bin")
+
+    return change
+
+
+def with_config(**widths: int) -> Callable[[Path], None]:
+    """The configuration of another model beside the weights."""
+
+    def change(folder: Path) -> None:
+        transformers.LlamaConfig.from_pretrained(folder, **widths).save_pretrained(folder / "config")
+
+    return change
+
+
+def wrong(
+    name: str,
+    error: str,
+    words: str,
+    change: Change | None = None,
+    save: Save = LLAMA,
+    job: str = "refused",
+    **case: Any,
+) -> Cell:
+    expected = Refuses(error, (words,))
+    more = {**LLAMA_CASE, **case}
+    return Cell(name, save, f"pretrained_jobs.{job}", 2, more, change, expected=expected, fits=(LLAMA, LLAMA_CASE))
+
+
+GONE = "s3://bucket/models/gone"
+
+
+@cells(
+    [
+        wrong("cut", "DamagedError", "truncated or unreadable", cut),
+        wrong("lacking", "DamagedError", "file of the checkpoint is missing", lambda folder: shard_of(folder).unlink()),
+        wrong("mixed", "DamagedError", "index does not belong", rename_in_index),
+        wrong("empty", "NotFoundError", "this folder has no weights", empty),
+        wrong("others", "UnsupportedError", "does not hold weights alone", archive({"note": "of no tensor"})),
+        wrong("code", "UnsafePickleError", "safe globals", archive({"weight": print})),
+        wrong("views", "UnsupportedError", "a view that is not contiguous", archive({"weight": torch.ones(3, 4).t()})),
+        wrong("foreign", "MismatchError", "no weight of this folder is in", archive({"weight": torch.ones(3)})),
+        wrong("wider", "MismatchError", "differs", with_config(hidden_size=32, head_dim=4), config="config"),
+        wrong("strict", "MismatchError", "do not have the same weights", save=folder_of("llama, prefix added")),
+        wrong("hub id", "NotFoundError", "no such folder", url="organization/model"),
+        wrong("page", "NotFoundError", "snapshot_download", url="https://huggingface.co/organization/model"),
+        wrong("other files", "MismatchError", "/elsewhere on rank 1", double_elsewhere, elsewhere="elsewhere"),
+        wrong("no such object", "NotFoundError", "no weights", job="refused_from_bucket", url=GONE),
+    ]
+)
+def test_wrong_folders_are_errors_that_change_nothing(cell: Cell, facts: list[Refused]) -> None:
+    cell.expected.check(facts)
+    assert [each.kinds[0] for each in facts] == [cell.expected.error] * cell.ranks
+
+
+@cells(
+    [
+        Cell(
+            "a tied head",
+            GPT2,
+            "pretrained_jobs.refused",
+            2,
+            {"model": "GPT2LMHeadModel", "setup": Setup(3)},
+            list_what_is_tied,
+            fits=(folder_of("gpt2, prefix added"), {"model": "GPT2LMHeadModel", "setup": Setup(3)}),
+        )
+    ]
+)
+def test_what_is_tied_is_not_missing_though_the_index_lists_it(cell: Cell, facts: list[Refused]) -> None:
+    assert [each.kinds for each in facts] == [()] * cell.ranks
+    assert [each.texts for each in facts] == [{"loaded without an error"}] * cell.ranks
+
+
+@cells([wrong("deeper", "MismatchError", "", with_config(num_hidden_layers=3), job="lacking", config="config")])
+def test_a_folder_without_all_weights_of_a_meta_module_is_refused(cell: Cell, facts: list[tuple[str, bool]]) -> None:
     """Whose other parameters would have no values; nothing is allocated."""
-    transformers.LlamaConfig.from_pretrained(folders["llama"], num_hidden_layers=3).save_pretrained(tmp_path)
-    case = Case(str(folders["llama"]), "LlamaForCausalLM", Setup(3), config=str(tmp_path))
-    found = launch(2, "pretrained_jobs.lacking", case)
-    assert found[0] == found[1]
-    said, is_untouched = found[0]
+    assert len(facts) == cell.ranks and facts[0] == facts[1]
+    said, is_untouched = facts[0]
     assert said.startswith("MismatchError: this folder lacks weights of a module that was on the meta device")
     assert "model.layers.2." in said and is_untouched
