@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import datasets
 import peft
-import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
@@ -20,12 +18,8 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
-import elastic_ckpt
-from elastic_ckpt.load import pretrained_hook
-from tests.distributed import truth as oracle
-from tests.distributed.facts import log_lines
 from tests.distributed.huggingface_jobs import VOCABULARY
-from tests.distributed.pretrained_jobs import noted, whole
+from tests.distributed.pretrained_jobs import Hooked, noting_loads, weights_apart, whole
 
 _CONFIG = {
     "zero_optimization": {"stage": 3},
@@ -37,40 +31,19 @@ _ROWS = torch.randint(1, VOCABULARY, (8, 9), generator=torch.Generator().manual_
 _LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 
 
-@dataclass(frozen=True)
-class Trained:
-    """One step of a framework: the folders that elastic_ckpt loaded, and what differs from a step without it."""
-
-    framework: str
-    loads: list[str]
-    differences: dict[str, str]
-    said: list[str]
-
-
-def train(arguments: dict[str, Any]) -> list[Trained]:
-    """Train a step with each of the ``frameworks``, without elastic_ckpt and with it, from the model in ``folder``.
-
-    ``scratch``: a folder for what the frameworks write, and for an adapter.
-    """
+def train(case: dict[str, Any]) -> list[Hooked]:
+    """Train a step with a ``framework``, without elastic_ckpt and with it, from the model in ``folder``."""
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)  # Accelerate looks for GPUs
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    folder, scratch, found = arguments["folder"], arguments["scratch"], []
-    _save_adapter(folder, Path(scratch, "adapter"))
-    for name in arguments["frameworks"]:
-        run: Callable[[str, str], dict[str, torch.Tensor]] = globals()[f"_{name}"]
-        expected = run(folder, scratch)
-        elastic_ckpt.install()
-        loads: list[str] = []
-        with pytest.MonkeyPatch.context() as patch, log_lines() as said:
-            patch.setattr(pretrained_hook, "PretrainedLoad", noted(loads))
-            weights = run(folder, scratch)
-        elastic_ckpt.uninstall()
-        wrong = oracle.compare({"weights": weights}, {"weights": expected})
-        found.append(Trained(name, loads, wrong, list(said)))
-    return found
+    run: Callable[[str, str], dict[str, torch.Tensor]] = globals()[f"_{case['framework']}"]
+    expected = run(case["folder"], case["scratch"])
+    with noting_loads() as (loads, said):
+        weights = run(case["folder"], case["scratch"])
+    return [Hooked(loads, weights_apart(weights, expected), said, [])]
 
 
 def _save_adapter(folder: str, adapter: Path) -> None:
+    """An adapter of the model in a folder. Collective."""
     if dist.get_rank() == 0:
         torch.manual_seed(3)
         base = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -118,8 +91,12 @@ def _peft(folder: str, scratch: str) -> dict[str, torch.Tensor]:
 
 
 def _adapter(folder: str, scratch: str) -> dict[str, torch.Tensor]:
+    adapter = Path(scratch, "adapter")
+    if not adapter.exists():
+        _save_adapter(folder, adapter)
+
     def build() -> Any:
-        return peft.AutoPeftModelForCausalLM.from_pretrained(os.path.join(scratch, "adapter"), is_trainable=True)
+        return peft.AutoPeftModelForCausalLM.from_pretrained(adapter, is_trainable=True)
 
     return _with_trainer(scratch, build)
 

@@ -207,20 +207,21 @@ def hooked(case: Case) -> list[Hooked]:
     """``from_pretrained`` under ZeRO-3: with elastic_ckpt installed, and as Transformers does it."""
     close_kept()
     (_, other_info), others = _from_pretrained(case)
-    loads: list[str] = []
     keys: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch, log_lines() as said:
-        patch.setattr(pretrained_hook, "PretrainedLoad", noted(loads))
-        own = transformers.PreTrainedModel._load_pretrained_model
+    own = transformers.PreTrainedModel._load_pretrained_model
+    with pytest.MonkeyPatch.context() as patch, noting_loads() as (loads, said):
         patch.setattr(transformers.PreTrainedModel, own.__name__, staticmethod(_noting(own, keys)))
-        elastic_ckpt.install()
         (_, info), weights = _from_pretrained(case)
-        elastic_ckpt.uninstall()
-    truth = {"masters": others, "states": {}}
-    truth = spoiled(truth) if SPOILS else truth
-    wrong = oracle.compare({"weights": weights}, {"weights": truth["masters"]})
+    wrong = weights_apart(weights, others)
     wrong |= {} if info["missing_keys"] == other_info["missing_keys"] else {"missing": str(info["missing_keys"])}
-    return [Hooked(loads, wrong, list(said), keys)]
+    return [Hooked(loads, wrong, said, keys)]
+
+
+def weights_apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Weights that are not as they are without elastic_ckpt."""
+    if SPOILS:
+        expected = spoiled({"masters": expected, "states": {}})["masters"]
+    return oracle.compare({"weights": found}, {"weights": expected})
 
 
 def _noting(own: Any, keys: list[Any]) -> Any:
@@ -232,14 +233,22 @@ def _noting(own: Any, keys: list[Any]) -> Any:
     return load
 
 
-def noted(loads: list[str]) -> type:
+@contextmanager
+def noting_loads() -> Iterator[tuple[list[str], list[str]]]:
+    """With elastic_ckpt installed: the folders of pretrained weights that it loads, and what it logs."""
+    loads: list[str] = []
+
     class Noted(PretrainedLoad):
         def run(self) -> Any:
             done = super().run()
             loads.append(self.folder)
             return done
 
-    return Noted
+    with pytest.MonkeyPatch.context() as patch, log_lines() as said:
+        patch.setattr(pretrained_hook, "PretrainedLoad", Noted)
+        elastic_ckpt.install()
+        yield loads, said
+        elastic_ckpt.uninstall()
 
 
 def _from_pretrained(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -11,61 +11,73 @@ from safetensors.torch import save_file
 
 import elastic_ckpt
 from tests.distributed import expert_jobs, parallel_models, parallel_truth, truth
-from tests.distributed.expert_jobs import Experts
-from tests.distributed.facts import attempt
+from tests.distributed.facts import Refused, attempt
+from tests.distributed.jobs import SPOILS, spoiled
 from tests.distributed.model import close
-from tests.distributed.parallel_models import Parallel
+
+Case = dict[str, Any]
 
 
-def load(arguments: dict[str, Any]) -> list[tuple[Any, dict[str, str]]]:
-    """Write the weights of an engine of each kind into a folder, load them into another engine, and compare.
-
-    Of each of the ``runs``: the engine that is written, and the one that is loaded into.
-    """
+def load_parallel(case: Case) -> list[dict[str, str]]:
+    """Write the weights of an engine of ``saved``, load them into one of ``live``, and compare."""
     elastic_ckpt.install()
-    return [
-        (run, (_experts if isinstance(run[0], Experts) else _parallel)(*run, Path(arguments["folder"], str(number))))
-        for number, run in enumerate(arguments["runs"])
-    ]
-
-
-def _write(folder: Path, held: dict[str, Any]) -> None:
-    folder.mkdir(exist_ok=True)
-    if dist.get_rank() == 0:
-        tensors = {name: each.detach().clone() for kind in ("masters", "buffers") for name, each in held[kind].items()}
-        save_file(tensors, folder / "model.safetensors")
-    dist.barrier()
-
-
-def _missing(report: Any) -> dict[str, str]:
-    keys = {"missing": report.missing_keys, "unexpected": report.unexpected_keys}
-    return {kind: str(names) for kind, names in keys.items() if names}
-
-
-def _parallel(saved: Parallel, live: Parallel, folder: Path) -> dict[str, str]:
+    saved, live = case["saved"], case["live"]
     engine = parallel_models.build(saved, seed=7)
-    _write(folder, parallel_truth.gather(engine, saved))
+    parallel_truth.assert_fresh(engine, saved, seed=7)
+    expected = parallel_truth.gather(engine, saved)
+    folder = _written(case, expected)
     close(engine)
     engine = parallel_models.build(live, seed=8)
     report = elastic_ckpt.load_pretrained(engine, folder)
-    parallel_truth.assert_fresh(engine, live, seed=7)
+    found = parallel_truth.gather(engine, live)
     close(engine)
-    return _missing(report)
+    return [_apart(report, found, expected)]
 
 
-def _experts(saved: Experts, live: Experts, folder: Path) -> dict[str, str]:
+def load_experts(case: Case) -> list[dict[str, str]]:
+    """The same with experts."""
+    expected = _written_experts(case)
+    engine = expert_jobs.build(case["live"], seed=8)
+    report = elastic_ckpt.load_pretrained(engine, case["scratch"])
+    found = expert_jobs.gather(engine, case["live"], [])
+    expert_jobs.end(engine)
+    return [_apart(report, found, expected)]
+
+
+def refuse_experts(case: Case) -> list[Refused]:
+    """Try that."""
+    _written_experts(case)
+    engine = expert_jobs.build(case["live"], seed=8)
+    refused = attempt(case, engine, partial(elastic_ckpt.load_pretrained, engine, case["scratch"]))
+    expert_jobs.end(engine)
+    return [refused]
+
+
+def _written_experts(case: Case) -> dict[str, Any]:
+    """What an engine of ``saved`` has, whose weights are written to ``scratch``."""
+    elastic_ckpt.install()
     parallel_models.forget_groups()
-    engine = expert_jobs.build(saved, seed=7)
-    expected = expert_jobs.gather(engine, saved, [])
-    _write(folder, expected)
+    engine = expert_jobs.build(case["saved"], seed=7)
+    held = expert_jobs.gather(engine, case["saved"], [])
+    _written(case, held)
     expert_jobs.end(engine)
-    engine = expert_jobs.build(live, seed=8)
-    if live.autoep:
-        refused = attempt(None, engine, partial(elastic_ckpt.load_pretrained, engine, folder))
-        expert_jobs.end(engine)
-        return {"refused": " ".join(refused.texts), "changed": str(refused.changed)}
-    report = elastic_ckpt.load_pretrained(engine, folder)
-    found = expert_jobs.gather(engine, live, [])
-    expert_jobs.end(engine)
-    kinds = ("masters", "buffers")
-    return _missing(report) | truth.compare(*({kind: each[kind] for kind in kinds} for each in (found, expected)))
+    return held
+
+
+def _written(case: Case, held: dict[str, Any]) -> Path:
+    """A folder with these weights."""
+    folder = Path(case["scratch"])
+    if dist.get_rank() == 0:
+        folder.mkdir()
+        tensors = {name: each.detach().clone() for kind in ("masters", "buffers") for name, each in held[kind].items()}
+        save_file(tensors, folder / "model.safetensors")
+    dist.barrier()
+    return folder
+
+
+def _apart(report: Any, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, str]:
+    """Weights and buffers that were not found, and keys that were reported."""
+    expected = {"masters": expected["masters"], "buffers": expected["buffers"], "states": {}}
+    keys = {"missing": report.missing_keys, "unexpected": report.unexpected_keys}
+    reported = {kind: str(names) for kind, names in keys.items() if names}
+    return reported | truth.compare({**found, "states": {}}, spoiled(expected) if SPOILS else expected)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 
-from tests.distributed.conftest import Launch
-from tests.distributed.pretrained_folders import write
+from tests.distributed.cells import Cell, Save, Saves, cells
+from tests.distributed.pretrained_jobs import Hooked
+
+LLAMA = Save("llama", 1, "pretrained_folders.save")
+FRAMEWORKS = ["trainer", "accelerate", "peft", "adapter", *(["trl"] if find_spec("trl") else [])]
 
 
-def test_frameworks_train_as_without(launch: Launch, tmp_path: Path) -> None:
-    folder, frameworks = tmp_path / "llama", ["trainer", "accelerate", "peft", "adapter"]
-    frameworks += ["trl"] if find_spec("trl") else []
-    write("llama", folder)
-    arguments = {"folder": str(folder), "scratch": str(tmp_path), "frameworks": frameworks}
-    found = launch(2, "pretrained_framework_jobs.train", arguments)
-    assert [each.framework for each in found] == frameworks * 2
-    for each in found:
-        assert each.loads == [str(folder)], (each.framework, each.said)
-        assert not each.differences, each.framework
+@cells([Cell(name, LLAMA, "pretrained_framework_jobs.train", 2, {"framework": name}) for name in FRAMEWORKS])
+def test_frameworks_train_as_without(cell: Cell, facts: list[Hooked], saves: Saves) -> None:
+    for each in facts:
+        assert each.loads == [str(saves.folder(LLAMA))], each.said
+        assert each.differences == {}
+    assert len(facts) == cell.ranks

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
-from tests.distributed.conftest import Launch
+from tests.distributed.cells import Cell, cells
 from tests.distributed.expert_jobs import Experts
+from tests.distributed.facts import Refused, Refuses
 from tests.distributed.parallel_models import Parallel
 
 PARALLEL = [
@@ -19,16 +20,26 @@ PARALLEL = [
     Parallel("3d", "uniform", tp=2, pp=2, stage=1),
 ]
 EXPERTS = [Experts(4, 2, 4), Experts(4, 0, 2, "fp32"), Experts(4, 1, 2, data_first=True)]
+AUTOEP = Experts(2, 1, 2, autoep=True)
+OWN = Experts(2, 1, 2)
 
 
-def test_every_rank_gets_its_shards_stages_and_experts(launch: Launch, tmp_path: Path) -> None:
-    runs = [(run, run) for run in PARALLEL] + [(replace(run, stage=1, ep=1), run) for run in EXPERTS]
-    found = launch(4, "pretrained_layout_jobs.load", {"folder": str(tmp_path), "runs": runs}, timeout=400)
-    assert len(found) == 4 * len(runs)
-    assert not [each for each in found if each[1]]
+def loaded(job: str, ranks: int, live: Any, saved: Any = None, **more: Any) -> Cell:
+    """What one engine has, written as pretrained weights, into another engine."""
+    case = {"saved": saved or live, "live": live}
+    return Cell(live.name, None, f"pretrained_layout_jobs.{job}", ranks, case, **more)
 
 
-def test_experts_that_autoep_stacks_are_refused(launch: Launch, tmp_path: Path) -> None:
-    run = Experts(2, 1, 2, autoep=True)
-    for _, each in launch(2, "pretrained_layout_jobs.load", {"folder": str(tmp_path), "runs": [(run, run)]}):
-        assert "AutoEP" in each["refused"] and each["changed"] == "frozenset()"
+@cells(
+    [
+        *(loaded("load_parallel", 4, live) for live in PARALLEL),
+        *(loaded("load_experts", 4, live, replace(live, stage=1, ep=1)) for live in EXPERTS),
+    ]
+)
+def test_every_rank_gets_its_shards_stages_and_experts(cell: Cell, facts: list[dict[str, str]]) -> None:
+    assert facts == [{}] * cell.ranks
+
+
+@cells([loaded("refuse_experts", 2, AUTOEP, fits=(None, {"saved": OWN, "live": OWN}))])
+def test_experts_that_autoep_stacks_are_refused(cell: Cell, facts: list[Refused]) -> None:
+    Refuses("ElasticCkptError", ("AutoEP",)).check(facts)
