@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import transformers
 
 from tests.distributed import truth as oracle
-from tests.distributed.model import Setup, build_engine, close
+from tests.distributed.model import build_engine, close
 
 VOCABULARY = 37
 _WIDTHS = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -40,24 +39,17 @@ def build_model(name: str, seed: int = 7) -> torch.nn.Module:
     return model
 
 
-def save(arguments: dict[str, Any]) -> None:
-    """Train each model with each setup for two steps, save it, and write down what its engine has then."""
-    for name in arguments["models"]:
-        for setup in arguments["setups"]:
-            folder = Path(arguments["folder"], name, setup.name)
-            engine = build_engine(replace(setup, groups="one"), build_model(name))
-            for step in range(2):
-                tokens = torch.randint(VOCABULARY, (6, 9), generator=torch.Generator().manual_seed(step))
-                tokens = tokens[dist.get_rank() :: dist.get_world_size()]
-                engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
-                engine.step()
-            engine.save_checkpoint(str(folder), tag="step2")
-            oracle.relink(engine)
-            truth = oracle.gather(engine, ["exp_avg", "exp_avg_sq"])
-            if dist.get_rank() == 0:
-                torch.save(truth, os.path.join(folder, "truth.pt"))
-            close(engine)
-            dist.barrier()
-
-
-SETUPS = [Setup(1, "bf16"), Setup(2), Setup(3, "bf16"), Setup(3)]
+def save(case: dict[str, Any]) -> None:
+    """Train a ``model`` with a ``setup`` for two steps, save it, and write down what its engine has then."""
+    engine = build_engine(replace(case["setup"], groups="one"), build_model(case["model"]))
+    for step in range(2):
+        tokens = torch.randint(VOCABULARY, (6, 9), generator=torch.Generator().manual_seed(step))
+        tokens = tokens[dist.get_rank() :: dist.get_world_size()]
+        engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        engine.step()
+    engine.save_checkpoint(case["folder"], tag="step2")
+    oracle.relink(engine)
+    truth = oracle.gather(engine, ["exp_avg", "exp_avg_sq"])
+    if dist.get_rank() == 0:
+        torch.save(truth, os.path.join(case["folder"], "truth.pt"))
+    close(engine)

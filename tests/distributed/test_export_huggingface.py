@@ -1,4 +1,7 @@
-"""What ``from_pretrained`` makes of exports: the models that DeepSpeed trained and saved, bit by bit."""
+"""What ``from_pretrained`` makes of exports: the models that DeepSpeed trained and saved, bit by bit.
+
+Exporting takes no ranks: these tests share the saves of cells, and are none themselves.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,27 @@ from safetensors.torch import load_file
 
 import elastic_ckpt
 from elastic_ckpt.config import read_config
-from tests.distributed.conftest import Launch
+from tests.distributed.cells import Save, Saves
 from tests.distributed.expert_jobs import Experts, hugging_face
-from tests.distributed.huggingface_jobs import CONFIGS, SETUPS, build_model
+from tests.distributed.huggingface_jobs import CONFIGS, build_model
 from tests.distributed.jobs import truth_of
 from tests.distributed.model import Setup
 
 DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 
 
-@pytest.fixture(scope="module")
-def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    launch(2, "huggingface_jobs.save", {"folder": str(folder), "models": list(CONFIGS), "setups": SETUPS})
-    return folder
+SETUPS = [Setup(1, "bf16"), Setup(2), Setup(3, "bf16"), Setup(3)]
+AUTOEP = Experts(2, 1, 2, "bf16", (4, 4), autoep=True, preset="mixtral")
+
+
+def saved(name: str, setup: Setup) -> Save:
+    return Save(setup, 2, "huggingface_jobs.save", {"model": name})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made(saves: Saves) -> None:
+    """All that is exported, in one launch."""
+    saves.make([saved(name, setup) for name in CONFIGS for setup in SETUPS])
 
 
 def from_pretrained(folder: Path, config: transformers.PreTrainedConfig, **options: Any) -> torch.nn.Module:
@@ -47,8 +57,8 @@ def assert_equal(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> N
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_transformers_loads_what_deepspeed_trained(name: str, setup: Setup, saved: Path, tmp_path: Path) -> None:
-    source = saved / name / setup.name
+def test_transformers_loads_what_deepspeed_trained(name: str, setup: Setup, saves: Saves, tmp_path: Path) -> None:
+    source = saves.folder(saved(name, setup))
     truth = truth_of(source)
     elastic_ckpt.export(source, tmp_path / "masters", max_shard_size="20KB")
     assert len(list((tmp_path / "masters").glob("*.safetensors"))) > 1
@@ -62,8 +72,9 @@ def test_transformers_loads_what_deepspeed_trained(name: str, setup: Setup, save
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
-def test_peft_loads_an_adapter(setup: Setup, saved: Path, tmp_path: Path) -> None:
-    source, truth = saved / "lora" / setup.name, truth_of(saved / "lora" / setup.name)
+def test_peft_loads_an_adapter(setup: Setup, saves: Saves, tmp_path: Path) -> None:
+    source = saves.folder(saved("lora", setup))
+    truth = truth_of(source)
     elastic_ckpt.export(source, tmp_path / "out", adapter="default")
     lora = build_model("lora")
     lora.peft_config["default"].save_pretrained(tmp_path / "out")
@@ -81,14 +92,13 @@ def test_peft_loads_an_adapter(setup: Setup, saved: Path, tmp_path: Path) -> Non
     assert again.keys() == ours.keys() and all(torch.equal(again[key], ours[key]) for key in ours)
 
 
-def test_transformers_loads_the_experts_of_autoep(launch: Launch, tmp_path: Path) -> None:
-    run = Experts(2, 1, 2, "bf16", (4, 4), autoep=True, preset="mixtral")
-    launch(2, "expert_jobs.save", {"folder": str(tmp_path), "runs": [run]})
-    masters = truth_of(tmp_path / run.name)["masters"]
+def test_transformers_loads_the_experts_of_autoep(saves: Saves, tmp_path: Path) -> None:
+    source = saves.folder(Save(AUTOEP, 2, "expert_jobs.save_each"))
+    masters = truth_of(source)["masters"]
     line = next(line for line in DOCS.read_text().splitlines() if '"rename"' in line and "block_sparse_moe" in line)
     config = read_config(json.loads(line))
-    elastic_ckpt.export(tmp_path / run.name, tmp_path / "out", config=config, exclude=[r"mlp\.gate\."])
-    found = dict(from_pretrained(tmp_path / "out", hugging_face(run, 0).config).named_parameters())
+    elastic_ckpt.export(source, tmp_path / "out", config=config, exclude=[r"mlp\.gate\."])
+    found = dict(from_pretrained(tmp_path / "out", hugging_face(AUTOEP, 0).config).named_parameters())
     for layer in ("model.layers.0.", "model.layers.1."):
         w1, w2, w3 = ([masters[f"{layer}mlp.experts.w{n}.{expert}"] for expert in range(4)] for n in (1, 2, 3))
         both = [torch.cat(pair) for pair in zip(w1, w3, strict=True)]

@@ -52,7 +52,7 @@ LLAMA_CASE = {"model": "LlamaForCausalLM", "setup": Setup(3)}
 
 def loaded(name: str, ranks: int, setup: Setup, into: str, job: str = "load") -> Cell:
     case = {"model": MODELS[name].loaded, "setup": setup, "into": into}
-    title = f"{name} into {into} of {setup.name} on {ranks}"
+    title = f"{name} into {into} of {setup.name} on {ranks}{', from a bucket' * (job != 'load')}"
     return Cell(title, folder_of(name), f"pretrained_jobs.{job}", ranks, case)
 
 
