@@ -167,16 +167,16 @@ def load(case: Case) -> list[dict[str, str]]:
 
 
 def load_from_bucket(case: Case) -> list[dict[str, str]]:
-    """:func:`load` from an object store, of which the last ranks spell the address in another way."""
-    with shared_bucket(case["folder"], "models/llama") as (_, options):
-        address = "s3://bucket/models/llama" + "/" * (dist.get_rank() > 0)
-        return load({**case, "setup": reading_from(case["setup"], options), "url": address})
+    """:func:`load` from an object store, of which all ranks but the first spell the address in another way."""
+    with shared_bucket(case) as shared:
+        address = shared.url + "/" * (dist.get_rank() > 0)
+        return load({**case, "setup": reading_from(case["setup"], shared.options), "url": address})
 
 
 def refused_from_bucket(case: Case) -> list[Refused]:
     """:func:`refused`, of an address in an object store where nothing is."""
-    with shared_bucket(case["folder"], "models/llama") as (_, options):
-        return refused({**case, "setup": reading_from(case["setup"], options)})
+    with shared_bucket(case) as shared:
+        return refused({**case, "setup": reading_from(case["setup"], shared.options)})
 
 
 def reading_from(setup: Setup, options: dict[str, Any]) -> Setup:

@@ -3,57 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import obstore
-import pytest
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
-from tests.distributed.conftest import Convert, Launch
+from tests.distributed import damage
+from tests.distributed.cells import Cell, Change, Save, Saves, cells, crossing
+from tests.distributed.facts import Loaded, Refused, Refuses
 from tests.distributed.model import Setup
-from tests.storage.buckets import Bucket, serve_bucket
-
-SETUPS = [Setup(1), Setup(2, "bf16"), Setup(3)]
-SAVED_AT = 2
+from tests.storage.buckets import serve_bucket
 
 
-@pytest.fixture(scope="module")
-def saved(launch: Launch, convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    launch(SAVED_AT, "save", {"folder": str(folder), "setups": SETUPS, "model": "BigLM"})
-    (folder / "universal").mkdir()
-    convert(folder, folder / "universal", ["z1-fp32-adamw-dp2"])
-    return folder
+def saved(stage: int, precision: str = "fp32", converted: bool = False) -> Save:
+    return Save(Setup(stage, precision), more={"model": "BigLM"}, converted=converted)
 
 
-@pytest.fixture(scope="module")
-def bucket(saved: Path) -> Iterator[Bucket]:
-    with serve_bucket() as bucket:
-        for path in saved.iterdir():
-            bucket.put(path, path.name)
-        yield bucket
+#: What is saved, and an engine of another kind.
+MOVED = [
+    (saved(1), Setup(3)),
+    (saved(2, "bf16"), Setup(1, "bf16")),
+    (saved(3), Setup(2)),
+    (saved(1, converted=True), Setup(3)),
+    (saved(1, converted=True), Setup(1)),
+]
 
 
-def case_of(bucket: Bucket, saved: Path, source: str, setup: Setup, **section: Any) -> dict[str, Any]:
-    """A load of a folder into another engine."""
-    truth = source.removeprefix("universal/")
-    options = {"mode": "require", "storage_options": bucket.options, **section}
-    return {"url": f"s3://bucket/{source}", "folder": str(saved / truth), "setup": setup, "section": options}
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_every_rank_reads_its_own_bytes(bucket: Bucket, saved: Path, launch: Launch, ranks: int) -> None:
-    sources = {setup: f"{setup.name}-dp{SAVED_AT}" for setup in SETUPS}
-    moved = zip(SETUPS, [Setup(3), Setup(1, "bf16"), Setup(2)], strict=True)
-    cases = [case_of(bucket, saved, sources[setup], target) for setup, target in moved]
-    cases += [case_of(bucket, saved, f"universal/{sources[SETUPS[0]]}", target) for target in (Setup(3), Setup(1))]
-    bucket.asked.clear()
-    found = launch(ranks, "bucket_jobs.load", cases)
-    assert len(found) == ranks * len(cases)
-    for each in found:
+@cells([crossing(save, target, ranks, "bucket_jobs.load_served") for ranks in (1, 3) for save, target in MOVED])
+def test_every_rank_reads_its_own_bytes(cell: Cell, facts: list[Loaded]) -> None:
+    assert len(facts) == cell.ranks
+    for each in facts:
         assert each.differences == {}, each.where
         assert "s3://bucket/" in each.text and "SECRET" not in each.text and each.report.verified is not None
         for rank in each.report.ranks:
@@ -61,67 +42,59 @@ def test_every_rank_reads_its_own_bytes(bucket: Bucket, saved: Path, launch: Lau
         assert "network (object store)" in each.text and "requests per rank" in each.text
 
 
-def test_bytes_that_are_transferred_are_those_that_ranks_own(bucket: Bucket, saved: Path, launch: Launch) -> None:
-    case = case_of(bucket, saved, f"{Setup(3).name}-dp{SAVED_AT}", Setup(2))
-    bucket.asked.clear()
-    first, *_ = launch(3, "bucket_jobs.load", [case])
-    owned = sum(rank.read.nbytes for rank in first.report.ranks)
-    by_object: dict[str, int] = {}
-    for method, path, nbytes in bucket.asked:
-        if method == "GET" and "optim_states" in path:
-            by_object[path] = by_object.get(path, 0) + nbytes
-    metadata_nbytes = 3 * len(by_object) * (1 << 19)  # the ends of archives, and their pickles
-    assert owned <= sum(by_object.values()) <= 1.02 * owned + metadata_nbytes, (owned, by_object)
+@cells([crossing(saved(3), Setup(2), 3, "bucket_jobs.transfer")])
+def test_bytes_that_are_transferred_are_those_that_ranks_own(cell: Cell, facts: list[SimpleNamespace]) -> None:
+    (found,) = facts
+    sent_nbytes = sum(found.nbytes_by_object.values())
+    metadata_nbytes = 3 * len(found.nbytes_by_object) * (1 << 19)  # the ends of archives, and their pickles
+    assert found.owned_nbytes <= sent_nbytes <= 1.02 * found.owned_nbytes + metadata_nbytes, found
 
 
-def test_an_overwrite_between_two_looks_is_an_error(bucket: Bucket, saved: Path, launch: Launch) -> None:
-    name = f"{Setup(1).name}-dp{SAVED_AT}"
-    bucket.put(saved / name, "moving")
-    case = {**case_of(bucket, saved, name, Setup(1)), "url": "s3://bucket/moving"}
-    raw = (saved / name / "step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").read_bytes()
-    obstore.put(bucket.store, "moving/step4/zero_pp_rank_1_mp_rank_00_optim_states.pt", raw[:-1000])
-    found = launch(2, "bucket_jobs.refuse", [case])
-    for each in found:
-        assert each.changed == frozenset() and "DamagedError" in each.kinds and len(each.texts) == 1
+def refused(name: str, error: str, words: str, change: Change | None = None, **case: Any) -> Cell:
+    setup = {"setup": Setup(1)}
+    expected, fits = Refuses(error, (words,)), (saved(1), setup)
+    return Cell(name, saved(1), "bucket_jobs.refuse_served", 2, setup | case, change, expected=expected, fits=fits)
 
 
-def test_what_is_not_there_is_said(bucket: Bucket, saved: Path, launch: Launch) -> None:
-    case = case_of(bucket, saved, f"{Setup(1).name}-dp{SAVED_AT}", Setup(1))
-    cases = {
-        "no such bucket": {**case, "url": "s3://nobody/run"},
-        "there is no DeepSpeed checkpoint": {**case, "url": "s3://bucket/nothing"},
-        "the checkpoint to load is not there": {**case, "arguments": {"tag": "step5"}},
-        "there is no DeepSpeed checkpoint to load": {
-            **case,
-            "url": "s3://bucket/nothing",
-            "arguments": {"tag": "step5"},
-            "section": {**case["section"], "mode": "auto"},
-        },
-        '"mode" is "off"': {**case, "section": {**case["section"], "mode": "off"}},
-    }
-    found = launch(2, "bucket_jobs.refuse", list(cases.values()))
-    for each, words in zip(found, [*cases, *cases], strict=True):
-        (text,) = each.texts
-        assert words in text and each.changed == frozenset() and "SECRET" not in text, text
+CUT = damage.truncate(damage.OPTIMIZER.format(1), 0.9)
+NOTHING = "s3://bucket/nothing"
+NO_TAG = {"tag": "step5"}
 
 
-def test_ranks_go_on_after_a_store_that_does_not_answer(bucket: Bucket, saved: Path, launch: Launch) -> None:
-    case = case_of(bucket, saved, f"{Setup(1).name}-dp{SAVED_AT}", Setup(1))
-    bucket.refusal = 404, "Unknown"
-    try:
-        found = launch(2, "bucket_jobs.refuse", [case], 150)  # whose last collective would hang
-    finally:
-        bucket.refusal = None
-    for each in found:
-        (text,) = each.texts
-        assert "does not answer as it should" in text and each.changed == frozenset(), text
+@cells(
+    [
+        refused("cut", "DamagedError", "", CUT),
+        refused("no bucket", "ElasticCkptError", "no such bucket", url="s3://nobody/run"),
+        refused("no folder", "ElasticCkptError", "there is no DeepSpeed checkpoint", url=NOTHING),
+        refused("no tag", "ElasticCkptError", "the checkpoint to load is not there", arguments=NO_TAG),
+        refused(
+            "no folder with the tag",
+            "ElasticCkptError",
+            "there is no DeepSpeed checkpoint to load",
+            url=NOTHING,
+            arguments=NO_TAG,
+            section={"mode": "auto"},
+        ),
+        refused("switched off", "ElasticCkptError", '"mode" is "off"', section={"mode": "off"}),
+        # whose last collective would hang
+        refused("no answer", "ElasticCkptError", "does not answer as it should", refusal=(404, "Unknown")),
+    ]
+)
+def test_what_is_not_there_is_said_by_all_ranks(cell: Cell, facts: list[Refused]) -> None:
+    cell.expected.check(facts)
+    assert len(facts) == cell.ranks and "SECRET" not in str([each.texts for each in facts])
 
 
-def test_commands_read_buckets_as_they_read_folders(bucket: Bucket, saved: Path, tmp_path: Path) -> None:
-    name = f"{Setup(3).name}-dp{SAVED_AT}"
-    url, folder, config = f"s3://bucket/{name}", str(saved / name), tmp_path / "ds.json"
-    config.write_text(json.dumps({"elastic_checkpoint": {"storage_options": bucket.options}}))
+def test_commands_read_buckets_as_they_read_folders(saves: Saves, tmp_path: Path) -> None:
+    """Without ranks."""
+    folder, config = str(saves.folder(saved(3))), tmp_path / "ds.json"
+    with serve_bucket() as bucket:
+        bucket.put(Path(folder), "run")
+        config.write_text(json.dumps({"elastic_checkpoint": {"storage_options": bucket.options}}))
+        read_as_a_folder("s3://bucket/run", folder, config, tmp_path)
 
+
+def read_as_a_folder(url: str, folder: str, config: Path, written: Path) -> None:
     def run(*words: str) -> str:
         result = CliRunner().invoke(app, [*words, "--config", str(config)], env={"COLUMNS": "200"})
         assert result.exit_code == 0, result.output
@@ -135,6 +108,6 @@ def test_commands_read_buckets_as_they_read_folders(bucket: Bucket, saved: Path,
     assert " requests " in run("plan", url, "--dp", "3") and " requests " not in run("plan", folder, "--dp", "3")
     assert run("latest", url).strip() == f"{url}/step4"
     assert "equal: " in run("diff", url, folder)
-    run("convert", url, str(tmp_path / "universal"), "--to", "universal")
-    run("verify", str(tmp_path / "universal"))
-    run("export", url, str(tmp_path / "weights"))
+    run("convert", url, str(written / "universal"), "--to", "universal")
+    run("verify", str(written / "universal"))
+    run("export", url, str(written / "weights"))
