@@ -18,6 +18,7 @@ import elastic_ckpt
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, log_lines
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, client_differences, client_state_of, truth_of, where
+from tests.distributed.kept import close_kept
 from tests.distributed.model import build_engine, close, train
 
 
@@ -76,6 +77,7 @@ def unreadable(tag: str | None) -> Iterator[None]:
 
 def arrive_late(case: dict[str, Any]) -> list[Loaded]:
     """Files of a checkpoint that grow and appear while it is loaded: what differs from the truth, and what was logged."""
+    close_kept()
     elastic_ckpt.install()
     engine = build_engine(case["setup"])
     whole, late = Path(case["folder"], "step4"), Path(case["scratch"], "step4")

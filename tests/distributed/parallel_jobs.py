@@ -16,8 +16,7 @@ from tests.distributed import truth as plain
 from tests.distributed.facts import Loaded, Refused, attempt, loss_gap
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of, without_states
 from tests.distributed.kept import close_kept, engine_of
-from tests.distributed.model import close
-from tests.distributed.parallel_models import TOKENS, Parallel, build, folder_name, place_of, train
+from tests.distributed.parallel_models import TOKENS, Parallel, build, end, folder_name, place_of, train
 
 
 def save(arguments: dict[str, Any]) -> None:
@@ -45,7 +44,7 @@ def save_each(cases: list[dict[str, Any]]) -> None:
         truth["losses_before"] = before
         if dist.get_rank() == 0:
             torch.save(truth, os.path.join(folder, "truth.pt"))
-        close(engine)
+        end(engine)
         dist.barrier()
 
 
@@ -80,7 +79,7 @@ def resume(case: dict[str, Any]) -> list[Loaded]:
 def live(case: dict[str, Any]) -> Any:
     """An engine of ``setup`` and ``config``, which the next case may get too. Collective."""
     parallel, config = case["setup"], case.get("config")
-    return engine_of((parallel, config), partial(build, parallel, seed=8, config=config), close)
+    return engine_of((parallel, config), partial(build, parallel, seed=8, config=config), end)
 
 
 def declared_by_megatron(parallel: Parallel) -> dict[str, Any]:

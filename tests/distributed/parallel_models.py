@@ -22,7 +22,7 @@ from packaging.version import Version
 from torch import nn
 from torch.nn import functional
 
-from tests.distributed.model import GLOBAL_BATCH, PRECISIONS
+from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, close
 from tests.distributed.parallel_layers import (
     HEAD_SIZE,
     HIDDEN,
@@ -296,6 +296,12 @@ def forget_groups() -> None:
     groups.mpu, groups.mesh_device = None, None
     for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP"):
         setattr(groups, name, None)
+
+
+def end(engine: Any) -> None:
+    """Free an engine, and DeepSpeed's process groups of it, which outlive it."""
+    close(engine)
+    forget_groups()
 
 
 def build(parallel: Parallel, seed: int = 7, config: dict[str, Any] | None = None) -> Any:

@@ -13,7 +13,6 @@ import elastic_ckpt
 from tests.distributed import expert_jobs, parallel_models, parallel_truth, truth
 from tests.distributed.facts import Refused, attempt
 from tests.distributed.jobs import SPOILS, spoiled
-from tests.distributed.model import close
 
 Case = dict[str, Any]
 
@@ -26,11 +25,11 @@ def load_parallel(case: Case) -> list[dict[str, str]]:
     parallel_truth.assert_fresh(engine, saved, seed=7)
     expected = parallel_truth.gather(engine, saved)
     folder = _written(case, expected)
-    close(engine)
+    parallel_models.end(engine)
     engine = parallel_models.build(live, seed=8)
     report = elastic_ckpt.load_pretrained(engine, folder)
     found = parallel_truth.gather(engine, live)
-    close(engine)
+    parallel_models.end(engine)
     return [_apart(report, found, expected)]
 
 
@@ -56,7 +55,6 @@ def refuse_experts(case: Case) -> list[Refused]:
 def _written_experts(case: Case) -> dict[str, Any]:
     """What an engine of ``saved`` has, whose weights are written to ``scratch``."""
     elastic_ckpt.install()
-    parallel_models.forget_groups()
     engine = expert_jobs.build(case["saved"], seed=7)
     held = expert_jobs.gather(engine, case["saved"], [])
     _written(case, held)

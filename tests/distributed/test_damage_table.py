@@ -108,7 +108,7 @@ def damaged(layout: str, kind: str) -> Cell:
         2 if is_pipeline else 3,
         {"setup": PIPELINE if is_pipeline else Setup(2)},
         kinds_of(files)[kind](files),
-        others=() if files.older is None else (files.older,),
+        others=(files.older,) if kind in OF_TWO_STEPS and files.older else (),
         expected=(layout, kind),
     )
 

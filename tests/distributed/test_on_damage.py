@@ -94,7 +94,7 @@ def gives_up(
         name,
         save,
         "refusal_jobs.refuse",
-        2,
+        3,
         case | ({"arguments": arguments} if arguments else {}),
         in_tags(changes),
         expected=Refuses(error, words),
