@@ -20,8 +20,9 @@ from tests.distributed.model import Setup, WiderLM, build_engine, close, train
 ACTOR, CRITIC = Setup(1), Setup(3)
 
 
-def save(folder: str) -> None:
+def save(case: dict[str, Any]) -> None:
     """Train and save an actor and a critic of another size in turn."""
+    folder = case["folder"]
     elastic_ckpt.install()
     engines = {"actor": build_engine(ACTOR), "critic": build_engine(CRITIC, WiderLM())}
     for step in range(2):
@@ -35,8 +36,9 @@ def save(folder: str) -> None:
         close(engine)
 
 
-def load(folder: str) -> list[SimpleNamespace]:
+def load(case: dict[str, Any]) -> list[SimpleNamespace]:
     """Load them side by side, anew, and in threads; what is not as it was saved, by what was done."""
+    folder = case["folder"]
     elastic_ckpt.install()
     folders = {name: os.path.join(folder, name) for name in ("actor", "critic")}
     truths = {name: truth_of(path) for name, path in folders.items()}

@@ -10,11 +10,7 @@ import torch.distributed as dist
 
 from elastic_ckpt import distributed
 from elastic_ckpt.errors import DamagedError, ElasticCkptError
-
-
-def only(rank: int, failing: Callable[[], Any]) -> Callable[[], Any]:
-    """Work that fails on one rank."""
-    return lambda: failing() if dist.get_rank() == rank else "fine"
+from tests.distributed.jobs import SPOILS
 
 
 def damaged() -> None:
@@ -25,44 +21,50 @@ def unforeseen() -> None:
     raise KeyError("nobody thought of it")
 
 
-def messages(sizes: list[int]) -> list[SimpleNamespace]:
-    """For each size, what arrives: from every rank in its own bytes, where one rank alone sends much, and from one rank."""
-    me, world = dist.get_rank(), dist.get_world_size()
-    facts = []
-    for size in sizes:
-        mixed = b"x" * (size * (me == 1))  # long on one rank alone
-        found = SimpleNamespace(
-            size=size,
-            own=distributed.all_gather("talk", lambda size=size: (me, bytes([me]) * size)),
-            mixed=distributed.all_gather("talk", lambda mixed=mixed: mixed),
-        )
-        # as where a collective costs less than padding
-        distributed._COLLECTIVE_NBYTES, before = 0, distributed._COLLECTIVE_NBYTES
-        found.unpadded = distributed.all_gather("talk", lambda size=size: b"y" * (size * me * me))
-        distributed._COLLECTIVE_NBYTES = before
-        # as in a job of thousands of ranks
-        distributed._INLINE_TOTAL_NBYTES, before = 0, distributed._INLINE_TOTAL_NBYTES
-        found.long = distributed.all_gather("talk", lambda size=size: bytes([me]) * (size * (1 + me)))
-        distributed._INLINE_TOTAL_NBYTES = before
-        mine = bytes([me]) * size
-        found.broadcast = [distributed.broadcast("talk", lambda mine=mine: mine, src) for src in range(world)]
-        facts.append(found)
-    return facts
+def unpicklable() -> Callable[[], str]:
+    return lambda: "what cannot be pickled"
 
 
-def failures(arguments: None) -> list[SimpleNamespace]:
-    """What each rank catches where rank 2 alone fails at its work, and what arrives afterwards."""
-    facts = []
-    for verb, work in (
-        ("gather", lambda failing: distributed.all_gather("talk", only(2, failing))),
-        ("broadcast", lambda failing: distributed.broadcast("talk", failing, 2)),
-    ):
-        for failing in (damaged, unforeseen, lambda: lambda: "what cannot be pickled"):
-            facts.append(SimpleNamespace(verb=verb, error=caught(lambda: work(failing))))  # noqa: B023
-    me = dist.get_rank()
-    several = caught(lambda: distributed.all_gather("talk", lambda: damaged() if me else "fine"))
-    facts.append(SimpleNamespace(verb="several", error=several, next_round=distributed.all_gather("talk", lambda: me)))
-    return facts
+FAILURES: dict[str, Callable[[], Any]] = {"damaged": damaged, "unforeseen": unforeseen, "unpicklable": unpicklable}
+
+
+def messages(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """What arrives: from every rank in its own bytes, where one rank alone sends much, and from one rank. ``size``: of all."""
+    me, world, size = dist.get_rank(), dist.get_world_size(), case["size"]
+    own = bytes([me]) * size + b"!" * SPOILS
+    mixed = b"x" * (size * (me == 1))  # long on one rank alone
+    found = SimpleNamespace(
+        own=distributed.all_gather("talk", lambda: (me, own)),
+        mixed=distributed.all_gather("talk", lambda: mixed),
+    )
+    # as where a collective costs less than padding
+    distributed._COLLECTIVE_NBYTES, before = 0, distributed._COLLECTIVE_NBYTES
+    found.unpadded = distributed.all_gather("talk", lambda: b"y" * (size * me * me))
+    distributed._COLLECTIVE_NBYTES = before
+    # as in a job of thousands of ranks
+    distributed._INLINE_TOTAL_NBYTES, before = 0, distributed._INLINE_TOTAL_NBYTES
+    found.long = distributed.all_gather("talk", lambda: own * (1 + me))
+    distributed._INLINE_TOTAL_NBYTES = before
+    found.broadcast = [distributed.broadcast("talk", lambda: own, src) for src in range(world)]
+    return [found]
+
+
+def fail(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """What each rank catches where some ``ranks`` alone fail at their work, and what arrives afterwards.
+
+    ``verb``: what they do, ``gather`` or ``broadcast`` from the first of them; ``how``: the failure.
+    """
+    me, ranks = dist.get_rank(), case["ranks"]
+    fails = me in ranks and not SPOILS
+
+    def work() -> Any:
+        return FAILURES[case["how"]]() if fails else "fine"
+
+    def talk() -> Any:
+        is_gather = case["verb"] == "gather"
+        return distributed.all_gather("talk", work) if is_gather else distributed.broadcast("talk", work, ranks[0])
+
+    return [SimpleNamespace(error=caught(talk), next_round=distributed.all_gather("talk", lambda: me))]
 
 
 def caught(work: Callable[[], Any]) -> ElasticCkptError | None:

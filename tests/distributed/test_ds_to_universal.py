@@ -17,23 +17,18 @@ from deepspeed.checkpoint import ds_to_universal as deepspeeds
 
 from elastic_ckpt.ds_to_universal import main, parse_arguments
 from elastic_ckpt.errors import DamagedError, NotFoundError
-from tests.distributed.conftest import Launch
+from tests.distributed.cells import Cell, Change, Save, Saves, cells
+from tests.distributed.facts import Loaded, Resumes
 from tests.distributed.launch import REPO
 from tests.distributed.model import Setup
 
-
-@pytest.fixture(scope="module")
-def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of two ranks saved."""
-    folder = tmp_path_factory.mktemp("saved")
-    launch(2, "save", {"folder": str(folder), "setups": [Setup(1)]})
-    return folder / f"{Setup(1).name}-dp2"
+SAVED = Save(Setup(1))
 
 
 @pytest.fixture
-def run(saved: Path, tmp_path: Path) -> Path:
+def run(saves: Saves, tmp_path: Path) -> Path:
     """A run's folder, with ``step4`` in it."""
-    return Path(shutil.copytree(saved, tmp_path / "run"))
+    return Path(shutil.copytree(saves.folder(SAVED), tmp_path / "run"))
 
 
 def convert(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -42,15 +37,28 @@ def convert(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
 
 
-def loads(launch: Launch, run: Path, format: str) -> None:
-    """A job of another topology loads the output folder, as a controller has ``latest`` say."""
-    (run / "latest").write_text("step4_universal")
-    source = {"folder": str(run), "format": format}
-    for load in launch(1, "load", {"targets": [{"setup": Setup(3), "sources": [source]}]}):
-        assert load.format == format and load.differences == {} and load.loss_gap < 1e-5, load.where
+def converted(*words: str) -> Change:
+    """A run after the command, whose controller has ``latest`` name the output folder."""
+
+    def apply(run: Path) -> None:
+        convert(run, *words)
+        (run / "latest").write_text("step4_universal")
+
+    return apply
 
 
-def test_nothing_is_converted_and_the_output_folder_is_loaded_all_the_same(launch: Launch, run: Path) -> None:
+def resumed(format: str, *words: str) -> Cell:
+    case = {"setup": Setup(3), "format": format}
+    return Cell(format, SAVED, "resume", 1, case, converted(*words), expected=Resumes(format, 1e-5))
+
+
+@cells([resumed("native"), resumed("universal", "--really")])
+def test_the_output_folder_is_loaded_whatever_was_converted(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+    assert facts[0].report.source.tag == "step4_universal"
+
+
+def test_nothing_is_converted(run: Path) -> None:
     (run / "step4_universal").mkdir()  # as some controllers do before
     before = set(run.rglob("*"))
     workers = ("--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state", "--keep_temp_folder")
@@ -59,14 +67,12 @@ def test_nothing_is_converted_and_the_output_folder_is_loaded_all_the_same(launc
     assert set(run.rglob("*")) == before and os.readlink(run / "step4_universal") == "step4"
     again = convert(run)
     assert again.returncode == 0 and "it exists already" in again.stdout
-    loads(launch, run, "native")
 
 
-def test_really_converts(launch: Launch, run: Path) -> None:
+def test_really_converts(run: Path) -> None:
     done = convert(run, "--really")
     assert done.returncode == 0 and not (run / "step4_universal").is_symlink(), done.stderr
     assert (run / "latest_universal").read_text() == "step4_universal"
-    loads(launch, run, "universal")
 
 
 def test_what_is_not_whole_is_refused_unless_it_is_not_to_be_checked(run: Path) -> None:

@@ -1,4 +1,7 @@
-"""Checkpoints that are generated one rank after another are those of a job of real processes, byte by byte."""
+"""Checkpoints that are generated one rank after another are those of a job of real processes, byte by byte.
+
+The launcher of the benchmarks starts these ranks, since it is part of what is compared: so these are no cells.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The tree of every file that DeepSpeed saves, against torch's own reader: values, types, attributes."""
+"""The tree of every file that DeepSpeed saves, against torch's own reader: values, types, attributes.
+
+Reading takes no ranks: this is no cell. It reads what the session has saved for others.
+"""
 
 from __future__ import annotations
 
