@@ -23,7 +23,7 @@ import elastic_ckpt
 from elastic_ckpt.storage import peers
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt, log_lines, loss_gap, on_all_ranks
-from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, client_state_of, where
+from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, client_state_of, take_over, truth_of, where
 from tests.distributed.model import BUILDERS, Setup, TinyLM, build_engine, close, train
 
 LOCAL = (("checkpoint", {"use_node_local_storage": True}),)
@@ -46,22 +46,30 @@ def disk_of(folder: str, nodes: list[str] | None) -> str:
 
 
 def save_on_nodes(arguments: dict[str, Any]) -> None:
-    """Save each of ``setups`` with node-local storage; ``nodes``: the node of each rank.
+    """:func:`save_each` of ``setups`` in folders of their names."""
+    shared = {key: value for key, value in arguments.items() if key not in ("folder", "setups")}
+    folders = {setup: os.path.join(arguments["folder"], setup.name) for setup in arguments["setups"]}
+    save_each([{**shared, "setup": setup, "folder": folder} for setup, folder in folders.items()])
+
+
+def save_each(cases: list[dict[str, Any]]) -> None:
+    """Save each ``setup`` with node-local storage; ``nodes``: the node of each rank.
 
     ``older``: two steps before, under a tag of its own; ``replicas``: so many on other nodes, by ``replicate``.
     """
-    model = BUILDERS[arguments.get("model", "TinyLM")]
-    for setup in arguments["setups"]:
-        folder = os.path.join(arguments["folder"], setup.name)
-        disk = os.path.join(disk_of(folder, arguments.get("nodes")), "run")
+    for case in cases:
+        setup, folder = case["setup"], case["folder"]
+        take_over(case)
+        disk = os.path.join(disk_of(folder, case.get("nodes")), "run")
+        model = BUILDERS[case.get("model", "TinyLM")]
         engine = build_engine(Setup(**{**vars(setup), "config": (*setup.config, *LOCAL)}), model())
-        first = arguments.get("first", 0)  # of the data
+        first = case.get("first", 0)  # of the data
         train(engine, first, first + 2)
-        if arguments.get("older"):
+        if case.get("older"):
             engine.save_checkpoint(disk, tag="step2", client_state=client_state_of(dist.get_rank()))
         train(engine, first + 2, first + SAVE_AT)
         engine.save_checkpoint(disk, tag="step4", client_state=client_state_of(dist.get_rank()))
-        if copies := arguments.get("replicas"):
+        if copies := case.get("replicas"):
             elastic_ckpt.replicate(disk, "step4", copies=copies).wait()
         oracle.relink(engine)
         truth = oracle.gather(engine, oracle.state_keys(engine))
@@ -77,7 +85,7 @@ def load_on_nodes(cases: list[dict[str, Any]]) -> list[Loaded]:
     elastic_ckpt.install()
     facts = []
     for case in cases:
-        truth = torch.load(os.path.join(case["folder"], "truth.pt"), weights_only=False)
+        truth = truth_of(case["folder"])
         disk = os.path.join(disk_of(case["folder"], case.get("nodes")), "run")
         engine = engine_of(case)
         with log_lines() as lines:
@@ -108,9 +116,11 @@ def refuse_on_nodes(cases: list[dict[str, Any]]) -> list[Refused]:
 
 
 def engine_of(case: dict[str, Any], model: torch.nn.Module | None = None) -> Any:
-    """The case's engine, with weights of its own."""
+    """The case's engine, with weights of its own. ``fallbacks``: more folders in ``folder`` to look for files."""
     setup = case["setup"]
-    section = (("elastic_checkpoint", case.get("section", {})),)
+    fallbacks = [os.path.join(case["folder"], name) for name in case.get("fallbacks", [])]
+    more = {"fallback_dirs": fallbacks} if fallbacks else {}
+    section = (("elastic_checkpoint", {**case.get("section", {}), **more}),)
     engine = build_engine(Setup(**{**vars(setup), "config": (*setup.config, *LOCAL, *section)}), model)
     train(engine, 50, 51)
     return engine

@@ -1,4 +1,7 @@
-"""One job of torchrun, of which a node is killed and another joins: every sample is used once, and losses go on."""
+"""One job of torchrun, of which a node is killed and another joins: every sample is used once, and losses go on.
+
+torchrun starts these ranks, again and again, as it would on nodes: so this is no cell.
+"""
 
 from __future__ import annotations
 

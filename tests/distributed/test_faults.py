@@ -1,4 +1,8 @@
-"""Loads in which one rank fails, dies or stops, at each of the load's rounds: the others raise an error, and soon."""
+"""Loads in which one rank fails, dies or stops, at each of the load's rounds: the others raise an error, and soon.
+
+Ranks that are killed or stopped take the launch of a cell with them. So one process forks the ranks of each case here,
+and sees how each of them ends; the saves are those of cells.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.cells import Save, Saves
 from tests.distributed.conftest import Launch
 from tests.distributed.fault_jobs import GROUP_SECONDS, LINGER_SECONDS, Cell, Outcome
 from tests.distributed.model import Setup
@@ -33,24 +38,17 @@ ROUNDS = [
 ]
 #: With ZeRO-3 one more, before the counters: from there on collectives are DeepSpeed's.
 GATHERS = ("gather persistent parameters", 0)
-SOURCES = {"z1": Setup(1, "bf16"), "z3": Setup(3)}
+SOURCES = {name: Save(setup, more={"model": "BigLM"}) for name, setup in (("z1", Setup(1, "bf16")), ("z3", Setup(3)))}
 Found = list[tuple[Cell, list[Outcome | int | None], str]]
 Run = Callable[..., Found]
 
 
-@pytest.fixture(scope="module")
-def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    launch(2, "save", {"folder": str(folder), "setups": list(SOURCES.values()), "model": "BigLM"})
-    return folder
-
-
 @pytest.fixture
-def run(launch: Launch, saved: Path, tmp_path: Path) -> Run:
+def run(launch: Launch, saves: Saves, tmp_path: Path) -> Run:
     """``run(fault, source, target, rounds)``: a cell for each round, of another rank each time."""
 
     def cells(fault: str, source: str, target: Setup, rounds: list[tuple[str, int]]) -> Found:
-        folder = str(saved / f"{SOURCES[source].name}-dp2")
+        folder = str(saves.folder(SOURCES[source]))
         asked = [Cell(folder, target, fault, at, number % 3) for number, at in enumerate(rounds)]
         return launch(
             1, "tests.distributed.fault_jobs:run", {"cells": asked, "folder": str(tmp_path / target.name)}, 400

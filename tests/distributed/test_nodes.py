@@ -1,4 +1,7 @@
-"""Checkpoints that no node sees whole: saved by DeepSpeed to disks of nodes, resumed on others."""
+"""Checkpoints that no node sees whole: saved by DeepSpeed to disks of nodes, resumed on others.
+
+A folder stands for the disk of each node. What commands say of them takes no ranks, and shares the saves.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,94 +19,108 @@ from typer.testing import CliRunner
 
 import elastic_ckpt
 from elastic_ckpt.cli import app
-from tests.distributed.conftest import Launch
+from tests.distributed.cells import Cell, Change, Save, Saves, cells
 from tests.distributed.damage import flip_bit
-from tests.distributed.facts import Loaded, Refused
+from tests.distributed.facts import Loaded, Refused, Refuses
 from tests.distributed.model import Setup
 
 SETUPS = [Setup(0), Setup(1), Setup(2, precision="bf16"), Setup(3), Setup(3, precision="bf16")]
-TWO_BY_TWO = ["a", "a", "b", "b"]
+MEMORY = [Setup(1), Setup(2, precision="bf16"), Setup(3)]
+FOUR = "abcd"
+DAMAGED = "was damaged in another copy"
 
 
-@pytest.fixture(scope="module")
-def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_of(setup: Setup) -> Save:
     """Saved on two nodes of two ranks each, at steps 2 and 4."""
-    folder = tmp_path_factory.mktemp("nodes")
-    launch(4, "node_jobs.save_on_nodes", {"folder": str(folder), "setups": SETUPS, "nodes": TWO_BY_TWO, "older": True})
-    return folder
+    return Save(setup, 4, "node_jobs.save_each", {"nodes": [*"aabb"], "older": True})
 
 
-def cases(folder: Path, nodes: list[str], **more: Any) -> list[dict[str, Any]]:
-    return [{"folder": str(folder / setup.name), "setup": setup, "nodes": nodes, **more} for setup in SETUPS]
+def replicated(setup: Setup, nodes: str = FOUR, source: Save | None = None, **more: Any) -> Save:
+    """Saved on nodes of one rank each; each node has the next one's files, too."""
+    return Save(setup, len(nodes), "node_jobs.save_each", {"nodes": [*nodes], "replicas": 1, **more}, source=source)
 
 
-def assert_exact(found: list[Loaded], count: int) -> None:
-    assert len(found) == count
-    for each in found:
+def on(nodes: str, save: Save, setup: Setup, name: str = "", change: Change | None = None, **case: Any) -> Cell:
+    """A load into this engine by one rank of each of these nodes, in their order."""
+    title = f"{name or f'{save.setup.name} to {setup.name}'} on {nodes}"
+    case = {"setup": setup, "nodes": [*nodes], **case}
+    return Cell(title, save, "node_jobs.load_on_nodes", len(nodes), case, change)
+
+
+def refused(
+    nodes: str, save: Save, setup: Setup, error: str, *words: str, change: Change | None = None, **case: Any
+) -> Cell:
+    """Such a load that must fail."""
+    fits = (save, {"setup": setup, "nodes": [*nodes]})
+    return Cell(
+        f"{[*words, error][0]}, {save.setup.name} to {setup.name} on {nodes}",
+        save,
+        "node_jobs.refuse_on_nodes",
+        len(nodes),
+        {**fits[1], **case},
+        change,
+        expected=Refuses(error, words),
+        fits=fits,
+    )
+
+
+def assert_exact(cell: Cell, facts: list[Loaded]) -> None:
+    assert len(facts) == cell.ranks
+    for each in facts:
         assert each.differences == {} and each.loss_gap < (5e-3 if "bf16" in each.where else 1e-5), each.where
 
 
-def test_no_node_sees_the_whole_checkpoint(saved: Path) -> None:
-    for setup in SETUPS[1:]:
-        names = [{path.name for path in (saved / setup.name / node / "run" / "step4").glob("*optim*")} for node in "ab"]
-        assert names[0] and names[1] and not names[0] & names[1]
+def file_of(setup: Setup, rank: int) -> str:
+    """A rank's masters and states."""
+    return f"{'bf16_' if setup.precision == 'bf16' else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-@pytest.mark.parametrize("nodes", [["b", "a", "b", "a"], ["a", "b", "b"], ["b", "a"]], ids="-".join)
-def test_ranks_resume_on_any_of_the_nodes(saved: Path, launch: Launch, nodes: list[str]) -> None:
-    found = launch(len(nodes), "node_jobs.load_on_nodes", cases(saved, nodes))
-    assert_exact(found, len(nodes) * len(SETUPS))
-    for each in found:
-        if each.case["setup"].stage:  # else each node has all, of which DeepSpeed's own loader takes its node's
+@cells([on(nodes, saved_of(setup), setup) for nodes in ("baba", "abb", "ba") for setup in SETUPS])
+def test_ranks_resume_on_any_of_the_nodes(cell: Cell, facts: list[Loaded]) -> None:
+    assert_exact(cell, facts)
+    for each in facts:
+        if cell.case["setup"].stage:  # else each node has all, of which DeepSpeed's own loader takes its node's
             assert " on 2 nodes, of which " in each.text, each.where
 
 
-FOUR = ["a", "b", "c", "d"]
-MEMORY = [Setup(1), Setup(2, precision="bf16"), Setup(3)]
+@pytest.mark.parametrize("setup", SETUPS[1:], ids=lambda setup: setup.name)
+def test_no_node_sees_the_whole_checkpoint(setup: Setup, saves: Saves) -> None:
+    saved = saves.folder(saved_of(setup))
+    names = [{path.name for path in (saved / node / "run" / "step4").glob("*optim*")} for node in "ab"]
+    assert names[0] and names[1] and not names[0] & names[1]
 
 
-@pytest.fixture(scope="module")
-def replicated(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saved on four nodes of one rank each; each node has the next one's files, too."""
-    folder = tmp_path_factory.mktemp("memory")
-    launch(4, "node_jobs.save_on_nodes", {"folder": str(folder), "setups": MEMORY, "nodes": FOUR, "replicas": 1})
-    return folder
+#: Each checkpoint in memory, and an engine of another stage.
+MOVED = [(one, Setup(other.stage, one.precision)) for one, other in zip(MEMORY, MEMORY[1:] + MEMORY[:1], strict=True)]
 
 
-@pytest.fixture
-def memory(replicated: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be changed."""
-    return shutil.copytree(replicated, tmp_path / "memory")
+def without(*nodes: str) -> Change:
+    """These nodes are lost."""
+    return lambda disks: [shutil.rmtree(disks / node) for node in nodes]
 
 
-def elsewhere(folder: Path, nodes: list[str], **more: Any) -> list[dict[str, Any]]:
-    """Each checkpoint at another stage."""
-    pairs = zip(MEMORY, MEMORY[1:] + MEMORY[:1], strict=True)
-    moved = [(one, Setup(other.stage, one.precision)) for one, other in pairs]
-    return [{"folder": str(folder / one.name), "setup": other, "nodes": nodes, **more} for one, other in moved]
-
-
-@pytest.mark.parametrize("lost", FOUR)
-def test_a_job_goes_on_from_memory_without_a_node(memory: Path, launch: Launch, lost: str) -> None:
-    for setup in MEMORY:
-        shutil.rmtree(memory / setup.name / lost)
-    left = [node for node in FOUR if node != lost]
-    assert_exact(launch(3, "node_jobs.load_on_nodes", elsewhere(memory, left)), 3 * len(MEMORY))
+@cells(
+    [on(FOUR.replace(lost, ""), replicated(one), other, change=without(lost)) for lost in FOUR for one, other in MOVED]
+)
+def test_a_job_goes_on_from_memory_without_a_node(cell: Cell, facts: list[Loaded]) -> None:
+    assert_exact(cell, facts)
 
 
 #: Whether the first and the last parameter are in the third of four partitions: both, where each is partitioned.
 WHERE = [(True, True), (False, True), (False, False)]
+THIRD = ("zero_pp_rank_2_mp_rank_00", "files on all nodes: ", "(rank 0) has ")
 
 
-def test_two_neighbours_lost_are_refused_by_name(memory: Path, launch: Launch) -> None:
-    for setup in MEMORY:
-        for node in "bc":
-            shutil.rmtree(memory / setup.name / node)
-    found: list[Refused] = launch(2, "node_jobs.refuse_on_nodes", elsewhere(memory, ["a", "d"]))
-    for each in found:
-        assert len(each.texts) == 1 and each.changed == frozenset(), each
+@cells(
+    [
+        refused("ad", replicated(one), other, "ElasticCkptError", *THIRD, change=without("b", "c"))
+        for one, other in MOVED
+    ]
+)
+def test_two_neighbours_lost_are_refused_by_name(cell: Cell, facts: list[Refused]) -> None:
+    cell.expected.check(facts)
+    for each in facts:
         (text,) = each.texts
-        assert "zero_pp_rank_2_mp_rank_00" in text and "files on all nodes: " in text and "(rank 0) has " in text, text
         (parameters,) = re.findall(r"parameter: +(.*)", text)  # of ZeRO-1 and 2, those in the third partition alone
         assert ("embedding.weight" in parameters, "norm.bias" in parameters) in WHERE, parameters
 
@@ -114,18 +131,23 @@ def flip_bits(name: str, disk: Path) -> None:
         flip_bit(name, "fp32", part / 100)(disk)
 
 
-def test_a_copy_with_a_flipped_bit_is_left_out(memory: Path, launch: Launch) -> None:
-    for setup in MEMORY:
-        name = f"{'bf16_' if setup.precision == 'bf16' else ''}zero_pp_rank_1_mp_rank_00_optim_states.pt"
-        run = memory / setup.name / "b" / "run"
+def flip_in_memory(setup: Setup) -> Change:
+    """Bits of the second rank's masters in the memory of its node, wherever ranks on other nodes read."""
+
+    def change(disks: Path) -> None:
+        run, name = disks / "b" / "run", file_of(setup, 1)
         written = (run / "step4" / name).stat().st_mtime_ns
-        for tenth in range(10):  # ranks on other nodes may read another copy
+        for tenth in range(10):
             flip_bit(name, "fp32", tenth / 10)(run)
         os.utime(run / "step4" / name, ns=(written, written))  # as memory that has lost bits leaves it
-    found = launch(3, "node_jobs.load_on_nodes", elsewhere(memory, ["b", "d", "a"]))
-    assert_exact(found, 3 * len(MEMORY))
-    for each in found:
-        assert "was damaged in another copy" in each.text
+
+    return change
+
+
+@cells([on("bda", replicated(one), other, change=flip_in_memory(one)) for one, other in MOVED])
+def test_a_copy_with_a_flipped_bit_is_left_out(cell: Cell, facts: list[Loaded]) -> None:
+    assert_exact(cell, facts)
+    assert all(DAMAGED in each.text for each in facts)
 
 
 def other_client_state(disks: Path) -> None:
@@ -179,28 +201,28 @@ def both_folders(disks: Path) -> None:
     (disks / "b" / "run").rename(disks / "shared")
 
 
-#: By name: what is done to the nodes' disks, and arguments and options of the load.
-ODD: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
-    "universal": (one_node_has_it, {}),
-    "tag": (one_node_has_it, {"arguments": {"tag": "universal"}}),
-    "things": (odd_things, {"section": {"mode": "require"}}),
-    "spelling": (odd_things, {"arguments": {"tag": "./again/"}}),
-    "deep": (deep_tag, {}),
-    "sizes": (other_client_state, {}),
-    "names": (same_names, {}),
-    "fallback": (both_folders, {"section": {"fallback_dirs": ["{disks}/none", "{disks}/shared"]}}),
-}
+STAGE1 = saved_of(Setup(1))
 
 
-def test_odd_folders_are_loaded_from_all_nodes(saved: Path, launch: Launch, tmp_path: Path) -> None:
-    found = []
-    for name, (change, more) in ODD.items():
-        disks = tmp_path / name / SETUPS[1].name
-        shutil.copytree(saved / SETUPS[1].name, disks)
-        change(disks)
-        given = json.loads(json.dumps(more).replace("{disks}", str(disks)))
-        found += [{"folder": str(disks), "setup": Setup(3), "nodes": ["b", "a", "b"], **given}]
-    assert_exact(launch(3, "node_jobs.load_on_nodes", found), 3 * len(ODD))
+def odd(name: str, change: Change, **case: Any) -> Cell:
+    cell = on("bab", STAGE1, Setup(3), name, change, **case)
+    return replace(cell, fits=(STAGE1, {"setup": Setup(3), "nodes": [*"bab"]}))
+
+
+@cells(
+    [
+        odd("universal", one_node_has_it),
+        odd("tag", one_node_has_it, arguments={"tag": "universal"}),
+        odd("things", odd_things, section={"mode": "require"}),
+        odd("spelling", odd_things, arguments={"tag": "./again/"}),
+        odd("deep", deep_tag),
+        odd("sizes", other_client_state),
+        odd("names", same_names),
+        odd("fallback", both_folders, fallbacks=["none", "shared"]),
+    ]
+)
+def test_odd_folders_are_loaded_from_all_nodes(cell: Cell, facts: list[Loaded]) -> None:
+    assert_exact(cell, facts)
 
 
 def two_saves(disks: Path) -> None:
@@ -218,34 +240,23 @@ def newest_is_damaged(disks: Path) -> None:
     flip_bits(name, disks / "a" / "run")  # whose first tag is the older one
 
 
-#: What is done, and by the words of the outcome.
-REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], list[str]]] = {
-    "two saves": (two_saves, {}, ["different files under one name", "/a/run/step4 on ", "/b/run/step4 on "]),
-    "no such tag": (lambda disks: None, {"arguments": {"tag": "step9"}}, ["step4", "step9"]),
-}
+DIFFERENT = ("different files under one name", "/a/run/step4 on ", "/b/run/step4 on ")
 
 
-def test_what_is_of_no_one_save_is_refused_on_all_nodes(saved: Path, launch: Launch, tmp_path: Path) -> None:
-    cases = []
-    for name, (change, more, _) in REFUSED.items():
-        disks = shutil.copytree(saved / SETUPS[1].name, tmp_path / name / SETUPS[1].name)
-        change(disks)
-        cases.append({"folder": str(disks), "setup": Setup(3), "nodes": ["b", "a"], **more})
-    for each, (_, _, words) in zip(launch(2, "node_jobs.refuse_on_nodes", cases), [*REFUSED.values()] * 2, strict=True):
-        assert len(each.texts) == 1 and each.changed == frozenset(), each
-        assert all(word in next(iter(each.texts)) for word in words), each.texts
+@cells(
+    [
+        refused("ba", STAGE1, Setup(3), "ElasticCkptError", *DIFFERENT, change=two_saves),
+        refused("ba", STAGE1, Setup(3), "ElasticCkptError", "step9", "step4", arguments={"tag": "step9"}),
+    ]
+)
+def test_what_is_of_no_one_save_is_refused_on_all_nodes(cell: Cell, facts: list[Refused]) -> None:
+    cell.expected.check(facts)
 
 
-def test_an_older_checkpoint_is_taken_from_all_nodes_and_from_other_copies(
-    saved: Path, launch: Launch, tmp_path: Path
-) -> None:
-    disks = shutil.copytree(saved / SETUPS[1].name, tmp_path / SETUPS[1].name)
-    newest_is_damaged(disks)
-    case = {"folder": str(disks), "setup": Setup(3), "nodes": ["b", "a"], "section": {"on_damage": "previous"}}
-    for each in launch(2, "node_jobs.load_on_nodes", [case]):
-        assert "loaded step2 instead, 2 steps back" in each.text and "was damaged in another copy" in each.text, (
-            each.text
-        )
+@cells([on("ba", STAGE1, Setup(3), "an older one", newest_is_damaged, section={"on_damage": "previous"})])
+def test_an_older_checkpoint_is_taken_from_all_nodes_and_from_other_copies(cell: Cell, facts: list[Loaded]) -> None:
+    for each in facts:
+        assert "loaded step2 instead, 2 steps back" in each.text and DAMAGED in each.text, each.text
 
 
 def of_command(name: str, *words: object) -> Any:
@@ -253,88 +264,107 @@ def of_command(name: str, *words: object) -> Any:
     return result.exit_code, result.output
 
 
-def test_commands_see_the_folders_of_all_nodes_as_one(saved: Path, tmp_path: Path) -> None:
-    for setup in SETUPS[1:]:
-        folders = [saved / setup.name / node / "run" for node in "ba"]
-        assert of_command("verify", folders[0])[0] == 1
-        code, text = of_command("verify", *folders, "--full")
-        assert code == 0 and f" in 2 folders, of which {folders[0]} has " in text, text
-        assert of_command("verify", *(folder / "step2" for folder in folders))[0] == 0
-        assert of_command("latest", *folders) == (0, f"{folders[0] / 'step4'}\n")
-        assert elastic_ckpt.find_latest(folders) == str(folders[0] / "step4")
-        code, text = of_command("inspect", *folders, "--json")
-        found = json.loads(text)
-        assert code == 0 and {Path(file["path"]).parents[1] for file in found["files"]} == {*folders}
-        assert of_command("plan", *folders, "--dp", 3)[0] == 0
-        masters = torch.load(saved / setup.name / "truth.pt", weights_only=False)["masters"]
-        out = tmp_path / setup.name
-        assert of_command("export", *folders, out)[0] == 0
-        for checkpoint in (elastic_ckpt.open(folders), elastic_ckpt.open(out)):
-            assert masters and all(torch.equal(checkpoint[name], values) for name, values in masters.items())
-        if setup.stage == 1:
-            assert of_command("convert", *folders, tmp_path / "universal")[0] == 0
-            assert of_command("verify", tmp_path / "universal", "--full")[0] == 0
-        code, text = of_command("export", *folders, folders[1] / "step4" / "weights")
-        assert code == 3 and f"a folder inside {folders[1] / 'step4'}" in text, text
+@pytest.mark.parametrize("setup", SETUPS[1:], ids=lambda setup: setup.name)
+def test_commands_see_the_folders_of_all_nodes_as_one(setup: Setup, saves: Saves, tmp_path: Path) -> None:
+    saved = saves.folder(saved_of(setup))
+    folders = [saved / node / "run" for node in "ba"]
+    assert of_command("verify", folders[0])[0] == 1
+    code, text = of_command("verify", *folders, "--full")
+    assert code == 0 and f" in 2 folders, of which {folders[0]} has " in text, text
+    assert of_command("verify", *(folder / "step2" for folder in folders))[0] == 0
+    assert of_command("latest", *folders) == (0, f"{folders[0] / 'step4'}\n")
+    assert elastic_ckpt.find_latest(folders) == str(folders[0] / "step4")
+    code, text = of_command("inspect", *folders, "--json")
+    found = json.loads(text)
+    assert code == 0 and {Path(file["path"]).parents[1] for file in found["files"]} == {*folders}
+    assert of_command("plan", *folders, "--dp", 3)[0] == 0
+    masters = torch.load(saved / "truth.pt", weights_only=False)["masters"]
+    out = tmp_path / "weights"
+    assert of_command("export", *folders, out)[0] == 0
+    for checkpoint in (elastic_ckpt.open(folders), elastic_ckpt.open(out)):
+        assert masters and all(torch.equal(checkpoint[name], values) for name, values in masters.items())
+    if setup.stage == 1:
+        assert of_command("convert", *folders, tmp_path / "universal")[0] == 0
+        assert of_command("verify", tmp_path / "universal", "--full")[0] == 0
+    code, text = of_command("export", *folders, folders[1] / "step4" / "weights")
+    assert code == 3 and f"a folder inside {folders[1] / 'step4'}" in text, text
 
 
-def test_verify_names_what_no_folder_has_and_the_copy_that_is_damaged(memory: Path, tmp_path: Path) -> None:
-    for setup in MEMORY:
-        folders = [memory / setup.name / node / "run" for node in FOUR]
-        assert of_command("verify", *folders, "--full")[0] == 0
-        name = f"{'bf16_' if setup.precision == 'bf16' else ''}zero_pp_rank_2_mp_rank_00_optim_states.pt"
-        for folder in folders[:3]:
-            if (folder / "step4" / name).exists():
-                changed = folder  # the last copy, which nothing else reads
-        times = (changed / "step4" / name).stat()
-        flip_bit(name, "fp32", 0.5)(changed)
-        os.utime(changed / "step4" / name, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
-        code, text = of_command("verify", *folders, "--full")
-        assert code == 1 and text.count("checksum: ") == 1 and f"{changed}/step4/{name}" in text, text
-        assert of_command("verify", *folders[3:], *folders[:1])[0] == 1
-        code, text = of_command("verify", *folders[3:], folders[0])
-        assert f"{name}: no such file in any of these folders" in text, text
+@pytest.mark.parametrize("setup", MEMORY, ids=lambda setup: setup.name)
+def test_verify_names_what_no_folder_has_and_the_copy_that_is_damaged(
+    setup: Setup, saves: Saves, tmp_path: Path
+) -> None:
+    memory = shutil.copytree(saves.folder(replicated(setup)), tmp_path / "memory")
+    folders = [memory / node / "run" for node in FOUR]
+    assert of_command("verify", *folders, "--full")[0] == 0
+    name = file_of(setup, 2)
+    for folder in folders[:3]:
+        if (folder / "step4" / name).exists():
+            changed = folder  # the last copy, which nothing else reads
+    times = (changed / "step4" / name).stat()
+    flip_bit(name, "fp32", 0.5)(changed)
+    os.utime(changed / "step4" / name, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
+    code, text = of_command("verify", *folders, "--full")
+    assert code == 1 and text.count("checksum: ") == 1 and f"{changed}/step4/{name}" in text, text
+    assert of_command("verify", *folders[3:], *folders[:1])[0] == 1
+    code, text = of_command("verify", *folders[3:], folders[0])
+    assert f"{name}: no such file in any of these folders" in text, text
     code, text = of_command("verify", *folders, tmp_path / "none")
     assert code == 3 and "there is no such folder" in text
 
 
-def test_a_tag_that_is_saved_over_and_replicated_again_is_one_save(launch: Launch, tmp_path: Path) -> None:
-    setups = [Setup(1), Setup(3)]
-    arguments = {"folder": str(tmp_path), "setups": setups, "nodes": ["a", "b", "c"], "replicas": 1}
-    launch(3, "node_jobs.save_on_nodes", {**arguments, "first": 30})
-    launch(3, "node_jobs.save_on_nodes", arguments)
-    for setup in setups:
-        for node in "abc":
-            (tag,) = (tmp_path / setup.name / node / "run" / ".replicas").glob("step*")
-            assert tag.name == "step4" and not [*tag.glob("*.partial")]
-    cases = [{"folder": str(tmp_path / one.name), "setup": one} for one in setups]
-    whole = [{**case, "nodes": ["a", "b", "c"]} for case in cases]
-    assert_exact(launch(3, "node_jobs.load_on_nodes", whole), 3 * len(setups))
-    for setup in setups:
-        shutil.rmtree(tmp_path / setup.name / "b")
-    assert_exact(
-        launch(2, "node_jobs.load_on_nodes", [{**case, "nodes": ["c", "a"]} for case in cases]), 2 * len(setups)
-    )
+AGAIN = [Setup(1), Setup(3)]
 
 
-def test_at_the_same_topology_nothing_is_left_to_a_loader_that_compares_less(
-    memory: Path, launch: Launch, tmp_path: Path
+def saved_twice(setup: Setup) -> Save:
+    """A tag that another run has saved before."""
+    return replicated(setup, "abc", source=replicated(setup, "abc", first=30))
+
+
+@cells(
+    [
+        *(on("abc", saved_twice(setup), setup) for setup in AGAIN),
+        *(on("ca", saved_twice(setup), setup, change=without("b")) for setup in AGAIN),
+    ]
+)
+def test_a_tag_that_is_saved_over_and_replicated_again_is_one_save(
+    cell: Cell, facts: list[Loaded], saves: Saves
 ) -> None:
-    for setup in MEMORY:
-        prefix = "bf16_" if setup.precision == "bf16" else ""
-        flip_bit(f"{prefix}zero_pp_rank_1_mp_rank_00_optim_states.pt", "exp_avg", 0.5)(
-            memory / setup.name / "b" / "run"
-        )
-        for node in FOUR:  # which no loader reads
-            (memory / setup.name / node / "run" / "step4" / "log.pt").write_text(node)
-    same = [{"folder": str(memory / setup.name), "setup": setup, "nodes": FOUR} for setup in MEMORY]
-    found = launch(4, "node_jobs.load_on_nodes", same)
-    assert_exact(found, 4 * len(MEMORY))
-    assert all("was damaged in another copy" in each.text for each in found), "not what is in b's file"
-    other = {"folder": str(tmp_path / "other"), "setups": MEMORY, "nodes": FOUR, "first": 30}
-    launch(4, "node_jobs.save_on_nodes", other)
-    for setup in MEMORY:  # saved over on one node, whose copies are of the save before
-        shutil.rmtree(memory / setup.name / "b" / "run" / "step4")
-        shutil.copytree(tmp_path / "other" / setup.name / "b/run/step4", memory / setup.name / "b" / "run" / "step4")
-    for each in launch(4, "node_jobs.refuse_on_nodes", same):
-        assert "ConflictingCopiesError" in each.kinds and each.changed == frozenset() and len(each.texts) == 1
+    for node in "abc":
+        (tag,) = (saves.folder(saved_twice(cell.case["setup"])) / node / "run" / ".replicas").glob("step*")
+        assert tag.name == "step4" and not [*tag.glob("*.partial")]
+    assert_exact(cell, facts)
+
+
+def flip_a_moment(setup: Setup) -> Change:
+    """In the memory of one node; and files that no loader reads differ between all."""
+
+    def change(disks: Path) -> None:
+        flip_bit(file_of(setup, 1), "exp_avg", 0.5)(disks / "b" / "run")
+        for node in FOUR:
+            (disks / node / "run" / "step4" / "log.pt").write_text(node)
+
+    return change
+
+
+def save_over_one(disks: Path, other: Path) -> None:
+    """One node has another run's files, whose copies are of this one's."""
+    shutil.rmtree(disks / "b" / "run" / "step4")
+    shutil.copytree(other / "b" / "run" / "step4", disks / "b" / "run" / "step4")
+
+
+@cells([on(FOUR, replicated(setup), setup, change=flip_a_moment(setup)) for setup in MEMORY])
+def test_at_the_same_topology_nothing_is_left_to_a_loader_that_compares_less(cell: Cell, facts: list[Loaded]) -> None:
+    assert_exact(cell, facts)
+    assert all(DAMAGED in each.text for each in facts), "not what is in b's file"
+
+
+def of_another_run(setup: Setup) -> Cell:
+    cell = refused(FOUR, replicated(setup), setup, "ConflictingCopiesError", change=save_over_one)
+    other = Save(setup, 4, "node_jobs.save_each", {"nodes": [*FOUR], "first": 30})
+    return replace(cell, others=(other,))
+
+
+@cells([of_another_run(setup) for setup in MEMORY])
+def test_at_the_same_topology_a_node_of_another_run_is_refused(cell: Cell, facts: list[Refused]) -> None:
+    cell.expected.check(facts)

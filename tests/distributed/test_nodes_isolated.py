@@ -1,4 +1,8 @@
-"""Checkpoints on disks of nodes that share nothing but a network."""
+"""Checkpoints on disks of nodes that share nothing but a network.
+
+Each node is a network namespace with a disk of its own, which outlives jobs and may be lost with its ranks. The runner of
+cells gives all ranks one folder, so these are none.
+"""
 
 from __future__ import annotations
 
