@@ -21,7 +21,6 @@ from elastic_ckpt.errors import (
     ElasticCkptError,
     LayoutError,
     MismatchError,
-    UnknownLayoutError,
     UnsafePickleError,
     UnsupportedError,
     listed,
@@ -95,15 +94,8 @@ def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ER
     if error.remedies:
         known["remedy"] = remedy_text(of_command(error.remedies), error.remarks)
     parameter = None if error.parameter == listed(()) else error.parameter
-    suspected = isinstance(error, (DamagedError, MismatchError)) and not error.proves_damage and _may_be_loaded(error)
+    suspected = isinstance(error, (DamagedError, MismatchError)) and not error.proves_damage
     return Finding(level, kind or kind_of(error), error.problem, parameter, **known, suspected=suspected)
-
-
-def _may_be_loaded(error: ElasticCkptError) -> bool:
-    """Whether some load may succeed: DeepSpeed's own, or one that a remedy describes."""
-    if not isinstance(error, LayoutError) or isinstance(error, UnknownLayoutError):
-        return True
-    return any(each.config or each.arguments or each.at_saved_topology for each in error.remedies)
 
 
 def of_unreadable(error: ElasticCkptError, kind: str | None = None) -> Finding:

@@ -43,8 +43,9 @@ class Candidate:
 def find_latest(folder: Folders, full: bool = False) -> str:
     """The path of the newest complete checkpoint in a folder. Local.
 
-    One that may be damaged, without proof, is not passed over: the steps since the one before it would be lost. What is
-    suspected is logged, and the load says what settles it.
+    One that may be damaged, without proof, is not passed over, no more than ``"on_damage"`` goes back for it: the steps
+    since the one before it would be lost. What is suspected is logged, and the load says what settles it. So is each
+    one that is passed over, with what proves that it is not whole.
 
     Of a folder of DeepSpeed's tags it is that of a tag; of the folders that Hugging Face's Trainer (``checkpoint-20``),
     Accelerate and Lightning make, that of such a folder, as their own ``resume_from_checkpoint`` takes it.
@@ -67,6 +68,8 @@ def find_latest(folder: Folders, full: bool = False) -> str:
             problem = "no checkpoint in this folder is known to be complete: this version cannot check all of them"
             raise UnsupportedError(problem, absolute(path), found=found)
         raise DamagedError("no checkpoint in this folder is complete", absolute(path), found=found, remedy=remedy)
+    for each in skipped:
+        logger.warning("elastic_ckpt: %s is newer than %s, and passed over: %s", each.path, newest.path, each.problem)
     if newest.suspicion is not None:
         logger.warning(
             "elastic_ckpt: %s is the newest checkpoint, and may be damaged: %s", newest.path, newest.suspicion

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -306,24 +307,33 @@ def test_folders_nested_without_end_are_a_note_and_take_no_time(found: Checkpoin
     assert f"more than {MOST_DEPTH} folders" in note.text and str(note.file).startswith(found.path(where))
 
 
-def test_a_layout_that_no_load_can_read_is_passed_over_and_one_that_may_be_is_not(found: CheckpointInfo) -> None:
+def test_a_layout_that_no_load_can_read_is_not_passed_over(
+    found: CheckpointInfo, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does "on_damage" go back for it: that files contradict each other does not say which of them is wrong."""
     path = found.path("mp_rank_00_model_states.pt")
+    older = f"{found.folder}_before"
+    shutil.copytree(found.folder, older)
+    before = torch.load(path, weights_only=False)
+    torch.save(before | {"global_steps": 1}, os.path.join(older, "mp_rank_00_model_states.pt"))
     stated = {"checkpoint_parallel_dimensions": {"tp_degree": 1, "pp_degree": 1}}
-    tree = torch.load(path, weights_only=False) | stated
     for each in (path, found.path("mp_rank_01_model_states.pt")):
-        torch.save(tree, each)
+        torch.save(before | stated, each)
     located = look_at(os.path.dirname(found.folder), "tag")
     assert located is not None
-    with pytest.raises(LayoutError, match="more ranks than were saved"):
+    with pytest.raises(LayoutError, match="more ranks than were saved") as caught:
         read_checkpoint(located, OPTIONS)
+    assert not caught.value.proves_damage
     (finding,) = verify(found.folder, None, ElasticConfig()).findings
-    assert not finding.suspected
-    with pytest.raises(DamagedError, match="no checkpoint in this folder is complete"):
-        find_latest(os.path.dirname(found.folder))
-    os.remove(found.path("mp_rank_01_model_states.pt"))
-    del tree["buffer_names"]
-    torch.save(tree, path)
+    assert finding.suspected
     assert find_latest(os.path.dirname(found.folder)) == found.folder
+    assert "more ranks than were saved" in caplog.text
+    caplog.clear()
+    os.remove(path)
+    os.remove(found.path("mp_rank_01_model_states.pt"))
+    os.remove(found.path("zero/optimizer_state.pt"))
+    assert find_latest(os.path.dirname(found.folder)) == older
+    assert f"{found.folder} is newer than {older}" in caplog.text
 
 
 @pytest.mark.parametrize(("where", "is_checked"), [("notes", True), ("notes/zero", True), ("offloaded_tensors", False)])

@@ -353,9 +353,8 @@ LOADS = [Remedy("loads it", config={"mode": "off"}), Remedy(arguments={"load_mod
     [
         (DamagedError("x"), False),
         (MissingFilesError("x", remedy=LOADS[1]), False),
-        (LayoutError("x"), False),
-        (LayoutError("x", remedy="restore it"), False),
-        (LayoutError("x", remedy=[Remedy("take another tag"), Remedy(command=("elastic-ckpt", "verify"))]), False),
+        (LayoutError("x"), True),
+        (LayoutError("x", remedy="restore it"), True),
         *((LayoutError("x", remedy=[Remedy("restore it"), each]), True) for each in LOADS),
         (UnknownLayoutError("x"), True),
         (MixedSavesError("x"), True),
@@ -363,5 +362,6 @@ LOADS = [Remedy("loads it", config={"mode": "off"}), Remedy(arguments={"load_mod
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_some_load_may_restore_is_suspected_alone(error: ElasticCkptError, is_suspected: bool) -> None:
-    assert of_error(error).suspected == is_suspected
+def test_what_is_not_proven_is_suspected_alone(error: ElasticCkptError, is_suspected: bool) -> None:
+    """By the judgment of "on_damage", whatever the remedies are."""
+    assert of_error(error).suspected == is_suspected == (not error.proves_damage)
