@@ -27,7 +27,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.logs import logger_of
-from elastic_ckpt.core.values import AHEAD, AT_SAVE, ONE_BIT_OPTIMIZERS, Features
+from elastic_ckpt.core.values import AHEAD, AT_SAVE, ONE_BIT_OPTIMIZERS, WITHIN_STEP, Features
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 
 try:
@@ -225,10 +225,11 @@ def record_counts(engine: Any) -> None:
 
 
 @contextmanager
-def recorded_counts(engine: Any) -> Iterator[None]:
+def recorded_counts(engine: Any, within_step: bool) -> Iterator[None]:
     """Let a save state by how many steps the optimizer's counts are ahead of the counters at that save.
 
     They drift apart where something else than ``engine.step`` steps, as in Lightning Fabric, and after a reset.
+    ``within_step``: whether the optimizer is in the middle of a step, which is recorded unless none has been counted.
     """
     before = getattr(engine, "config", None)
     if not has_optimizer(engine) or not isinstance(before, dict):
@@ -236,13 +237,32 @@ def recorded_counts(engine: Any) -> Iterator[None]:
         return
     try:
         ahead = _counts_ahead(engine)
-        _write_record(engine, {**ahead, AT_SAVE: True} if ahead else {})
+        record: dict[str, Any] = {**ahead, AT_SAVE: True} if ahead else {}
+        if within_step and _has_moved(engine, ahead):
+            record[WITHIN_STEP] = True
+            text = "this save is made within a step of the optimizer, as by a signal handler: some parameters may have "
+            text += "stepped and others not, so that loads will refuse it. Save after engine.step() has returned"
+            logger.error(f"elastic_ckpt: {text}")
+        _write_record(engine, record)
     except Exception as error:  # of an optimizer that counts otherwise; a save without it is better than none
         logger.warning("elastic_ckpt does not record in this save what the optimizer has counted: %s", error)
     try:
         yield
     finally:
         engine.config = before
+
+
+def _has_moved(engine: Any, ahead: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a parameter may have stepped since the last step that was counted: by its count, if it has one."""
+    base = base_optimizer(engine)
+    states = [state for state in getattr(base, "state", {}).values() if isinstance(state, dict) and state]
+    counts = any("step" in each for each in chain(states, base.param_groups))
+    if states and not counts:
+        return True  # as of SGD with momentum: nothing tells
+    if not states and not counts and not any("betas" in group for group in base.param_groups):
+        return True
+    before = (engine.config.get(CONFIG_KEY) or {}).get(AHEAD, {})
+    return ahead.get("step", []) != before.get("step", [])
 
 
 def steps_beside(engine: Any) -> int:

@@ -25,7 +25,7 @@ from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState
-from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
+from elastic_ckpt.formats.same_save import refuse_within_step, spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata
@@ -260,6 +260,7 @@ def _fit_together(
         metadata = unpartitioned_metadata(found, models[0], options, name_states, *of_experts)
     scalers = [each.scaler for each in rank.expert_optimizers]  # of files of optimizer states alone
     scalers += [each.loss_scaler for each in optimizers[:1]]
+    refuse_within_step(models, options.check_shards)
     metadata = with_progress_compared(metadata, models[0], options.check_shards, scalers)
     degrees = [partitioned.degree_of(optimizers, flat) for flat in numbers if optimizers]
     ep = max([1, len(rank.expert_optimizers), *degrees])

@@ -24,7 +24,8 @@ from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
-from elastic_ckpt.core.values import RecordedCounts, numbers
+from elastic_ckpt.core.text import counted
+from elastic_ckpt.core.values import WITHIN_STEP, RecordedCounts, numbers
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, MixedSavesError, Remedy, UnsupportedError
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -103,6 +104,24 @@ def with_progress_compared(
         reason = "as after a reset of the optimizer"
     note = f"optimizer states are {found}: {reason}"
     return replace(metadata, notes=(*metadata.notes, note))
+
+
+def refuse_within_step(models: Sequence[ModelShard], check_shards: bool) -> None:
+    """Raise :class:`MixedSavesError` with ``check_shards`` if a save states that an optimizer was amid a step."""
+    torn = [model for model in models if model.counts.within_step]
+    if not torn or not check_shards:
+        return
+    raise MixedSavesError(
+        "this was saved within a step of the optimizer, as by a signal handler: some parameters may have stepped and "
+        "others not",
+        torn[0].path,
+        "a save after engine.step() has returned",
+        f"{WITHIN_STEP!r} in {counted(len(torn), 'model-states file')}, as the save has recorded",
+        remedy=(
+            Remedy("take another tag"),
+            Remedy("loads it as it is", when="if a step that is half done is good enough", config={"verify": "bytes"}),
+        ),
+    )
 
 
 def steps_not_counted(metadata: CheckpointMetadata, counters: Mapping[str, Any]) -> int:

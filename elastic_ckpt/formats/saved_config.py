@@ -28,6 +28,7 @@ from elastic_ckpt.core.values import (
     AT_SAVE,
     BATCH_KEYS,
     ONE_BIT_OPTIMIZERS,
+    WITHIN_STEP,
     BatchSizes,
     Features,
     LossScale,
@@ -101,7 +102,7 @@ def counts_ahead(file: PickledFile) -> RecordedCounts:
     record = section_of(config_section(file, CONFIG_KEY), AHEAD)
     lists = {key: each for key, each in record.items() if isinstance(each, list)}
     ahead = {key: frozenset(each for each in steps if type(each) is int) for key, steps in lists.items()}
-    return RecordedCounts(ahead, at_save=record.get(AT_SAVE) is True)
+    return RecordedCounts(ahead, record.get(AT_SAVE) is True, record.get(WITHIN_STEP) is True)
 
 
 def features_in(file: PickledFile) -> Features:

@@ -42,7 +42,7 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.own_entries import check_groups, check_numbered, check_optimizer_file
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
-from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
+from elastic_ckpt.formats.same_save import refuse_within_step, spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state, refuse_features
 from elastic_ckpt.formats.saved_states import (
     NESTED,
@@ -124,6 +124,7 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
         optimizer: OptimizerFile = items[len(paths)] if has_optimizer else OptimizerFile()
         first, builder = models[ranks[0]], _Builder(found, models, optimizer, states, options)
         scalers, grid = [optimizer.loss_scaler], builder.grid
+        refuse_within_step([first], options.check_shards)
         metadata = with_progress_compared(with_slices(builder.of_files()), first, options.check_shards, scalers)
         if options.check_shards and metadata.source.merged_from == 1:
             numbers = {number for number, file in enumerate(metadata.files) if file.path in opened}

@@ -11,6 +11,7 @@ from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.data import DataPosition
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.data_position import POSITION_KEY, bind_sampler, position_of, registered, take_position
+from elastic_ckpt.engines.step_in_progress import is_within_step
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.detect import saved_entry
@@ -39,7 +40,8 @@ def register(engine: Any, *, sampler: DataPosition) -> None:
 def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedEngine.save_checkpoint``, with rank 0's data position, and the resume sheet once it has ended.
 
-    The files also state how far the optimizer's counts are from the counters, if not as in a new run. Collective
+    The files also state how far the optimizer's counts are from the counters, if not as in a new run, and whether the
+    optimizer was in the middle of a step. Collective
     before, too, if a sampler is registered. What the script gave as its client state stays as it is.
     """
     arguments = (given := inspect.signature(original).bind(engine, *args, **kwargs)).arguments
@@ -49,7 +51,7 @@ def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
             arguments["client_state"] = {**(arguments.get("client_state") or {}), POSITION_KEY: position}
         except MismatchError as error:  # a save without it is better than none
             logger.warning("elastic_ckpt saves no data position: %s", error)
-    with compat.recorded_counts(engine):
+    with compat.recorded_counts(engine, is_within_step(engine)):
         result = original(*given.args, **given.kwargs)
     write_sheet(engine, arguments)
     return result

@@ -26,7 +26,12 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.values import RecordedCounts
 from elastic_ckpt.errors import DamagedError, MismatchError, MixedSavesError, UnsupportedError
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED
-from elastic_ckpt.formats.same_save import spot_check, steps_not_counted, with_progress_compared
+from elastic_ckpt.formats.same_save import (
+    refuse_within_step,
+    spot_check,
+    steps_not_counted,
+    with_progress_compared,
+)
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from tests.simulation import TWO, saved
 
@@ -61,6 +66,17 @@ def in_groups(metadata: CheckpointMetadata, **hyperparameters: Any) -> Checkpoin
 
 def scaler(steps: int) -> Any:
     return SimpleNamespace(dynamic=True, cur_iter=steps)
+
+
+def test_a_save_within_a_step_of_any_rank_is_refused_unless_bytes_alone_are_verified() -> None:
+    whole, torn = model_of(4), model_of(4)
+    torn.counts, torn.path = RecordedCounts(within_step=True), "torn"
+    refuse_within_step([whole, whole], check_shards=True)
+    refuse_within_step([whole, torn], check_shards=False)
+    with pytest.raises(MixedSavesError, match="within a step") as caught:
+        refuse_within_step([whole, torn], check_shards=True)
+    assert caught.value.file == "torn" and not caught.value.proves_damage
+    assert [each.config for each in caught.value.remedies] == [{}, {"verify": "bytes"}]
 
 
 BESIDE = [None]
