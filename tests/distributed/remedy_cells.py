@@ -13,6 +13,16 @@ import torch
 from tests.distributed import damage
 from tests.distributed.conftest import SUB_GROUPS
 from tests.distributed.model import Setup
+from tests.distributed.remedy_changes import (
+    DCP,
+    as_dcp,
+    as_universal,
+    keep_a_dictionary,
+    lose_a_state,
+    number_members,
+    number_states,
+    save_two_optimizers,
+)
 from tests.distributed.remedy_jobs import Cell
 
 RANK0, RANK1 = map(damage.OPTIMIZER.format, range(2))
@@ -88,6 +98,10 @@ def drop_states_of_one(copy: Path) -> None:
 
 def another_step(tree: dict[str, Any]) -> None:
     tree["global_steps"] += 1
+
+
+def say_within_step(tree: dict[str, Any]) -> None:
+    tree["ds_config"] = {**tree["ds_config"], "elastic_checkpoint": {"ahead": {"within_step": True}}}
 
 
 def of_deepspeed_017(tree: dict[str, Any]) -> None:
@@ -245,6 +259,12 @@ CELLS: dict[str, Case] = {
         "MixedSavesError",
         change=edits(another_step, *MODELS3),
     ),
+    "a save within a step": Case(
+        ZERO3,
+        Cell("", ZERO3, holds=("if a step that is half done is good enough",)),
+        "MixedSavesError",
+        change=edits(say_within_step, *MODELS3),
+    ),
     "a class in the client state": Case(
         PLAIN, Cell("", PLAIN, holds=(TRUST,)), "UnsafePickleError", 2, edits(damage.plant_bomb, MODEL)
     ),
@@ -285,13 +305,32 @@ CELLS: dict[str, Case] = {
         "UnsupportedError",
         change=edits(lambda tree: tree["module"].update({"back.extra": torch.ones(2)}), MODEL),
     ),
+    # other formats
+    "a universal checkpoint without the file of a state": Case(
+        PLAIN, Cell("", ZERO3), "DamagedError", change=as_universal("hidden.weight/exp_avg.pt")
+    ),
+    "members that are numbered": Case(
+        PLAIN, Cell("", ZERO3, inside=DCP), "UnsupportedError", change=as_dcp(number_members)
+    ),
+    "states that are numbered": Case(
+        PLAIN, Cell("", PLAIN, inside=DCP), "UnsupportedError", change=as_dcp(number_states)
+    ),
+    "a hyperparameter that is a dictionary": Case(
+        PLAIN, Cell("", ZERO3, inside=DCP), "UnsupportedError", change=as_dcp(keep_a_dictionary)
+    ),
+    "a state that one parameter lacks": Case(
+        PLAIN, Cell("", ZERO3, inside=DCP), "DamagedError", change=as_dcp(lose_a_state)
+    ),
+    "two optimizers of one model": Case(
+        PLAIN, Cell("", PLAIN, inside=DCP), "MismatchError", change=as_dcp(save_two_optimizers)
+    ),
     "a preset that is not there": Case(PLAIN, Cell("", PLAIN, config={"tp_preset": "megatron-coer"}), "ConfigError"),
 }
 
 #: Remedies that no cell follows: by the site's name.
 _EXPERTS, _PARALLEL = "needs expert parallelism", "needs tensor parallelism"
-_TOOL, _UNIVERSAL = "is of a command", "needs a universal checkpoint"
-_DCP, _SHARED = "needs a folder of torch.distributed.checkpoint", "needs an optimizer with a table for all parameters"
+_TOOL = "is of a command"
+_SHARED = "needs an optimizer with a table for all parameters"
 REASONS: dict[str, str] = {
     "load/verify_reads.py _damaged: verify": "needs wrong checksums that an archive's directory agrees on",
     "planning/param_groups.py refuse_other_kind: load_optimizer_states": "needs a hyperparameter that one Adam lacks",
@@ -299,10 +338,6 @@ REASONS: dict[str, str] = {
     "cli/plan.py plan: load_optimizer_states": _TOOL,
     "core/fqn.py cannot_slice: load_optimizer_states": _EXPERTS,
     "engines/optimizers.py schema_of: load_optimizer_states": "needs torchao",
-    "formats/dcp.py _Builder._groups_of: load_optimizer_states": _DCP,
-    "formats/dcp_entries.py _model: load_optimizer_states": _DCP,
-    "formats/dcp_entries.py _sorted: load_optimizer_states": _DCP,
-    "formats/dcp_entries.py add_state: load_optimizer_states": _DCP,
     "formats/native.py _refuse_missing: load_module_only": "needs three files or more, two of them missing",
     "formats/torch_archive/charges.py limit_error: trust_pickle": "needs a file beyond a limit, which takes long to write",
     "formats/torch_archive/known_values.py check_device: trust_pickle": "needs a torch with another backend",
@@ -319,9 +354,7 @@ REASONS: dict[str, str] = {
     "planning/plan_builder.py PlanBuilder._check_shape: tp_rules": _PARALLEL,
     "planning/plan_builder.py PlanBuilder._check_values: load_optimizer_states": _PARALLEL,
     "planning/plan_builder.py PlanBuilder._check_values: replicated_params": _PARALLEL,
-    "planning/plan_builder.py PlanBuilder._part: load_optimizer_states": _UNIVERSAL,
     "planning/plan_builder.py PlanBuilder._requantized: on_change": "needs 8-bit states",
-    "planning/state_errors.py missing_files: load_optimizer_states": _UNIVERSAL,
     "planning/state_matching.py _Matcher._replicated: load_optimizer_states": _SHARED,
     "planning/state_matching.py _Matcher._replicated: states": _SHARED,
     "planning/state_matching.py _Matcher._whole_state: load_optimizer_states": "needs states of whole tensors",
@@ -333,8 +366,6 @@ REASONS: dict[str, str] = {
     "sharding/specs.py Sharding.vocabulary_too_small: tp_rules": _PARALLEL,
     "storage/local.py _saved_over: wait_for_files": "needs a save over the checkpoint in mid-load",
     "storage/remote.py RemoteFolder.__init__: command": "needs an installation without obstore",
-    "tools/conversion/__init__.py _unknown_states: states": _TOOL,
-    "tools/conversion/rewriting.py rewrite: on_unreadable_entry": _TOOL,
     "tools/conversion/states.py quantized_states: replicated_params": _TOOL,
     "tools/export.py selected.matching: command": "is of a command, which the test below follows",
 }

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import Result
+from typer.testing import CliRunner
 
-from elastic_ckpt.errors import ConfigError
+from elastic_ckpt.cli import app
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.errors import ConfigError, ElasticCkptError, Remedy
+from elastic_ckpt.tools.conversion import convert
 from elastic_ckpt.tools.export import export
+from elastic_ckpt.tools.opened import open_folder
+from tests.distributed import damage
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
-from tests.distributed.remedy_cells import CELLS, DIARY, MODEL, REASONS, SAVED, UNKNOWN
+from tests.distributed.remedy_cells import CELLS, DIARY, MODEL, REASONS, SAVED, UNKNOWN, Change, edits
 from tests.distributed.remedy_jobs import Cell, Outcome
-from tests.distributed.remedy_sites import sites
+from tests.distributed.remedy_sites import Site, noted, sites
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +66,48 @@ def at_their_topology(launch: Launch, saved: Path) -> list[Outcome]:
     return launch(2, "remedy_jobs.follow", cells)
 
 
+#: What ``convert`` refuses: of which save, what is done to a copy, and the word under ``"states"`` that is true of it.
+CONVERSIONS: dict[str, tuple[Setup, Change | None, str]] = {
+    "a state of unknown layout": (DIARY, None, "fresh"),
+    "an entry that runs code": (Setup(1), edits(damage.plant_bomb, MODEL), ""),
+}
+
+
+@dataclass
+class Conversion:
+    """What ``convert`` refused, the remedy that was followed, where it was made, and what then became of it."""
+
+    error: ElasticCkptError
+    remedy: Remedy
+    sites: set[Site]
+    result: Result
+
+
+@pytest.fixture(scope="module")
+def conversions(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Conversion]:
+    found = {}
+    for name, (setup, change, word) in CONVERSIONS.items():
+        copy = tmp_path_factory.mktemp("converted") / "copy"
+        shutil.copytree(saved / f"{setup.name}-dp2", copy)
+        if change is not None:
+            change(copy)
+        source, target = str(copy / "step4"), str(copy / "step4_universal")
+        with noted() as sites_run, pytest.raises(ElasticCkptError) as caught:
+            convert(open_folder(source, None, ElasticConfig()), Path(target))
+        ways = [each for each in caught.value.remedies if each.config and "trust_pickle" not in each.config]
+        (remedy,) = [each for each in ways if not word or set(each.config["states"].values()) == {word}]
+        config = copy / "ds.json"
+        config.write_text(json.dumps({"elastic_checkpoint": remedy.config}))
+        result = CliRunner().invoke(app, ["convert", source, target, "--config", str(config)])
+        found[name] = Conversion(caught.value, remedy, sites_run, result)
+    return found
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_remedy_of_convert_converts(name: str, conversions: dict[str, Conversion]) -> None:
+    assert conversions[name].result.exit_code == 0, conversions[name].result.output
+
+
 @pytest.mark.parametrize("name", CELLS)
 def test_every_remedy_holds_what_it_promises(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     case = CELLS[name]
@@ -88,7 +138,7 @@ def test_a_load_at_the_topology_of_the_save_is_named_where_it_works(
 
 
 def test_each_way_out_is_followed_or_has_a_reason(
-    outcomes: dict[str, list[Outcome]], at_their_topology: list[Outcome]
+    outcomes: dict[str, list[Outcome]], at_their_topology: list[Outcome], conversions: dict[str, Conversion]
 ) -> None:
     """A new remedy that a program can follow needs a cell here, or says what a cell would need."""
     every = [*chain.from_iterable(outcomes.values()), *at_their_topology]
@@ -98,6 +148,8 @@ def test_each_way_out_is_followed_or_has_a_reason(
         for site in outcome.sites
         if site.is_among(each.remedy for each in outcome.followed)
     }
+    for each in conversions.values():
+        followed |= {site.name for site in each.sites if site.is_among([each.remedy])}
     assert {site.name for site in sites()} - followed - REASONS.keys() == set()
     assert REASONS.keys() & followed == set(), "a cell follows it"
     assert REASONS.keys() - {site.name for site in sites()} == set(), "it is no more"
