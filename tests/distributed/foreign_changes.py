@@ -9,9 +9,20 @@ from typing import Any
 
 import torch
 
-from tests.distributed.foreign_folders import TAG, Tree, mp_rank, read
+from tests.distributed.foreign_folders import TAG, Tree, as_neox, mp_rank, read
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
+#: Of BLOOM's parameters, what its code averages, and rows.
+AVERAGED = ("layernorm.weight", "layernorm.bias", "norm.weight", "norm.bias", "dense.bias", "dense_4h_to_h.bias")
+ROWS = ("self_attention.dense.weight", "dense_4h_to_h.weight")
+
+
+def is_averaged_by_bloom(name: str) -> bool:
+    return name.endswith(AVERAGED) or name in ("6.weight", "6.bias")
+
+
+def is_norm(name: str) -> bool:
+    return "norm" in name
 
 
 def fragments(shapes: Sequence[Mapping[str, torch.Size]], state: Tree) -> Iterator[tuple[str, int, str, torch.Tensor]]:
@@ -75,6 +86,25 @@ def as_means(folder: Path) -> None:
     torch.save(truth, folder / "truth.pt")
 
 
+def drifted(
+    native: Path,
+    target: Path,
+    is_drifted: Callable[[str], bool],
+    writes: Callable[[Path, Path], object],
+    means: bool = True,
+) -> None:
+    """What ``writes`` makes of a copy of two tensor-parallel ranks that drifted; its truth has means, or first copies."""
+    writes(drift(native, target.with_name(f"{target.name}-drifted"), 2, is_drifted), target)
+    if means:
+        as_means(target)
+
+
+def recut_neox(native: Path, target: Path) -> None:
+    """A folder of gpt-neox at TP 2, of four stages and two data-parallel ranks."""
+    stages = (range(0, 3), range(3, 4), range(4, 5), range(5, 8))
+    as_neox(recut(native, target.with_name(f"{target.name}-recut"), 2, stages, 2), target)
+
+
 def recut(native: Path, target: Path, tp: int, stages: Sequence[range], dp: int) -> Path:
     """A copy whose optimizer- and model-states files are of other stages and more data parallel ranks.
 
@@ -135,16 +165,10 @@ def _write_stage(tag: Path, rank: int, dp: int, model: Tree, tree: Tree, mine: M
         torch.save(tree | {"optimizer_state_dict": state | changed}, path)
 
 
-def write_universal_01(
-    native: Path, truth: Tree, is_averaged: Callable[[str], bool], is_row: Callable[[str], bool]
-) -> Path:
-    """BLOOM's universal folder of a native one: a folder for each parameter, and copies of the model-states files.
-
-    Args:
-        native: the folder that holds the tag's.
-        truth: masters and states by name, whole.
-        is_averaged, is_row: of parameter names.
-    """
+def with_universal_01(bloom: Path, target: Path) -> None:
+    """A copy with BLOOM's universal folder: a folder for each parameter, and copies of the model-states files."""
+    native = Path(shutil.copytree(bloom, target))
+    truth = read(native / "truth.pt")
     universal = native / f"{TAG}_universal"
     names = list(truth["masters"])
     for name in names:
@@ -152,11 +176,10 @@ def write_universal_01(
         folder.mkdir(parents=True)
         for key in KEYS:
             value = truth["masters"][name] if key == "fp32" else truth["states"][name, key]
-            entry: Tree = {} if is_averaged(name) else {"cat_dim": 1 if is_row(name) else 0}
+            entry: Tree = {} if is_averaged_by_bloom(name) else {"cat_dim": int(name.endswith(ROWS))}
             if "word_embeddings.weight" in name:
                 entry["vocab_divisibility_padding_tensor"] = value[-1].clone()
             torch.save(entry | {"param": value}, folder / f"{key}.pt")
     for path in (native / TAG).glob("mp_rank_*.pt"):
         shutil.copy(path, universal)
     (native / "latest_universal").write_text(universal.name)
-    return universal

@@ -197,10 +197,14 @@ def as_neox(native: Path, target: Path, gpt_j: bool = False, configs: str = f"{T
 
     rewrite(native, target, model, optimizer)
     if configs:
-        (target / configs).mkdir(parents=True)
-        for name, text in NEOX_CONFIGS.items():
-            (target / configs / name).write_text(text.replace("%s", str(gpt_j).lower()))
+        write_configs(target / configs, gpt_j)
     return target
+
+
+def write_configs(folder: Path, gpt_j: bool) -> None:
+    folder.mkdir(parents=True)
+    for name, text in NEOX_CONFIGS.items():
+        (folder / name).write_text(text.replace("%s", str(gpt_j).lower()))
 
 
 def neox_args() -> Tree:
@@ -237,6 +241,13 @@ def as_deeperspeed_03(native: Path, target: Path) -> Path:
         return {"optimizer_state_dict": kept, "param_shapes": flat}
 
     return rewrite(native, target, model, optimizer)
+
+
+def as_twenty(native: Path, target: Path) -> Path:
+    """A folder of the 20B model, with its configuration."""
+    as_deeperspeed_03(native, target)
+    write_configs(target / TAG / "configs", gpt_j=False)
+    return target
 
 
 def as_deepspeed_05(native: Path, target: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ import torch.distributed as dist
 import elastic_ckpt
 from tests.distributed import parallel_truth as oracle
 from tests.distributed import truth as plain
-from tests.distributed.facts import Loaded, attempt, loss_gap
+from tests.distributed.facts import Loaded, Refused, attempt, loss_gap
 from tests.distributed.foreign import build, cut_of, is_summed, whole_shape
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
-from tests.distributed.model import close
+from tests.distributed.kept import engine_of
 from tests.distributed.parallel_layouts import whole_of
-from tests.distributed.parallel_models import Parallel, folder_name, initial, place_of, train
+from tests.distributed.parallel_models import Parallel, end, folder_name, initial, place_of, train
 
 TAG = "global_step4"
 
@@ -69,10 +70,10 @@ def whole(parallel: Parallel, kind: str, key: Any, pieces: list[torch.Tensor]) -
     return whole_of(pieces, cut_of(parallel, name, whole_shape(parallel, name, pieces[0].shape)), str(key))
 
 
-def save(arguments: dict[str, Any]) -> None:
-    """Train each setup to step ``SAVE_AT``, save it, write down the truth, and train on for the reference losses."""
-    for parallel in arguments["setups"]:
-        folder = os.path.join(arguments["folder"], folder_name(parallel))
+def save_each(cases: list[dict[str, Any]]) -> None:
+    """Train each ``setup`` to step ``SAVE_AT``, save it, write down the truth, and train on for the reference losses."""
+    for case in cases:
+        parallel, folder = case["setup"], case["folder"]
         engine = build(parallel)
         fresh = gather(engine, parallel)
         for name, value in fresh["masters"].items():
@@ -84,43 +85,43 @@ def save(arguments: dict[str, Any]) -> None:
         truth["losses"] = train(engine, parallel, SAVE_AT, CONTINUE_TO)
         if dist.get_rank() == 0:
             torch.save(truth, os.path.join(folder, "truth.pt"))
-        close(engine)
+        end(engine)
         dist.barrier()
 
 
-def load(targets: list[dict[str, Any]]) -> list[Any]:
-    """Load many checkpoints into one engine after another, compare each with its truth, and train on.
+def rewrite(case: dict[str, Any]) -> None:
+    """Let ``writes``, a function of two folders, make ``folder`` of ``source``: a job of one rank."""
+    case["writes"](Path(case["source"]), Path(case["folder"]))
 
-    Of each target: its ``setup`` and ``config`` (``"elastic_checkpoint"``). Of each of its ``sources``: ``folder``;
-    ``tag``; ``config``: more of it for this one; ``refused``: whether it should be.
 
-    Returns:
-        Facts of loads, and where they should be refused, of refusals.
-    """
+def live(case: dict[str, Any]) -> Any:
+    """An engine of ``setup``, with ``options`` of elastic_ckpt. Collective."""
     elastic_ckpt.install()
-    facts: list[Any] = []
-    for target in targets:
-        parallel = target["setup"]
-        engine = build(parallel, seed=8)
-        for number, source in enumerate(target["sources"]):
-            settings = {**target["config"], **source.get("config", {})}
-            engine.config["elastic_checkpoint"] = engine._config._param_dict["elastic_checkpoint"] = settings
-            start = partial(engine.load_checkpoint, source["folder"], tag=source.get("tag"))
-            if source.get("refused"):
-                facts.append(attempt(source, engine, start))
-                continue
-            start()
-            truth = truth_of(source["folder"])
-            now = gather(engine, parallel)
-            differences = oracle.tensor_differences(now, truth)
-            differences |= plain.compare(now, {kind: truth[kind] for kind in ("steps", "groups", "counters")})
-            scale_shares(engine, parallel, truth)
-            gap = loss_gap(train(engine, parallel, SAVE_AT, CONTINUE_TO), truth)
-            where = f"{source['folder']} -> {folder_name(parallel)}"
-            facts.append(Loaded(source, where, engine.elastic_report, differences, gap))
-            train(engine, parallel, 100 + number, 101 + number)  # leave other values for the next load to replace
-        close(engine)
-    return facts
+    engine = engine_of(case["setup"], partial(build, case["setup"], seed=8), end)
+    engine.config["elastic_checkpoint"] = engine._config._param_dict["elastic_checkpoint"] = case["options"]
+    return engine
+
+
+def resume(case: dict[str, Any]) -> list[Loaded]:
+    """Load a checkpoint, or its ``tag``, into an engine of ``setup``, compare it with its truth, and train on."""
+    parallel, engine = case["setup"], live(case)
+    truth = truth_of(case["folder"])
+    engine.load_checkpoint(case["folder"], tag=case.get("tag"))
+    now = gather(engine, parallel)
+    differences = oracle.tensor_differences(now, truth)
+    differences |= plain.compare(now, {kind: truth[kind] for kind in ("steps", "groups", "counters")})
+    scale_shares(engine, parallel, truth)
+    gap = loss_gap(train(engine, parallel, SAVE_AT, CONTINUE_TO), truth)
+    train(engine, parallel, 100, 101)  # leave other values for the next load to replace
+    where = f"{case['folder']} -> {folder_name(parallel)}"
+    return [Loaded(case, where, engine.elastic_report, differences, gap)]
+
+
+def refuse(case: dict[str, Any]) -> list[Refused] | None:
+    """Try to load a checkpoint into an engine of ``setup``."""
+    engine = live(case)
+    refused = attempt(case, engine, partial(engine.load_checkpoint, case["folder"]))
+    return [refused] if dist.get_rank() == 0 else None
 
 
 def scale_shares(engine: Any, parallel: Parallel, truth: dict[str, Any]) -> None:

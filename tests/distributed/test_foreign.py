@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-import shutil
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from operator import eq
 from typing import Any
 
 import pytest
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 
-from tests.distributed.conftest import Launch
-from tests.distributed.facts import Refused
-from tests.distributed.foreign_changes import as_means, drift, recut, write_universal_01
+from tests.distributed.cells import Cell, Save, Saves, cells
+from tests.distributed.facts import Loaded, Refused, Refuses
+from tests.distributed.foreign_changes import drifted, is_averaged_by_bloom, is_norm, recut_neox, with_universal_01
 from tests.distributed.foreign_folders import (
     TAG,
     as_bloom,
@@ -28,6 +29,7 @@ from tests.distributed.parallel_models import Parallel
 BLOOM = Parallel("bloom", "real", 2, 2, 1, "bf16_fp32acc")
 NEOX = Parallel("neox", "real", 2, 1, 1, "fp16")
 NEOX_J = Parallel("neoxj", "real", 2, 1, 1, "fp32")
+NEOX_J_TP1 = replace(NEOX_J, tp=1)
 THIRDS = Parallel("thirds", "real", 2, 1, 1, "fp32")
 PRESETS = {
     "bloom": "bloom",
@@ -38,197 +40,180 @@ PRESETS = {
 #: Of losses: rounding, which other sums of low precision have more of.
 TOLERANCES = {"bloom": 5e-3, "neox": 1e-3, "neoxj": 2e-6, "thirds": 2e-6}
 DRIFTED = "3.input_layernorm.weight"
-AVERAGED = ("layernorm.weight", "layernorm.bias", "norm.weight", "norm.bias", "dense.bias", "dense_4h_to_h.bias")
-ROWS = ("self_attention.dense.weight", "dense_4h_to_h.weight")
 
 
-def is_averaged_by_bloom(name: str) -> bool:
-    return name.endswith(AVERAGED) or name in ("6.weight", "6.bias")
+def written(setup: Parallel, writes: Callable[..., object]) -> Save:
+    """Trained and saved by today's DeepSpeed, and written again as older code did."""
+    run = Save(setup, setup.tp * setup.pp, "foreign_jobs.save_each")
+    return Save(setup, 1, "foreign_jobs.rewrite", {"writes": writes}, source=run)
 
 
-@pytest.fixture(scope="session")
-def native(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained and saved by today's DeepSpeed."""
-    folder = tmp_path_factory.mktemp("foreign_native")
-    launch(4, "foreign_jobs.save", {"folder": str(folder), "setups": [BLOOM]})
-    launch(2, "foreign_jobs.save", {"folder": str(folder), "setups": [NEOX, NEOX_J, THIRDS]})
-    launch(1, "foreign_jobs.save", {"folder": str(folder), "setups": [replace(NEOX_J, tp=1)]})
-    return folder
-
-
-@pytest.fixture(scope="session")
-def old(native: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, as older code wrote them."""
-    folder = tmp_path_factory.mktemp("foreign")
-    bloom, neox = native / f"{BLOOM.name}-dp1", native / f"{NEOX.name}-dp1"
-    as_bloom(bloom, folder / "bloom", 2, 2)
-    as_bloom(bloom, folder / "bloom_early", 2, 2, early=True)
-    drifted = drift(bloom, folder / "drifted", 2, is_averaged_by_bloom)
-    as_means(as_bloom(drifted, folder / "bloom_drifted", 2, 2))
-    as_neox(neox, folder / "neox")
-    stages = (range(0, 3), range(3, 4), range(4, 5), range(5, 8))
-    as_neox(recut(neox, folder / "recut", 2, stages, 2), folder / "neox_242")
-    as_means(as_neox(drift(neox, folder / "drifted_neox", 2, lambda name: "norm" in name), folder / "neox_drifted"))
-    as_deeperspeed_03(neox, folder / "neox_2021")
-    as_deepspeed_05(neox, folder / "neox_2022")
-    as_neox(native / f"{NEOX_J.name}-dp1", folder / "neoxj", gpt_j=True)
-    as_neox(native / f"{NEOX_J.name}-dp1", folder / "neoxj_beside", gpt_j=True, configs="configs")
-    as_neox(native / f"{NEOX_J.name}-dp1", folder / "neoxj_unsaid", configs="")
-    as_neox(native / f"{replace(NEOX_J, tp=1).name}-dp1", folder / "neoxj_tp1", gpt_j=True)
-    thirds = native / f"{THIRDS.name}-dp1"
-    as_megatron(thirds, folder / "thirds", 2)
-    as_megatron(thirds, folder / "thirds_unsaid", 2, fpdt=False)
-    drifted = drift(thirds, folder / "drifted_thirds", 2, DRIFTED.__eq__)
-    as_megatron(drifted, folder / "thirds_first", 2)
-    as_means(as_megatron(drifted, folder / "thirds_mean", 2))
-    return folder
-
-
-def to(setup: Parallel, tp: int, pp: int, *sources: dict[str, Any], preset: str | None = "") -> dict[str, Any]:
-    """A target of ``foreign_jobs.load``: the setup at other degrees, with the preset of its code base."""
-    name = PRESETS[setup.kind] if preset == "" else preset
-    config: dict[str, Any] = {"report": False} | ({"tp_preset": name} if name else {})
-    return {"setup": replace(setup, tp=tp, pp=pp), "config": config, "sources": list(sources)}
-
-
-def load(launch: Launch, folder: Path, world_size: int, *targets: dict[str, Any]) -> list[Any]:
-    sources = [{**target, "sources": [in_folder(folder, source) for source in target["sources"]]} for target in targets]
-    return launch(world_size, "foreign_jobs.load", sources)
-
-
-def in_folder(folder: Path, source: dict[str, Any]) -> dict[str, Any]:
-    return {**source, "folder": str(folder / source["folder"])}
-
-
-def topology_of(load: Any) -> tuple[int, int, int]:
-    """As the report names that of the checkpoint."""
-    return load.report.source.tp, load.report.source.pp, load.report.source.partition_degree
-
-
-def of(folder: str, topology: tuple[int, int, int], **more: Any) -> dict[str, Any]:
-    """A checkpoint of a tensor-, pipeline- and data-parallel degree."""
-    return {"folder": folder, "topology": topology, **more}
-
-
-#: The saved configuration says otherwise.
-GPT_J = {"tp_preset": "gpt-neox-gptj-residual"}
-#: By number of ranks. Every load is compared bit by bit with what was saved, and then goes on training.
-CROSSINGS: dict[int, list[dict[str, Any]]] = {
-    1: [
-        to(BLOOM, 1, 1, of("bloom", (2, 2, 1)), of("bloom_early", (2, 2, 1))),
-        to(NEOX, 1, 1, of("neox", (2, 1, 1)), of("neox", (2, 1, 1), config=GPT_J), of("neox_242", (2, 4, 2))),
-        to(NEOX_J, 1, 1, of("neoxj_unsaid", (2, 1, 1)), of("neoxj_tp1", (1, 1, 1))),
-        to(NEOX_J, 1, 1, of("neoxj", (2, 1, 1)), of("neoxj_beside", (2, 1, 1)), preset="gpt-neox"),
-        to(NEOX_J, 1, 1, of("neoxj_unsaid", (2, 1, 1)), preset=None),
-        to(NEOX, 1, 1, of("neox", (2, 1, 1)), of("neox_242", (2, 4, 2)), preset=None),
-        to(THIRDS, 1, 1, of("thirds", (2, 1, 1))),
-    ],
-    2: [
-        to(BLOOM, 1, 1, of("bloom", (2, 2, 1))),
-        to(BLOOM, 1, 2, of("bloom", (2, 2, 1))),
-        to(BLOOM, 2, 1, of("bloom", (2, 2, 1))),
-        to(NEOX, 1, 2, of("neox_242", (2, 4, 2)), of("neox", (2, 1, 1))),
-        to(NEOX_J, 2, 1, of("neoxj_tp1", (1, 1, 1)), of("neoxj", (2, 1, 1))),
-    ],
-    4: [
-        to(BLOOM, 4, 1, of("bloom", (2, 2, 1))),
-        to(NEOX, 2, 2, of("neox_242", (2, 4, 2))),
-        to(NEOX_J, 4, 1, of("neoxj", (2, 1, 1))),
-        to(NEOX_J, 4, 1, of("neoxj_unsaid", (2, 1, 1)), preset=None),
-    ],
+bloom, thirds, neoxj = partial(as_bloom, tp=2, pp=2), partial(as_megatron, tp=2), partial(as_neox, gpt_j=True)
+drifted_thirds = partial(drifted, is_drifted=partial(eq, DRIFTED), writes=thirds)
+OLD = {
+    "bloom": written(BLOOM, bloom),
+    "bloom_early": written(BLOOM, partial(bloom, early=True)),
+    "bloom_drifted": written(BLOOM, partial(drifted, is_drifted=is_averaged_by_bloom, writes=bloom)),
+    "neox": written(NEOX, as_neox),
+    "neox_242": written(NEOX, recut_neox),
+    "neox_drifted": written(NEOX, partial(drifted, is_drifted=is_norm, writes=as_neox)),
+    "neox_2021": written(NEOX, as_deeperspeed_03),
+    "neox_2022": written(NEOX, as_deepspeed_05),
+    "neoxj": written(NEOX_J, neoxj),
+    "neoxj_beside": written(NEOX_J, partial(neoxj, configs="configs")),
+    "neoxj_unsaid": written(NEOX_J, partial(as_neox, configs="")),
+    "neoxj_tp1": written(NEOX_J_TP1, neoxj),
+    "thirds": written(THIRDS, thirds),
+    "thirds_unsaid": written(THIRDS, partial(thirds, fpdt=False)),
+    "thirds_first": written(THIRDS, partial(drifted_thirds, means=False)),
+    "thirds_mean": written(THIRDS, drifted_thirds),
 }
+#: Beside its native folder, whose truth it has.
+UNIVERSAL = Save(BLOOM, 1, "foreign_jobs.rewrite", {"writes": with_universal_01}, source=OLD["bloom"])
+
+
+def options_of(setup: Parallel, preset: str | None = "", **options: Any) -> dict[str, Any]:
+    """With the preset of the code base, another one, or none."""
+    name = PRESETS[setup.kind] if preset == "" else preset
+    return {"report": False, **({"tp_preset": name} if name else {}), **options}
+
+
+def to(
+    setup: Parallel, ranks: int, tp: int, pp: int, *names: str, preset: str | None = "", **options: Any
+) -> list[Cell]:
+    """Old folders into an engine of other degrees, to be compared bit by bit, and to go on training."""
+    target, options = replace(setup, tp=tp, pp=pp), options_of(setup, preset, **options)
+    case = {"setup": target, "options": options}
+    title = f"to {target.name}-n{ranks}, {options.get('tp_preset', 'no preset')}"
+    return [Cell(f"{name} {title}", OLD[name], "foreign_jobs.resume", ranks, case) for name in names]
+
+
+def check(cell: Cell, loads: list[Loaded], loss_gap: float = float("inf")) -> None:
+    """What was saved came back; of copies that drifted, there is no run to compare the losses with."""
+    assert cell.save is not None
+    setup = cell.save.setup
+    topology = (2, 4, 2) if cell.save == OLD["neox_242"] else (setup.tp, setup.pp, 1)
+    for load in loads:
+        source = load.report.source
+        assert (source.tp, source.pp, source.partition_degree) == topology, load.where
+        assert load.differences == {}, (load.where, load.differences)
+        assert load.loss_gap <= loss_gap, (load.where, load.loss_gap)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("world_size", CROSSINGS)
-def test_an_old_folder_loads_at_another_topology(launch: Launch, old: Path, world_size: int) -> None:
-    for found in load(launch, old, world_size, *CROSSINGS[world_size]):
-        assert topology_of(found) == found.case["topology"], found.where
-        assert found.differences == {}, found.where
-        kind = Path(found.case["folder"]).name.partition("_")[0]
-        assert found.loss_gap <= TOLERANCES[kind], found.where
+@cells(
+    [
+        *to(BLOOM, 1, 1, 1, "bloom", "bloom_early"),
+        *to(BLOOM, 2, 1, 1, "bloom"),
+        *to(BLOOM, 2, 1, 2, "bloom"),
+        *to(BLOOM, 2, 2, 1, "bloom"),
+        *to(BLOOM, 4, 4, 1, "bloom"),
+        *to(NEOX, 1, 1, 1, "neox", "neox_242"),
+        *to(NEOX, 1, 1, 1, "neox", "neox_242", preset=None),
+        # the saved configuration says otherwise
+        *to(NEOX, 1, 1, 1, "neox", preset=PRESETS["neoxj"]),
+        *to(NEOX, 2, 1, 2, "neox", "neox_242"),
+        *to(NEOX, 4, 2, 2, "neox_242"),
+        *to(NEOX_J, 1, 1, 1, "neoxj_unsaid", "neoxj_tp1"),
+        *to(NEOX_J, 1, 1, 1, "neoxj", "neoxj_beside", preset="gpt-neox"),
+        *to(NEOX_J, 1, 1, 1, "neoxj_unsaid", preset=None),
+        *to(NEOX_J, 2, 2, 1, "neoxj", "neoxj_tp1"),
+        *to(NEOX_J, 4, 4, 1, "neoxj"),
+        *to(NEOX_J, 4, 4, 1, "neoxj_unsaid", preset=None),
+        *to(THIRDS, 1, 1, 1, "thirds"),
+    ]
+)
+def test_an_old_folder_loads_at_another_topology(cell: Cell, facts: list[Loaded]) -> None:
+    assert cell.save is not None
+    check(cell, facts, TOLERANCES[cell.save.setup.kind])
 
 
-def test_deepspeed_misreads_the_topology_of_gpt_neox(old: Path) -> None:
-    folder = str(old / "neox_242" / TAG)
-    read_as = get_model_3d_descriptor(folder)
+def test_deepspeed_misreads_the_topology_of_gpt_neox(saves: Saves) -> None:
+    read_as = get_model_3d_descriptor(str(saves.folder(OLD["neox_242"]) / TAG))
     assert (read_as.tp_degree, read_as.pp_degree, read_as.dp_degree) == (8, 1, 2), "then it is not as gpt-neox's are"
 
 
-def test_copies_that_drifted_are_averaged_where_the_code_base_says_so(launch: Launch, old: Path) -> None:
-    bloom, neox = of("bloom_drifted", (2, 2, 1)), of("neox_drifted", (2, 1, 1))
-    for found in load(launch, old, 1, to(BLOOM, 1, 1, bloom), to(NEOX, 1, 1, neox)):
-        assert topology_of(found) == found.case["topology"]
-        assert found.differences == {}, found.where
-        assert re.search("replicated, but different when saved: .*; the mean was taken", " | ".join(found.report.notes))
+@cells([*to(BLOOM, 1, 1, 1, "bloom_drifted"), *to(NEOX, 1, 1, 1, "neox_drifted")])
+def test_copies_that_drifted_are_averaged_where_the_code_base_says_so(cell: Cell, facts: list[Loaded]) -> None:
+    check(cell, facts)
+    for load in facts:
+        assert re.search("replicated, but different when saved: .*; the mean was taken", " | ".join(load.report.notes))
 
 
+def refused(name: str, setup: Parallel, preset: str | None, *words: str) -> Cell:
+    """A folder that one rank must not load; that of this kind does, with its preset."""
+    target = replace(setup, tp=1, pp=1)
+    case = {"setup": target, "options": options_of(setup, preset)}
+    fits = (OLD[setup.kind], {"setup": target, "options": options_of(setup)})
+    expected = Refuses("ElasticCkptError", words)
+    return Cell(name, OLD[name], "foreign_jobs.refuse", 1, case, expected=expected, fits=fits)
+
+
+CHOICES = [f'"replicated_params": "{word}"' for word in ("first", "mean")]
+
+
+@cells([refused("thirds_first", THIRDS, "", DRIFTED, *CHOICES)])
 def test_of_copies_that_drifted_somebody_has_to_choose_where_the_code_base_does_not_say(
-    launch: Launch, old: Path
+    cell: Cell, facts: list[Refused], saves: Saves
 ) -> None:
-    truth = read(old / "thirds_first" / "truth.pt")
+    cell.expected.check(facts)
+    truth = read(saves.folder(OLD["thirds_first"]) / "truth.pt")
     apart = (truth["masters"][DRIFTED].double() - truth["seconds"][DRIFTED, "fp32"].double()).abs()
-    options = {"first": {"replicated_params": "first"}, "mean": {"replicated_params": "mean"}}
-    sources = [of("thirds_first", (2, 1, 1), refused=True)]
-    sources += [of(f"thirds_{word}", (2, 1, 1), config=config, word=word) for word, config in options.items()]
-    refused, *loads = load(launch, old, 1, to(THIRDS, 1, 1, *sources))
-    (text,) = refused.texts
-    assert refused.kinds and refused.changed == set() and DRIFTED in text
+    (text,) = facts[0].texts
     assert f"2 copies, at most {apart.max():.3g} apart" in text
-    assert '"replicated_params": "first"' in text and '"replicated_params": "mean"' in text
-    for found in loads:
-        assert found.differences == {}, found.where
-        assert f"{found.case['word']} was taken" in " | ".join(found.report.notes)
-    assert len(loads) == 2
 
 
-UNDECIDED = ["query_key_value", '"kind": "column"}', '"sub_parameters": [1, 1, 1]', '"tp_preset"']
-#: Engine, preset, and what the error names, by folder.
-REFUSED: dict[str, tuple[Parallel, str | None, list[str]]] = {
-    "bloom": (BLOOM, None, UNDECIDED),
-    "neoxj": (NEOX, None, ["gpt_j_residual: True", "gpt_j_residual: False", '"configs"']),
-    "neox_2021": (NEOX, "gpt-neox", ["DeeperSpeed 0.3.15", "mp_rank_00_model_states.pt", "0.6.2"]),
-    "neox_2022": (NEOX, "gpt-neox", ["before 0.6.2", "mp_rank_00_optim_states.pt", "param_shapes"]),
-    "thirds": (
-        THIRDS,
-        "megatron-deepspeed-interleaved",
-        ["ds_sequence_parallel_fpdt", "megatron-deepspeed-contiguous"],
-    ),
-}
+@cells([cell for word in ("first", "mean") for cell in to(THIRDS, 1, 1, 1, f"thirds_{word}", replicated_params=word)])
+def test_the_choice_is_taken(cell: Cell, facts: list[Loaded]) -> None:
+    check(cell, facts)
+    for load in facts:
+        assert f"{load.case['options']['replicated_params']} was taken" in " | ".join(load.report.notes)
 
 
-@pytest.fixture(scope="module")
-def refusals(launch: Launch, old: Path) -> dict[str, Refused]:
-    """How each folder of :data:`REFUSED` is refused on one rank."""
-    targets = [
-        to(setup, 1, 1, of(name, (0, 0, 0), refused=True), preset=preset)
-        for name, (setup, preset, _) in REFUSED.items()
+UNDECIDED = ("query_key_value", '"kind": "column"', '"sub_parameters": [1, 1, 1]', '"tp_preset"')
+INTERLEAVED = "megatron-deepspeed-interleaved"
+
+
+@cells(
+    [
+        refused("bloom", BLOOM, None, *UNDECIDED),
+        refused("neoxj", NEOX, None, "gpt_j_residual: True", "gpt_j_residual: False", '"configs"'),
+        refused("neox_2021", NEOX, "", "DeeperSpeed 0.3.15", "mp_rank_00_model_states.pt", "0.6.2"),
+        refused("neox_2022", NEOX, "", "before 0.6.2", "mp_rank_00_optim_states.pt", "param_shapes"),
+        refused("thirds", THIRDS, INTERLEAVED, "ds_sequence_parallel_fpdt", PRESETS["thirds"]),
     ]
-    return {Path(refused.case["folder"]).name: refused for refused in load(launch, old, 1, *targets)}
+)
+def test_what_cannot_be_known_or_read_is_refused(cell: Cell, facts: list[Refused]) -> None:
+    cell.expected.check(facts)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_known_or_read_is_refused(name: str, refusals: dict[str, Refused]) -> None:
-    (text,) = refusals[name].texts
-    assert refusals[name].kinds and refusals[name].changed == set(), text
-    assert [words for words in REFUSED[name][2] if words not in text] == [], text
-
-
-def test_with_the_preset_of_older_code_fused_attention_comes_out_wrong(launch: Launch, old: Path) -> None:
+@cells(to(THIRDS, 1, 1, 1, "thirds_unsaid", preset=INTERLEAVED))
+def test_with_the_preset_of_older_code_fused_attention_comes_out_wrong(
+    cell: Cell, facts: list[Loaded], saves: Saves
+) -> None:
     """Where the save does not say that it is of newer code."""
-    source = of("thirds_unsaid", (2, 1, 1))
-    (found,) = load(launch, old, 1, to(THIRDS, 1, 1, source, preset="megatron-deepspeed-interleaved"))
-    masters = read(old / "thirds_unsaid" / "truth.pt")["masters"]
+    (found,) = facts
+    masters = read(saves.folder(OLD["thirds_unsaid"]) / "truth.pt")["masters"]
     attention = {f"masters {name}" for name in masters if re.fullmatch(r".*query_key_value\.(weight|bias)", name)}
     assert {key for key in found.differences if key.startswith("masters")} == attention
+    assert [key for key in found.differences if "query_key_value" not in key] == []
 
 
-def test_blooms_universal_folder_loads(launch: Launch, old: Path, tmp_path: Path) -> None:
+@cells(
+    [
+        Cell(
+            f"to {target.name}",
+            UNIVERSAL,
+            "foreign_jobs.resume",
+            2,
+            {"setup": target, "options": options_of(BLOOM), "tag": f"{TAG}_universal"},
+        )
+        for target in (replace(BLOOM, pp=1), replace(BLOOM, tp=1, pp=1))
+    ]
+)
+def test_blooms_universal_folder_loads(cell: Cell, facts: list[Loaded]) -> None:
     """Which has no param groups."""
-    native = Path(shutil.copytree(old / "bloom", tmp_path / "bloom"))
-    write_universal_01(native, read(native / "truth.pt"), is_averaged_by_bloom, lambda name: name.endswith(ROWS))
-    source = of("bloom", (2, 2, 1), tag=f"{TAG}_universal")
-    for found in load(launch, tmp_path, 2, to(BLOOM, 2, 1, source), to(BLOOM, 1, 1, source)):
+    for found in facts:
         assert found.differences.keys() <= {"groups"}, found.where
         notes = " | ".join(found.report.notes)
         assert re.search("step.*counters|counters.*step", notes) and "param group" in notes

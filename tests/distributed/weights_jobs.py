@@ -1,82 +1,144 @@
-"""Jobs that load checkpoints without optimizer files, and compare with what a test expects of the weights."""
+"""Jobs that load checkpoints without optimizer files, and compare the weights; and those that write gpt-neox's."""
 
 from __future__ import annotations
 
-import os
+import shutil
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import elastic_ckpt
-from tests.distributed import foreign, foreign_jobs
+from tests.distributed import foreign, foreign_jobs, parallel_models
 from tests.distributed import model as models
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt
+from tests.distributed.foreign_folders import TAG, read
+from tests.distributed.jobs import Truth, truth_of, where, without_states
+from tests.distributed.kept import engine_of
 from tests.distributed.model import build_engine, close
 from tests.distributed.parallel_models import Parallel
 
+DRIFTED = "3.input_layernorm.weight"
+#: Of gpt-neox, by the end of a name: what each tensor-parallel rank has whole, rows, and biases that GPT-J's layers add up.
+WHOLE, ROWS = ("norm.weight", "norm.bias"), ("attention.dense.weight", "dense_4h_to_h.weight")
+SUMMED = ("attention.dense.bias", "dense_4h_to_h.bias")
 
-def load(targets: list[dict[str, Any]]) -> list[Loaded | Refused]:
-    """Load the ``sources`` of each target into an engine of its ``setup`` and ``model``, which DeepSpeed's own loader never gets.
 
-    Of each source: ``folder``; ``config`` (``"elastic_checkpoint"``); ``arguments`` of the load; ``expected``: a file
-    with the weights by name, as they were saved; ``refused``: whether the load should be.
-    """
+def live(case: dict[str, Any]) -> Any:
+    """An engine of ``setup`` and ``model`` that has trained, with ``options``. Collective."""
     elastic_ckpt.install()
-    facts: list[Loaded | Refused] = []
-    for target in targets:
-        setup = target["setup"]
-        is_parallel, model = isinstance(setup, Parallel), target.get("model", "TinyLM")
-        engine = foreign.build(setup, seed=8) if is_parallel else build_engine(setup, models.BUILDERS[model](seed=8))
-        for source in target["sources"]:
-            settings = {"mode": "require", "report": False, **source.get("config", {})}
-            engine.config["elastic_checkpoint"] = engine._config._param_dict["elastic_checkpoint"] = settings
-            start = partial(engine.load_checkpoint, source["folder"], **source["arguments"])
-            if source.get("refused"):
-                facts.append(attempt(source, engine, start))
-                continue
-            start()
-            found = foreign_jobs.gather(engine, setup) if is_parallel else _gathered(engine)
-            where = f"{source['folder']} -> {setup.name}"
-            facts.append(Loaded(source, where, engine.elastic_report, _differences(found, source["expected"])))
-            for param in engine.module.parameters():  # leave other values for the next load to replace
-                param.data.fill_(0.5)
-        close(engine)
-    return facts
+    setup, model = case["setup"], case.get("model", "TinyLM")
+    if isinstance(setup, Parallel):
+        engine = engine_of(setup, partial(foreign.build, setup, seed=8), parallel_models.end)
+        parallel_models.train(engine, setup, 100, 101)
+    else:
+        engine = engine_of((setup, model), lambda: build_engine(setup, models.BUILDERS[model](seed=8)), close)
+        models.train(engine, 100, 101)
+    settings = {"mode": "require", "report": False, **case.get("options", {})}
+    engine.config["elastic_checkpoint"] = engine._config._param_dict["elastic_checkpoint"] = settings
+    return engine
+
+
+def load(case: dict[str, Any]) -> list[Loaded]:
+    """Load a folder with ``arguments``: weights are the saved ones in the live dtype, and masters these in fp32."""
+    engine, truth = live(case), truth_of(case["folder"], weights_alone)
+    engine.load_checkpoint(case["folder"], **case["arguments"])
+    if isinstance(case["setup"], Parallel):
+        found = foreign_jobs.gather(engine, case["setup"])
+    else:
+        oracle.relink(engine)
+        found = weights_alone(oracle.gather(engine, []))
+    if "head.weight" in found["weights"]:  # no longer tied
+        for kind in ("weights", "masters"):
+            truth[kind]["head.weight"] = truth[kind]["embedding.weight"]
+    dtypes = {name: value.dtype for name, value in found["weights"].items()}
+    masters = {name: value.to(dtypes[name]).float() for name, value in truth["masters"].items()}
+    expected = {"masters": masters, "weights": truth["weights"], "buffers": truth["buffers"]}
+    if "load_optimizer_states" in case["arguments"]:
+        expected["counters"] = truth["counters"]
+    return [Loaded(case, where(case), engine.elastic_report, oracle.compare(found, expected))]
+
+
+def weights_alone(truth: Truth) -> Truth:
+    """A truth of weights, of which masters are made, and of persistent buffers."""
+    buffers = {name: value for name, value in truth["buffers"].items() if name != "scratch"}
+    masters = {name: value.float() for name, value in truth["weights"].items()}
+    return without_states({**truth, "masters": masters, "buffers": buffers})
+
+
+def refuse(case: dict[str, Any]) -> list[Refused] | None:
+    """Try to load a folder with ``arguments``."""
+    engine = live(case)
+    refused = attempt(case, engine, partial(engine.load_checkpoint, case["folder"], **case["arguments"]))
+    return [refused] if dist.get_rank() == 0 else None
 
 
 def save_untied(case: dict[str, Any]) -> None:
-    """Save a model whose head has weights of its own: equal to the embedding's, untrained, and then others.
+    """Save a model whose head has weights of its own: equal to the embedding's, and after some ``steps`` others.
 
-    In ``equal`` and ``other`` of ``folder``, with what a tied model has of it: the embedding's weights.
+    Its truth is what a tied model has of it: the embedding's weights.
     """
     engine = build_engine(case["setup"], models.BUILDERS["UntiedLM"](seed=7))
-    for name in ("equal", "other"):
-        folder = os.path.join(case["folder"], name)
-        if name == "other":
-            models.train(engine, 0, 2)
-        engine.save_checkpoint(folder, tag="tag")
-        found = _gathered(engine)
-        is_equal = torch.equal(found["weights"].pop("head.weight"), found["weights"]["embedding.weight"])
-        assert is_equal == (name == "equal")
-        torch.save({key: found[key] for key in ("weights", "buffers")}, os.path.join(folder, "expected.pt"))
+    models.train(engine, 0, case["steps"])
+    engine.save_checkpoint(case["folder"], tag="tag")
+    oracle.relink(engine)
+    found = oracle.gather(engine, [])
+    is_equal = torch.equal(found["weights"].pop("head.weight"), found["weights"]["embedding.weight"])
+    assert is_equal == (case["steps"] == 0)
+    if dist.get_rank() == 0:
+        torch.save({key: found[key] for key in ("weights", "buffers", "counters")}, f"{case['folder']}/truth.pt")
     close(engine)
 
 
-def _gathered(engine: Any) -> dict[str, Any]:
-    oracle.relink(engine)
-    found = oracle.gather(engine, [])
-    return {**found, "buffers": {name: value for name, value in found["buffers"].items() if name != "scratch"}}
+# --- what gpt-neox leaves without its optimizer files -----------------------------------------------------------------
 
 
-def _differences(found: dict[str, Any], path: str) -> dict[str, str]:
-    """Weights are the saved ones in the live dtype, and masters these in fp32; buffers are as saved."""
-    expected = torch.load(path, weights_only=False)
-    if "head.weight" in found["weights"]:  # no longer tied
-        expected["weights"]["head.weight"] = expected["weights"]["embedding.weight"]
-    weights = {name: value.to(found["weights"][name].dtype) for name, value in expected["weights"].items()}
-    masters = {name: value.float() for name, value in weights.items()}
-    wanted = {"masters": masters, "weights": weights, "buffers": expected["buffers"]}
-    wanted |= {key: expected[key] for key in ("counters",) if key in expected}
-    return oracle.compare(found, wanted)
+def write(source: Path, target: Path, change: Callable[[Path], None] | None = None, gpt_j: bool = False) -> None:
+    """A copy of gpt-neox's folder without optimizer files, changed, and its truth: the weights of its layers' files."""
+    shutil.copytree(source, target)
+    for path in target.glob("*/*optim_states.pt"):
+        path.unlink()
+    if change is not None:
+        change(target)
+    torch.save(merged(target / TAG, gpt_j), target / "truth.pt")
+
+
+def merged(tag: Path, gpt_j: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """The whole weights and buffers of two tensor-parallel ranks, by their layers' files."""
+    found: dict[str, dict[str, torch.Tensor]] = {"weights": {}, "buffers": {}}
+    for path in sorted(tag.glob("layer_*-model_00-model_states.pt")):
+        first, second = read(path), read(path.with_name(path.name.replace("model_00", "model_01")))
+        for key, one in first.items():
+            name, two = f"{int(path.name[6:8])}.{key}", second[key]
+            if key.endswith("inv_freq"):
+                found["buffers"][name] = one
+            elif key.endswith(ROWS):
+                found["weights"][name] = torch.cat([one, two], 1)
+            elif key.endswith(SUMMED) and gpt_j:
+                found["weights"][name] = one.float() + two.float()
+            elif key.endswith(SUMMED):
+                found["weights"][name] = one
+            elif key.endswith(WHOLE):
+                found["weights"][name] = (one.float() + two.float()) / 2
+            else:
+                found["weights"][name] = torch.cat([one, two])
+    return found
+
+
+def without_names(folder: Path) -> None:
+    """Model-states files that list no parameters and state no pipeline, as of engines without ZeRO."""
+    for path in (folder / TAG).glob("mp_rank_*.pt"):
+        tree = {key: value for key, value in read(path).items() if key != "checkpoint_parallel_dimensions"}
+        torch.save({**tree, "param_shapes": None}, path)
+
+
+def drift(folder: Path) -> None:
+    """The second rank's copy of a norm becomes another one."""
+    path = folder / TAG / "layer_03-model_01-model_states.pt"
+    weights = read(path)
+    weights[DRIFTED[2:]].mul_(1.25)
+    torch.save(weights, path)
