@@ -18,7 +18,7 @@ STAGES = {1: (0, 2), 2: (0, 1, 3), 3: (1, 3)}
 def saves(setup: Setup) -> list[Save]:
     """The native checkpoint of two ranks, and its conversion but for ZeRO-0, which does not save names of states."""
     native = Save(setup, 2, "optimizer_jobs.save")
-    converted = Save(setup, 1, "optimizer_jobs.convert", {"states": BY_NAME}, source=native)
+    converted = Save(setup, 1, "optimizer_jobs.convert", {"options": {"states": BY_NAME}}, source=native)
     return [native, converted] if setup.stage else [native]
 
 
