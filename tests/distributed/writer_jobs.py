@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ import elastic_ckpt
 from tests.distributed import jobs
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt
+from tests.distributed.jobs import SPOILS
 from tests.distributed.model import build_engine, close, train
 
 #: Of the block device below; what a file opened with ``O_DIRECT`` must be written in.
@@ -49,14 +52,24 @@ class Handle:
         return done
 
 
-def provide_ops() -> None:
+@contextlib.contextmanager
+def ops() -> Iterator[None]:
     """Let every writer run on the CPU, as if DeepSpeed's launcher had started one node."""
-    os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")
-    writer_factory.AsyncIOBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(aio_handle=Handle))
     # cast_to_byte_tensor is for a torch that hands its storages to the writer; there is no CPU build of the op
-    fast_file_writer.UtilsBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(cast_to_byte_tensor=None))
-    get_accelerator().is_pinned = lambda _: True  # without an accelerator, torch has no memory to pin
-    multiprocessing.set_start_method("fork", force=True)  # the process that writes decoupled saves has the above, too
+    asynchronous, utilities = SimpleNamespace(aio_handle=Handle), SimpleNamespace(cast_to_byte_tensor=None)
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # the process that writes decoupled saves has what follows, too
+    with (
+        mock.patch.dict(os.environ, CROSS_SIZE="1", CROSS_RANK="0"),
+        mock.patch.object(writer_factory, "AsyncIOBuilder", lambda: SimpleNamespace(load=lambda: asynchronous)),
+        mock.patch.object(fast_file_writer, "UtilsBuilder", lambda: SimpleNamespace(load=lambda: utilities)),
+        # without an accelerator, torch has no memory to pin
+        mock.patch.object(get_accelerator(), "is_pinned", lambda _: True),
+    ):
+        yield
+    multiprocessing.set_start_method(start_method, force=True)
 
 
 def in_turn(save: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,13 +84,12 @@ def in_turn(save: Callable[..., Any]) -> Callable[..., Any]:
     return turn
 
 
-def save(arguments: dict[str, Any]) -> None:
-    """:func:`tests.distributed.jobs.save` for each of ``cells``, below ``folder/<name of the cell>``.
+def save_each(cases: list[dict[str, Any]]) -> None:
+    """:func:`tests.distributed.jobs.save_each` with a writer.
 
     Decoupled saves are committed before training goes on: their writers read live tensors, and the next forward pass,
     which comes before the step that commits, changes buffers.
     """
-    provide_ops()
     at_once, save_checkpoint = FastCheckpointEngine.save, DeepSpeedEngine.save_checkpoint
 
     def save_and_commit(engine: Any, *args: Any, **kwargs: Any) -> None:
@@ -85,59 +97,57 @@ def save(arguments: dict[str, Any]) -> None:
         if engine.checkpoint_engine.is_decoupled():
             engine._commit_decoupled_checkpoint()
 
-    DeepSpeedEngine.save_checkpoint = save_and_commit
-    for name, setup in arguments["cells"].items():
-        several = setup.stage < 3 and name.startswith("python")
-        FastCheckpointEngine.save = in_turn(at_once) if several else at_once
-        jobs.save({"folder": os.path.join(arguments["folder"], name), "setups": [setup]})
-    FastCheckpointEngine.save, DeepSpeedEngine.save_checkpoint = at_once, save_checkpoint
+    with ops(), mock.patch.object(DeepSpeedEngine, "save_checkpoint", save_and_commit):
+        for case in cases:
+            writer = dict(case["setup"].config)["checkpoint"]["writer"]
+            several = writer["type"] == "python" and not writer["decoupled"] and case["setup"].stage < 3
+            with mock.patch.object(FastCheckpointEngine, "save", in_turn(at_once) if several else at_once):
+                jobs.save_each([case])
 
 
-def load_right_after_save(arguments: dict[str, Any]) -> list[Loaded]:
+def load_right_after_save(case: dict[str, Any]) -> list[Loaded]:
     """Load a decoupled save that no step has committed yet, into the engine that made it."""
-    provide_ops()
     elastic_ckpt.install()
-    facts = []
-    for name, setup in arguments["cells"].items():
-        folder = os.path.join(arguments["folder"], name)
-        engine = build_engine(setup)
+    with ops():
+        engine = build_engine(case["setup"])
         train(engine, 0, 2)
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(case["folder"])
         train(engine, 2, 4)  # commits it
         oracle.relink(engine)
         truth = oracle.gather(engine, oracle.state_keys(engine))
-        engine.save_checkpoint(folder)
-        engine.load_checkpoint(folder)
-        facts.append(Loaded(name, name, engine.elastic_report, oracle.differences(engine, truth)))
+        engine.save_checkpoint(case["folder"])
+        engine.load_checkpoint(case["folder"])
+        truth = jobs.spoiled(truth) if SPOILS else truth
+        found = Loaded(case, case["name"], engine.elastic_report, oracle.differences(engine, truth))
         close(engine)
-    return facts
+    return [found]
 
 
-def load_after_writer_died(arguments: dict[str, Any]) -> list[Refused]:
+def load_after_writer_died(case: dict[str, Any]) -> list[Refused]:
     """End the process that writes rank 1's decoupled save, then load."""
-    provide_ops()
     elastic_ckpt.install()
-    engine = build_engine(arguments["setup"])
-    train(engine, 0, 2)
-    engine.save_checkpoint(arguments["folder"])
-    if dist.get_rank() == 1:
-        engine.checkpoint_engine.ckpt_process.kill()
-        engine.checkpoint_engine.ckpt_process.join()
-    dist.barrier()
-    refused = attempt(None, engine, lambda: engine.load_checkpoint(arguments["folder"]))
-    engine.checkpoint_engine.commit_info = None  # nothing is left to commit
-    close(engine)
+    with ops():
+        engine = build_engine(case["setup"])
+        train(engine, 0, 2)
+        engine.save_checkpoint(case["folder"])
+        if dist.get_rank() == 1 and not SPOILS:
+            engine.checkpoint_engine.ckpt_process.kill()
+            engine.checkpoint_engine.ckpt_process.join()
+        dist.barrier()
+        refused = attempt(case, engine, lambda: engine.load_checkpoint(case["folder"]))
+        engine.checkpoint_engine.commit_info = None  # nothing is left to commit
+        close(engine)
     return [refused]
 
 
-def save_twice(arguments: dict[str, Any]) -> list[Refused]:
+def save_twice(case: dict[str, Any]) -> list[Refused]:
     """Save twice under one tag with the ``fast`` writer, then load."""
-    provide_ops()
     elastic_ckpt.install()
-    engine = build_engine(arguments["setup"])
-    for step in (0, 1):
-        train(engine, step, step + 1)
-        engine.save_checkpoint(arguments["folder"], tag="best")
-    refused = attempt(None, engine, lambda: engine.load_checkpoint(arguments["folder"]))
-    close(engine)
+    with ops():
+        engine = build_engine(case["setup"])
+        for step in (0,) if SPOILS else (0, 1):
+            train(engine, step, step + 1)
+            engine.save_checkpoint(case["folder"], tag="best")
+        refused = attempt(case, engine, lambda: engine.load_checkpoint(case["folder"]))
+        close(engine)
     return [refused]
