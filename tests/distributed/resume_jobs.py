@@ -22,7 +22,8 @@ import elastic_ckpt
 from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.data import ElasticSampler
 from elastic_ckpt.load import resume_sheet
-from tests.distributed.facts import log_lines
+from tests.distributed.facts import log_lines, on_all_ranks
+from tests.distributed.jobs import SPOILS, note
 from tests.distributed.model import GLOBAL_BATCH, Setup, batch, build_engine, close
 
 SAVED_AT, LAST = 2, 4
@@ -100,47 +101,45 @@ FAULTS: dict[str, tuple[Setup, Callable[[Any], Any]]] = {
 }
 
 
-def uninterrupted(folder: str) -> None:
+def uninterrupted(case: dict[str, Any]) -> None:
     """Train, and save two steps."""
     elastic_ckpt.install()
     torch.manual_seed(5)
     engine = build(Setup(1))
     losses = train(engine, 0, SAVED_AT)
-    save(engine, folder, "first", losses)
-    save(engine, folder, "second", losses + train(engine, SAVED_AT, LAST))
+    save(engine, case["folder"], "first", losses)
+    save(engine, case["folder"], "second", losses + train(engine, SAVED_AT, LAST))
     close(engine)
 
 
-def resumed(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """Resume with each fault, save at once and later; what the load's report said."""
+def resumed(case: dict[str, Any]) -> None:
+    """Resume the run in ``source`` with a fault, the ``setup``; save at once and later; note what the load's report said."""
     elastic_ckpt.install()
-    found = []
-    for fault in arguments["faults"]:
-        setup, change = FAULTS[fault]
-        folder = os.path.join(arguments["folder"], f"{fault}-{dist.get_world_size()}")
-        engine = build(setup)
-        if fault == "code versions":
-            change(engine)
-        _, client = engine.load_checkpoint(arguments["source"], tag="first")
-        report = engine.elastic_report
-        torch.set_rng_state(client["generator"])
+    fault, folder = case["setup"], case["folder"]
+    setup, change = FAULTS[fault]
+    engine, version = build(setup), numpy.__version__
+    if fault == "code versions":
         change(engine)
-        save(engine, folder, "first", client["losses"])
-        save(engine, folder, "second", client["losses"] + train(engine, SAVED_AT, LAST))
-        found.append(SimpleNamespace(fault=fault, goes_on=report.goes_on, differs=report.differs, text=str(report)))
-        close(engine)
-        if fault == "code versions":
-            numpy.__version__ = numpy.__version__.removesuffix("+other").removesuffix("+other")
-            resume_sheet._versions.cache_clear()
-    return (
-        found if dist.get_rank() == 0 else [SimpleNamespace(fault="", goes_on=report.goes_on, differs=report.differs)]
-    )
+    _, client = engine.load_checkpoint(case["source"], tag="first")
+    report = engine.elastic_report
+    torch.set_rng_state(client["generator"])
+    change(engine)
+    save(engine, folder, "first", client["losses"])
+    save(engine, folder, "second", client["losses"] + train(engine, SAVED_AT, LAST))
+    of_others = on_all_ranks((report.goes_on, report.differs))[1:]
+    found = SimpleNamespace(goes_on=report.goes_on, differs=report.differs, text=str(report), of_others=of_others)
+    close(engine)
+    numpy.__version__ = version
+    resume_sheet._versions.cache_clear()
+    if SPOILS:
+        found.goes_on = "of another run"
+    note(folder, found)
 
 
-def without(folder: str) -> list[SimpleNamespace]:
+def without(case: dict[str, Any]) -> list[SimpleNamespace]:
     """Sheets that are not wanted, cannot be written, cannot be read, or are of another save: no save or load fails."""
     elastic_ckpt.install()
-    found = SimpleNamespace(said={})
+    found, folder = SimpleNamespace(said={}), case["folder"]
     off = build_engine(Setup(1, config=(("elastic_checkpoint", {"sheet": False}),)))
     train(off, 0, 1)
     save(off, folder, "off", [])
@@ -151,7 +150,7 @@ def without(folder: str) -> list[SimpleNamespace]:
     train(engine, 0, 1)
     with log_lines() as lines:
         save(engine, folder, "in", [])
-    found.unwritten = "".join(lines)
+    found.unwritten = "of another run" if SPOILS else "".join(lines)
     if dist.get_rank() == 0:
         path.rmdir()
     dist.barrier()
