@@ -17,6 +17,7 @@ from tests.distributed import model as models
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded
 from tests.distributed.jobs import SAVE_AT, truth_of, where
+from tests.distributed.kept import engine_of
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, Setup, batch, close
 
 
@@ -31,52 +32,52 @@ def build_evaluation_engine(setup: Setup) -> Any:
     return deepspeed.initialize(model=models.TinyLM(seed=8), config=config)[0]
 
 
-def evaluate(arguments: dict[str, Any]) -> list[Loaded]:
-    """Load all ``folders`` into one engine after another of each of ``setups``: weights, buffers, counters and loss."""
+def evaluate(case: dict[str, Any]) -> list[Loaded]:
+    """Load into an engine of ``setup``: weights, buffers, counters and loss."""
     elastic_ckpt.install()
-    facts = []
-    for setup in arguments["setups"]:
-        engine = build_evaluation_engine(setup)
-        engine.eval()
-        for folder in arguments["folders"]:
-            truth = truth_of(folder)
-            path, client_state = engine.load_checkpoint(folder)
-            now = {
-                "weights": oracle.low_precision(engine),
-                "buffers": {
-                    name: buffer.clone() for name, buffer in engine.module.named_buffers() if name != "scratch"
-                },
-                "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
-                "saved": (os.path.isfile(path), client_state["note"]),
-            }
-            buffers = {name: buffer for name, buffer in truth["buffers"].items() if name != "scratch"}  # not persistent
-            expected = {"weights": truth["masters"], "buffers": buffers, "counters": truth["counters"]}
-            differences = oracle.compare(now, {**expected, "saved": (True, "hello")})
-            with torch.no_grad():
-                loss = engine(batch(SAVE_AT, dist.get_world_size(), dist.get_rank())).float()
-            dist.all_reduce(loss)
-            gap = abs(loss.item() / dist.get_world_size() - truth["losses"][0])
-            case = {"setup": setup, "folder": folder}
-            facts.append(Loaded(case, where(case), engine.elastic_report, differences, gap))
-        close(engine)
-    return facts
+    setup, truth = case["setup"], truth_of(case["folder"])
+    engine = engine_of(setup, partial(build_evaluation_engine, setup), close)
+    engine.eval()
+    path, client_state = engine.load_checkpoint(case["folder"])
+    now = {
+        "weights": oracle.low_precision(engine),
+        "buffers": {name: buffer.clone() for name, buffer in engine.module.named_buffers() if name != "scratch"},
+        "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
+        "saved": (os.path.isfile(path), client_state["note"]),
+    }
+    buffers = {name: buffer for name, buffer in truth["buffers"].items() if name != "scratch"}  # not persistent
+    expected = {
+        "weights": truth["masters"],
+        "buffers": buffers,
+        "counters": truth["counters"],
+        "saved": (True, "hello"),
+    }
+    differences = oracle.compare(now, expected)
+    with torch.no_grad():
+        loss = engine(batch(SAVE_AT, dist.get_world_size(), dist.get_rank())).float()
+    dist.all_reduce(loss)
+    gap = abs(loss.item() / dist.get_world_size() - truth["losses"][0])
+    return [Loaded(case, where(case), engine.elastic_report, differences, gap)]
 
 
-def without_masters(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """A folder without optimizer files in engines with and without ZeRO, and what DeepSpeed's ZeRO-3 cannot do."""
+def without_masters(case: dict[str, Any]) -> list[Loaded]:
+    """Weights of a folder without optimizer files."""
     elastic_ckpt.install()
-    truth = truth_of(arguments["folder"])
-    found = SimpleNamespace(reports=[], differences={})
-    for setup in (Setup(0), Setup(3)):
-        engine = build_evaluation_engine(setup)
-        engine.load_checkpoint(arguments["folder"])
-        differences = oracle.compare({"weights": oracle.low_precision(engine)}, {"weights": truth["weights"]})
-        found.differences |= {f"{setup.name}: {what}": how for what, how in differences.items()}
-        found.reports.append(engine.elastic_report)
-    found.custom_load_fn = error_of(
-        lambda: engine.load_checkpoint(arguments["zero3"], custom_load_fn=lambda src, dst: None)
+    truth = truth_of(case["folder"])
+    engine = engine_of(case["setup"], partial(build_evaluation_engine, case["setup"]), close)
+    engine.load_checkpoint(case["folder"])
+    differences = oracle.compare(
+        {"weights": oracle.low_precision(engine)}, {"weights": truth["weights"] | truth["masters"]}
     )
-    return [found]
+    return [Loaded(case, where(case), engine.elastic_report, differences)]
+
+
+def refuse(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """The error, if any, of a load by DeepSpeed's own loader."""
+    elastic_ckpt.install()
+    engine = engine_of(case["setup"], partial(build_evaluation_engine, case["setup"]), close)
+    arguments = {"custom_load_fn": lambda src, dst: None} if case["custom_load_fn"] else {}
+    return [SimpleNamespace(error=error_of(partial(engine.load_checkpoint, case["folder"], **arguments)))]
 
 
 def error_of(load: Callable[[], Any]) -> list[str]:
@@ -88,16 +89,13 @@ def error_of(load: Callable[[], Any]) -> list[str]:
     return []
 
 
-def without_checkpoint(arguments: dict[str, Any]) -> list[SimpleNamespace]:
-    """What loads from a folder without checkpoint return or raise, with and without a tag."""
+def without_checkpoint(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """What a load of a ``tag`` returns or raises that an engine asks ``below`` a folder without checkpoint."""
     elastic_ckpt.install()
-    facts = []
-    for setup, has_optimizer in arguments["engines"]:
-        engine = models.build_engine(setup) if has_optimizer else build_evaluation_engine(setup)
-        for tag in (None, "step4"):
-            found = SimpleNamespace(engine=(setup, has_optimizer), tag=tag, returned=None)
-            load = partial(engine.load_checkpoint, arguments["folder"], tag=tag)
-            found.error = error_of(lambda found=found, load=load: setattr(found, "returned", load()))
-            facts.append(found)
-        close(engine)
-    return facts
+    os.makedirs(os.path.join(case["folder"], "step4"), exist_ok=True)
+    build = models.build_engine if case["has_optimizer"] else build_evaluation_engine
+    engine = engine_of((case["setup"], case["has_optimizer"]), partial(build, case["setup"]), close)
+    found = SimpleNamespace(returned=None)
+    load = partial(engine.load_checkpoint, os.path.join(case["folder"], case["below"]), tag=case["tag"])
+    found.error = error_of(lambda: setattr(found, "returned", load()))
+    return [found]

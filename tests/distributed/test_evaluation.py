@@ -2,60 +2,98 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from typing import Any
 
-from tests.distributed.conftest import SUB_GROUPS, Launch
+from tests.distributed.cells import Cell, Save, cells, crossing
+from tests.distributed.conftest import SUB_GROUPS
+from tests.distributed.facts import Loaded, Resumes
 from tests.distributed.model import Setup
 
 NOTHING_PERSISTS = (("stage3_param_persistence_threshold", 0), ("offload_param", {"device": "cpu"}))
 #: DeepSpeed would gather weights in bf16 for it, and what it keeps gathered must not come back rounded.
 AUTOCAST = (("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),)
-ENGINES = [
-    Setup(0),
-    Setup(0, "bf16"),
-    Setup(3),
-    Setup(3, "bf16"),
-    Setup(3, zero=NOTHING_PERSISTS),
-    Setup(3, config=AUTOCAST),
+ENGINES = {
+    "ZeRO-0": Setup(0),
+    "ZeRO-0, bf16": Setup(0, "bf16"),
+    "ZeRO-3": Setup(3),
+    "ZeRO-3, bf16": Setup(3, "bf16"),
+    "ZeRO-3, nothing persists": Setup(3, zero=NOTHING_PERSISTS),
+    "ZeRO-3, autocast": Setup(3, config=AUTOCAST),
+}
+Z1, Z3 = Save(Setup(1)), Save(Setup(3))
+SAVED = [
+    Save(Setup(0)),
+    Z1,
+    Save(Setup(3, zero=SUB_GROUPS)),
+    Save(Setup(2, "bf16")),
+    Save(Setup(3, "bf16"), converted=True),
 ]
-SAVED = [Setup(1), Setup(3, zero=SUB_GROUPS), Setup(2, "bf16")]
 
 
-def test_weights_of_every_stage_load_into_engines_without_an_optimizer(
-    launch: Launch, native: Path, universal: Path, unpartitioned: Path
-) -> None:
-    folders = [str(native / f"{setup.name}-dp2") for setup in SAVED]
-    folders += [str(universal / f"{Setup(3, 'bf16').name}-dp2"), str(unpartitioned / f"{Setup(0).name}-dp2")]
-    for load in launch(3, "evaluation_jobs.evaluate", {"setups": ENGINES, "folders": folders}):
-        setup, folder = load.case["setup"], load.case["folder"]
-        assert load.report is not None and load.differences == {}, load.where
-        is_exact = setup.precision == "fp32" and not setup.config and "fp32" in Path(folder).name
-        assert load.loss_gap <= (1e-5 if is_exact else 5e-3), load.where
+def evaluated(save: Save, engine: str) -> Cell:
+    setup = ENGINES[engine]
+    is_exact = save.setup.precision == setup.precision == "fp32"
+    gap = 1e-5 if is_exact and not setup.config else 5e-3
+    return crossing(save, setup, 3, "evaluation_jobs.evaluate", Resumes(save.format, gap), engine)
 
 
-def test_a_folder_without_masters_has_the_weights_below_zero3(launch: Launch, native: Path, tmp_path: Path) -> None:
+@cells([evaluated(save, engine) for engine in ENGINES for save in SAVED])
+def test_weights_of_every_stage_load_into_engines_without_an_optimizer(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+
+
+def without_masters(copy: Path) -> None:
     """As somebody left it who removed the optimizer files."""
-    folder = tmp_path / "weights"
-    shutil.copytree(native / f"{Setup(1).name}-dp2", folder)
-    for path in (folder / "step4").glob("*optim_states.pt"):
+    for path in (copy / "step4").glob("*optim_states.pt"):
         path.unlink()
-    folders = {"folder": str(folder), "zero3": str(native / f"{Setup(3).name}-dp2")}
-    for found in launch(2, "evaluation_jobs.without_masters", folders):
-        assert found.differences == {} and len(found.reports) == 2
-        for report in found.reports:
-            assert "own weights, saved in float32" in " | ".join(report.notes)
-        # and not DeepSpeed's AttributeError, even at the saved topology
-        assert "UnsupportedError" in found.custom_load_fn
 
 
-def test_a_folder_without_checkpoint_begins_a_run_unless_a_tag_is_asked_for(launch: Launch, tmp_path: Path) -> None:
-    """DeepSpeed has no words for the latter, and no checkpoint engine in ZeRO-3 without an optimizer."""
-    engines = [(setup, has_optimizer) for setup in (Setup(0), Setup(3)) for has_optimizer in (False, True)]
-    (tmp_path / "step4").mkdir()
-    for folder in (tmp_path, tmp_path / "none"):
-        for found in launch(2, "evaluation_jobs.without_checkpoint", {"engines": engines, "folder": str(folder)}):
-            if found.tag is None:
-                assert found.returned == (None, None), (found.engine, found.error)
-            else:
-                assert found.error[0] == "NotFoundError", (found.engine, found.error)
+@cells(
+    [
+        Cell(setup.name, Z1, "evaluation_jobs.without_masters", 2, {"setup": setup}, without_masters)
+        for setup in (Setup(0), Setup(3))
+    ]
+)
+def test_a_folder_without_masters_has_the_weights_below_zero3(cell: Cell, facts: list[Loaded]) -> None:
+    Resumes(says=("own weights, saved in float32",)).check(facts)
+
+
+BY_HAND = {"setup": Setup(3), "custom_load_fn": True}
+
+
+@cells([Cell("ZeRO-3", Z3, "evaluation_jobs.refuse", 2, BY_HAND, fits=(Z3, {**BY_HAND, "custom_load_fn": False}))])
+def test_what_deepspeeds_own_loader_fails_to_load_is_not_left_to_it(cell: Cell, facts: list[Any]) -> None:
+    """Even at the saved topology, where it raises an AttributeError."""
+    for found in facts:
+        assert "UnsupportedError" in found.error
+
+
+def asked(setup: Setup, has_optimizer: bool, below: str, tag: str | None) -> Cell:
+    """A load from a folder without checkpoint, with an empty folder of the tag, or from no folder at all."""
+    case = {"setup": setup, "has_optimizer": has_optimizer, "below": below, "tag": tag}
+    name = f"{setup.name}{' with optimizer' * has_optimizer}, {below or 'empty'}, {tag}"
+    fits = (None, {**case, "tag": None if tag else "step4"})
+    return Cell(name, None, "evaluation_jobs.without_checkpoint", 2, case, fits=fits)
+
+
+ASKED = [
+    (setup, has_optimizer, below)
+    for setup in (Setup(0), Setup(3))
+    for has_optimizer in (False, True)
+    for below in ("", "none")
+]
+
+
+@cells([asked(*each, tag=None) for each in ASKED])
+def test_a_folder_without_checkpoint_begins_a_run(cell: Cell, facts: list[Any]) -> None:
+    """Without an optimizer too, where DeepSpeed's ZeRO-3 has no checkpoint engine."""
+    for found in facts:
+        assert found.returned == (None, None), found.error
+
+
+@cells([asked(*each, tag="step4") for each in ASKED])
+def test_a_tag_that_is_asked_for_has_to_be_there(cell: Cell, facts: list[Any]) -> None:
+    """DeepSpeed has no words for it."""
+    for found in facts:
+        assert found.error[:1] == ["NotFoundError"]
