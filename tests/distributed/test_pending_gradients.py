@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.distributed.conftest import Launch
+from tests.distributed.cells import Cell, cells
 from tests.distributed.model import GLOBAL_BATCH, Setup
 
 CPU = (("offload_optimizer", {"device": "cpu"}),)
@@ -30,22 +27,24 @@ def accumulating(setup: Setup, steps: int) -> Setup:
     return Setup(setup.stage, setup.precision, zero=setup.zero, config=(*setup.config, *sizes.items()))
 
 
-SETUPS = [accumulating(kind, steps) for kind in KINDS for steps in (1, 3)]
-
-
-def test_a_load_is_refused_between_a_backward_and_its_step_alone(launch: Launch, tmp_path: Path) -> None:
-    found = launch(2, "pending_jobs.moments", {"setups": SETUPS, "folder": str(tmp_path)})
-    wrong = [
-        f"{setup.name} {setup.config}: {moment}: {'refused' if pending else 'loaded'}"
-        for setup, moments in zip(SETUPS * 2, found, strict=True)
-        for moment, pending in moments
-        if pending != moment.endswith("pending")
+@cells(
+    [
+        Cell(f"{kind.name}, {number}, {steps}", None, "pending_jobs.moments", 2, {"setup": accumulating(kind, steps)})
+        for number, kind in enumerate(KINDS)
+        for steps in (1, 3)
     ]
-    assert not wrong, "\n".join(wrong)
+)
+def test_a_load_is_refused_between_a_backward_and_its_step_alone(cell: Cell, facts: list[Any]) -> None:
+    for moments in facts:
+        wrong = [moment for moment, pending in moments if pending != moment.endswith("pending")]
+        assert not wrong, wrong
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=str)
-def test_a_pipeline_loads_after_any_batch(precision: dict[str, Any], launch: Launch, tmp_path: Path) -> None:
-    config = {"zero_optimization": {"stage": 1}, **precision}
-    found = launch(2, "pending_jobs.pipeline", {"config": config, "folder": str(tmp_path)})
-    assert found == [False] * 8
+@cells(
+    [
+        Cell(name, None, "pending_jobs.pipeline", 2, {"config": {"zero_optimization": {"stage": 1}, **precision}})
+        for name, precision in {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}.items()
+    ]
+)
+def test_a_pipeline_loads_after_any_batch(cell: Cell, facts: list[bool]) -> None:
+    assert facts == [False] * 8
