@@ -184,10 +184,9 @@ def _received() -> int:
 
 @dataclass(frozen=True)
 class Survivor:
-    """How a rank heard of another one's end: seconds after that, class and base classes of the error, its text."""
+    """How a rank heard of another one's end: class and base classes of the error, its text."""
 
     rank: int
-    seconds: float
     kinds: tuple[str, ...]
     text: str
 
@@ -212,7 +211,6 @@ def lose_a_holder(case: dict[str, Any]) -> list[Survivor]:
         error: Exception | None = None
     except Exception as raised:
         error = raised
-    seconds = time.time() - (apart / "lost").stat().st_mtime
     (apart / str(mine)).touch()
     limit = time.monotonic() + (LINGER_SECONDS if case["linger"] else 0)
     while not (is_last := len(list(apart.iterdir())) == ranks) and time.monotonic() < limit:
@@ -221,7 +219,7 @@ def lose_a_holder(case: dict[str, Any]) -> list[Survivor]:
         with suppress(ProcessLookupError):  # it was killed
             os.kill(lost, signal.SIGKILL)
     kinds = tuple(kind.__name__ for kind in type(error).__mro__) if error else ()
-    return [Survivor(mine, seconds, kinds, str(error))]
+    return [Survivor(mine, kinds, str(error))]
 
 
 def _sendfile_until(noted: Path, what: int) -> Callable[..., int]:

@@ -199,13 +199,11 @@ def test_what_strangers_say_ends_their_connection_alone(
 
 def test_a_stranger_cannot_prolong_its_time_byte_by_byte(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "PROOF_SECONDS", 1)
-    start = time.monotonic()
     with raw_connection(server) as stranger, pytest.raises(ConnectionError):
         stranger.sendall(b"\0\0\1\0")
-        while time.monotonic() < start + 30:
+        for _ in range(200):  # fewer than it has announced
             stranger.sendall(b"a")
             time.sleep(0.1)
-    assert time.monotonic() < start + 20
 
 
 def test_who_has_proven_it_may_be_silent(server: FileServer, client: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,7 +458,10 @@ def port_of(holder: subprocess.Popen[str]) -> int:
     return int(holder.stdout.readline())
 
 
-def test_a_holder_that_is_killed_is_noticed_soon(holder: subprocess.Popen[str]) -> None:
+def test_a_holder_that_is_killed_is_noticed_by_its_connection(
+    holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_PROGRESS_SECONDS", 3600)  # no silence is noticed
     raw, progress = memoryview(bytearray(200 * MIB)), threading.Event()
 
     def read_on() -> None:
@@ -475,10 +476,8 @@ def test_a_holder_that_is_killed_is_noticed_soon(holder: subprocess.Popen[str]) 
         assert progress.wait(60)
         time.sleep(0.05)
         holder.kill()
-        killed = time.monotonic()
         with pytest.raises(CommunicationError, match="does not answer any more"):
             reading.result(60)
-        assert time.monotonic() < killed + 5
         holder.wait()
         with pytest.raises(CommunicationError, match="refused"):
             read(client, 0, 0, 10)
