@@ -109,7 +109,10 @@ class TrainingStateCommit:
         values = {"loaded_checkpoint_dp_world_size": counters["dp_world_size"]}
         if not arguments.load_module_only:
             steps = counters["global_steps"]
-            samples = counters["global_samples"] if "global_samples" in counters else steps * engine.train_batch_size()
+            samples = counters.get("global_samples")
+            if samples is None:
+                saved_batch = saved.batch.global_batch
+                samples = steps * (engine.train_batch_size() if saved_batch is None else saved_batch)
             values |= {"global_steps": steps, "global_samples": samples, "skipped_steps": counters["skipped_steps"]}
             values["loaded_checkpoint_mp_world_size"] = counters["mp_world_size"]
         self._changes = [*((engine, name, value) for name, value in values.items()), *changes]

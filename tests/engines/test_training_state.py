@@ -356,3 +356,22 @@ def test_an_error_that_names_a_file_keeps_it() -> None:
         with pytest.raises(MismatchError) as caught, errors_of_file(PATH):
             raise MismatchError("a problem", own)
         assert caught.value.file == named and named in str(caught.value)
+
+
+@pytest.mark.parametrize(("recorded", "counted"), [(8, 24), (None, 12)])
+def test_samples_that_are_not_recorded_are_counted_by_the_batches_of_the_save(
+    recorded: int | None, counted: int
+) -> None:
+    counters = {"global_steps": 3, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
+    engine = SimpleNamespace(
+        lr_scheduler=None,
+        optimizer=SimpleNamespace(),
+        random_ltd_enabled=lambda: False,
+        training_dataloader=None,
+        fp16_enabled=lambda: False,
+        load_universal_checkpoint=lambda: False,
+        train_batch_size=lambda: 4,
+    )
+    saved = TrainingState(counters, BatchSizes(recorded))
+    TrainingStateCommit(engine, saved, LoadArguments("/checkpoints"), RankCoordinates()).finish()
+    assert engine.global_samples == counted
