@@ -48,19 +48,26 @@ def on(nodes: str, save: Save, setup: Setup, name: str = "", change: Change | No
 
 
 def refused(
-    nodes: str, save: Save, setup: Setup, error: str, *words: str, change: Change | None = None, **case: Any
+    nodes: str,
+    save: Save,
+    setup: Setup,
+    error: str,
+    *words: str,
+    change: Change | None = None,
+    whole: str = "",
+    **case: Any,
 ) -> Cell:
-    """Such a load that must fail."""
-    fits = (save, {"setup": setup, "nodes": [*nodes]})
+    """Such a load that must fail. ``whole``: as many nodes that have all files, if these would not."""
+    fits = {"setup": setup, "nodes": [*(whole or nodes)]}
     return Cell(
         f"{[*words, error][0]}, {save.setup.name} to {setup.name} on {nodes}",
         save,
         "node_jobs.refuse_on_nodes",
         len(nodes),
-        {**fits[1], **case},
+        {"setup": setup, "nodes": [*nodes], **case},
         change,
         expected=Refuses(error, words),
-        fits=fits,
+        fits=(save, fits),
     )
 
 
@@ -113,7 +120,7 @@ THIRD = ("zero_pp_rank_2_mp_rank_00", "files on all nodes: ", "(rank 0) has ")
 
 @cells(
     [
-        refused("ad", replicated(one), other, "ElasticCkptError", *THIRD, change=without("b", "c"))
+        refused("ad", replicated(one), other, "ElasticCkptError", *THIRD, change=without("b", "c"), whole="ac")
         for one, other in MOVED
     ]
 )
