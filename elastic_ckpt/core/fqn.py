@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 
 from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, DerivedTensors, TensorMetadata
+from elastic_ckpt.core.metadata import (
+    FROZEN,
+    ITEMSIZE,
+    MASTER,
+    CheckpointMetadata,
+    DerivedTensors,
+    Place,
+    TensorMetadata,
+)
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import (
@@ -48,9 +56,14 @@ def rename(name: str, rules: RenameRules) -> str:
 
 
 def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> CheckpointMetadata:
-    """Apply the user's renames to every name in the checkpoint; :class:`MismatchError` if two would become one."""
+    """Apply the user's renames to every name in the checkpoint; :class:`MismatchError` if two would become one.
+
+    A rule may give the module's entry of a trained parameter the name of its master: hooks of a module rename what is
+    in its state dict, and not what the optimizer owns. The master counts.
+    """
     if not rules:
         return metadata
+    metadata = _without_entries_of_masters(metadata, rules)
     names = dict.fromkeys([*metadata.parameters, *(name for name, _ in metadata.tensors), *metadata.aliases])
     by_new: dict[str, list[str]] = {}
     for name in names:
@@ -65,6 +78,24 @@ def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> Checkpoint
     patterns = sorted((pattern for pattern, _ in rules), key=lambda pattern: not used[pattern])
     notes = [f"rename: {used[pattern] or 'no'} names go by {pattern!r}" for pattern in patterns]
     return with_names(metadata, lambda name: rename(name, rules), notes)
+
+
+def _without_entries_of_masters(metadata: CheckpointMetadata, rules: RenameRules) -> CheckpointMetadata:
+    """The metadata without weights that get the name and have the shape of another name's master."""
+    entries: dict[Place, str] = {}
+    by_new = {rename(name, rules): name for name in metadata.parameters}
+    for name in metadata.names(FROZEN):
+        owner = by_new.get(rename(name, rules), name)
+        master, entry = metadata.tensors.get((owner, MASTER)), metadata.tensors[name, FROZEN]
+        if owner != name and master is not None and master.shard_shapes == entry.shard_shapes:
+            entries[name, FROZEN] = owner
+    if not entries:
+        return metadata
+    kept = {place: place for place in metadata.tensors if place not in entries}
+    pairs = listed(f"{name} of {owner}" for (name, _), owner in entries.items())
+    note = f"rename: entries of the module's state dict, of which the masters count: {pairs}"
+    tensors = DerivedTensors(kept, lambda _, old: metadata.tensors[old])
+    return replace(metadata, tensors=tensors, notes=(*metadata.notes, note))
 
 
 def with_names(

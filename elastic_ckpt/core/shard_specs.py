@@ -22,6 +22,7 @@ from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.name_patterns import LONGEST, NamePatterns
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.core.text import counted
+from elastic_ckpt.core.wrappers import pattern_without_hidden
 
 Kind = Literal["column", "row", "vocabulary", "replicated", "averaged", "summed", "whole_only"]
 COLUMN: Kind = "column"
@@ -272,14 +273,14 @@ def _declared(info: Mapping[str, Any]) -> DeclaredSpecs:
     affine = info.get("affine_map") or {}
     if affine.get("version", _AFFINE_VERSION) != _AFFINE_VERSION:
         raise ValueError(f"affine_map of version {affine['version']}, of which only {_AFFINE_VERSION} is known")
-    maps, unsupported = dict(affine.get("params") or {}), dict(info.get("autotp_unsupported_parameter_patterns") or {})
-    _patterns([*maps, *unsupported])
+    maps = _by_pattern(affine.get("params"))
+    unsupported = _by_pattern(info.get("autotp_unsupported_parameter_patterns"))
     recorded |= {(_UNSUPPORTED, pattern): why for pattern, why in unsupported.items()}
     for pattern, entry in maps.items():
         if not isinstance(entry["ranks"], Mapping):
             raise TypeError("an affine map without ranks")
         recorded[_AFFINE, pattern] = {**entry, "logical_shape": checked_shape(entry["logical_shape"], pattern)}
-    for pattern, saved in (info.get("sub_param_shard_widths") or {}).items():
+    for pattern, saved in _by_pattern(info.get("sub_param_shard_widths")).items():
         parts = tuple(tuple(map(int, ranks)) for ranks in saved)
         if len(set(map(len, parts))) != 1 or not parts[0]:
             raise ValueError("sub_param_shard_widths of unequal length")
@@ -318,7 +319,13 @@ def _patterns(values: Any) -> list[str]:
         if not isinstance(value, str) or len(value) > LONGEST:
             raise TypeError(f"{str(value)[:40]!r} is no pattern")
     NamePatterns(patterns)  # before each is compiled
-    return patterns
+    return [pattern_without_hidden(pattern) for pattern in patterns]
+
+
+def _by_pattern(entry: Any) -> dict[str, Any]:
+    """What an entry has for each pattern."""
+    values = dict(entry or {})
+    return dict(zip(_patterns(list(values)), values.values(), strict=True))
 
 
 def _entries(values: Any) -> list[Any]:

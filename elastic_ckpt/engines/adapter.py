@@ -19,9 +19,10 @@ from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, Lo
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, WEIGHTS
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, TargetTensor
 from elastic_ckpt.core.values import TensorValue
+from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer, sharded_base_weights
-from elastic_ckpt.engines.coordinates import expert_fqns, model_of, stacked_experts
+from elastic_ckpt.engines.coordinates import LiveFQNs, model_of, stacked_experts
 from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, dtype_name, tensor_of
 from elastic_ckpt.errors import UnsupportedError
 
@@ -64,26 +65,26 @@ class EngineAdapter(ABC):
         self.has_optimizer = has_optimizer(engine)
         without = SimpleNamespace(param_groups=[], defaults={}, state={})
         self.base = base_optimizer(engine) if self.has_optimizer else without
-        self._experts = expert_fqns(engine)
+        self._fqns = LiveFQNs(engine)
         self._stacked = stacked_experts(engine)
-        #: FQNs; those of experts differ from the names in the module.
         self.param_names: Mapping[torch.nn.Parameter, str] = {
-            param: self._experts.get(name, name) for param, name in engine.param_names.items()
+            param: self._fqns.of(name) for param, name in engine.param_names.items()
         }
         saved = engine.module.state_dict(keep_vars=True)
         buffers = dict(engine.module.named_buffers(remove_duplicate=False))
         named = buffers.keys() | dict(engine.module.named_parameters(remove_duplicate=False)).keys()
-        self._others = frozenset(name for name in saved if name not in named)
+        entries = set(map(without_hidden, named))
+        self._others = frozenset(name for name in saved if name not in entries)
         #: Persistent buffers by FQN. Of one that is a parameter, ZeRO-3 saves nothing under the buffer's name.
         self.buffers = {
-            self._experts.get(name, name): torch.empty(0, dtype=buffer.dtype) if hasattr(buffer, "ds_id") else buffer
+            self._fqns.of(name): torch.empty(0, dtype=buffer.dtype) if hasattr(buffer, "ds_id") else buffer
             for name, buffer in buffers.items()
-            if name in saved
+            if without_hidden(name) in saved
         }
         #: The experts' slices of stacked parameters; of any other, all of it.
         self._parts: dict[torch.nn.Parameter, list[ExpertSlice]] = {}
         self.frozen: dict[str, Any] = {}
-        fqns_of_experts, owned = set(self._experts.values()), set(chain(*members))
+        fqns_of_experts, owned = set(self._fqns.experts.values()), set(chain(*members))
         for param, name in self.param_names.items():
             shape, is_stacked = tuple(getattr(param, "ds_shape", param.shape)), name in self._stacked
             parts = [ExpertSlice(name, shape, FlatRange(0, math.prod(shape)))]
@@ -139,7 +140,7 @@ class EngineAdapter(ABC):
                 *(self._whole(name, FROZEN, param) for name, param in self.frozen.items()),
             ),
             groups=tuple(groups),
-            model=model_of(self._engine, self.dp_group, self._experts, self._stacked),
+            model=model_of(self._engine, self.dp_group, self._fqns, self._stacked),
         )
 
     def check(self, plan: LoadPlan, saved_zero_stage: int) -> None:

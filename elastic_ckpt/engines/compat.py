@@ -28,6 +28,7 @@ from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.values import AHEAD, AT_SAVE, ONE_BIT_OPTIMIZERS, WITHIN_STEP, Features
+from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 
 try:
@@ -107,7 +108,7 @@ def sharded_base_weights(engine: Any) -> dict[str, int]:
         of_deepspeed = type(module).__module__.startswith("deepspeed.linear.")
         degree = getattr(module, "zero_shards", 1) if of_deepspeed and not getattr(module, "disabled", False) else 1
         if degree > 1:
-            found[f"{name}.weight" if name else "weight"] = degree
+            found[without_hidden(f"{name}.weight") if name else "weight"] = degree
     return found
 
 

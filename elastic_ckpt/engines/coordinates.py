@@ -29,6 +29,7 @@ from elastic_ckpt.core.fqn import ExpertName, slices
 from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates, SequenceParallel
 from elastic_ckpt.core.shard_specs import CannotSplit, layout_of_affine
 from elastic_ckpt.core.strided import fused
+from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.engines.compat import AFFINE_MAP, autotp_record
 from elastic_ckpt.errors import UnsupportedError
 
@@ -36,12 +37,10 @@ from elastic_ckpt.errors import UnsupportedError
 _MOST_COMPARED = 1 << 16
 
 
-def model_of(
-    engine: Any, dp_group: Any, fqns: Mapping[str, str], stacked: Mapping[str, tuple[int, ...]]
-) -> ModelLayout:
+def model_of(engine: Any, dp_group: Any, fqns: LiveFQNs, stacked: Mapping[str, tuple[int, ...]]) -> ModelLayout:
     """The live model as far as this rank knows it, with its own shapes only.
 
-    ZeRO partitions over ``dp_group``; ``fqns``: :func:`expert_fqns`; ``stacked``: :func:`stacked_experts`.
+    ZeRO partitions over ``dp_group``; ``fqns``: of its names; ``stacked``: :func:`stacked_experts`.
     """
     coordinates = coordinates_of(engine, dp_group)
     layouts = _layouts_of(engine, coordinates.tp)
@@ -55,11 +54,11 @@ def model_of(
         layouts |= {part.name: replace(layout, shapes=(part.shape,)) for part in parts}
     names: dict[int, list[str]] = {}
     for name, param in engine.module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(fqns.get(name, name))
-    tied = {fqns.get(name, name): names.get(id(param), []) for param, name in engine.param_names.items()}
+        names.setdefault(id(param), []).append(fqns.of(name))
+    tied = {fqns.of(name): names.get(id(param), []) for param, name in engine.param_names.items()}
     return ModelLayout(
         coordinates,
-        {fqns.get(name, name): layout for name, layout in layouts.items()},
+        {fqns.of(name): layout for name, layout in layouts.items()},
         ties={name: tuple(other for other in every if other != name) for name, every in tied.items() if every[1:]},
         run=_arguments(engine),
         unsynchronized=dict.fromkeys(_unsynchronized(engine.module), (coordinates.pp_rank,)),
@@ -156,7 +155,7 @@ def _unsynchronized(module: Any) -> Iterator[str]:
         weights = [reduce(lambda owner, name: getattr(owner, name, None), parts, tied) for parts in names]
         for name, param in tied.named_parameters():
             if all(param is not weight for weight in weights):
-                yield f"tied_modules.{key}.{name}"
+                yield f"tied_modules.{key}.{without_hidden(name)}"
 
 
 def _layouts_of(engine: Any, tp: int) -> dict[str, LiveShards]:
@@ -166,8 +165,8 @@ def _layouts_of(engine: Any, tp: int) -> dict[str, LiveShards]:
         for module in engine.module.modules()
         for tensor in (*module._parameters.values(), *module._buffers.values())
     }
-    named = {name: param for param, name in engine.param_names.items()}
-    buffers = dict(engine.module.named_buffers(remove_duplicate=False))
+    named = {without_hidden(name): param for param, name in engine.param_names.items()}
+    buffers = {without_hidden(name): each for name, each in engine.module.named_buffers(remove_duplicate=False)}
     layouts = {name: _layout(tensor, owners.get(id(tensor), ""), tp) for name, tensor in {**buffers, **named}.items()}
     if tp > 1:
         for name, buffer in buffers.items():
@@ -203,19 +202,31 @@ def _layout(tensor: torch.Tensor, owner: str, tp: int) -> LiveShards:
     return LiveShards((shape,), dim, stride, owner, recorded)
 
 
-def expert_fqns(engine: Any) -> Mapping[str, str]:
-    """Name in the live module -> FQN, of each tensor of an expert of an ``MoE`` layer."""
-    return {name: fqn for _, name, fqn in _expert_tensors(engine)}
+class LiveFQNs:
+    """The FQNs of a live module's tensors, given their names in ``named_parameters`` or ``named_buffers``.
+
+    Both differ for experts of ``MoE`` layers, which each rank numbers from 0, and within wrappers whose hooks take
+    their part out of the state dict.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        #: Name in the state dict -> FQN, of each tensor of an expert.
+        self.experts = {name: fqn for _, name, fqn in _expert_tensors(engine)}
+
+    def of(self, name: str) -> str:
+        """The FQN of a tensor with this name."""
+        entry = without_hidden(name)
+        return self.experts.get(entry, entry)
 
 
 def _expert_tensors(engine: Any) -> Iterator[tuple[Any, str, str]]:
-    """Each ``MoE`` layer with each tensor of its experts: the name in the live module, and the FQN."""
+    """Each ``MoE`` layer with each tensor of its experts: the name in the live state dict, and the FQN."""
     for path, layer in engine.module.named_modules() if engine.has_moe_layers else ():
         experts = layer.deepspeed_moe.experts.deepspeed_experts if isinstance(layer, MoE) else ()
         for number, expert in enumerate(experts):
             ep_rank = groups._get_expert_parallel_rank(layer.expert_group_name)
             for name, _ in chain(expert.named_parameters(), expert.named_buffers()):
-                live = ExpertName(f"{path}." if path else "", number, name)
+                live = ExpertName(without_hidden(f"{path}.") if path else "", number, without_hidden(name))
                 yield layer, str(live), str(live.on(ep_rank, layer.num_local_experts))
 
 
@@ -224,7 +235,7 @@ def stacked_experts(engine: Any) -> Mapping[str, tuple[int, ...]]:
     if not engine.has_moe_layers:
         return {}
     records = ((name, getattr(param, "ds_autoep_uc_meta", None)) for param, name in engine.param_names.items())
-    found = {name: tuple(record["local_experts"]) for name, record in records if record}
+    found = {without_hidden(name): tuple(record["local_experts"]) for name, record in records if record}
     if not found and not any(isinstance(module, MoE) for module in engine.module.modules()):
         problem = "AutoEP of this version of DeepSpeed does not record which rank holds which experts"
         raise UnsupportedError(problem, expected="DeepSpeed 0.19.8 or later")

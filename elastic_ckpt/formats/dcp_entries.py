@@ -23,6 +23,7 @@ from typing import Any
 
 from elastic_ckpt.core.metadata import is_floating
 from elastic_ckpt.core.text import counted
+from elastic_ckpt.core.wrappers import unwrapped
 from elastic_ckpt.errors import WITHOUT_STATES, MismatchError, Remedy, UnsupportedError, listed
 from elastic_ckpt.formats.dcp_metadata import DcpContents, Path, Shape, StoredItem
 from elastic_ckpt.formats.objects import materialise
@@ -36,8 +37,6 @@ _MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
 _COLLECTION = "an item of a hyperparameter that is a dictionary, or has tensors in it"
 _STATE_COLLECTION = "an item of a state that is a dictionary, or has tensors in it"
 SAVE_ALONE = Remedy("save the optimizer that is to be resumed alone"), WITHOUT_STATES
-#: What wrappers (DDP, FSDP, ``torch.compile``, ``AveragedModel``) add to names.
-_WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 COMMON = "common.pt"
 #: States of one parameter; of the optimizer's flat buffers, which only Megatron's own loader takes apart.
 _MEGATRON_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
@@ -188,7 +187,7 @@ def _refuse_copies(
     for root, entries in dicts.items():
         for name, entry in entries.items():
             if (shape := contents.tensors[entry][1]) and type(contents.paths[entry][-1]) is str:  # no item of a list
-                arrays[root][_WRAPPER.sub("", name)] = shape
+                arrays[root][unwrapped(name)] = shape
     names, shapes = arrays[model].keys(), sorted(arrays[model].values())
 
     def is_copy(other: Mapping[str, Shape]) -> bool:  # or of the parameters alone

@@ -209,8 +209,10 @@ def _united(
 ) -> CheckpointMetadata:
     """The union of several; where two disagree, the first counts."""
     aliases = dict(chain.from_iterable(rank.aliases.items() for rank in reversed(ranks)))
+    hidden = dict(chain.from_iterable(rank.hidden_names.items() for rank in ranks))
     return replace(
         ranks[0],
+        hidden_names=hidden,
         source=replace(ranks[0].source, frozen_recorded=all(rank.source.frozen_recorded for rank in ranks), **degree),
         files=tuple(file for rank in ranks for file in rank.files),
         parameters=parameters,

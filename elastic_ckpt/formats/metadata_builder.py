@@ -259,6 +259,7 @@ class MetadataBuilder:
         partition_degree = int(model.counters.get("dp_world_size", 1))
         facts = self._found.source(zero_stage, partition_degree, model.ds_version, **source)
         more: dict[str, Any] = {"aliases": model.shared, "declared": model.declared, "run": model.run}
+        more["hidden_names"] = model.hidden
         more["stacked"] = {name: sum(map(len, placed)) for name, placed in model.stacked.items()}
         return self.metadata(facts, groups, crc32s=weights_crc32s([model]), **more)
 

@@ -24,6 +24,7 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import Features, RecordedCounts
+from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.errors import (
     AT_ITS_TOPOLOGY,
     WITHOUT_STATES,
@@ -119,6 +120,7 @@ class ModelShard(SourceFile):
     counts: RecordedCounts = field(default_factory=RecordedCounts)
     #: Module entries that are no tensors, without extra state, and what each is.
     other_entries: Mapping[str, str] = field(default_factory=dict)
+    hidden: Mapping[str, str] = field(default_factory=dict)  # FQN -> name in the file, with what wrappers add to it
     has_schedule: bool = False  # whether the engine had an lr scheduler, which ``engine.step`` steps
 
     @property
@@ -138,7 +140,7 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
     if is_old and not weights_alone:
         refuse_old(file, ["csr_tensor_module_names"])
     lacks_names = is_old or ("num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys())
-    buffer_names = () if lacks_names else tuple(map(str, file.section("buffer_names")))
+    buffer_names = () if lacks_names else tuple(map(without_hidden, map(str, file.section("buffer_names"))))
     module = module_entries(file.section("module"))
     for name, value in module.items():
         if is_extra_state(name) and value is not None:  # Python state, which nothing here restores
@@ -156,7 +158,9 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
         buffer_names=buffer_names,
         buffers_crc32=_checksum(file, [weights[name] for name in buffers]),
         frozen_shapes=_named_shapes(file, tree.get("frozen_param_shapes") or {}),
-        frozen_fragments=dict(tree.get("frozen_param_fragments") or {}),
+        frozen_fragments={
+            without_hidden(name): ref for name, ref in (tree.get("frozen_param_fragments") or {}).items()
+        },
         frozen_recorded=tree.get("frozen_param_shapes") is not None,
         shared=_tied_names(file, {name: ref for name, ref in weights.items() if name not in buffers}),
         counters={key: file.section(key) for key in COUNTERS[:1] + COUNTERS[2:]} | read_counters(file),
@@ -173,6 +177,7 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
         run=run,
         counts=counts_ahead(file),
         other_entries=others,
+        hidden=_hidden_names(tree),
         has_schedule=tree.get("lr_scheduler") is not None,
     )
 
@@ -198,7 +203,8 @@ def model_indexer(
 
 def _tied_names(file: PickledFile, params: Mapping[str, TensorRef]) -> dict[str, str]:
     """Later name -> first, by the bytes: DeepSpeed's list lacks some and, below ZeRO-3, has all that are empty."""
-    listed: Mapping[str, str] = file.tree.get("shared_params") or {}
+    shared_params: Mapping[str, str] = file.tree.get("shared_params") or {}
+    listed = {without_hidden(name): without_hidden(first) for name, first in shared_params.items()}
     is_zero3 = os.path.basename(file.path).startswith("zero_pp_rank_")
     shared = {name: first for name, first in listed.items() if is_zero3 or name not in params or params[name].numel}
     first: dict[TensorRef, str] = {}
@@ -228,7 +234,12 @@ def refuse_own_kind(file: PickledFile, state: Any) -> None:
 
 def _named_shapes(file: PickledFile, shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:
     with named_errors(file.path):
-        return tuple((str(name), checked_shape(shape, str(name))) for name, shape in shapes.items())
+        return tuple((without_hidden(str(name)), checked_shape(shape, str(name))) for name, shape in shapes.items())
+
+
+def _hidden_names(tree: Mapping[str, Any]) -> dict[str, str]:
+    listed = chain.from_iterable(tree.get("param_shapes") or ())
+    return {fqn: name for name in listed if (fqn := without_hidden(name)) != name}
 
 
 def _checksum(file: PickledFile, refs: Iterable[TensorRef]) -> int:
@@ -269,7 +280,7 @@ def index_unpartitioned(file: PickledFile, options: StateOptions, ep_rank: int =
         if not master.is_contiguous:
             raise _damaged(file, "dense fp32 masters", str(master)[:200])
     groups, numbered = state["param_groups"], {n: one for n, one in state["state"].items() if isinstance(n, int)}
-    names = tuple(tuple(map(str, group.get("param_names") or ())) for group in groups)
+    names = tuple(tuple(map(without_hidden, map(str, group.get("param_names") or ()))) for group in groups)
     return UnpartitionedState(
         **file.facts,
         kind=kind,

@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from elastic_ckpt.core.text import counted
+from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats.known_states import is_real, value_text
 from elastic_ckpt.formats.pickled import PickledFile
@@ -269,6 +270,7 @@ def _check_weights(file: PickledFile, tree: Mapping[Any, Any]) -> None:
     module = tree["module"] or {}
     names = {name for shapes in tree.get("param_shapes") or () for name in shapes}
     names |= {*(tree.get("frozen_param_shapes") or ()), *(tree.get("buffer_names") or ())}
+    names = set(map(without_hidden, names))
     others = {
         name: text_of(module[name]) for name in module if name in names and not isinstance(module[name], TensorRef)
     }

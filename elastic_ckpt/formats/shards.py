@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from elastic_ckpt.core.metadata import MASTER, SourceFile, is_floating
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import Features
+from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.model_states import refuse_old, refuse_own_kind
@@ -96,7 +97,7 @@ def build_shard(
         overflow=bool(state.get("overflow", False)),
         features=features_in(file),
         slice_names=tuple(
-            tuple(str(name) for name, address in sorted(slices.items(), key=lambda item: item[1].start))
+            tuple(without_hidden(str(name)) for name, address in sorted(slices.items(), key=lambda item: item[1].start))
             for slices in state.get("param_slice_mappings") or ()
         ),
         data_before_experts=bool((saved_config(file) or {}).get("use_data_before_expert_parallelism")),

@@ -51,7 +51,7 @@ from elastic_ckpt.formats.saved_states import (
     sort_states,
 )
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
-from elastic_ckpt.formats.universal_files import FILES, FileList, PresentFiles, read_file_list
+from elastic_ckpt.formats.universal_files import FILES, FileList, PresentFiles, folders_of, read_file_list
 from elastic_ckpt.formats.universal_groups import group_of_flats
 from elastic_ckpt.formats.universal_states import (
     CONVERT_AGAIN,
@@ -119,10 +119,11 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
         return index_model(open_one(paths[position]))
 
     def fit(items: Sequence[Any], opened: Mapping[str, PickledFile], _: NameStates) -> Fitted:
-        states = {(name, each.key): each for name, read in zip(names, items[files:], strict=True) for each in read}
+        folders, of_folder = folders_of(found, names), dict(zip(names, items[files:], strict=True))
+        states = {(fqn, each.key): each for fqn, folder in folders.items() for each in of_folder[folder]}
         models: dict[tuple[int, int], ModelShard] = dict(zip(ranks, items, strict=False))
         optimizer: OptimizerFile = items[len(paths)] if has_optimizer else OptimizerFile()
-        first, builder = models[ranks[0]], _Builder(found, models, optimizer, states, options)
+        first, builder = models[ranks[0]], _Builder(found, models, optimizer, states, folders, options)
         scalers, grid = [optimizer.loss_scaler], builder.grid
         refuse_within_step([first], options.check_shards)
         metadata = with_progress_compared(with_slices(builder.of_files()), first, options.check_shards, scalers)
@@ -180,9 +181,11 @@ class _Builder(StatesBuilder):
         models: Mapping[tuple[int, int], ModelShard],
         optimizer: OptimizerFile,
         states: Mapping[tuple[str, str], StateFile],
+        folders: Mapping[str, str],
         options: MetadataOptions,
     ) -> None:
-        super().__init__(found, list(models.values()), states, (optimizer.shared, optimizer.file), options.states)
+        of_optimizer = optimizer.shared, optimizer.file
+        super().__init__(found, list(models.values()), states, of_optimizer, options.states, folders)
         self._models, self._optimizer, self._states = list(models.values()), optimizer, states
         self._optimizer_path = found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
         _refuse_missing_model_files(found, models)

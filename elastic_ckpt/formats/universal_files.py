@@ -8,13 +8,15 @@ only if DeepSpeed's converter made the folder, which writes Adam's states alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt.core.metadata import MASTER, SavedParameter
 from elastic_ckpt.core.state_kinds import COMPANIONS
+from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.universal_states import CONVERT_AGAIN
 
@@ -26,6 +28,26 @@ _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 _STEP = "step"
 #: Keys of one parameter's files -> parameters; ``None``: all that no other entry names.
 FileList = tuple[tuple[tuple[str, ...], tuple[str, ...] | None], ...]
+
+
+def folders_of(found: CheckpointInfo, names: Sequence[str]) -> dict[str, str]:
+    """FQN -> folder below ``zero``. Raises :class:`DamagedError` if two are of one parameter.
+
+    DeepSpeed's converter names it as ``param_shapes`` does, with what wrappers add. Under the name of the state dict it
+    then adds the module's own entry, which is a copy.
+    """
+    folders: dict[str, str] = {}
+    twice: list[str] = []
+    for name in names:
+        fqn = without_hidden(name)
+        other = folders.get(fqn, fqn)
+        if fqn in folders and fqn not in (name, other):
+            twice.append(fqn)
+        folders[fqn] = other if name == fqn else name
+    if twice:
+        folder, problem = found.path(UNIVERSAL_FOLDER), "two folders of a universal checkpoint are of one parameter"
+        raise DamagedError(problem, folder, "one folder for each", "two", parameter=twice, remedy=CONVERT_AGAIN)
+    return folders
 
 
 def list_files(present: Mapping[str, Iterable[str]]) -> list[list[Any]]:

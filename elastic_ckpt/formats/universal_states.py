@@ -300,6 +300,8 @@ def kinds_of(parameters: Mapping[str, _Given], options: StateOptions) -> list[tu
 class StatesBuilder(MetadataBuilder):
     """Builds the metadata of masters and states, given files by parameter and key, and what the optimizer's has.
 
+    ``folders``: parameter -> name of the folder with its files.
+
     Files of the model come first, then these, then that of the optimizer.
     """
 
@@ -310,17 +312,16 @@ class StatesBuilder(MetadataBuilder):
         states: Mapping[tuple[str, str], StateFile],
         of_optimizer: tuple[StatesOfOne, SourceFile | None],
         options: StateOptions,
+        folders: Mapping[str, str],
     ) -> None:
-        zero, (shared, optimizer) = found.path(UNIVERSAL_FOLDER), of_optimizer
-        paths = ((f"{zero}/{name}/{key}.pt", file) for (name, key), file in states.items())
+        shared, optimizer = of_optimizer
+        self._folders = {name: found.path(f"{UNIVERSAL_FOLDER}/{folder}") for name, folder in folders.items()}
+        paths = ((f"{self._folders[name]}/{key}.pt", file) for (name, key), file in states.items())
         files = [*models, *(SourceFile(path, file.nbytes, records=file.records) for path, file in paths)]
-        self._by_name, self._zero, self._state_files, self._shared = (
-            states_by_name(states, shared),
-            zero,
-            states,
-            shared,
-        )
-        pairs = ((f"{zero}/{name}", each.states) for name, each in self._by_name.items())
+        self._by_name = states_by_name(states, shared)
+        self._state_files = states
+        self._shared = shared
+        pairs = ((self._folders[name], each.states) for name, each in self._by_name.items())
         super().__init__(found, files if optimizer is None else [*files, optimizer], options, pairs)
         self.file_of = {place: number for number, place in enumerate(states, start=len(models))}
         self.opaque |= {key: why for key, why in shared.opaque.items() if options.schema.get(key) != FRESH}
@@ -364,7 +365,7 @@ class StatesBuilder(MetadataBuilder):
             if key in ELEMENTWISE_NAMES and self._options.layout(key) is None:
                 is_planes = len(ref.shape) == len(shape) + 1 and 1 < ref.shape[0] <= MOST_VALUES
                 self._checked(name, key, ref, ref.shape[0] if is_planes else 1)
-        return _Given(f"{self._zero}/{name}", shape, each.in_shape(shape, self._options))
+        return _Given(self._folders[name], shape, each.in_shape(shape, self._options))
 
     def _checked(self, name: str, key: str, ref: TensorRef, planes: int = 1) -> Shape:
         """The shape of a tensor, which is the parameter's in each plane; in the file, it may be flat (from stage 3)."""

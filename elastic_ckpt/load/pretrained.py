@@ -22,7 +22,7 @@ from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.text import printable
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.adapter import EngineAdapter
-from elastic_ckpt.engines.coordinates import expert_fqns, stacked_experts
+from elastic_ckpt.engines.coordinates import LiveFQNs, stacked_experts
 from elastic_ckpt.engines.modules import ModuleAdapter
 from elastic_ckpt.engines.pretrained_names import LiveWeights, live_weights, mark_as_initialized, without_ignored
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, Remedy, UnsupportedError, listed, printable_errors
@@ -177,7 +177,7 @@ class PretrainedLoad:
     def _weights(self, files: Sequence[WeightsFile], local_state: LocalState) -> LiveWeights:
         """The folder's weights under live names. Local."""
         model, metadata = local_state.model, rename_saved(weights_metadata(self.folder, files), self.config.rename)
-        fqns = {} if self.engine is None else expert_fqns(self.engine)
+        fqns = {} if self.engine is None else LiveFQNs(self.engine).experts
         weights = live_weights(metadata, self.module, self.rules, fqns)
         saved = {name for name, _ in weights.metadata.tensors}
         ties = ({name, *others} for name, others in model.ties.items())

@@ -27,9 +27,11 @@ from elastic_ckpt.core.fqn import (
     rename,
     with_names,
 )
-from elastic_ckpt.core.local_state import LiveGroup, ModelLayout, WholeTensor
+from elastic_ckpt.core.local_state import LiveGroup, LocalState, ModelLayout, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, DerivedTensors, Place, TensorMetadata
 from elastic_ckpt.core.strided import Shape
+from elastic_ckpt.core.text import counted
+from elastic_ckpt.core.wrappers import wrapped_otherwise
 from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, MismatchError, Remedy, listed
 
 _OF_LAYER, _TIED_MODULE = re.compile(r"\d+\."), re.compile(r"tied_modules\.[^.]+\.")
@@ -68,7 +70,9 @@ def name_states(
 
 def _refuse_other_entries(numbered: NumberedStates, live: Sequence[LiveGroup], rules: RenameRules) -> None:
     names = {name for group in live for name in group.names}
-    lost = {name: found for name, found in numbered.others.items() if rename(name, rules) in names}
+    saved = {rename(name, rules): name for name in numbered.others}
+    saved |= {new: saved[old] for old, new in wrapped_otherwise(saved, names).items()}
+    lost = {saved[name]: numbered.others[saved[name]] for name in saved if name in names}
     if lost:
         problem = "the saved weight of a parameter is no tensor"
         expected, found = "module / " + listed(lost) + ": what the live model has there", lost[next(iter(lost))]
@@ -89,6 +93,8 @@ def _fitting(numbered: NumberedStates, live: Sequence[LiveGroup], rules: RenameR
     """The members of the saved groups, by the origin of each order of names that fits them."""
     shapes = numbered.weights
     origins = {rename(name, rules): numbered.aliases.get(name, name) for name in shapes}
+    wrapped = wrapped_otherwise(origins, {name for group in live for name in group.names})
+    origins |= {new: origins[old] for old, new in wrapped.items()}
     names = [[origins[name] for name in group.names if name in origins] for group in live]
     unnumbered = {*numbered.buffers, *numbered.aliases}
     in_order = [name for name in shapes if name not in unnumbered]
@@ -249,6 +255,19 @@ def _unnamed(numbered: NumberedStates, live: Sequence[LiveGroup], fitting: Seque
     rebuild = Remedy("build the param groups as when the checkpoint was saved, frozen parameters included")
     names = [name for group in live for name in group.names]
     return MismatchError(problem, numbered.path, expected, found, parameter=names, remedy=(rebuild, WITHOUT_STATES))
+
+
+def adopt_wrappers(metadata: CheckpointMetadata, live: LocalState) -> CheckpointMetadata:
+    """Rename what the live model has under the same name but for wrappers (:mod:`elastic_ckpt.core.wrappers`)."""
+    saved = {*metadata.parameters, *(name for name, _ in metadata.tensors), *metadata.aliases}
+    trained = (flat.members for flat in live.flats)
+    others = (whole.name for whole in live.wholes)
+    renamed = wrapped_otherwise(saved, live.model.names.union(others, *trained, *live.model.ties.values()))
+    if not renamed:
+        return metadata
+    old, new = min(renamed.items())
+    notes = [f"wrapped otherwise: {counted(len(renamed), 'name')} of the checkpoint, as {old}, which is {new} here"]
+    return with_names(metadata, lambda name: renamed.get(name, name), notes)
 
 
 def adopt_live_names(

@@ -30,7 +30,7 @@ from elastic_ckpt.core.read_plan import NO_SCHEDULER, LoadPlan, Outcome, Replica
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.added_rows import grown_parameters, keep_added_rows
-from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names, with_untied
+from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names, adopt_wrappers, with_untied
 from elastic_ckpt.planning.matching import Matching, match_parameters
 from elastic_ckpt.planning.param_groups import (
     NO_GROUPS,
@@ -96,7 +96,7 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     config, model = options.config, local_state.model
     if any(path.endswith(f"/{MASTER}.pt") for path in metadata.states.missing):
         refuse_missing_files(metadata)
-    saved = with_own_copies(rename_saved(metadata, config.rename), model)
+    saved = with_own_copies(adopt_wrappers(rename_saved(metadata, config.rename), local_state), model)
     unites_trained = options.strict and not options.optimizer_states
     metadata = adopt_live_kinds(adopt_live_names(saved, model, unites_trained), local_state.wholes)
     metadata = metadata if options.optimizer_states else with_untied(metadata, model)

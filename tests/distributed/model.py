@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.distributed.custom_optimizers import Wanderer
 
@@ -230,6 +231,46 @@ class RenamedLM(TinyLM):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class CheckpointedLM(TinyLM):
+    """Two modules, one of them with weights that are tied, are wrapped for activation checkpointing."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
+        self.hidden = checkpoint_wrapper(self.hidden)
+        self.head = checkpoint_wrapper(self.head)
+
+
+class Compiled(nn.Module):
+    """A module as ``torch.compile`` wraps it, which leaves it as it is where ranks run without a compiler."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self._orig_mod(*inputs)
+
+
+class CompiledLM(TinyLM):
+    """Two modules are compiled."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
+        self.hidden = Compiled(self.hidden)
+        self.norm = Compiled(self.norm)
+
+
+class HeldLM(nn.Module):
+    """A module of the user's own around one that is wrapped inside."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__()
+        self.module = CheckpointedLM(seed)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.module(tokens)
+
+
 BUILDERS = {
     kind.__name__: kind
     for kind in (
@@ -248,6 +289,9 @@ BUILDERS = {
         LoraLM,
         HollowLM,
         RenamedLM,
+        CheckpointedLM,
+        CompiledLM,
+        HeldLM,
     )
 }
 

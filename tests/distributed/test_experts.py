@@ -225,7 +225,7 @@ def test_other_experts_than_the_models_are_named(cell: Cell, facts: list[Refused
 #: Where experts are read, named, and placed.
 PLACES = [
     ("elastic_ckpt.formats.merging", "index_expert"),
-    ("elastic_ckpt.engines.adapter", "expert_fqns"),
+    ("elastic_ckpt.engines.adapter", "LiveFQNs"),
     ("elastic_ckpt.formats.partitioned", "check_experts"),
 ]
 

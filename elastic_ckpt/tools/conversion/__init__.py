@@ -75,19 +75,14 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
         notes = (*metadata.notes, *reader.notes, *reader.compare_copies(), *notes_on(metadata, rules))
         zero = place / UNIVERSAL_FOLDER
         shared = shared_states(metadata, reader.options)
-        written: dict[str, list[str]] = {}
-        for name in metadata.parameters:
-            (zero / _checked(name, found.folder)).mkdir(parents=True)
-            step = {key: value for key, value in scalars_of(metadata, name).items() if key == "step"}
-            written[name] = [*step, *shared.own.get(name, {})]
-            for key, value in {**step, **shared.own.get(name, {})}.items():
-                save(value, zero / name / f"{_checked(key, found.folder)}.pt")
+        folders = _folders_in(zero, metadata)
+        written = _write_values(metadata, folders, shared.own)
 
         def write(tensor: LogicalTensor) -> int:
             entries = tp_entries(rules.get(tensor.name), tensor)
             if tensor.name in metadata.stacked:
                 entries |= {"is_expert_param": True, "ep_num_experts": metadata.stacked[tensor.name]}
-            path = zero / tensor.name / f"{_checked(tensor.key, found.folder)}.pt"
+            path = folders[tensor.name] / f"{_checked(tensor.key, found.folder)}.pt"
             state = quantized.get((tensor.name, tensor.key))
             if state is None:
                 values = reader.tensor(tensor)
@@ -110,6 +105,27 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     files = sum(len(names) for _, _, names in os.walk(target))  # asks the system: counts what was written
     seconds, to_load = time.monotonic() - started, _call_that_loads(target, found.folder)
     return WriteReport(str(target), len(tensors), files, nbytes, seconds, notes, to_load)
+
+
+def _folders_in(zero: Path, metadata: CheckpointMetadata) -> dict[str, Path]:
+    """The folder of each parameter. DeepSpeed's loader looks for the name that it has with hidden parts of wrappers."""
+    names = {name: metadata.hidden_names.get(name, name) for name in metadata.parameters}
+    return {name: zero / _checked(hidden, metadata.source.folder) for name, hidden in names.items()}
+
+
+def _write_values(
+    metadata: CheckpointMetadata, folders: Mapping[str, Path], own: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[str]]:
+    """Write what is no tensor of each parameter's elements: its step, and its ``own`` values; returns their keys."""
+    written: dict[str, list[str]] = {}
+    for name, folder in folders.items():
+        folder.mkdir(parents=True)
+        values = {key: value for key, value in scalars_of(metadata, name).items() if key == "step"}
+        values |= own.get(name, {})
+        written[name] = list(values)
+        for key, value in values.items():
+            save(value, folder / f"{_checked(key, metadata.source.folder)}.pt")
+    return written
 
 
 def _call_that_loads(target: Path, source: str) -> str:
