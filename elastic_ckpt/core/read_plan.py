@@ -284,6 +284,10 @@ class SchedulerPlan:
     begins_anew: bool = False  # the engine has one whose state is not restored
     kept_live: frozenset[str] = frozenset()  # hyperparameters that it begins with
     others_begin_anew: bool = False  # one that the engine does not have begins anew, unless one was saved in its place
+    #: Where live values are kept: classes of schedulers that the engine does not have. The rates of some are those of
+    #: their position, the others go on from the rate that is in the group, or may do so.
+    sets_rates: tuple[str, ...] = ()
+    goes_on: tuple[str, ...] = ()
 
 
 NO_SCHEDULER = SchedulerPlan()

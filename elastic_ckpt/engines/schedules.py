@@ -9,13 +9,14 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from deepspeed.runtime import lr_schedules as of_deepspeed
 from torch.optim import lr_scheduler as of_torch
 
-from elastic_ckpt.core.read_plan import SavedRate
+from elastic_ckpt.core.read_plan import SavedRate, SchedulerPlan
 from elastic_ckpt.engines.schedule_states import NESTED
 
 #: ``get_lr`` of these is a function of the live options and the position, as the state dict has it. That of others
@@ -68,6 +69,24 @@ def _cycled_momenta(saved: Any, depth: int = 4) -> bool:
     inner = saved.get(NESTED) if depth else None
     of_inner = inner if isinstance(inner, (list, tuple)) else ()
     return saved.get("cycle_momentum") is True or any(_cycled_momenta(each, depth - 1) for each in of_inner)
+
+
+def with_others(plan: SchedulerPlan, schedulers: Iterable[Any]) -> SchedulerPlan:
+    """The plan with schedulers outside of the engine, which scripts and frameworks restore and step themselves."""
+    sets_rates: set[str] = set()
+    goes_on: set[str] = set()
+    for scheduler in schedulers:
+        kind = sets_rates if _sets_rates(scheduler) else goes_on
+        kind.add(type(scheduler).__name__)
+    return replace(plan, sets_rates=tuple(sorted(sets_rates)), goes_on=tuple(sorted(goes_on)))
+
+
+def _sets_rates(scheduler: Any) -> bool:
+    """Whether the rates of a scheduler, and of all in it, are those of their position, whatever is in the group."""
+    inner = getattr(scheduler, NESTED, None)
+    if inner is not None:  # a chain multiplies what its schedulers set, and each goes on from that
+        return type(scheduler) is of_torch.SequentialLR and all(map(_sets_rates, inner))
+    return getattr(type(scheduler), "get_lr", None) in _OF_POSITION
 
 
 def apply_schedule(

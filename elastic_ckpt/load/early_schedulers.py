@@ -16,18 +16,22 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from elastic_ckpt.core.read_plan import LoadPlan
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.read_plan import LoadPlan, SchedulerPlan
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.schedule_states import NESTED, group_counts
 from elastic_ckpt.engines.schedule_undo import state_and_undo
+from elastic_ckpt.engines.schedules import with_others
 from elastic_ckpt.errors import MismatchError, Remedy, listed
 from elastic_ckpt.load.group_mapping import GroupMapping
 
 #: Attributes of schedulers of torch and of DeepSpeed that say how far they are.
 _POSITIONS = ("last_epoch", "last_batch_iteration")
+#: torch's, of which others are derived.
+_ROOTS = (LRScheduler, ReduceLROnPlateau)
 _AFTER_THE_LOAD = "restore the scheduler after load_checkpoint: then its lists are put in the order of the live groups"
 #: Whether a scheduler is being restored whose state is known to be in the order of the live groups.
 _IN_LIVE_ORDER: ContextVar[bool] = ContextVar("schedulers are restored in the live order", default=False)
@@ -211,12 +215,9 @@ def _refuse_unseen(engine: Any, mapping: GroupMapping, restored_by_load: Any) ->
     """
     if engine.global_steps:
         return
-    # by their classes: of other objects, nothing is asked
-    alive = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and is_of(each, engine)]
-    inner = {id(each) for scheduler in alive for each in _inner_schedulers(scheduler)}
     seen = [*(noted.reference() for noted in _EARLY), restored_by_load]
-    for scheduler in alive:
-        is_known = id(scheduler) in inner or any(scheduler is each for each in seen)
+    for scheduler in _outermost(engine):
+        is_known = any(scheduler is each for each in seen)
         if is_known or not _has_moved(scheduler) or not mapping.concerns(own_state(scheduler)):
             continue
         raise MismatchError(
@@ -226,6 +227,21 @@ def _refuse_unseen(engine: Any, mapping: GroupMapping, restored_by_load: Any) ->
             found=f"position {_position(scheduler)}",
             remedy=Remedy("restore the scheduler after load_checkpoint"),
         )
+
+
+def _outermost(engine: Any) -> list[Any]:
+    """The schedulers of torch of an engine's optimizer, without those in sequences and chains."""
+    # by their classes: of other objects, nothing is asked
+    alive = [each for each in gc.get_objects() if issubclass(type(each), _ROOTS) and is_of(each, engine)]
+    inner = {id(each) for scheduler in alive for each in _inner_schedulers(scheduler)}
+    return [scheduler for scheduler in alive if id(scheduler) not in inner]
+
+
+def with_other_schedulers(plan: SchedulerPlan, engine: Any, config: ElasticConfig) -> SchedulerPlan:
+    """The plan with the schedulers of torch that the engine does not have, if groups keep the live lr. Local."""
+    if config.param_groups != "keep_live":
+        return plan
+    return with_others(plan, [scheduler for scheduler in _outermost(engine) if scheduler is not engine.lr_scheduler])
 
 
 def _has_moved(scheduler: Any) -> bool:

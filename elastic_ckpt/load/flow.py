@@ -38,7 +38,7 @@ from elastic_ckpt.formats.same_save import steps_not_counted
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
-from elastic_ckpt.load.early_schedulers import EarlyStates, early_schedulers
+from elastic_ckpt.load.early_schedulers import EarlyStates, early_schedulers, with_other_schedulers
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.nothing_matched import refuse_nothing
 from elastic_ckpt.load.publishing import publish
@@ -141,7 +141,8 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             restored = early_schedulers(engine)
             host = training_state.TrainingStateCommit(engine, checkpoint.training_state, arguments, at, restored)
             warnings += tuple(checkpoint.training_state.left_out.values())
-            wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": host.scheduler}
+            scheduler = with_other_schedulers(host.scheduler, engine, config)
+            wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": scheduler}
             wanted |= {"goes_on": not arguments.load_module_only}
             plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
             adapter.check(plan, checkpoint.metadata.source.zero_stage)

@@ -169,13 +169,18 @@ NEW_LR = [
     changed("own class, restored", "Whole", True, (HALVED, [rate / 4 for rate in SAVED], "")),
     changed("framework's", "LambdaLR", False, (None, None, ""), restores=True),
     changed(
-        "framework's, kept", "LambdaLR", False, (NEW, None, "outside of the engine"), restores=True, section=KEEP_LIVE
+        "framework's, kept",
+        "LambdaLR",
+        False,
+        (NEW, None, "LambdaLR outside of the engine sets it"),
+        restores=True,
+        section=KEEP_LIVE,
     ),
     changed(
         "framework's, from rate to rate",
         "StepLR",
         False,
-        (NEW, [rate / 2 for rate in NEW], "outside of the engine"),
+        (NEW, [rate / 2 for rate in NEW], "StepLR outside of the engine goes on"),
         restores=True,
         section=KEEP_LIVE,
     ),

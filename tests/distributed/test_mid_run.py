@@ -167,10 +167,10 @@ NEW_LR: dict[str, tuple[str, dict[str, Any], float, float, str]] = {
     "a schedule begins anew": (COSINE, {"section": KEEP_LIVE, "arguments": {"load_lr_scheduler_states": False}}, 0.25, cosine(0.25, 1), "begins anew"),
     "torch's has its saved options again, at the new rate": (f"{COSINE}-longer", {"section": KEEP_LIVE}, cosine(0.25, STEPS), cosine(0.25, STEPS + 1), "what the restored lr"),
     # as the Trainer's, it begins with 0
-    "a framework restores its own, with the old rate": ("none", {"section": KEEP_LIVE, "outside": "LambdaLR"}, 0.0, 1e-2 * (STEPS + 1) / 8, "outside of the engine"),
+    "a framework restores its own, with the old rate": ("none", {"section": KEEP_LIVE, "outside": "LambdaLR"}, 0.0, 1e-2 * (STEPS + 1) / 8, "LambdaLR outside of the engine sets it"),
     # whatever the section says
     "one that is new since the save begins with the live lr": ("none", {"section": {"states": {"betas": "fresh"}}, "outside": "LambdaLR"}, 0.0, 1e-2 * (STEPS + 1) / 8, ""),
-    "but for one that goes from the rate in the group to the next": ("none", {"section": KEEP_LIVE, "outside": COSINE}, 0.25, 0.25 * RATIO, "outside of the engine"),
+    "but for one that goes from the rate in the group to the next": ("none", {"section": KEEP_LIVE, "outside": COSINE}, 0.25, 0.25 * RATIO, "CosineAnnealingLR outside of the engine goes on"),
 }  # fmt: skip
 NEW_VALUES = {"lr": 0.25, "betas": (0.85, 0.97)}
 

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LiveGroup
-from elastic_ckpt.core.read_plan import SchedulerPlan
+from elastic_ckpt.core.read_plan import NO_SCHEDULER, SchedulerPlan
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.replaced_values import describe_replaced
 from tests.simulation import ADAM, TWO, live, saved
@@ -85,21 +85,26 @@ def test_groups_that_change_alike_are_named_together() -> None:
     assert kept.hyperparameters[0]["weight_decay"] == 0.25
 
 
+RESTORED, WITH_LAMBDA = SchedulerPlan(is_restored=True), SchedulerPlan(sets_rates=("LambdaLR",))
+
+
 @pytest.mark.parametrize(
     ("values", "scheduler", "said"),
     [
-        ({}, False, "hyperparameters of the live group stay"),
-        ({}, True, "but for what the restored lr scheduler sets"),
-        ({"initial_lr": 0.1}, True, "but for what the restored lr scheduler sets"),
-        ({"initial_lr": 0.1}, False, "until the schedule outside of the engine sets it after the first step"),
+        ({}, NO_SCHEDULER, "hyperparameters of the live group stay"),
+        ({}, RESTORED, "but for what the restored lr scheduler sets"),
+        ({"initial_lr": 0.1}, RESTORED, "but for what the restored lr scheduler sets"),
+        ({"initial_lr": 0.1}, WITH_LAMBDA, "until LambdaLR outside of the engine sets it after the first step"),
+        ({"initial_lr": 0.1}, replace(WITH_LAMBDA, goes_on=("Own",)), "from which Own outside of the engine goes on"),
+        ({"initial_lr": 0.1}, NO_SCHEDULER, "unless that goes on from it"),
     ],
 )
 def test_groups_that_keep_their_values_say_whose_lr_the_first_step_has(
-    values: dict[str, Any], scheduler: bool, said: str
+    values: dict[str, Any], scheduler: SchedulerPlan, said: str
 ) -> None:
     metadata = saved(TWO, hyperparameters=(ADAM,))
     state = replace(live(TWO), groups=(LiveGroup(("a.weight", "b.weight"), {**ADAM, **values}),))
-    options = LoadOptions(ElasticConfig(param_groups="keep_live"), scheduler=SchedulerPlan(is_restored=scheduler))
+    options = LoadOptions(ElasticConfig(param_groups="keep_live"), scheduler=scheduler)
     (outcome,) = [each for each in plan_load(metadata, state, options).outcomes if each.role == "param groups"]
     assert outcome.what == "fresh" and said in outcome.reason
 
