@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, chunks_of
+from elastic_ckpt.core.counts import MOST_DIGITS
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     FROZEN,
@@ -157,7 +158,9 @@ NameStates = Callable[[NumberedStates], NamedStates | None]
 
 #: Path of the experts in an ``MoE`` layer; the number of an expert follows.
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
-_EXPERT = re.compile(rf"(?P<layer>(?:.*\.)?){re.escape(EXPERTS)}(?P<number>\d+)\.(?P<rest>.*)", re.DOTALL)
+_EXPERT = re.compile(
+    rf"(?P<layer>(?:.*\.)?){re.escape(EXPERTS)}(?P<number>\d{{1,{MOST_DIGITS}}})\.(?P<rest>.*)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)

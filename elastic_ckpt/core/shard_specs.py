@@ -42,6 +42,8 @@ USER, BY_SHAPES = 'your "tp_rules"', "the shapes"
 _MALFORMED = (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError)
 #: Most patterns of a kind, and most sub-parameters of one parameter.
 _MOST_ENTRIES = 10_000
+#: Most sub-parameters of all patterns.
+_MOST_SUB_PARAMETERS = 1 << 18
 _AFFINE_VERSION = 1
 #: In the converter's order; it applies vocabulary patterns on top of the others.
 _LISTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -232,6 +234,22 @@ class DeclaredSpecs:
         """Whether a layout of its shards is recorded."""
         return any(kind != _UNSUPPORTED for kind, _ in self._entries_for(name))
 
+    @cached_property
+    def _affine_layouts(self) -> dict[str, TPLayout | Exception]:
+        return {}
+
+    def _layout_of_affine(self, pattern: str) -> TPLayout:
+        """The layout of a recorded affine map, which is made once, or found wanting, for all names."""
+        if pattern not in self._affine_layouts:
+            try:
+                self._affine_layouts[pattern] = layout_of_affine(self.recorded[_AFFINE, pattern])
+            except (CannotSplit, *_MALFORMED) as error:
+                self._affine_layouts[pattern] = error
+        found = self._affine_layouts[pattern]
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)
+        return found
+
     def layout(self, name: str, shapes: Sequence[Shape] = ()) -> TPLayout | None:
         """The recorded layout, for shards of these shapes; raises :class:`CannotSplit` if it does not describe them.
 
@@ -245,7 +263,7 @@ class DeclaredSpecs:
                     raise CannotSplit(f"the run that saved it could not describe its layout: {entry}")
                 # ZeRO-3 records unusable maps, of empty parameters
                 if kind == _AFFINE and (math.prod(entry["logical_shape"]) or not any(map(math.prod, shapes))):
-                    layout = layout_of_affine(entry)
+                    layout = self._layout_of_affine(pattern)
                     break
                 if kind == _WIDTHS and shapes:
                     dim, parts = entry
@@ -295,20 +313,25 @@ def _declared(info: Mapping[str, Any]) -> DeclaredSpecs:
 
 def _specs_of_fused(info: Mapping[str, Any]) -> list[ShardSpec]:
     """A single number in the shape is a count of equal sub-parameters."""
-    specs = []
+    specs, sub_parameters = [], 0
     for saved in _entries(info.get("parameter_with_sub_params")):
         entry = saved if isinstance(saved, Mapping) else vars(saved)
         dim = int(entry["partition_dim"])
         size = entry["shape"][dim]
         are_widths = isinstance(size, (list, tuple))
         widths = [int(each) if are_widths else 1 for each in _entries(size if are_widths else range(int(size)))]
+        patterns = _patterns(entry["patterns"])
+        sub_parameters += max(len(patterns), 1) * len(widths)
+        if sub_parameters > _MOST_SUB_PARAMETERS:
+            raise ValueError(f"more than {_MOST_SUB_PARAMETERS} sub-parameters")
         if widths and min(widths) > 0:
-            relative = [width // math.gcd(*widths) for width in widths]
+            unit = math.gcd(*widths)
+            relative = [width // unit for width in widths]
             spec: dict[str, Any] = {"kind": COLUMN, "dim": dim, "sub_parameters": relative}
         else:
             why = f"the checkpoint declares sub-parameters of the widths {size}, which say nothing"
             spec = {"kind": AMBIGUOUS, "dim": dim, "ambiguous": why}
-        specs += [ShardSpec(pattern=pattern, **spec) for pattern in _patterns(entry["patterns"])]
+        specs += [ShardSpec(pattern=pattern, **spec) for pattern in patterns]
     return specs
 
 

@@ -205,7 +205,7 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int],
         flats = [list(dict.fromkeys(chain.from_iterable(names))) for names in zip(*slices, strict=True)]
         if mine[0].round_robin:
             counts = [partitioned.partitions_of(mine, flat) for flat in range(len(flats))]
-            flats = [[*chain(*(names[at::n] for at in range(n)))] for names, n in zip(flats, counts, strict=True)]
+            flats = [_in_turn(names, count) for names, count in zip(flats, counts, strict=True)]
         shapes = {name: ref.shape for name, ref in model.weights.items()} | of_others
         missing = [name for name in chain.from_iterable(flats) if name not in shapes]
         if missing and rank.experts:
@@ -218,6 +218,11 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int],
             raise DamagedError(problem, file, *both, parameter=missing)
         param_shapes = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
         rank.models = [replace(each, param_shapes=param_shapes) for each in rank.models]
+
+
+def _in_turn(names: Sequence[str], count: int) -> list[str]:
+    """Names that are dealt to ``count`` ranks, by rank. The count is a file's claim, and may be of any size."""
+    return [*chain.from_iterable(names[rank::count] for rank in range(min(count, len(names))))]
 
 
 def _fit_together(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 
+from elastic_ckpt.core.counts import MOST_DIGITS, gaps
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
 from elastic_ckpt.errors import WEIGHTS_ALONE, LayoutError, MissingFilesError, Remedy, listed, shortened
@@ -22,6 +23,7 @@ from elastic_ckpt.formats.model_states import ModelShard
 RESTORE = Remedy("restore the missing files, or take another tag")
 #: Where the model-states files have all weights, too.
 RESTORE_OR_ALONE = RESTORE, WEIGHTS_ALONE
+_MOST_SHOWN = 8  # layers without files
 
 
 def weights_alone(found: CheckpointInfo, model: ModelShard, zero_stage: int = 0) -> CheckpointMetadata:
@@ -73,7 +75,8 @@ def with_weights_checked(
         name = f"layer_{number:0>2}-*model_states.pt" if layers else ""
         problem = "weights of parameters are missing that were trained"
         both = f"their weights, since {first.path} lists them", "none"
-        has_no_file = number.isdecimal() and int(number) not in {layer.layer for layer in layers}
+        is_number = number.isdecimal() and len(number) <= MOST_DIGITS
+        has_no_file = is_number and int(number) not in {layer.layer for layer in layers}
         error = MissingFilesError if layers and has_no_file else LayoutError
         raise error(problem, f"{metadata.source.folder}/{name}", *both, parameter=lost, remedy=RESTORE)
     why = "the checkpoint has no optimizer states"
@@ -83,9 +86,12 @@ def with_weights_checked(
         why = "no master weights could be named"
     notes = [f"{why}: parameters are the module's own weights, saved in {_dtypes(metadata)}"]
     numbers = {layer.layer for layer in layers}
-    gaps = sorted(set(range(max(numbers, default=0))) - numbers)
-    if gaps and not trained:  # casts and such have a number, and nothing to save
-        notes.append(f"layers without files have no weights, or their files are missing: {listed(map(str, gaps))}")
+    last = max(numbers, default=0)
+    without_files = list(islice(gaps(last, numbers), _MOST_SHOWN))
+    if without_files and not trained:  # casts and such have a number, and nothing to save
+        others = last + 1 - len(numbers) - len(without_files)
+        shown = ", ".join(map(str, without_files)) + (f" and {others} more" if others else "")
+        notes.append(f"layers without files have no weights, or their files are missing: {shown}")
     return replace(metadata, notes=(*metadata.notes, *notes))
 
 

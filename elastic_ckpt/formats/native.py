@@ -52,7 +52,8 @@ from elastic_ckpt.formats.shards import OptimizerShard, index_shard
 from elastic_ckpt.storage import open_stream
 
 _SAVE_ELSE = 'take another tag; save without "writer", or with "type": "fast" and "data_parallel": "replica"'
-#: Files of more ranks than this are not enumerated, since the number is only a file's claim.
+#: Files that are not there are not enumerated if they would be more than this, and than those that are: the number of
+#: ranks is only a file's claim.
 _MOST_RANKS = 1 << 17
 _RANKS = re.compile(r"rank_\d+_mp_rank_\d+")
 #: What one file of a native checkpoint holds.
@@ -162,7 +163,7 @@ def missing_optimizers(found: CheckpointInfo, left: Collection[str], models: Seq
     """The optimizer-states files that are missing between others of a save, by the ranks that its ``models`` state."""
     present = {at: name for at, name in found.files.optimizer.items() if name not in left}
     ranks = max((int(model.counters["dp_world_size"]) for model in models), default=0)
-    if not present or ranks > _MOST_RANKS:
+    if not present or ranks * len(found.files.mp_ranks) > _MOST_RANKS + 2 * len(present):
         return []
     sample = plain_name(next(iter(present.values())))
     places = ((dp, mp) for mp in sorted(found.files.mp_ranks) for dp in range(ranks))

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules
+from elastic_ckpt.core.counts import MOST_DIGITS, first_apart
 from elastic_ckpt.core.flat_ranges import group_offsets, per_parameter_numel
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import CheckpointMetadata
@@ -148,7 +149,7 @@ def is_across(model: ModelShard, shards: Sequence[OptimizerShard], flat: int, tp
 def degree_in_name(group: Mapping[str, object]) -> int:
     """The expert-parallel degree in the name of a param group of experts, ``ep_size_2``; 0 for any other group."""
     number = str(group.get("name")).removeprefix("ep_size_") if group.get("moe") else ""
-    return int(number) if number.isdecimal() else 0
+    return int(number) if number.isdecimal() and len(number) <= MOST_DIGITS else 0
 
 
 def partition_groups(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> Iterator[PartitionGroup]:
@@ -211,14 +212,18 @@ def check_experts(
     """Raise :class:`LayoutError` unless each expert has one file, and one place in the optimizer's files."""
     counts = model.features.experts
     without_files = model.stacked and shards and shards[0].zero_stage == 3  # AutoEP has them in the shards alone
-    expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count) if not without_files}
-    present = {(each.layer, each.expert): each for each in experts}
-    for layer, expert in sorted(expected ^ present.keys()):
-        name = f"layer_{layer}_expert_{expert}_mp_rank_{mp}_model_states.pt"
-        problem = f"the file of an expert is {'missing' if (layer, expert) in expected else 'one too many'}"
-        wanted = f"experts of {counted(len(counts), 'layer')}, {list(counts)} of them, according to {model.path}"
-        error = MissingFilesError if (layer, expert) in expected else LayoutError
-        raise error(problem, found.path(name), wanted, f"{counted(len(present), 'file')} of experts")
+    present: dict[int, set[int]] = {}
+    for each in experts:
+        present.setdefault(each.layer, set()).add(each.expert)
+    for layer in sorted({*range(len(counts)), *present}):
+        count = counts[layer] if 0 <= layer < len(counts) and not without_files else 0
+        expert = first_apart(count, present.get(layer, set()))
+        if expert is not None:
+            name = f"layer_{layer}_expert_{expert}_mp_rank_{mp}_model_states.pt"
+            problem = f"the file of an expert is {'missing' if expert < count else 'one too many'}"
+            wanted = f"experts of {counted(len(counts), 'layer')}, {list(counts)} of them, according to {model.path}"
+            error = MissingFilesError if expert < count else LayoutError
+            raise error(problem, found.path(name), wanted, f"{counted(len(experts), 'file')} of experts")
     names: dict[int, str] = {}
     for each in experts:
         if names.setdefault(each.layer, each.path_of_layer) != each.path_of_layer:

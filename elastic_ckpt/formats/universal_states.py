@@ -201,7 +201,8 @@ def _rule_of(name: str, tree: Any) -> ShardSpec | None:
     dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
     widths = shape[dim] if isinstance(shape, list | tuple) and isinstance(dim, int) and 0 <= dim < len(shape) else None
     if isinstance(widths, list | tuple) and widths and all(isinstance(width, int) and width > 0 for width in widths):
-        parts = [width // math.gcd(*widths) for width in widths]
+        unit = math.gcd(*widths)
+        parts = [width // unit for width in widths]
         return ShardSpec(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=parts)
     return ShardSpec(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
 

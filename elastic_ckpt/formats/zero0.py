@@ -17,6 +17,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from elastic_ckpt.core.chunks import group_rules
+from elastic_ckpt.core.counts import first_apart
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.fqn import ExpertRank, NamedStates, NameStates, NumberedStates, expert_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
@@ -229,13 +230,13 @@ def _degree(
         degrees = ", ".join(map(str, sorted(named)))
         raise UnsupportedError(problem, optimizers[0].path, "one degree, or ZeRO-1 or 2 at save time", degrees)
     ep = next(iter(named), 0) or len(optimizers)
-    missing = set(range(ep)) ^ {each.ep_rank for each in optimizers}
-    if missing:
-        name = f"expp_rank_{min(missing)}_mp_rank_00_optim_states.pt"
-        problem = f"a file of the checkpoint is {'missing' if min(missing) < ep else 'one too many'}"
+    rank = first_apart(ep, {each.ep_rank for each in optimizers})
+    if rank is not None:
+        name = f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
+        problem = f"a file of the checkpoint is {'missing' if rank < ep else 'one too many'}"
         expected = f"the optimizers of {counted(ep, 'expert-parallel rank')}"
         have = f"those of ranks {sorted(each.ep_rank for each in optimizers)}"
-        error = MissingFilesError if min(missing) < ep else LayoutError
+        error = MissingFilesError if rank < ep else LayoutError
         raise error(problem, found.path(name), expected, have)
     for expert in experts:
         if model.features.experts[expert.layer] % ep:

@@ -12,7 +12,7 @@ from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.model_states import index_model_states
 from elastic_ckpt.formats.pickled import open_pickled
 
-#: Files of more ranks than this are not enumerated, since the number is only a file's claim.
+#: More files than this are not enumerated, since numbers of ranks and experts are only claims of files and of names.
 _MOST_EXPECTED = 1 << 17
 _LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
 
@@ -34,7 +34,8 @@ def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
     experts = [count for count in claims if isinstance(count, int) and count > 0]
     ranks = dp or 1 + max((rank for rank, _ in (*files.optimizer, *files.model_zero3)), default=0)
     mp_ranks = max([model_parallel, *(rank + 1 for rank in files.mp_ranks)], default=0) or 1
-    if ranks * mp_ranks + sum(experts) > _MOST_EXPECTED:
+    ep_ranks = 1 + max((rank for rank, _ in files.expert_optimizers), default=-1)
+    if ranks * mp_ranks + sum(experts) + ep_ranks > _MOST_EXPECTED:
         return
     dps, mps = range(ranks), range(mp_ranks)
     for mp in mps:
@@ -48,8 +49,7 @@ def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
         here = {(layer, n): name for (layer, n, _), name in files.experts.items()}
         for at in ((layer, n) for layer, count in enumerate(experts) for n in range(count)):
             yield here.get(at, f"layer_{at[0]}_expert_{at[1]}_mp_rank_00_model_states.pt")
-        ep_ranks = [rank for rank, _ in files.expert_optimizers]
-        yield from (f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(1 + max(ep_ranks, default=-1)))
+        yield from (f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ep_ranks))
     if sample := next(iter(files.optimizer.values()), None):
         prefix, joint = sample.partition("zero_pp_rank")[0], "_" if "_optim_states" in sample else ""
         yield from (f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt" for mp in mps for dp in dps)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules, placements
+from elastic_ckpt.core.counts import MOST_DIGITS
 from elastic_ckpt.core.flat_ranges import FlatRange, group_offsets, per_parameter_numel
 from elastic_ckpt.core.fqn import expert_name, rename_saved
 from elastic_ckpt.core.local_state import (
@@ -43,8 +44,10 @@ from elastic_ckpt.sharding.specs import virtual_layouts
 
 #: Stages 1 and 2 pad each group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 START_ALIGNMENT = 2
-_LAYER = re.compile(r"^(\d+)\.")
+_LAYER = re.compile(rf"^(\d{{1,{MOST_DIGITS}}})\.")
 _TIED = "tied_modules."
+#: Numbers of layers that are balanced one by one: names may have any.
+_MOST_LAYERS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +325,11 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
         as_saved = {name: saved.get(name) or of_layer.get(layer_of.get(name, -1), ()) for name in numels}
         if all(as_saved.values()):
             return as_saved
+    if max(layer_of.values()) >= _MOST_LAYERS:
+        problem = f"a pipeline of more than {_MOST_LAYERS} layers is not divided into stages here"
+        furthest = max(layer_of, key=layer_of.__getitem__)
+        both = f"numbers of layers below {_MOST_LAYERS}", f"layer {layer_of[furthest]}"
+        raise metadata.error(UnsupportedError, problem, furthest, *both, "a pipeline-parallel degree of 1")
     stages = _balanced(numels, layer_of, tied, pp)
     stages |= {name: (0,) if len(saved.get(name, ())) == 1 else (0, pp - 1) for name in tied}
     if empty := set(range(pp)).difference(*stages.values()):
