@@ -62,11 +62,12 @@ def described(value: Any) -> str:
 
 def is_finite(value: Any) -> bool:
     """Whether a number, or a tensor of one element, is neither infinite nor larger than any that torch takes."""
-    number = _number_of(value)
+    number = number_of(value)
     return abs(number) < _LARGEST if isinstance(number, int) else math.isfinite(number)
 
 
-def _number_of(value: Any) -> Any:
+def number_of(value: Any) -> Any:
+    """The number that a value is, or that a tensor of one element has."""
     if hasattr(value, "elements"):  # of a TensorValue
         return value.elements[0]
     return value.item() if hasattr(value, "item") else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ckpt.core.kinds import LIST, NOTHING, Strange, described, kind_of, strange_value
+from elastic_ckpt.core.kinds import LIST, NOTHING, NUMBER, Strange, described, kind_of, number_of, strange_value
 from elastic_ckpt.core.local_state import LiveGroup
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.values import PerRank
@@ -20,11 +20,9 @@ _NEEDED = frozenset({"betas", "eps", "weight_decay", "momentum"})
 _FIXED = frozenset({"betas", "eps", "etas", "step_sizes"})
 #: Hyperparameter -> the state that each step takes for granted if it is true, and one that is kept in any case.
 _WITH_STATE = {"amsgrad": ("max_exp_avg_sq", "exp_avg_sq"), "centered": ("grad_avg", "square_avg")}
-#: Ways out of an error about a hyperparameter.
-_REMEDY = (
-    Remedy("keeps the live run's hyperparameters", config={"param_groups": "keep_live"}),
-    Remedy("take another tag"),
-)
+#: What the constructors of torch's optimizers refuse below 0; decays they refuse from 1 on, too.
+_FROM_ZERO = frozenset({"lr", "initial_lr", "betas", "eps", "weight_decay", "momentum"})
+_DECAYS = frozenset({"betas"})
 #: Ways out of an error about a hyperparameter.
 _REMEDY = (
     Remedy("keeps the live run's hyperparameters", config={"param_groups": "keep_live"}),
@@ -61,7 +59,34 @@ def _strange(name: str, live: Mapping[str, Any], saved: Any) -> Strange | None:
     both_are_lists = kind_of(saved) == kind_of(own) == LIST
     if name in _FIXED and both_are_lists and len(saved) != len(own):
         return Strange(name, f"{len(own)} numbers", described(saved))
-    return strange_value(name, own, saved)
+    return strange_value(name, own, saved) or _out_of_range(name, own, saved)
+
+
+def _out_of_range(name: str, live: Any, saved: Any) -> Strange | None:
+    """A flag for a number, or a number that no constructor takes; ``None`` where the live run has such itself."""
+    if name not in _FROM_ZERO:
+        return None
+    if kind_of(saved) != LIST:
+        return _number_out_of_range(name, name, live, saved)
+    places = enumerate(zip(live, saved, strict=False))
+    every = (_number_out_of_range(name, f"{name}[{at}]", mine, each) for at, (mine, each) in places)
+    return next(filter(None, every), None)
+
+
+def _number_out_of_range(name: str, place: str, live: Any, saved: Any) -> Strange | None:
+    if kind_of(live) != NUMBER or kind_of(saved) != NUMBER:
+        return None
+    if isinstance(saved, bool) and not isinstance(live, bool):
+        return Strange(place, "a number, no flag", described(saved))
+    if _is_taken(name, live) and not _is_taken(name, saved):
+        expected = "a number from 0 on, and below 1" if name in _DECAYS else "a number from 0 on"
+        return Strange(place, expected, described(saved))
+    return None
+
+
+def _is_taken(name: str, value: Any) -> bool:
+    number = number_of(value)
+    return bool(number >= 0 and (number < 1 or name not in _DECAYS))
 
 
 def _without_state(metadata: CheckpointMetadata, group: LiveGroup, name: str, saved: Any) -> Strange | None:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LiveGroup
@@ -21,13 +22,28 @@ LIVE = {**ADAM, "foreach": None, "mode": "fast", "ratios": [0.1, 0.2], "initial_
 MATRIX = TensorValue("float32", (2,), (1.0, 2.0))
 COMPLEX = TensorValue("complex64", (), (1j,))
 NO_NUMBERS = ["x", {}, [], OrderedDict, math.nan, math.inf, 1 << 80, 1j, COMPLEX, MATRIX, (1.0,)]
+#: What the constructors of torch's optimizers refuse, and a flag, which they take for 0 or 1.
+BELOW_ZERO = [-1, -0.1, -5e-324, TensorValue("float32", (), (-0.1,)), True, False]
 #: By hyperparameter of the live group, what no optimizer with it can have.
 STRANGE: dict[str, list[Any]] = {
-    "lr": [*NO_NUMBERS, None],
-    "eps": [*NO_NUMBERS, None],
-    "weight_decay": [*NO_NUMBERS, None],
-    "initial_lr": NO_NUMBERS,
-    "betas": [(0.9,), (0.9, 0.99, 0.999), [], None, 0.9, (math.nan, 0.9), (0.9, "x"), {}, (MATRIX, 0.9)],
+    "lr": [*NO_NUMBERS, *BELOW_ZERO, None],
+    "eps": [*NO_NUMBERS, *BELOW_ZERO, None],
+    "weight_decay": [*NO_NUMBERS, *BELOW_ZERO, None],
+    "initial_lr": [*NO_NUMBERS, *BELOW_ZERO],
+    "betas": [
+        *((0.9, each) for each in (*BELOW_ZERO, 1, 1.0, 1e308)),
+        (True, 0.9),
+        [-1, 0.9],
+        (0.9,),
+        (0.9, 0.99, 0.999),
+        [],
+        None,
+        0.9,
+        (math.nan, 0.9),
+        (0.9, "x"),
+        {},
+        (MATRIX, 0.9),
+    ],
     "mode": [3, [], OrderedDict],
     "ratios": [3, "x", ["x"], [[]]],
     "foreach": [OrderedDict, dict.get],
@@ -35,8 +51,8 @@ STRANGE: dict[str, list[Any]] = {
 }
 #: What it can have all the same.
 USUAL: dict[str, list[Any]] = {
-    "lr": [1, 0.0, TensorValue("float32", (), (0.1,)), TensorValue("float32", (1,), (0.1,))],
-    "betas": [[0.5, 0.6], (0, 1)],
+    "lr": [1, 0.0, -0.0, TensorValue("float32", (), (0.1,)), TensorValue("float32", (1,), (0.1,))],
+    "betas": [[0.5, 0.6], (0, 0.5)],
     "foreach": [True, None, 3],
     "amsgrad": [0, 1, False],
     "mode": ["slow", None],
@@ -63,6 +79,27 @@ def test_values_of_another_kind_are_refused_by_name(name: str) -> None:
 def test_values_of_the_same_kind_are_taken(name: str) -> None:
     for value in USUAL[name]:
         refuse(name, value)
+
+
+@pytest.mark.parametrize("name", ["lr", "initial_lr", "betas", "eps", "weight_decay", "momentum"])
+@pytest.mark.parametrize("value", [-1.0, True, -0.5, 1.5])
+def test_what_torch_refuses_is_refused(name: str, value: float) -> None:
+    """By the constructors of its own optimizers, which take a flag for a number."""
+    optimizer: Any = torch.optim.SGD if name == "momentum" else torch.optim.AdamW
+    given = (0.9, value) if name == "betas" else value
+    is_taken = type(value) is float
+    try:
+        optimizer([torch.ones(2)], **{"lr": 0.1, name.removeprefix("initial_"): given})
+    except ValueError:
+        is_taken = False
+    group = LiveGroup(tuple(TWO), {**LIVE, "momentum": 0.9})
+    for live_too in (False, True):
+        own = LiveGroup(group.names, {**group.hyperparameters, name: given}) if live_too else group
+        try:
+            refuse_strange_hyperparameters(saved(TWO), 0, own, {name: given})
+            assert is_taken or live_too
+        except MismatchError:
+            assert not is_taken and not live_too
 
 
 def test_a_plan_without_an_engine_has_the_saved_groups() -> None:
