@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
 
 #: Digits of a number in a name; a longer one is none of a layer, an expert or a rank.
 MOST_DIGITS = 9
@@ -21,3 +22,9 @@ def first_apart(count: int, present: Collection[int]) -> int | None:
 def gaps(count: int, present: Collection[int]) -> Iterator[int]:
     """The numbers below ``count`` that are not among ``present``, in order, one at a time."""
     return (number for number in range(count) if number not in present)
+
+
+def in_proportion(widths: Sequence[int]) -> list[int]:
+    """The smallest whole numbers that are to each other as some widths are."""
+    unit = math.gcd(*widths)
+    return [width // unit for width in widths]

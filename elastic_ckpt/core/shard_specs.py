@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from elastic_ckpt.core.counts import in_proportion
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.name_patterns import LONGEST, NamePatterns
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
@@ -325,9 +326,7 @@ def _specs_of_fused(info: Mapping[str, Any]) -> list[ShardSpec]:
         if sub_parameters > _MOST_SUB_PARAMETERS:
             raise ValueError(f"more than {_MOST_SUB_PARAMETERS} sub-parameters")
         if widths and min(widths) > 0:
-            unit = math.gcd(*widths)
-            relative = [width // unit for width in widths]
-            spec: dict[str, Any] = {"kind": COLUMN, "dim": dim, "sub_parameters": relative}
+            spec: dict[str, Any] = {"kind": COLUMN, "dim": dim, "sub_parameters": in_proportion(widths)}
         else:
             why = f"the checkpoint declares sub-parameters of the widths {size}, which say nothing"
             spec = {"kind": AMBIGUOUS, "dim": dim, "ambiguous": why}

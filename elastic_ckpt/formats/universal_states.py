@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.chunks import QuantizedChunks, QuantizedRun
+from elastic_ckpt.core.counts import in_proportion
 from elastic_ckpt.core.metadata import MASTER, ReplicatedState, SourceFile, TensorMetadata, is_floating
 from elastic_ckpt.core.shard_specs import COLUMN, ROW, VOCABULARY, ShardSpec
 from elastic_ckpt.core.state_kinds import (
@@ -201,9 +202,7 @@ def _rule_of(name: str, tree: Any) -> ShardSpec | None:
     dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
     widths = shape[dim] if isinstance(shape, list | tuple) and isinstance(dim, int) and 0 <= dim < len(shape) else None
     if isinstance(widths, list | tuple) and widths and all(isinstance(width, int) and width > 0 for width in widths):
-        unit = math.gcd(*widths)
-        parts = [width // unit for width in widths]
-        return ShardSpec(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=parts)
+        return ShardSpec(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=in_proportion(widths))
     return ShardSpec(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
 
 
