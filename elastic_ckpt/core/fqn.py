@@ -37,6 +37,7 @@ from elastic_ckpt.errors import (
     DamagedError,
     LayoutError,
     MismatchError,
+    Remedy,
     UnsupportedError,
     listed,
 )
@@ -71,11 +72,8 @@ def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> Checkpoint
         by_new.setdefault(rename(name, rules), []).append(name)
     for new, old in by_new.items():
         if len(old) > 1:
-            problem = 'a rule under "rename" gives two saved parameters one name'
-            remedy = 'make the pattern narrower: "elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}'
-            found = listed(old)
-            raise MismatchError(problem, None, "one saved name for each live one", found, parameter=new, remedy=remedy)
-    used = Counter(next((pattern for pattern, _ in rules if re.search(pattern, name)), None) for name in names)
+            raise _one_name(metadata, rules, names, new, old)
+    used = Counter(_pattern_for(name, rules) for name in names)
     patterns = sorted((pattern for pattern, _ in rules), key=lambda pattern: not used[pattern])
     notes = [f"rename: {used[pattern] or 'no'} names go by {pattern!r}" for pattern in patterns]
     return with_names(metadata, lambda name: rename(name, rules), notes)
@@ -97,6 +95,30 @@ def _without_entries_of_masters(metadata: CheckpointMetadata, rules: RenameRules
     note = f"rename: entries of the module's state dict, of which the masters count: {pairs}"
     tensors = DerivedTensors(kept, lambda _, old: metadata.tensors[old])
     return replace(metadata, tensors=tensors, notes=(*metadata.notes, note))
+
+
+def _one_name(
+    metadata: CheckpointMetadata, rules: RenameRules, names: Iterable[str], new: str, old: Sequence[str]
+) -> MismatchError:
+    """The error for rules under which ``old`` saved names become one, and what can be done about them."""
+    problem, found = 'a rule under "rename" gives two saved parameters one name', listed(old)
+    at_fault = {_pattern_for(name, rules) for name in old if rename(name, rules) != name}
+    without = {"rename": [list(rule) for rule in rules if rule[0] not in at_fault]}
+    if len({metadata.aliases.get(name, name) for name in old}) == 1:
+        problem = 'a rule under "rename" gives two names of one saved parameter, which were tied, one name'
+        text = "leaves the rule out: each name that the live model has gets the weights"
+        remedy = Remedy(text, config=without)
+    elif all(sum(_pattern_for(name, rules) == pattern for name in names) == 1 for pattern in at_fault):
+        remedy = Remedy("leaves the rule out: the checkpoint has a parameter of that name", config=without)
+    else:
+        form = '"elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}'
+        remedy = Remedy(f"make the pattern narrower: {form}")
+    return MismatchError(problem, None, "one saved name for each live one", found, parameter=new, remedy=remedy)
+
+
+def _pattern_for(name: str, rules: RenameRules) -> str | None:
+    """The pattern of the rule that applies to a saved name; ``None`` if there is none."""
+    return next((pattern for pattern, _ in rules if re.search(pattern, name)), None)
 
 
 def with_names(

@@ -101,6 +101,26 @@ def test_two_saved_names_that_become_one_are_refused_and_both_are_shown(rules: R
     assert '"rename"' in str(caught.value.remedy)
 
 
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ([("^(a|b)", "c")], "narrower"),
+        ([("^old", "x"), ("^mask$", "b.weight")], "a parameter of that name"),
+        ([("^tied$", "a.weight")], "leaves the rule out: each name"),
+        ([("^old", "x"), ("^a.weight$", "tied")], "leaves the rule out: each name"),
+        ([("^(a.weight|tied)$", "x")], "leaves the rule out: each name"),
+    ],
+)
+def test_a_narrower_pattern_is_the_remedy_only_where_one_can_help(rules: RenameRules, says: str) -> None:
+    metadata = replace(saved(TWO, wholes=WHOLES), aliases={"tied": "a.weight"})
+    with pytest.raises(MismatchError, match="one name") as caught:
+        rename_saved(metadata, rules)
+    (remedy,) = caught.value.remedies
+    assert says in str(remedy) and remedy.is_data == (says != "narrower")
+    if remedy.is_data:
+        assert rename_saved(metadata, remedy.config["rename"]).parameters.keys() == metadata.parameters.keys()
+
+
 def test_names_that_change_places_do_not_collide() -> None:
     metadata = saved({"a": (2,), "b": (3,)})
     renamed = rename_saved(metadata, [("^a$", "b"), ("^b$", "a")])
