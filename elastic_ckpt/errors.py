@@ -80,6 +80,10 @@ NOT_STRICT = Remedy("restores what matches and reports the rest", arguments={"lo
 ITS_OPTIMIZER = (Remedy("resume with the optimizer that saved it"), WITHOUT_STATES)
 
 
+#: Where names that were parameters of their own are one in the live model.
+UNTIE = Remedy("build the model as it was saved, without this tie")
+
+
 def remedy_text(remedies: Iterable[Remedy], remarks: Iterable[str] = ()) -> str | None:
     """Ways out, and remarks, as they are printed; ``None``: nothing is known."""
     ways = "; or ".join(map(str, remedies))
@@ -96,6 +100,11 @@ def shortened(names: Iterable[str], most: int = 8) -> NamesText:
 def listed(names: Iterable[str]) -> NamesText:
     """Names for an error message: sorted, the first few, and the number of others."""
     return shortened(sorted(names)) or NamesText("none", "none")
+
+
+def keeps_first(names: Iterable[str]) -> Remedy:
+    """The way to keep what was saved under one name of each tied parameter, states included."""
+    return Remedy(f"keeps the values under {listed(names)}", config={"replicated_params": "first"})
 
 
 class ElasticCkptError(Exception):

@@ -15,7 +15,7 @@ from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, TargetTensor, in_file_order
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.distributed import in_buckets
-from elastic_ckpt.errors import MismatchError, Remedy, listed
+from elastic_ckpt.errors import UNTIE, MismatchError, Remedy, keeps_first, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.sharding.resolve import FIRST, MEAN
@@ -218,10 +218,7 @@ def _different(drifts: Sequence[Drift], idle: Collection[str]) -> MismatchError:
     if any(drift.check.names for drift in drifts):
         problem = "weights that are one in the live model have different values under their names in the checkpoint"
         expected = "equal values under each name of a tied weight"
-        first = sorted({drift.check.names[0] for drift in drifts if drift.check.names})
-        kept = f"keeps the values under {listed(first)}"
-        remedy = [Remedy("build the model as it was saved, without this tie")]
-        remedy.append(Remedy(kept, config={"replicated_params": "first"}))
+        remedy = [UNTIE, keeps_first({drift.check.names[0] for drift in drifts if drift.check.names})]
     elif any(drift.check.name in idle for drift in drifts):
         trained = "a later pipeline stage trains its copy, and the first does not: resume with as many stages as saved"
         remedy = [Remedy(trained)]

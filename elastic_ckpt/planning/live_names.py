@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 from types import MappingProxyType
@@ -27,8 +27,8 @@ from elastic_ckpt.core.fqn import (
     rename,
     with_names,
 )
-from elastic_ckpt.core.local_state import LiveGroup, LocalState, ModelLayout, WholeTensor
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, DerivedTensors, Place, TensorMetadata
+from elastic_ckpt.core.local_state import LiveGroup, LocalState
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.wrappers import wrapped_otherwise
@@ -92,15 +92,36 @@ def _named_in_order(numbered: NumberedStates, live: Sequence[LiveGroup], rules: 
 def _fitting(numbered: NumberedStates, live: Sequence[LiveGroup], rules: RenameRules) -> dict[str, Members]:
     """The members of the saved groups, by the origin of each order of names that fits them."""
     shapes = numbered.weights
-    origins = {rename(name, rules): numbered.aliases.get(name, name) for name in shapes}
-    wrapped = wrapped_otherwise(origins, {name for group in live for name in group.names})
-    origins |= {new: origins[old] for old, new in wrapped.items()}
-    names = [[origins[name] for name in group.names if name in origins] for group in live]
+    saved = {rename(name, rules): name for name in shapes}
+    wrapped = wrapped_otherwise(saved, {name for group in live for name in group.names})
+    saved |= {new: saved[old] for old, new in wrapped.items()}
+    names = _saved_names_of(live, saved, numbered.aliases)
     unnumbered = {*numbered.buffers, *numbered.aliases}
     in_order = [name for name in shapes if name not in unnumbered]
     of_model = [in_order] if live or len(numbered.shapes) == 1 else _assigned(numbered, in_order)
     orders = {"the live param groups": _in_saved_order(numbered, names, live), "the model": of_model}
     return {origin: fitted for origin, each in orders.items() if (fitted := _fit(numbered, each)) is not None}
+
+
+def _saved_names_of(live: Sequence[LiveGroup], saved: Mapping[str, str], aliases: Mapping[str, str]) -> Names:
+    """The saved names of each live group's members, given those by live name.
+
+    Of names that were tied there was one parameter. It is taken in the place of the name that holds it, if that is
+    live too, else in that of the first.
+    """
+    holders = {saved[name] for group in live for name in group.names if name in saved} - aliases.keys()
+    found: list[list[str]] = []
+    taken: set[str] = set()
+    for group in live:
+        found.append([])
+        for name in group.names:
+            old = saved.get(name, "")
+            holder = aliases.get(old, old)
+            if name not in saved or holder in taken or (old in aliases and holder in holders):
+                continue
+            taken.add(holder)
+            found[-1].append(holder)
+    return found
 
 
 def _without_empty(numbered: NumberedStates) -> NumberedStates | None:
@@ -268,119 +289,3 @@ def adopt_wrappers(metadata: CheckpointMetadata, live: LocalState) -> Checkpoint
     old, new = min(renamed.items())
     notes = [f"wrapped otherwise: {counted(len(renamed), 'name')} of the checkpoint, as {old}, which is {new} here"]
     return with_names(metadata, lambda name: renamed.get(name, name), notes)
-
-
-def adopt_live_names(
-    metadata: CheckpointMetadata, model: ModelLayout, unites_trained: bool = False
-) -> CheckpointMetadata:
-    """Rename tied parameters to the FQN that the live engine uses, which depends on module registration order.
-
-    Where several of its names were saved, that of a trained parameter counts, else the first. What no optimizer owned
-    under the others are copies of it, whose values are compared unless checksums show that they are equal. So are those
-    that trained on their own if ``unites_trained``: in a load of weights alone, which needs no states of them.
-    """
-    metadata = _with_tied_modules(metadata, model)
-    saved_names = {*metadata.parameters, *(name for name, _ in metadata.tensors)} if model.ties else set()
-    renamed: dict[str, str] = {}
-    copies: dict[str, str] = {}
-    united: list[str] = []
-    replicas = dict(metadata.replicas)
-    for name, others in model.ties.items():
-        saved = [each for each in (name, *others) if each in saved_names]
-        kept = next((each for each in saved if each in metadata.parameters), saved[0] if saved else name)
-        place = kept, MASTER if kept in metadata.parameters else FROZEN
-        first = metadata.tensors.get(place)
-        for each in saved:
-            is_trained = each in metadata.parameters
-            copy = metadata.tensors.get((each, MASTER if is_trained else FROZEN))
-            if each == kept or (is_trained and not unites_trained) or copy is None or first is None:
-                continue
-            has_equal_sums = not is_trained and metadata.crc32s.get(each, -1) == metadata.crc32s.get(kept)
-            is_equal = 0 in copy.shape or has_equal_sums
-            if not is_equal and (copy.dtype, copy.shard_shapes) == (first.dtype, first.shard_shapes):
-                own = replace(copy, name=metadata.saved_names.get(each, each))
-                replicas[place] = (*replicas.get(place, ()), own)
-                is_equal = True
-            if is_equal:
-                copies[each] = kept
-                united += [each] if is_trained else []
-        if name not in saved_names.difference(copies) and [each for each in saved if each not in copies] == [kept]:
-            renamed[kept] = name
-    if copies:
-        places: dict[Place, Place] = {at: at for at in metadata.tensors if at != (at[0], FROZEN) or at[0] not in copies}
-        places = {at: at for at in places if at[0] not in united}
-        aliases, tensors = {**metadata.aliases, **copies}, _at(metadata, places)
-        metadata = replace(metadata, aliases=aliases, replicas=replicas, tensors=tensors)
-    if united:
-        trained = {name: saved for name, saved in metadata.parameters.items() if name not in united}
-        note = "tied here, not in the checkpoint, and equal there unless another note says so: "
-        note += listed(f"{each} = {copies[each]}" for each in united)
-        metadata = replace(metadata, parameters=trained, notes=(*metadata.notes, note))
-    if not renamed:
-        return metadata
-    notes = [f"tied: {old} in the checkpoint is {new} here" for old, new in renamed.items()]
-    return with_names(metadata, lambda name: renamed.get(name, name), notes)
-
-
-def with_untied(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:
-    """The metadata in which names that were tied at the save, and are parameters of their own now, have weights each.
-
-    Of a load of weights alone: of two parameters that were one, each would need optimizer states of its own.
-    """
-    tensors: dict[Place, TensorMetadata] = {}
-    for alias, holder in metadata.aliases.items():
-        saved = metadata.tensors.get((holder, MASTER)) or metadata.tensors.get((holder, FROZEN))
-        is_known = alias in metadata.parameters or (alias, FROZEN) in metadata.tensors
-        if alias in model.names and saved is not None and not is_known:
-            tensors[alias, FROZEN] = replace(saved, name=alias, key=FROZEN)
-    if not tensors:
-        return metadata
-    note = f"tied in the checkpoint, not here: {listed(name for name, _ in tensors)} have the values of the other name"
-    more = {**metadata.tensors, **tensors}
-    return replace(metadata, tensors=more, notes=(*metadata.notes, note))
-
-
-def _with_tied_modules(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:
-    """Weights of a tied pipeline module that no optimizer owned, which files call by the number of a layer."""
-    tied = [name for name in model.names.union(metadata.parameters) if _TIED_MODULE.match(name)]
-    inside = {name: _TIED_MODULE.sub("", name) for name in tied}
-    counts = Counter(inside.values())
-    missing = {key: name for name, key in inside.items() if counts[key] == 1 and name not in metadata.parameters}
-    renamed: dict[str, list[str]] = {}
-    for name in metadata.names(FROZEN) if missing else ():
-        number = _OF_LAYER.match(name)
-        if number is not None and name not in model.names and (new := missing.get(name[number.end() :])):
-            renamed.setdefault(new, []).append(name)
-    names = {old[0]: new for new, old in renamed.items() if len(old) == 1 and (new, FROZEN) not in metadata.tensors}
-    if not names:
-        return metadata
-    found = with_names(metadata, lambda name: names.get(name, name))
-    return replace(found, saved_names={**found.saved_names, **{new: new for new in names.values()}})
-
-
-def adopt_live_kinds(metadata: CheckpointMetadata, wholes: Iterable[WholeTensor]) -> CheckpointMetadata:
-    """Take what no optimizer owned as the live model has it, as a buffer or a frozen parameter.
-
-    It may have changed from one to the other; and DeepSpeed does not list the buffers of a submodule's second name,
-    which may be parameters under another name.
-    """
-    kinds: dict[Place, Place] = {}
-    for whole in wholes:
-        if (whole.name, whole.key) in metadata.tensors or whole.name in metadata.parameters:
-            continue
-        tied = metadata.aliases.get(whole.name, "")
-        same = ((whole.name, BUFFER), (whole.name, FROZEN), (tied, FROZEN), (tied, MASTER))
-        saved = next((at for at in same if at in metadata.tensors), None)
-        if saved is not None and (whole.key == BUFFER or saved[0] == whole.name):
-            kinds[whole.name, whole.key] = saved
-    if not kinds:
-        return metadata
-    moved = {(name, FROZEN if key == BUFFER else BUFFER): (name, key) for name, key in kinds}
-    tensors = _at(metadata, {at: at for at in metadata.tensors if at not in moved} | kinds)
-    replicas = {moved.get(at, at): copies for at, copies in metadata.replicas.items()}
-    return replace(metadata, tensors=tensors, replicas=replicas)
-
-
-def _at(metadata: CheckpointMetadata, places: Mapping[Place, Place]) -> DerivedTensors:
-    """The tensors by new places, from those where the checkpoint has them."""
-    return DerivedTensors(places, lambda new, old: replace(metadata.tensors[old], name=new[0], key=new[1]))

@@ -72,7 +72,7 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     excluded = set()
     # ZeRO-2 and 3 list frozen parameters, even if there are none, unless they are excluded. At lower stages a save
     # without them looks like a model without any; of tied ones it keeps the second name
-    if not metadata.source.frozen_recorded and local_state.model.ties.keys() >= frozen:
+    if not metadata.source.frozen_recorded and local_state.model.ties.keys() >= frozen - metadata.aliases.keys():
         excluded = missing[FROZEN] & {w.name for w in local_state.wholes if w.key == FROZEN and not w.trains}
         missing[FROZEN] -= excluded
     here, elsewhere = live.union(name for name, _ in wholes), local_state.model.elsewhere
@@ -87,14 +87,12 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
         both = "parameters and buffers under their own names", "entries that a hook of the module adds or renames"
         raise metadata.error(UnsupportedError, problem, names, *both, (remedy, AT_ITS_TOPOLOGY))
     if strict and (lost or unexpected):
-        tied = listed(f"{name} = {metadata.aliases[name]}" for name in lost if name in metadata.aliases)
-        hint = "; tied at save time, not now: " + tied if tied != "none" else ""
         trains = live.union(whole.name for whole in local_state.wholes if whole.key == FROZEN and whole.trains)
         matches = bool(trains & (restored | {name for name, key in found if key == FROZEN}))
         remedies = _ways_of(metadata, local_state, lost, unexpected, trains, matches)
         problem = "model and checkpoint do not have the same parameters and buffers"
         expected = "in the model but not in the checkpoint: " + listed(lost)
-        found_names = "in the checkpoint but not in the model: " + listed(unexpected) + hint
+        found_names = "in the checkpoint but not in the model: " + listed(unexpected)
         raise metadata.error(MismatchError, problem, lost or unexpected, expected, found_names, remedies)
     outcomes = [
         *((role, "fresh", names, _NOT_SAVED) for role, names in missing.items()),

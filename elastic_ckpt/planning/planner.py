@@ -30,7 +30,7 @@ from elastic_ckpt.core.read_plan import NO_SCHEDULER, LoadPlan, Outcome, Replica
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.added_rows import grown_parameters, keep_added_rows
-from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names, adopt_wrappers, with_untied
+from elastic_ckpt.planning.live_names import adopt_wrappers
 from elastic_ckpt.planning.matching import Matching, match_parameters
 from elastic_ckpt.planning.param_groups import (
     NO_GROUPS,
@@ -47,6 +47,7 @@ from elastic_ckpt.planning.read_items import read_items, refuse_shared_bytes, ro
 from elastic_ckpt.planning.replaced_values import describe_replaced
 from elastic_ckpt.planning.state_errors import refuse_missing_files
 from elastic_ckpt.planning.state_matching import StateMatching, match_states
+from elastic_ckpt.planning.ties import adopt_live_kinds, adopt_live_names, refuse_untied, with_untied
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, ReshardPlan, resolve
 from elastic_ckpt.sharding.rules import ShardingRules
 
@@ -97,10 +98,12 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     if any(path.endswith(f"/{MASTER}.pt") for path in metadata.states.missing):
         refuse_missing_files(metadata)
     saved = with_own_copies(adopt_wrappers(rename_saved(metadata, config.rename), local_state), model)
-    unites_trained = options.strict and not options.optimizer_states
-    metadata = adopt_live_kinds(adopt_live_names(saved, model, unites_trained), local_state.wholes)
-    metadata = metadata if options.optimizer_states else with_untied(metadata, model)
+    keeps_one = config.replicated_params == FIRST
+    named = adopt_live_names(saved, model, options.optimizer_states, keeps_one)
+    metadata = with_untied(adopt_live_kinds(named, local_state.wholes), model)
     parameters = match_parameters(metadata, local_state, options.strict)
+    if options.strict and options.optimizer_states:
+        refuse_untied(metadata, local_state)
     grown = grown_parameters(metadata, model, parameters.names, config.added_rows, options.rules)
     others = parameters.names.difference(each.name for each in grown)
     resharding = resolve(metadata, model, others, options.rules, config.replicated_params)

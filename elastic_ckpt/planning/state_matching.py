@@ -33,6 +33,7 @@ from elastic_ckpt.errors import (
 from elastic_ckpt.planning.matching import Matching
 from elastic_ckpt.planning.param_groups import UPDATE_NORM, refuse_other_kind, renamed_states, saved_optimizer
 from elastic_ckpt.planning.state_errors import RESTORE, refuse_unreadable_states
+from elastic_ckpt.planning.ties import untied_parameters
 
 _ROLE = "optimizer states"
 _FUSED_ADAM = "deepspeed.ops.adam.fused_adam.FusedAdam"
@@ -248,12 +249,15 @@ class _Matcher:
         """States that start fresh, by reason, and saved ones that the live optimizer lacks."""
         metadata, restored = self.metadata, self.parameters.restored
         fresh: dict[str, set[str]] = {}
+        untied = untied_parameters(metadata, (name for flat in self.local_state.flats for name in flat.members))
         for flat, values in zip(self.local_state.flats, self.scalars, strict=True):
             shown = ", ".join(f"{key} {number:g}" for key, value in (values or {}).items() for number in numbers(value))
             shared = f"; zeros, at its flat tensor's {shown}" if values else ""
             for name in set(flat.members).difference(self.keys):
                 if name in metadata.parameters:
                     why = "the checkpoint holds no state of it (it got no gradient before the save)"
+                elif name in untied:
+                    why = f"its weights are those of {untied[name]}, to which it was tied at the save, not now"
                 else:
                     why = "it was frozen at save time" if name in restored else "not in the checkpoint"
                 fresh.setdefault(why + shared, set()).add(name)

@@ -141,6 +141,13 @@ CELLS: dict[str, Case] = {
     "parameters that were renamed": Case(
         PLAIN, Cell("", ZERO3, "RenamedLM", names=NEW_NAMES, holds=("if they were renamed",)), "MismatchError", 2
     ),
+    "names that are not tied any more": Case(PLAIN, Cell("", ZERO3, "UntiedLM"), "MismatchError", 2),
+    "a rename to a name that was tied": Case(
+        PLAIN, Cell("", PLAIN, config={"rename": [["^embedding", "head"]]}), "MismatchError"
+    ),
+    "a rename to a name that is taken": Case(
+        ZERO3, Cell("", PLAIN, config={"rename": [[r"^hidden\.bias$", "norm.bias"]]}), "MismatchError"
+    ),
     "groups that were merged": Case(PLAIN, Cell("", Setup(2, groups="one")), "MismatchError"),
     "unnamed states in other groups": Case(WHOLE, Cell("", Setup(1, groups="mixed")), "MismatchError"),
     "another batch": Case(PLAIN, Cell("", Setup(1, config=BATCH), config=ON_CHANGE), "MismatchError"),
@@ -338,6 +345,7 @@ REASONS: dict[str, str] = {
     "cli/plan.py plan: load_optimizer_states": _TOOL,
     "core/fqn.py cannot_slice: load_optimizer_states": _EXPERTS,
     "engines/optimizers.py schema_of: load_optimizer_states": "needs torchao",
+    "errors.py keeps_first: replicated_params": "needs a save without the tie: test_weights_alone.py follows it",
     "formats/native.py _refuse_missing: load_module_only": "needs three files or more, two of them missing",
     "formats/torch_archive/charges.py limit_error: trust_pickle": "needs a file beyond a limit, which takes long to write",
     "formats/torch_archive/known_values.py check_device: trust_pickle": "needs a torch with another backend",

@@ -159,6 +159,8 @@ def test_weights_in_the_shards_of_zero_3_are_refused(cell: Cell, facts: list[Ref
 
 
 UNTIED = {"case": {"model": "UntiedLM"}}
+NOT_STRICT = {"load_module_strict": False}
+MORE: tuple[dict[str, bool], ...] = ({}, NOT_STRICT)
 
 
 @cells(
@@ -182,7 +184,26 @@ def test_names_that_are_no_longer_tied_both_get_the_weights(cell: Cell, facts: l
     ]
 )
 def test_what_states_names_that_are_no_longer_tied_have_is_not_known(cell: Cell, facts: list[Refused]) -> None:
-    Refuses("MismatchError", ("tied at save time, not now: head.weight",)).check(facts)
+    Refuses("MismatchError", ("one parameter at the save", "load_module_strict=False")).check(facts)
+    (text,) = facts[0].texts
+    assert "not in the checkpoint" not in text
+
+
+@cells(
+    [
+        load_of(save, target, 2, None, NOT_STRICT, "load_with_states", **UNTIED)
+        for target in TARGETS
+        for save in (Z1, Z3)
+        if target.precision == "fp32"
+    ]
+)
+def test_names_that_are_no_longer_tied_have_states_of_their_own_if_asked_for(cell: Cell, facts: list[Loaded]) -> None:
+    for load in facts:
+        assert load.differences == {}, load.where
+        fresh = [each for each in load.report.outcomes if each.what == "fresh"]
+        assert [(each.names, "those of embedding.weight" in each.reason) for each in fresh] == [
+            (("head.weight",), True)
+        ]
 
 
 def tied_now(
@@ -219,15 +240,30 @@ def test_names_that_are_tied_now_have_equal_weights_or_a_word(cell: Cell, facts:
         assert ("different when saved" in notes) == bool(cell.case["options"])
 
 
-@cells([tied_now(run, 2, target, ALONE, "refuse") for target in TIED for run in UNTIED_RUNS])
+WITH_STATES = [(run, arguments) for run in UNTIED_RUNS for arguments in ({}, NOT_STRICT)]
+
+
+@cells([tied_now(run, 2, TIED[0], arguments, "load_with_states", **FIRST) for run, arguments in WITH_STATES])
+def test_the_states_of_the_name_that_is_kept_come_with_it(cell: Cell, facts: list[Loaded]) -> None:
+    for load in facts:
+        assert load.differences == {}, load.where
+        assert "different when saved" in " | ".join(load.report.notes)
+        assert not [each for each in load.report.outcomes if each.what == "ignored"]
+
+
+@cells(
+    [tied_now(run, 2, target, {**ALONE, **more}, "refuse") for target in TIED for run in UNTIED_RUNS for more in MORE]
+    + [tied_now(run, 2, target, arguments, "refuse") for target in TIED for run, arguments in WITH_STATES]
+)
 def test_names_that_are_tied_now_and_have_other_weights_need_a_word(cell: Cell, facts: list[Refused]) -> None:
     Refuses("MismatchError", ("different values under their names",)).check(facts)
     (remedy,) = [each for each in facts[0].remedies if each.config]
     assert remedy.config == FIRST and "embedding.weight" in remedy.text
 
 
-@cells([tied_now(run, 0, target, {}, "refuse") for target in TIED for run in UNTIED_RUNS])
+@cells([tied_now(Setup(0), 0, target, {}, "refuse") for target in TIED])
 def test_what_states_names_that_are_tied_now_have_is_not_known(cell: Cell, facts: list[Refused]) -> None:
+    """Without ZeRO, states have no names, and before the first step not even shapes."""
     Refuses("MismatchError").check(facts)
     (text,) = facts[0].texts
     assert facts[0].kinds[0] == "MismatchError" and "different values under their names" not in text

@@ -63,6 +63,23 @@ def load(case: dict[str, Any]) -> list[Loaded]:
     return [Loaded(case, where(case), engine.elastic_report, oracle.compare(found, expected))]
 
 
+def load_with_states(case: dict[str, Any]) -> list[Loaded]:
+    """Load a folder with ``arguments``: weights, masters and states are the saved ones; a new head's states are zero."""
+    engine, truth = live(case), truth_of(case["folder"])
+    engine.load_checkpoint(case["folder"], **case["arguments"])
+    oracle.relink(engine)
+    keys = sorted({key for _, key in truth["states"]})
+    found = oracle.gather(engine, keys)
+    if "head.weight" in found["weights"]:  # no longer tied
+        for kind in ("weights", "masters"):
+            truth[kind]["head.weight"] = truth[kind]["embedding.weight"]
+    for at in [("head.weight", key) for key in keys]:
+        if at in found["states"]:  # without ZeRO, a step makes them
+            truth["states"][at] = torch.zeros_like(found["states"][at])
+    expected = {kind: truth[kind] for kind in ("masters", "weights", "states")}
+    return [Loaded(case, where(case), engine.elastic_report, oracle.compare(found, expected))]
+
+
 def weights_alone(truth: Truth) -> Truth:
     """A truth of weights, of which masters are made, and of persistent buffers."""
     buffers = {name: value for name, value in truth["buffers"].items() if name != "scratch"}
@@ -80,17 +97,20 @@ def refuse(case: dict[str, Any]) -> list[Refused] | None:
 def save_untied(case: dict[str, Any]) -> None:
     """Save a model whose head has weights of its own: equal to the embedding's, and after some ``steps`` others.
 
-    Its truth is what a tied model has of it: the embedding's weights.
+    Its truth is what a tied model has of it: the embedding's weights and states.
     """
     engine = build_engine(case["setup"], models.BUILDERS["UntiedLM"](seed=7))
     models.train(engine, 0, case["steps"])
     engine.save_checkpoint(case["folder"], tag="tag")
     oracle.relink(engine)
-    found = oracle.gather(engine, [])
+    found = oracle.gather(engine, oracle.state_keys(engine) if case["steps"] else [])
     is_equal = torch.equal(found["weights"].pop("head.weight"), found["weights"]["embedding.weight"])
     assert is_equal == (case["steps"] == 0)
+    del found["masters"]["head.weight"]
+    found["states"] = {at: value for at, value in found["states"].items() if at[0] != "head.weight"}
     if dist.get_rank() == 0:
-        torch.save({key: found[key] for key in ("weights", "buffers", "counters")}, f"{case['folder']}/truth.pt")
+        kinds = ("weights", "masters", "states", "buffers", "counters")
+        torch.save({key: found[key] for key in kinds}, f"{case['folder']}/truth.pt")
     close(engine)
 
 

@@ -33,9 +33,9 @@ from elastic_ckpt.formats.dcp_metadata import read_dcp_file, read_dcp_metadata
 from elastic_ckpt.formats.detect import find_checkpoint
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
-from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.planning.planner import compare_replicas
 from elastic_ckpt.planning.state_errors import state_errors
+from elastic_ckpt.planning.ties import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.sharding.resolve import ReshardPlan
 from elastic_ckpt.tools.verification import verify
 from tests.attacks.guard import guarded

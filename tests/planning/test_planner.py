@@ -233,12 +233,6 @@ def test_missing_and_extra_buffers_and_frozen_weights_are_treated_like_parameter
     assert all(target.name != "new" for target in plan.reads.targets)
 
 
-def test_a_name_that_was_tied_at_save_time_is_explained() -> None:
-    metadata = saved({"a.weight": (2, 5)}, aliases={"b.weight": "a.weight"})
-    with pytest.raises(MismatchError, match=r"tied at save time, not now: b.weight = a.weight"):
-        plan_load(metadata, live(TWO), LoadOptions())
-
-
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_parameter_that_was_trained_and_is_frozen_now_gets_its_masters_and_no_states(strict: bool) -> None:
     metadata = saved(TWO)

@@ -12,8 +12,8 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LiveShards, ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, DerivedTensors
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.planning.live_names import adopt_live_kinds, adopt_live_names
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.planning.ties import adopt_live_kinds, adopt_live_names
 from tests.core.names import WHOLES, names_in
 from tests.simulation import TWO, live, names_of, saved
 
@@ -28,45 +28,101 @@ def test_a_tied_parameter_is_found_under_another_of_its_live_names() -> None:
     assert any("embedding" in note and "head" in note for note in plan.notes)
 
 
-def test_a_tied_parameter_is_not_taken_from_a_name_of_its_own() -> None:
-    """Untied at save time: two parameters, of which a tied live model can take only its own."""
-    engine = replace(live({"head": (2, 5)}), model=ModelLayout(ties={"head": ("embedding",)}))
-    with pytest.raises(MismatchError) as caught:
-        plan_load(saved({"embedding": (2, 5), "head": (2, 5)}), engine, LoadOptions())
-    assert "embedding" in str(caught.value.found)
+#: What is saved under each name of a parameter that is tied now.
+NAMES = [("embedding", "head"), ("head", "embedding", "decoder"), ("decoder", "embedding")]
 
 
-@pytest.mark.parametrize("names", [("embedding", "head"), ("head", "embedding", "decoder"), ("decoder", "embedding")])
+@pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("strict", [True, False])
-def test_weights_alone_of_names_that_are_tied_now_are_compared(names: tuple[str, ...], strict: bool) -> None:
+@pytest.mark.parametrize("with_states", [True, False])
+def test_names_that_are_tied_now_are_compared_in_each_load(
+    names: tuple[str, ...], strict: bool, with_states: bool
+) -> None:
     model = ModelLayout(ties={"head": ("embedding", "decoder")})
     engine = replace(live({"head": (2, 5)}), model=model)
-    options = LoadOptions(strict=strict, optimizer_states=False)
-    metadata = saved(dict.fromkeys(names, (2, 5)))
-    plan = plan_load(metadata, engine, options)
-    if not strict:  # which restores what has its name, and reports the rest
-        assert plan.replica_checks == ()
-        return
+    options = LoadOptions(strict=strict, optimizer_states=with_states)
+    plan = plan_load(saved(dict.fromkeys(names, (2, 5))), engine, options)
     first = next(name for name in ("head", "embedding", "decoder") if name in names)
-    found = [check.names for check in plan.replica_checks]
-    assert sorted(found) == sorted((first, name) for name in names if name != first)
+    keys = {MASTER, "exp_avg", "exp_avg_sq"} if with_states else {MASTER}
+    found = [(check.names, check.key) for check in plan.replica_checks]
+    assert sorted(found) == sorted(((first, name), key) for name in names if name != first for key in keys)
     assert names_of(plan, MASTER, "restored") == ("head",)
     assert all(check.numel == 10 and len(check.replicas) == 2 for check in plan.replica_checks)
     assert any("tied here, not in the checkpoint" in note for note in plan.notes)
+    assert not [each for each in plan.outcomes if each.what == "ignored"]
 
 
-def test_names_of_other_shapes_are_not_united() -> None:
-    engine = replace(live({"head": (2, 5)}), model=HEAD)
-    with pytest.raises(MismatchError):
-        plan_load(saved({"embedding": (5, 2), "head": (2, 5)}), engine, LoadOptions(optimizer_states=False))
+def _of_another(change: str) -> Any:
+    """A checkpoint whose head and embedding cannot be compared, by a ``change`` of the head."""
+    metadata = saved({"embedding": (2, 5), "head": (5, 2) if change == "shape" else (2, 5)})
+    if change == "scalars":
+        head = replace(metadata.parameters["head"], scalars=(("step", 9.0),))
+        return replace(metadata, parameters={**metadata.parameters, "head": head})
+    tensors = {at: metadata.tensors[at] for at in metadata.tensors}
+    if change == "states":
+        del tensors["head", "exp_avg"]
+    if change in ("dtype", "own shape"):
+        at = "head", MASTER if change == "dtype" else "exp_avg"
+        tensors[at] = replace(tensors[at], dtype="bfloat16", has_own_shape=change == "own shape")
+    return replace(metadata, tensors=tensors)
 
 
-def test_a_tied_parameter_is_not_taken_from_two_others() -> None:
-    engine = replace(live({"head": (2, 5)}), model=ModelLayout(ties={"head": ("embedding", "decoder")}))
-    metadata = saved({"embedding": (2, 5), "decoder": (2, 5)})
-    assert adopt_live_names(metadata, engine.model) is metadata
-    with pytest.raises(MismatchError):
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("change", ["shape", "dtype", "scalars", "states", "own shape"])
+def test_names_that_are_tied_now_and_cannot_be_compared_are_refused_unless_one_is_asked_for(
+    change: str, strict: bool
+) -> None:
+    model = ModelLayout(ties={"embedding": ("head",)})
+    engine = replace(live({"embedding": (2, 5)}), model=model)
+    with pytest.raises(MismatchError, match="cannot be compared") as caught:
+        plan_load(_of_another(change), engine, LoadOptions(strict=strict))
+    (remedy,) = [each for each in caught.value.remedies if each.is_data]
+    plan = plan_load(_of_another(change), engine, LoadOptions(ElasticConfig(**remedy.config), strict=strict))
+    assert names_of(plan, MASTER, "restored") == names_of(plan, "exp_avg", "restored") == ("embedding",)
+    assert [note for note in plan.notes if "left out are head" in note]
+
+
+@pytest.mark.parametrize("change", ["scalars", "states", "own shape"])
+def test_states_do_not_matter_to_a_load_of_weights(change: str) -> None:
+    engine = replace(live({"embedding": (2, 5)}), model=ModelLayout(ties={"embedding": ("head",)}))
+    plan = plan_load(_of_another(change), engine, LoadOptions(optimizer_states=False))
+    assert [check.key for check in plan.replica_checks] == [MASTER]
+
+
+def _untied(aliases: dict[str, str], names: Sequence[str]) -> tuple[Any, Any]:
+    """A checkpoint of an embedding with other names, and an engine with parameters of ``names``."""
+    shape = (2, 5)
+    model = ModelLayout(layouts={name: LiveShards((shape,)) for name in names})
+    metadata = saved({"embedding": shape, "norm": (3,)})
+    return replace(metadata, aliases=aliases), replace(
+        live({name: (3,) if name == "norm" else shape for name in names}), model=model
+    )
+
+
+@pytest.mark.parametrize("names", [("embedding", "head", "norm"), ("norm", "decoder", "head", "embedding")])
+def test_names_that_were_tied_need_states_of_their_own_or_a_load_that_is_not_strict(names: tuple[str, ...]) -> None:
+    metadata, engine = _untied({"head": "embedding", "decoder": "embedding"}, names)
+    with pytest.raises(MismatchError, match="one parameter at the save") as caught:
         plan_load(metadata, engine, LoadOptions())
+    assert "not in the checkpoint" not in str(caught.value)
+    ways = {tuple(each.arguments.items()) for each in caught.value.remedies if each.is_data}
+    assert ways == {(("load_module_strict", False),), (("load_optimizer_states", False),)}
+    untied = tuple(sorted({*names} - {"embedding", "norm"}))
+    for strict, with_states in ((False, True), (True, False)):
+        plan = plan_load(metadata, engine, LoadOptions(strict=strict, optimizer_states=with_states))
+        assert names_of(plan, MASTER, "restored") == tuple(sorted(names))
+        assert names_of(plan, "exp_avg", "restored") == (("embedding", "norm") if with_states else ())
+        fresh = [each for each in plan.outcomes if each.what == "fresh" and set(each.names) & set(untied)]
+        assert [(each.names, "those of embedding" in each.reason) for each in fresh] == [(untied, True)] * with_states
+
+
+@pytest.mark.parametrize("names", [("head", "norm"), ("norm", "decoder", "head")])
+def test_the_states_of_what_was_tied_go_to_a_name_that_the_live_model_has(names: tuple[str, ...]) -> None:
+    metadata, engine = _untied({"head": "embedding", "decoder": "embedding"}, names)
+    plan = plan_load(metadata, engine, LoadOptions(strict="decoder" not in names))
+    assert names_of(plan, MASTER, "restored") == tuple(sorted(names))
+    assert names_of(plan, "exp_avg", "restored") == ("head", "norm")
+    assert any("embedding in the checkpoint is head here" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("ties", [{}, {"head": ("decoder",)}, {"embedding": ("head",)}])
@@ -117,8 +173,8 @@ def test_copies_that_cannot_be_compared_need_equal_checksums(crc32s: dict[str, t
         plan = plan_load(metadata, engine, LoadOptions())
         assert plan.replica_checks == () and names_of(plan, MASTER, "restored") == ("head",)
         return
-    with pytest.raises(MismatchError, match="same parameters"):
-        plan_load(metadata, engine, LoadOptions())
+    with pytest.raises(MismatchError, match="cannot be compared"):
+        plan_load(metadata, engine, LoadOptions(strict=False))
 
 
 def test_empty_copies_need_no_comparison() -> None:

@@ -20,7 +20,7 @@ from elastic_ckpt.core.local_state import ModelLayout, RankCoordinates
 from elastic_ckpt.core.shard_specs import layout_of_affine
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.planning.live_names import adopt_live_names
+from elastic_ckpt.planning.ties import adopt_live_names
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, resolve
 from elastic_ckpt.sharding.rules import Preset, ShardingRules
 from tests.resolving import (
