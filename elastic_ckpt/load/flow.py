@@ -142,9 +142,8 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
             host = training_state.TrainingStateCommit(engine, checkpoint.training_state, arguments, at, restored)
             warnings += tuple(checkpoint.training_state.left_out.values())
             scheduler = with_other_schedulers(host.scheduler, engine, config)
-            wanted = {"optimizer_states": with_states, "strict": strict, "scheduler": scheduler}
-            wanted |= {"goes_on": not arguments.load_module_only}
-            plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, **wanted))
+            wanted = {"optimizer_states": with_states, "strict": strict, "goes_on": not arguments.load_module_only}
+            plan = plan_load(checkpoint.metadata, local_state, LoadOptions.of(config, scheduler=scheduler, **wanted))
             adapter.check(plan, checkpoint.metadata.source.zero_stage)
             check_client_schedulers(engine, plan, checkpoint.training_state.checkpoint)
             early = EarlyStates(engine, plan, engine.lr_scheduler if host.scheduler.is_restored else None)
