@@ -26,6 +26,7 @@ from elastic_ckpt.planning.near_names import (
     propose_renames,
     saved_shapes,
 )
+from elastic_ckpt.planning.quantized_weights import described_weights
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
 _EXCLUDED = (
@@ -33,6 +34,7 @@ _EXCLUDED = (
     "right where the model gets the same values again, as from_pretrained gives them, and wrong for random ones"
 )
 _NOT_CONVERTED = "DeepSpeed's converter drops the buffers of pipeline layers: the model's own values stay"
+_LEFT_OUT = "they describe quantized weights that were left out of the save: the model's own stay, with its own weights"
 _NO_PLACE = "the live model has no such entry"
 
 
@@ -70,14 +72,18 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     missing |= {kind: {each.name for each in lacking if each.key == kind} for kind in (BUFFER, FROZEN)}
     unsaved = set() if metadata.source.buffers_recorded else missing.pop(BUFFER)
     excluded = set()
+    of_quantized = _described(metadata, local_state)
     # ZeRO-2 and 3 list frozen parameters, even if there are none, unless they are excluded. At lower stages a save
     # without them looks like a model without any; of tied ones it keeps the second name
-    if not metadata.source.frozen_recorded and local_state.model.ties.keys() >= frozen - metadata.aliases.keys():
+    listed_frozen = frozen - metadata.aliases.keys() - of_quantized.keys()
+    if not metadata.source.frozen_recorded and local_state.model.ties.keys() >= listed_frozen:
         excluded = missing[FROZEN] & {w.name for w in local_state.wholes if w.key == FROZEN and not w.trains}
         missing[FROZEN] -= excluded
     here, elsewhere = live.union(name for name, _ in wholes), local_state.model.elsewhere
     unexpected = {n for n in chain(trained, frozen, buffers) if n not in elsewhere and n not in here}  # often thousands
     lost = set().union(*missing.values())
+    left_out = of_quantized.keys() & unexpected  # with their weights
+    unexpected -= left_out
     names = unexpected & local_state.others
     if names and (strict or lost):  # which may be the lost ones, renamed by a hook
         problem = "the module's state dict has entries that are neither parameters nor buffers"
@@ -101,9 +107,28 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
         (MASTER, "ignored", unexpected & trained.keys(), _NO_PLACE),
         (FROZEN, "ignored", unexpected & frozen - trained.keys(), _NO_PLACE),
         (BUFFER, "ignored", unexpected & buffers, _NO_PLACE),
+        (FROZEN, "ignored", left_out, _LEFT_OUT),
     ]
     told = (Outcome(role, what, tuple(sorted(names)), why) for role, what, names, why in outcomes if names)
     return Matching(restored, found, tuple(told))
+
+
+def _described(metadata: CheckpointMetadata, local_state: LocalState) -> dict[str, str]:
+    """Entry -> frozen weight that it describes, of weights that the checkpoint lacks.
+
+    Raises :class:`UnsupportedError` for one that it has: without these entries, its values are of no use.
+    """
+    frozen = {whole.name for whole in local_state.wholes if whole.key == FROZEN}
+    entries = local_state.others.intersection(metadata.names(FROZEN))
+    described = described_weights(entries, frozen)
+    saved = {entry for entry, weight in described.items() if (weight, FROZEN) in metadata.tensors}
+    if saved:
+        problem = "quantized weights were saved, and what describes them is neither parameter nor buffer"
+        expected = "frozen quantized weights that are left out of the save, as their model makes them again"
+        found = f"{listed(saved)}, without which the weights have other values"
+        remedy = Remedy("save with exclude_frozen_parameters=True: such checkpoints load at every topology")
+        raise metadata.error(UnsupportedError, problem, saved, expected, found, (remedy, AT_ITS_TOPOLOGY))
+    return described
 
 
 def _ways_of(

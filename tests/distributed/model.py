@@ -185,6 +185,20 @@ class LoraLM(TinyLM):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class QuantizedLoraLM(LoraLM):
+    """Frozen weights of 4 and of 8 bits beside it, of one value in every run."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
+        quantized = importlib.import_module("bitsandbytes").nn
+        torch.manual_seed(0)
+        self.four = quantized.Linear4bit(64, 64, bias=False, quant_type="nf4", compress_statistics=True)
+        self.eight = quantized.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
+        for layer in (self.four, self.eight):
+            layer.to("cpu")  # quantizes it
+            layer.weight.requires_grad_(False)
+
+
 class HollowLM(TinyLM):
     """Parameters and buffers without elements: before, between and behind others, tied, frozen, with a gradient.
 
@@ -287,6 +301,7 @@ BUILDERS = {
         HugeLM,
         HeadFirstLM,
         LoraLM,
+        QuantizedLoraLM,
         HollowLM,
         RenamedLM,
         CheckpointedLM,
