@@ -100,13 +100,18 @@ def differing(values: Iterable[Mapping[str, Any]]) -> list[str]:
     return sorted(dict.fromkeys(map(str, found)))
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that others can be compared with, and printed: a float, or an integer of 64 bits."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 64)
+
+
 def numbers(value: Any) -> Sequence[float]:
     """The numbers of a scalar state, on all ranks; none of what is no number."""
     if isinstance(value, PerRank):
         return [number for each in value.values for number in numbers(each)]
     if isinstance(value, TensorValue):
-        return [each for each in value.elements if isinstance(each, int | float)]
-    return [value] if isinstance(value, int | float) else []
+        return [each for each in value.elements if is_number(each)]
+    return [value] if is_number(value) else []
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, SavedParameter, SourceFile
 from elastic_ckpt.core.state_kinds import MOMENTS, StateOptions
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.core.values import TrainingState
+from elastic_ckpt.core.values import TrainingState, is_number
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.known_states import check_master, check_shapes, check_tensor, check_value
@@ -49,6 +49,7 @@ _MOST_JSON_NBYTES = 100_000_000
 _COSTS: Mapping[bytes, int] = MappingProxyType({b"{": 250, b"[": 90, b":": 160, b",": 70})
 _COST_OF_ASCII, _COST_OF_OTHERS = 7, 10
 _MOST_MEMORY_NBYTES = 1 << 30
+_MOST_DIGITS = 21  # of integers, with a sign
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,10 @@ def _states(tensors: Tensors, members: Collection[str], files: Sequence[WeightsF
 
 
 def parse_json(text: bytes) -> Any:
-    """The value of a JSON text; ``ValueError`` if it is none or has a key twice, ``UnsupportedError`` above 1 GiB."""
+    """The value of a JSON text; ``UnsupportedError`` above 1 GiB.
+
+    ``ValueError`` if it is none, has a key twice, or an integer beyond 64 bits, to which nothing in these files counts.
+    """
     needed = len(text) * (_COST_OF_ASCII if text.isascii() else _COST_OF_OTHERS)
     needed += sum(cost * text.count(sign) for sign, cost in _COSTS.items())
     if needed > _MOST_MEMORY_NBYTES:
@@ -270,9 +274,15 @@ def parse_json(text: bytes) -> Any:
         found = f"{len(text)} bytes of text, which may take {needed}"
         raise UnsupportedError(problem, expected=expected, found=found, remedy=remedy)
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
     except RecursionError as error:
         raise ValueError("JSON that is nested too deeply") from error
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS or not is_number(value := int(digits)):
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -34,9 +34,11 @@ from elastic_ckpt.core.values import (
     LossScale,
     RecordedCounts,
     TrainingState,
+    is_number,
 )
 from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, LayoutError, Remedy, UnsupportedError
 from elastic_ckpt.formats.base import MetadataOptions
+from elastic_ckpt.formats.known_states import value_text
 from elastic_ckpt.formats.objects import materialise_entries
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.storage import absolute, file_names, is_folder, open_stream
@@ -124,11 +126,11 @@ def read_counters(file: PickledFile) -> dict[str, int]:
     """The counters that are in a file; :class:`DamagedError` for one that does not count."""
     counters = {key: file.tree[key] for key in COUNTERS if key in file.tree}
     for key, value in counters.items():
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) < _MOST_COUNT:
             problem = "a counter of this file is not a number of steps, samples or ranks"
-            found = repr(value)[:100] if isinstance(value, (int, float, str)) else type(value).__name__
+            found = value_text(value)
             remedy = f"leave {key} out of the saved client state, where it replaces DeepSpeed's own; take another tag"
-            raise DamagedError(problem, file.path, f"{key}: an integer >= 0", found, remedy=remedy)
+            raise DamagedError(problem, file.path, f"{key}: an integer from 0 to 2 ** 63 - 1", found, remedy=remedy)
     return counters
 
 
@@ -161,10 +163,14 @@ def run_arguments(saved: Any, folder: str) -> dict[str, Any]:
     values = vars(saved) if isinstance(saved, Namespace) else saved
     if not isinstance(values, Mapping):
         return {}
-    plain = {str(key): value for key, value in values.items() if isinstance(value, _PLAIN)}
+    plain = {str(key): value for key, value in values.items() if _is_plain(value)}
     if isinstance(saved, Namespace) or _NEOX_MARK not in plain:
         return plain
     return {**_neox_options(folder), **plain}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) and (not isinstance(value, int) or is_number(value))
 
 
 def _neox_options(folder: str) -> dict[str, Any]:
@@ -222,7 +228,7 @@ def parse_options(text: bytes) -> dict[str, Any] | None:
         for name, value in node.value:
             if not isinstance(name, yaml.ScalarNode) or not name.value:
                 return None
-            if isinstance(value, yaml.ScalarNode) and isinstance(plain := loader.construct_object(value), _PLAIN):
+            if isinstance(value, yaml.ScalarNode) and _is_plain(plain := loader.construct_object(value)):
                 options[name.value.replace("-", "_")] = plain
     except (yaml.YAMLError, RecursionError, *_MALFORMED):
         return None

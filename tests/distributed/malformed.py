@@ -52,6 +52,8 @@ VALUES: dict[str, Any] = {
     "0": 0,
     "7": 7,
     "2 ** 70": 1 << 70,
+    "-(2 ** 70)": -(1 << 70),
+    "beyond a double": 1 << 8000,
     "1.5": 1.5,
     "nan": float("nan"),
     "inf": float("inf"),

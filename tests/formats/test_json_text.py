@@ -42,7 +42,18 @@ def test_a_text_that_would_take_too_much_is_refused_at_once() -> None:
         parse_json(b"[" + b"{}," * 4_000_000 + b"1]")
 
 
-@pytest.mark.parametrize("text", [b'{"a": 1, "a": 2}', b"[" * 100_000, b"{", b"\xff", b""])
-def test_what_is_no_json_is_a_value_error(text: bytes) -> None:
+HUGE = str(10**400).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b'{"a": 1, "a": 2}', b"[" * 100_000, b"{", b"\xff", b"", HUGE, b"-" + HUGE, b"18446744073709551616", b"9" * 5000],
+)
+def test_what_is_no_json_of_these_files_is_a_value_error(text: bytes) -> None:
     with pytest.raises(ValueError):
         parse_json(text)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2**63 - 1, -(2**63), 1.5, 1e300])
+def test_numbers_are_what_they_are(number: float) -> None:
+    assert parse_json(str(number).encode()) == number

@@ -167,6 +167,12 @@ def test_scalars_that_are_not_what_their_tag_says_leave_options_unknown(value: s
     assert options_of(tmp_path, f"a: {value}\n") is None
 
 
+@pytest.mark.parametrize("value", ["0x" + "f" * 5000, "0b" + "1" * 9000, "1" + ":0" * 400, str(2**64)])
+def test_integers_that_count_nothing_are_no_options(value: str, tmp_path: Path) -> None:
+    options = options_of(tmp_path, f"a: {value}\nb: 3\n")
+    assert options is not None and options["b"] == 3 and "a" not in options
+
+
 def test_arguments_of_other_code_do_not_have_files_read(tmp_path: Path) -> None:
     configure(tmp_path, a='{"x": 1}')
     assert run_arguments({"seed": 3}, str(tmp_path)) == {"seed": 3}
