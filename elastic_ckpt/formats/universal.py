@@ -119,7 +119,8 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
         return index_model(open_one(paths[position]))
 
     def fit(items: Sequence[Any], opened: Mapping[str, PickledFile], _: NameStates) -> Fitted:
-        folders, of_folder = folders_of(found, names), dict(zip(names, items[files:], strict=True))
+        of_folder = dict(zip(names, items[files:], strict=True))
+        folders = folders_of(found, of_folder, items[: len(paths)])
         states = {(fqn, each.key): each for fqn, folder in folders.items() for each in of_folder[folder]}
         models: dict[tuple[int, int], ModelShard] = dict(zip(ranks, items, strict=False))
         optimizer: OptimizerFile = items[len(paths)] if has_optimizer else OptimizerFile()

@@ -10,15 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.metadata import MASTER, SavedParameter
 from elastic_ckpt.core.state_kinds import COMPANIONS
 from elastic_ckpt.core.wrappers import without_hidden
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats.base import CheckpointInfo
+from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
-from elastic_ckpt.formats.universal_states import CONVERT_AGAIN
+from elastic_ckpt.formats.universal_states import CONVERT_AGAIN, StateFile
 
 #: Entry of ``zero/optimizer_state.pt``: pairs of keys and the parameters with these files (``None``: all others).
 FILES = "elastic_ckpt_files"
@@ -30,23 +32,27 @@ _STEP = "step"
 FileList = tuple[tuple[tuple[str, ...], tuple[str, ...] | None], ...]
 
 
-def folders_of(found: CheckpointInfo, names: Sequence[str]) -> dict[str, str]:
-    """FQN -> folder below ``zero``. Raises :class:`DamagedError` if two are of one parameter.
+def folders_of(
+    found: CheckpointInfo, states: Mapping[str, Sequence[StateFile]], models: Iterable[ModelShard]
+) -> dict[str, str]:
+    """FQN -> folder below ``zero``, given the states in each folder.
 
-    DeepSpeed's converter names it as ``param_shapes`` does, with what wrappers add. Under the name of the state dict it
-    then adds the module's own entry, which is a copy.
+    DeepSpeed's converter names a folder as ``param_shapes`` lists the parameter. Under the name of the state dict, it
+    then adds the module's own entry, a copy without states. Raises :class:`DamagedError` for two with states.
     """
+    hidden_names = dict(chain.from_iterable(model.hidden.items() for model in models))
     folders: dict[str, str] = {}
     twice: list[str] = []
-    for name in names:
+    for name, present in states.items():
         fqn = without_hidden(name)
-        other = folders.get(fqn, fqn)
-        if fqn in folders and fqn not in (name, other):
-            twice.append(fqn)
-        folders[fqn] = other if name == fqn else name
+        if name == hidden_names.get(fqn, fqn):
+            folders[fqn] = name
+        elif [state.key for state in present] != [MASTER]:
+            twice.append(name)
     if twice:
-        folder, problem = found.path(UNIVERSAL_FOLDER), "two folders of a universal checkpoint are of one parameter"
-        raise DamagedError(problem, folder, "one folder for each", "two", parameter=twice, remedy=CONVERT_AGAIN)
+        folder, problem = found.path(UNIVERSAL_FOLDER), "a universal checkpoint has two folders of a parameter"
+        expected = "one with states, under the name that the model-states files list"
+        raise DamagedError(problem, folder, expected, listed(twice), parameter=twice, remedy=CONVERT_AGAIN)
     return folders
 
 
