@@ -34,6 +34,7 @@ from elastic_ckpt.core.values import PerRank, merged, moved
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.metadata_builder import dense_tensor
 from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.formats.own_entries import checked_tree
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import Scalars, merged_groups, settings
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -257,7 +258,7 @@ def _tied_names(known: frozenset[str]) -> dict[str, str]:
 
 
 def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
-    weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
+    weights = {str(name): ref for name, ref in checked_tree(file).items() if isinstance(ref, TensorRef)}
     return LayerShard(**file.facts, layer=layer, tp_rank=tp_rank, weights=weights)
 
 
@@ -282,7 +283,7 @@ class ExpertShard(SourceFile):
 def index_expert(file: PickledFile) -> ExpertShard:
     """Read one expert's file; :class:`LayoutError` if it has anything but that expert's tensors."""
     ((layer, expert, _),) = sort_names([os.path.basename(file.path)], is_universal=False).experts
-    weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
+    weights = {str(name): ref for name, ref in checked_tree(file).items() if isinstance(ref, TensorRef)}
     found = {name: expert_name(name) for name in weights}
     others = [name for name, e in found.items() if (e.number != expert if e else not name.endswith(f".{expert}"))]
     if others or not weights:

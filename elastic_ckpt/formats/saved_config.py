@@ -303,7 +303,7 @@ def _ranks_per_sample(ranks: int | None, batch: int, samples: int) -> int | None
 def positive_int(values: Mapping[str, Any], key: str) -> int | None:
     """The positive integer under ``key`` in untrusted values, else ``None``."""
     value = values.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < _MOST_COUNT else None
 
 
 def read_training_state(

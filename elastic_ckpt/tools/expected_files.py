@@ -14,6 +14,9 @@ from elastic_ckpt.formats.pickled import open_pickled
 
 #: More files than this are not enumerated, since numbers of ranks and experts are only claims of files and of names.
 _MOST_EXPECTED = 1 << 17
+#: What a file raises that reading the whole checkpoint reports.
+_UNREADABLE = (ElasticCkptError, TypeError, ValueError, AttributeError, LookupError)
+_OF_LAYER = re.compile(r"(\d{1,6})\.")
 _LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
 
 
@@ -25,7 +28,7 @@ def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
     model = None
     for name in (*files.model.values(), *files.model_zero3.values()):
         # the first that can be read: reading the whole checkpoint reports what is wrong with the others
-        with suppress(ElasticCkptError, TypeError, ValueError, AttributeError, LookupError):
+        with suppress(*_UNREADABLE):
             model = index_model_states(open_pickled(found.path(name), trust_pickle))
             break
     dp = 0 if model is None or files.is_universal else model.counters["dp_world_size"]
@@ -53,8 +56,18 @@ def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
     if sample := next(iter(files.optimizer.values()), None):
         prefix, joint = sample.partition("zero_pp_rank")[0], "_" if "_optim_states" in sample else ""
         yield from (f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt" for mp in mps for dp in dps)
-    layers = {layer for layer, _ in files.layers}
+    layers = {layer for layer, _ in files.layers} | _listed_layers(found, trust_pickle)
     tp = max((rank + 1 for _, rank in files.layers), default=0)
     with_rank = any(_LAYER_OF_TP.search(name) for name in files.layers.values())
     for layer in sorted(layers) if len(layers) * tp <= _MOST_EXPECTED else ():  # a layer is of every rank or of none
         yield from (f"layer_{layer:02d}-{f'model_{rank:02d}-' * with_rank}model_states.pt" for rank in range(tp))
+
+
+def _listed_layers(found: CheckpointInfo, trust_pickle: bool) -> set[int]:
+    """The numbers of the pipeline layers of which model-states files list parameters or buffers."""
+    names = set[str]()
+    for file in found.files.model.values() if found.files.layers else ():
+        with suppress(*_UNREADABLE):
+            model = index_model_states(open_pickled(found.path(file), trust_pickle))
+            names |= {*model.buffer_names, *(name for shapes in model.param_shapes for name, _ in shapes)}
+    return {int(match[1]) for match in map(_OF_LAYER.match, names) if match}

@@ -242,20 +242,27 @@ def _kind_of_file(found: CheckpointInfo, name: str) -> str:
     return OWN if is_own else OTHER
 
 
-def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[CheckpointMetadata | None, list[Finding]]:
-    """The metadata, as a load would read it; else what is wrong with each file."""
-    try:
-        return open_checkpoint(found, config, with_unmade=False).checkpoint.metadata, []
-    except ElasticCkptError as raised:
-        error = raised
-    if found.foreign:
-        return None, [of_unreadable(error, kind_of(error)), Finding(NOTE, "not-checked", "anything else")]
-    findings, present = list[Finding](), set(map(naming.plain_name, file_names(found.folder)))
+def _missing_files(found: CheckpointInfo, config: ElasticConfig) -> Iterator[Finding]:
+    """Findings on the files that a folder should have and has not."""
+    present = set(map(naming.plain_name, file_names(found.folder)))
     for name in expected_files(found, config.trust_pickle):
         if name not in present:
             where = "no such file" if VIEW.get() is None else "no such file in any of these folders"
             text = f"{where}; restore it, or take another tag"
-            findings.append(Finding(ERROR, "missing", text, file=found.path(name)))
+            yield Finding(ERROR, "missing", text, file=found.path(name))
+
+
+def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[CheckpointMetadata | None, list[Finding]]:
+    """The metadata, as a load would read it; else what is wrong with each file."""
+    try:
+        metadata = open_checkpoint(found, config, with_unmade=False).checkpoint.metadata
+        # of a pipeline, masters alone are enough to read
+        return metadata, list(_missing_files(found, config)) if found.files.layers else []
+    except ElasticCkptError as raised:
+        error = raised
+    if found.foreign:
+        return None, [of_unreadable(error, kind_of(error)), Finding(NOTE, "not-checked", "anything else")]
+    findings = list(_missing_files(found, config))
     for path in files_by_kind(found)[OWN]:
         try:
             file = open_file(path, config.trust_pickle)
