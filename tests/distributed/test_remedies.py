@@ -26,6 +26,8 @@ from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
 from tests.distributed.remedy_cells import CELLS, DIARY, MODEL, REASONS, SAVED, UNKNOWN, Change, edits
 from tests.distributed.remedy_jobs import Cell, Outcome
+from tests.distributed.remedy_parallel_cells import CELLS as PARALLEL
+from tests.distributed.remedy_parallel_cells import SAVED as SAVED_PARALLEL
 from tests.distributed.remedy_sites import Site, noted, sites
 
 
@@ -45,16 +47,37 @@ def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(launch: Launch, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
     """By cell: what each of three ranks found."""
     cells = {}
-    for number, (name, case) in enumerate(CELLS.items()):
-        folder = saved / f"{case.saved.name}-dp2"
-        if case.change is not None:
-            copy = tmp_path_factory.mktemp("changed") / str(number)
-            shutil.copytree(folder, copy)
-            case.change(copy)
-            folder = copy
-        cells[name] = replace(case.cell, folder=str(folder))
+    for name, case in CELLS.items():
+        folder = _changed(saved / f"{case.saved.name}-dp2", case.change, tmp_path_factory)
+        cells[name] = replace(case.cell, folder=folder)
+    return _by_name(launch(3, "remedy_jobs.follow", cells))
+
+
+@pytest.fixture(scope="module")
+def parallel_outcomes(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """The same of tensor and pipeline parallel engines, on two ranks."""
+    folders = {setup: tmp_path_factory.mktemp("parallel") for setup in SAVED_PARALLEL}
+    launch(2, "parallel_jobs.save_each", [{"setup": setup, "folder": str(at)} for setup, at in folders.items()])
+    cells = {}
+    for name, case in PARALLEL.items():
+        folder = _changed(folders[case.saved], case.change, tmp_path_factory)
+        cells[name] = replace(case.cell, folder=folder)
+    return _by_name(launch(2, "remedy_parallel_jobs.follow", cells))
+
+
+def _changed(folder: Path, change: Change | None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A changed copy of a checkpoint; without a change, the checkpoint."""
+    if change is None:
+        return str(folder)
+    copy = tmp_path_factory.mktemp("changed") / "copy"
+    shutil.copytree(folder, copy)
+    change(copy)
+    return str(copy)
+
+
+def _by_name(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
     found: dict[str, list[Outcome]] = {}
-    for outcome in launch(3, "remedy_jobs.follow", cells):
+    for outcome in outcomes:
         found.setdefault(outcome.name, []).append(outcome)
     return found
 
@@ -110,11 +133,22 @@ def test_a_remedy_of_convert_converts(name: str, conversions: dict[str, Conversi
 
 @pytest.mark.parametrize("name", CELLS)
 def test_every_remedy_holds_what_it_promises(name: str, outcomes: dict[str, list[Outcome]]) -> None:
-    case = CELLS[name]
-    for outcome in outcomes[name]:
-        assert outcome.refused.kinds[:1] == (case.kind,), outcome.refused.texts
+    _check(outcomes[name], CELLS[name].kind, CELLS[name].count)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_every_remedy_of_parallel_engines_holds_what_it_promises(
+    name: str, parallel_outcomes: dict[str, list[Outcome]]
+) -> None:
+    _check(parallel_outcomes[name], PARALLEL[name].kind, PARALLEL[name].count)
+
+
+def _check(outcomes: list[Outcome], kind: str, count: int) -> None:
+    """One refusal of a kind on all ranks, and what each of so many remedies did."""
+    for outcome in outcomes:
+        assert outcome.refused.kinds[:1] == (kind,), outcome.refused.texts
         assert len(outcome.refused.texts) == 1 and not outcome.refused.changed
-        assert len(outcome.followed) == case.count, outcome.refused.remedies
+        assert len(outcome.followed) == count, outcome.refused.remedies
         for followed in outcome.followed:
             assert followed.error == "" and followed.differences == {}, f"{followed.remedy}: {followed}"
         # DeepSpeed's loader does not reshard
@@ -138,10 +172,13 @@ def test_a_load_at_the_topology_of_the_save_is_named_where_it_works(
 
 
 def test_each_way_out_is_followed_or_has_a_reason(
-    outcomes: dict[str, list[Outcome]], at_their_topology: list[Outcome], conversions: dict[str, Conversion]
+    outcomes: dict[str, list[Outcome]],
+    parallel_outcomes: dict[str, list[Outcome]],
+    at_their_topology: list[Outcome],
+    conversions: dict[str, Conversion],
 ) -> None:
     """A new remedy that a program can follow needs a cell here, or says what a cell would need."""
-    every = [*chain.from_iterable(outcomes.values()), *at_their_topology]
+    every = [*chain(*outcomes.values(), *parallel_outcomes.values()), *at_their_topology]
     followed = {
         site.name
         for outcome in every
