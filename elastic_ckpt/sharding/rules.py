@@ -287,6 +287,13 @@ class ModelShapes:
         common = math.gcd(taken, key)
         return [taken // common, key // common, key // common]
 
+    def widths_of_parts(self, name: str) -> list[int] | None:
+        """Relative widths of what is fused in a parameter, if shapes show them; ``None`` if unknown."""
+        if _QKV.search(name):
+            return self.qkv_widths(name)
+        rows, taken = self._widths(name)
+        return [1, 1] if rows == 2 * taken > 0 else None
+
     def objection(self, name: str, spec: ShardSpec) -> str | None:
         """What contradicts a spec, or ``None``. A user's may state what shapes do not show."""
         if spec.is_replicated or spec.is_ambiguous:

@@ -103,28 +103,10 @@ class Sharding:
             pattern = said.pattern  # one line settles all that it applies to
         elif similar[_NUMBER.sub("#", self.name)] > 1:
             pattern = _NUMBER.sub(r"\\d+", pattern)
-        choices: list[dict[str, object]] = [{"pattern": pattern, "kind": "column"}]
-        meaning = "whichever it is" + ", and likewise for the others" * (len(similar) > 1)
-        if self.is_fused:
-            widths = self.checkpoint.shapes.qkv_widths(self.name) or _WIDTHS
-            choices.append({**choices[0], "sub_parameters": widths})
-            meaning = (
-                "the first where nothing is fused, or each head (or group) holds its own q, k and v; the second where "
-                "each rank holds its parts one behind the other: [heads, key-value heads, key-value heads] for q, k "
-                "and v, [1, 1] for gate and up"
-            )
-        elif len(self.shapes[0]) == 1 and len({*self.shapes, *self.live.shapes}) == 1:
-            choices = [{"pattern": pattern, "kind": kind} for kind in ("replicated", "summed")]
-        else:
-            choices += [{"pattern": pattern, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
         named = presets_for(self) if said is None else ()
         named = [each for each in named if all(each in presets_for(other) for other in others)]
         remedy = [Remedy(when=f"if code of {each} saved it", config={"tp_preset": each}) for each in named]
-        remedy += [Remedy(config={"tp_rules": [choice]}) for choice in choices[:-1]]
-        if choices[-1].get("sub_parameters") == _WIDTHS:  # which only a person can fill in
-            remedy.append(Remedy(f"{_config(choices[-1])} ({meaning})"))
-        else:
-            remedy.append(Remedy(f"({meaning})", config={"tp_rules": choices[-1:]}))
+        remedy += self._rules(pattern)
         why = "nothing says so" if said is None else f"{said.origin}: {said.ambiguous}"
         of_several = ": it is made of several, whose arrangement its shape does not show" if self.is_fused else ""
         return self.mismatch(
@@ -156,9 +138,28 @@ class Sharding:
         ways = [self._declared(kind, f"if it is sharded by {kind}") for kind in kinds]
         return self.mismatch(problem, f"{layout}: {why}", self._both(), ways)
 
-    def _declared(self, kind: str, when: str) -> Remedy:
-        """The rule of a user that says how this parameter is sharded."""
-        return Remedy(when=when, config={"tp_rules": [{"pattern": re.escape(self.name), "kind": kind}]})
+    def _declared(self, kind: str, when: str, pattern: str | None = None) -> Remedy:
+        """The rule of a user that says how this parameter, or all of a pattern, is sharded."""
+        return Remedy(when=when, config={"tp_rules": [{"pattern": pattern or re.escape(self.name), "kind": kind}]})
+
+    def _rules(self, pattern: str) -> list[Remedy]:
+        """The rules for a pattern of which one is true, and when; each of the others would load wrong values."""
+        if self.is_fused:
+            return [self._declared("column", _NOT_FUSED, pattern), self._in_parts(pattern)]
+        copies = self._declared("replicated", "if every rank holds the whole", pattern)
+        if len(self.shapes[0]) == 1 and len({*self.shapes, *self.live.shapes}) == 1:
+            return [copies, self._declared("summed", "if its value is the sum of what the ranks hold", pattern)]
+        cut = [self._declared(kind, f"if it is sharded by {kind}", pattern) for kind in ("column", "row", "vocabulary")]
+        return [*cut, copies]
+
+    def _in_parts(self, pattern: str) -> Remedy:
+        """The rule for several parameters in one, of which a person gives the widths where shapes do not."""
+        rule: dict[str, object] = {"pattern": pattern, "kind": COLUMN}
+        widths = self.checkpoint.shapes.widths_of_parts(self.name)
+        if widths is not None:
+            return Remedy(when=_IN_PARTS, config={"tp_rules": [{**rule, "sub_parameters": widths}]})
+        meaning = "[heads, key-value heads, key-value heads] for q, k and v, [1, 1] for gate and up"
+        return Remedy(f"{_config({**rule, 'sub_parameters': _WIDTHS})} ({meaning})", when=_IN_PARTS)
 
     def vocabulary_too_small(self, saved: int, live: int, real: int | None) -> MismatchError:
         """Rows that may not be padding would be dropped; ``real``: rows that are not, if known."""
@@ -305,6 +306,9 @@ def known_specs(
 
 #: Stands for numbers that are not known.
 _WIDTHS = "<relative widths>"
+#: How a parameter may be arranged that is made of several.
+_NOT_FUSED = "if nothing is fused in it, or each head (or group) holds its own q, k and v"
+_IN_PARTS = "if each rank holds its parts one behind the other"
 
 
 def _config(rule: Mapping[str, object]) -> str:

@@ -19,8 +19,9 @@ GROWN = Parallel("3d", "uniform", tp=2, stage=1, rows=66)
 #: What two ranks save, and as many load.
 SAVED = [TWO_STAGES, SHARDED]
 EMBEDDING = {"pattern": r"tied_modules\.embed\.weight", "kind": "vocabulary"}
-NORM = "2.norm.weight"
-DRIFT = {NORM: 0.25}
+#: A norm and a matrix of which each rank has all: of the matrix, nobody but its shape says so.
+NORM, POSITIONS = "2.norm.weight", "1.weight"
+MORE = 0.25
 BY_COPY = {"tp_rules": [{"pattern": r".*norm\..*", "kind": "replicated"}]}
 
 
@@ -43,15 +44,19 @@ class ParallelCase:
     change: Callable[[Path], Any] | None = None
 
 
-def drift(copy: Path) -> None:
-    """The second tensor-parallel rank's copy of a norm is another one, in all files that have it."""
+def drifts(name: str) -> Callable[[Path], None]:
+    """Change the second tensor-parallel rank's copy of a parameter in all files that have it."""
+    layer, _, inside = name.partition(".")
 
     def change_weight(tree: dict[str, torch.Tensor]) -> None:
-        tree["norm.weight"] += DRIFT[NORM]
+        tree[inside] += MORE
 
-    damage.edit("layer_02-model_01-model_states.pt", change_weight)(copy)
-    optimizer = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
-    damage.edit(optimizer, lambda tree: add_to_master(tree, NORM, DRIFT[NORM]))(copy)
+    def apply(copy: Path) -> None:
+        damage.edit(f"layer_{int(layer):02}-model_01-model_states.pt", change_weight)(copy)
+        optimizer = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+        damage.edit(optimizer, lambda tree: add_to_master(tree, name, MORE))(copy)
+
+    return apply
 
 
 CELLS: dict[str, ParallelCase] = {
@@ -80,7 +85,18 @@ CELLS: dict[str, ParallelCase] = {
             holds=("if it is sharded by row",),
         ),
     ),
-    "a copy that drifted apart": ParallelCase(
-        SHARDED, ParallelCell(WHOLE, config=BY_COPY, drift=DRIFT), count=2, change=drift
+    "fused parts": ParallelCase(
+        SHARDED,
+        ParallelCell(
+            WHOLE, unmarked=r"3\.gate_up\.weight", holds=("if each rank holds its parts one behind the other",)
+        ),
+    ),
+    "copies that drifted apart": ParallelCase(
+        SHARDED, ParallelCell(WHOLE, config=BY_COPY, drift={NORM: MORE}), count=2, change=drifts(NORM)
+    ),
+    "what seems to be copies": ParallelCase(
+        SHARDED,
+        ParallelCell(WHOLE, drift={POSITIONS: MORE}, holds=("if they are copies that drifted apart",)),
+        change=drifts(POSITIONS),
     ),
 }

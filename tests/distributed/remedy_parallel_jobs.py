@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ class ParallelCell:
         folder: of the checkpoint.
         config: ``"elastic_checkpoint"``.
         holds: conditions of remedies that are true here; those of others are not followed.
+        unmarked: a pattern of the live parameters that do not say how they are sharded.
         drift: of one parameter, by name, what the second tensor-parallel rank's copy in the files has more.
     """
 
@@ -34,6 +36,7 @@ class ParallelCell:
     folder: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     holds: tuple[str, ...] = ()
+    unmarked: str = ""
     drift: dict[str, float] = field(default_factory=dict)
 
 
@@ -55,6 +58,9 @@ def follow(cells: dict[str, ParallelCell]) -> list[Outcome]:
 def _engine(cell: ParallelCell, config: dict[str, Any]) -> Any:
     """One that has trained, and holds other values than the checkpoint."""
     engine = build(cell.setup, seed=8, config={"elastic_checkpoint": config})
+    for name, param in engine.module.named_parameters():
+        if cell.unmarked and re.fullmatch(cell.unmarked, name):
+            del param.tensor_model_parallel, param.partition_dim, param.partition_stride
     train(engine, cell.setup, 60, 61)
     return engine
 

@@ -285,6 +285,32 @@ def test_a_name_that_tells_nothing_does_not_hide_a_gate(said: dict[str, Any]) ->
             decided(metadata, "0.mlp.first.weight", layout(live, **said))
 
 
+@pytest.mark.parametrize("name", ["mlp.gate_up.weight", "mlp.w12.weight", "mlp.linear_fc1.weight"])
+def test_a_gate_is_never_offered_the_widths_of_query_key_and_value(name: str) -> None:
+    whole = numbered(16, 4)
+    metadata = checkpoint({name: whole.chunk(2), "mlp.down.weight": list(numbered(4, 8).chunk(2, dim=1))})
+    with pytest.raises(MismatchError, match="made of several") as caught:
+        decided(metadata, name, layout([whole]))
+    rules_of = [way.config["tp_rules"][0] for way in caught.value.remedies if "tp_rules" in way.config]
+    assert [rule.get("sub_parameters") for rule in rules_of] == [None, [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "live"),
+    [
+        ("attn.qkv_proj.weight", [numbered(12, 8)] * 2, [numbered(24, 8)]),
+        ("m.weight", [numbered(2, 3)] * 2, [numbered(5, 3)]),
+        ("m.weight", [numbered(2)] * 2, [numbered(3)]),
+    ],
+)
+def test_of_rules_of_which_one_is_true_each_says_when(
+    name: str, saved: list[torch.Tensor], live: list[torch.Tensor]
+) -> None:
+    """A program that follows the others would load wrong values."""
+    when = [way.when for way in refused(name, saved, live).remedies]
+    assert len(when) > 1 and all(when) and len(set(when)) == len(when)
+
+
 def test_widths_of_query_key_and_value_are_told_by_the_layer_behind() -> None:
     name, whole = "attn.qkv_proj.weight", numbered(24, 16)  # 16 of queries, 4 of keys, 4 of values
     metadata = checkpoint({name: whole.chunk(2), "attn.o_proj.weight": numbered(16, 16).chunk(2, dim=1)})
