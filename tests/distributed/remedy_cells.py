@@ -32,13 +32,15 @@ DIARY = Setup(1, optimizer="diary")
 WHOLE, PLAIN, ZERO3, SGD = Setup(0), Setup(1), Setup(3), Setup(1, optimizer="sgd")
 NADAM = Setup(1, optimizer="nadam")
 UNKNOWN, SPLIT = Setup(1, optimizer="unknown"), Setup(3, zero=SUB_GROUPS)
+#: Of whose states DeepSpeed's getters give nothing, or codes.
+UNKNOWN_WHOLE, EIGHT_BIT = Setup(0, optimizer="unknown"), Setup(2, optimizer="bnb.AdamW8bit")
 SAVED = [WHOLE, PLAIN, ZERO3, SGD, NADAM, DIARY, SPLIT]
 Change = Callable[[Path], Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A refusal on three ranks, of what two ranks saved.
+    """A refusal on three ranks, of what two ranks saved, or as many as it says.
 
     Attributes:
         saved: by which setup.
@@ -46,6 +48,7 @@ class Case:
         kind: of the error.
         count: how many of its remedies a program can follow, where the cell's conditions hold.
         change: of the files, before.
+        ranks: that saved.
     """
 
     saved: Setup
@@ -53,6 +56,7 @@ class Case:
     kind: str
     count: int = 1
     change: Change | None = None
+    ranks: int = 2
 
 
 def edits(change: Callable[[dict[str, Any]], Any], *files: str) -> Change:
@@ -187,7 +191,16 @@ CELLS: dict[str, Case] = {
     "a parameter more, of an unknown optimizer": Case(
         UNKNOWN, Cell("", UNKNOWN, "RicherLM", arguments={"load_module_strict": False}), "MismatchError"
     ),
+    "blocks that may not be requantized": Case(
+        EIGHT_BIT, Cell("", EIGHT_BIT, "WideLM", config=ON_CHANGE, exact=WEIGHTS), "MismatchError"
+    ),
     # states and hyperparameters
+    "a table of each parameter": Case(
+        UNKNOWN_WHOLE,
+        Cell("", UNKNOWN, exact=WEIGHTS, holds=("if it is one table for all",)),
+        "UnsupportedError",
+        2,
+    ),
     "a strange state": Case(
         PLAIN,
         Cell("", PLAIN, holds=(MADE_ANEW,)),
@@ -241,6 +254,9 @@ CELLS: dict[str, Case] = {
     "saved without states": Case(WHOLE, Cell("", PLAIN), "LayoutError", 2, edits(of_deepspeed_017, MODEL)),
     "one missing file": Case(PLAIN, Cell("", PLAIN), "MissingFilesError", 1, remove(RANK1)),
     "the first file missing": Case(PLAIN, Cell("", PLAIN), "MissingFilesError", 1, remove(RANK0)),
+    "several missing files": Case(
+        PLAIN, Cell("", Setup(2), exact=WEIGHTS), "MissingFilesError", 1, remove(RANK0, RANK1), ranks=3
+    ),
     "no optimizer files": Case(PLAIN, Cell("", PLAIN), "MissingFilesError", 1, remove(RANK0, RANK1)),
     "a file that was renamed": Case(
         PLAIN,
@@ -336,7 +352,8 @@ CELLS: dict[str, Case] = {
 }
 
 #: Remedies that no cell follows: by the site's name.
-_EXPERTS, _PARALLEL = "needs expert parallelism", "needs tensor parallelism"
+_EXPERTS = "needs expert parallelism"
+_SUMMED = "needs 8-bit states of tensor-parallel copies"
 _TOOL = "is of a command"
 _SHARED = "needs an optimizer with a table for all parameters"
 REASONS: dict[str, str] = {
@@ -347,23 +364,19 @@ REASONS: dict[str, str] = {
     "core/fqn.py cannot_slice: load_optimizer_states": _EXPERTS,
     "engines/optimizers.py schema_of: load_optimizer_states": "needs torchao",
     "errors.py keeps_first: replicated_params": "needs a save without the tie: test_weights_alone.py follows it",
-    "formats/native.py _refuse_missing: load_module_only": "needs three files or more, two of them missing",
     "formats/torch_archive/charges.py limit_error: trust_pickle": "needs a file beyond a limit, which takes long to write",
     "formats/torch_archive/known_values.py check_device: trust_pickle": "needs a torch with another backend",
-    "io/staging.py encode: load_optimizer_states": "needs 8-bit states that are not finite",
+    "io/staging.py encode: load_optimizer_states": "comes when the engine is partly overwritten: PartialLoadError",
     "load/hook.py no_other_loader: arguments, command": "needs an object store",
     "load/pretrained.py PretrainedLoad._weights: strict": "is of load_pretrained",
     "planning/plan_builder.py PlanBuilder._add_replicated: load_optimizer_states": _SHARED,
-    "planning/plan_builder.py PlanBuilder._check_shape: load_optimizer_states": _PARALLEL,
-    "planning/plan_builder.py PlanBuilder._check_values: load_optimizer_states": _PARALLEL,
-    "planning/plan_builder.py PlanBuilder._check_values: replicated_params": _PARALLEL,
-    "planning/plan_builder.py PlanBuilder._requantized: on_change": "needs 8-bit states",
+    "planning/plan_builder.py PlanBuilder._check_shape: load_optimizer_states": "needs states of whole parameters: Adafactor's factors",
+    "planning/plan_builder.py PlanBuilder._check_values: load_optimizer_states": _SUMMED,
+    "planning/plan_builder.py PlanBuilder._check_values: replicated_params": _SUMMED,
     "planning/state_matching.py _Matcher._replicated: load_optimizer_states": _SHARED,
     "planning/state_matching.py _Matcher._replicated: states": _SHARED,
-    "planning/state_matching.py _Matcher._whole_state: load_optimizer_states": "needs states of whole tensors",
-    "planning/state_matching.py _Matcher._whole_state: states": "needs states of whole tensors",
     "sharding/rules.py refuse_other_code: tp_preset": "needs two versions of Megatron",
-    "sharding/specs.py Sharding.undecided: tp_preset": _PARALLEL,
+    "sharding/specs.py Sharding.undecided: tp_preset": "needs names that a preset knows and no evidence of its code",
     "storage/local.py _saved_over: wait_for_files": "needs a save over the checkpoint in mid-load",
     "storage/remote.py RemoteFolder.__init__: command": "needs an installation without obstore",
     "tools/conversion/states.py quantized_states: replicated_params": _TOOL,

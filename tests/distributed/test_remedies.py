@@ -24,7 +24,19 @@ from elastic_ckpt.tools.opened import open_folder
 from tests.distributed import damage
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
-from tests.distributed.remedy_cells import CELLS, DIARY, MODEL, REASONS, SAVED, UNKNOWN, Change, edits
+from tests.distributed.remedy_cells import (
+    CELLS,
+    DIARY,
+    EIGHT_BIT,
+    MODEL,
+    PLAIN,
+    REASONS,
+    SAVED,
+    UNKNOWN,
+    UNKNOWN_WHOLE,
+    Change,
+    edits,
+)
 from tests.distributed.remedy_jobs import Cell, Outcome
 from tests.distributed.remedy_parallel_cells import CELLS as PARALLEL
 from tests.distributed.remedy_parallel_cells import SAVED as SAVED_PARALLEL
@@ -35,12 +47,20 @@ from tests.distributed.remedy_sites import Site, noted, sites
 def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     launch(2, "save", {"folder": str(folder), "setups": SAVED})
-    # of whose states DeepSpeed's getters give nothing; in fp32 its weights are the masters
-    launch(2, "save", {"folder": str(folder), "setups": [UNKNOWN], "truth": False})
-    tree = torch.load(folder / f"{UNKNOWN.name}-dp2" / "step4" / MODEL, weights_only=False)
-    weights = {name: tree["module"][name] for shapes in tree["param_shapes"] for name in shapes}
-    torch.save({"masters": weights, "weights": weights, "states": {}}, folder / f"{UNKNOWN.name}-dp2" / "truth.pt")
+    launch(3, "save", {"folder": str(folder), "setups": [PLAIN]})
+    launch(2, "save", {"folder": str(folder), "setups": [UNKNOWN, UNKNOWN_WHOLE], "truth": False})
+    launch(2, "save", {"folder": str(folder), "setups": [EIGHT_BIT], "model": "WideLM", "truth": False})
+    for setup in (UNKNOWN, UNKNOWN_WHOLE, EIGHT_BIT):
+        _write_weights(folder / f"{setup.name}-dp2")
     return folder
+
+
+def _write_weights(folder: Path) -> None:
+    """The truth of a save whose states are not known: in fp32 its weights are the masters."""
+    tree = torch.load(folder / "step4" / MODEL, weights_only=False)
+    trained = list(chain(*tree["param_shapes"])) if tree["param_shapes"] else tree["module"]
+    weights = {name: tree["module"][name] for name in trained}
+    torch.save({"masters": weights, "weights": weights, "states": {}}, folder / "truth.pt")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +68,7 @@ def outcomes(launch: Launch, saved: Path, tmp_path_factory: pytest.TempPathFacto
     """By cell: what each of three ranks found."""
     cells = {}
     for name, case in CELLS.items():
-        folder = _changed(saved / f"{case.saved.name}-dp2", case.change, tmp_path_factory)
+        folder = _changed(saved / f"{case.saved.name}-dp{case.ranks}", case.change, tmp_path_factory)
         cells[name] = replace(case.cell, folder=folder)
     return _by_name(launch(3, "remedy_jobs.follow", cells))
 
@@ -166,7 +186,8 @@ def test_a_load_at_the_topology_of_the_save_is_named_where_it_works(
         for name in of_topology
         if CELLS[name].change is None
     }
-    assert there.keys() == {"a state of unknown layout"}
+    expected = {"a state of unknown layout", "a table of each parameter", "blocks that may not be requantized"}
+    assert there.keys() == expected
     for outcome in launch(2, "remedy_jobs.at_saved_topology", there):
         assert outcome.refused.kinds == (), outcome.refused.texts
 
