@@ -112,7 +112,7 @@ def test_views_of_few_storages_cost_what_their_file_justifies(
                             assert isinstance(read, LeftInFile) and each.numel() > 16
                 elif place == "states":
                     for ref in refs:
-                        sort_states(file, {"step": ref}, StateOptions())
+                        sort_states(file, {"count": ref}, StateOptions())
                 else:
                     made = materialise(file, {"all": refs})
                     assert all(map(torch.equal, made["all"], tensors))
