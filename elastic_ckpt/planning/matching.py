@@ -123,11 +123,13 @@ def _described(metadata: CheckpointMetadata, local_state: LocalState) -> dict[st
     described = described_weights(entries, frozen)
     saved = {entry for entry, weight in described.items() if (weight, FROZEN) in metadata.tensors}
     if saved:
-        problem = "quantized weights were saved, and what describes them is neither parameter nor buffer"
+        problem = (
+            "quantized weights were saved, and what describes them, without which they have other values, is neither "
+        )
+        problem += "parameter nor buffer"
         expected = "frozen quantized weights that are left out of the save, as their model makes them again"
-        found = f"{listed(saved)}, without which the weights have other values"
         remedy = Remedy("save with exclude_frozen_parameters=True: such checkpoints load at every topology")
-        raise metadata.error(UnsupportedError, problem, saved, expected, found, (remedy, AT_ITS_TOPOLOGY))
+        raise metadata.error(UnsupportedError, problem, saved, expected, listed(saved), (remedy, AT_ITS_TOPOLOGY))
     return described
 
 
