@@ -85,7 +85,8 @@ def _without_entries_of_masters(metadata: CheckpointMetadata, rules: RenameRules
     by_new = {rename(name, rules): name for name in metadata.parameters}
     for name in metadata.names(FROZEN):
         owner = by_new.get(rename(name, rules), name)
-        master, entry = metadata.tensors.get((owner, MASTER)), metadata.tensors[name, FROZEN]
+        master = metadata.tensors.get((owner, MASTER))
+        entry = metadata.tensors[name, FROZEN]
         if owner != name and master is not None and master.shard_shapes == entry.shard_shapes:
             entries[name, FROZEN] = owner
     if not entries:
@@ -101,7 +102,8 @@ def _one_name(
     metadata: CheckpointMetadata, rules: RenameRules, names: Iterable[str], new: str, old: Sequence[str]
 ) -> MismatchError:
     """The error for rules under which ``old`` saved names become one, and what can be done about them."""
-    problem, found = 'a rule under "rename" gives two saved parameters one name', listed(old)
+    problem = 'a rule under "rename" gives two saved parameters one name'
+    found = listed(old)
     at_fault = {_pattern_for(name, rules) for name in old if rename(name, rules) != name}
     without = {"rename": [list(rule) for rule in rules if rule[0] not in at_fault]}
     if len({metadata.aliases.get(name, name) for name in old}) == 1:

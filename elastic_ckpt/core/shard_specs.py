@@ -314,7 +314,8 @@ def _declared(info: Mapping[str, Any]) -> DeclaredSpecs:
 
 def _specs_of_fused(info: Mapping[str, Any]) -> list[ShardSpec]:
     """A single number in the shape is a count of equal sub-parameters."""
-    specs, sub_parameters = [], 0
+    specs = []
+    sub_parameters = 0
     for saved in _entries(info.get("parameter_with_sub_params")):
         entry = saved if isinstance(saved, Mapping) else vars(saved)
         dim = int(entry["partition_dim"])

@@ -50,7 +50,8 @@ def folders_of(
         elif [state.key for state in present] != [MASTER]:
             twice.append(name)
     if twice:
-        folder, problem = found.path(UNIVERSAL_FOLDER), "a universal checkpoint has two folders of a parameter"
+        folder = found.path(UNIVERSAL_FOLDER)
+        problem = "a universal checkpoint has two folders of a parameter"
         expected = "one with states, under the name that the model-states files list"
         raise DamagedError(problem, folder, expected, listed(twice), parameter=twice, remedy=CONVERT_AGAIN)
     return folders

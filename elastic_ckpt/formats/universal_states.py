@@ -183,8 +183,8 @@ def _layout_of(file: PickledFile, name: str, scales: TensorRef) -> QuantizedLayo
         expected = f"{RUNS!r} of {_RUN_FIELDS} columns with {scales.numel} blocks, and {BLOCK_NUMEL!r}"
         found = f"{len(runs)} runs in blocks of {block_numel!r}"[:200]
         raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=CONVERT_AGAIN)
-    count, most = sum(run.rows for run in runs), max(_MOST_SHORT_ROWS, scales.numel * block_numel // _SHORT_ROW_NUMEL)
-    if count > most:  # each row is a chunk, and a read
+    most = max(_MOST_SHORT_ROWS, scales.numel * block_numel // _SHORT_ROW_NUMEL)
+    if (count := sum(run.rows for run in runs)) > most:  # each row is a chunk, and a read
         raise limit_error(f"{RUNS!r} of {name}: at most {most} rows", f"{count}", file.path)
     return QuantizedLayout(block_numel, runs)
 

@@ -94,7 +94,8 @@ def restore_whole(scheduler: Any, restore: Callable[[], Any], state: Any, remedy
         return restore()
     except Exception as error:
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
-        saved, live = group_counts(state), len(groups)
+        saved = group_counts(state)
+        live = len(groups)
         if not groups or not saved or saved == {live}:
             raise
         if before is not None:
