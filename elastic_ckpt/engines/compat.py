@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -121,6 +122,16 @@ def numbered_params(engine: Any) -> list[list[torch.nn.Parameter]]:
     """Parameters by param group, as an optimizer without ZeRO numbers them."""
     groups = getattr(engine.optimizer, "fp16_groups", None)
     return [list(group) for group in groups or (group["params"] for group in base_optimizer(engine).param_groups)]
+
+
+def member_counts(engine: Any) -> list[int]:
+    """Members of each param group in the base optimizer's state dict: flat tensors with ZeRO, else parameters."""
+    groups = base_optimizer(engine).param_groups
+    owners = getattr(engine.optimizer, "sub_group_to_group_id", None)  # ZeRO-3's groups have members while it saves
+    if owners is None:
+        return [len(group["params"]) for group in groups]
+    counted = Counter(owners.values())
+    return [counted[index] for index in range(len(groups))]
 
 
 def holds_gradients(engine: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from packaging.version import InvalidVersion, Version
 
+from elastic_ckpt.engines import compat
 from elastic_ckpt.errors import errors_of_file
 from elastic_ckpt.formats import saved_config
 from elastic_ckpt.formats.model_states import FUSED, MASTER_ENTRIES
@@ -48,11 +49,14 @@ def can_read_model(file: PickledFile, engine: Any, with_counters: bool, with_sta
         return False
     if not _has_frozen(tree.get("frozen_param_fragments"), engine.module):
         return False
-    return stage > 0 or not with_states or engine.has_moe_layers or _can_read_unpartitioned(file, tree.get("optimizer"))
+    if stage > 0 or not with_states or engine.has_moe_layers:
+        return True
+    return _can_read_unpartitioned(file, tree.get("optimizer")) and _has_members(file, engine)
 
 
-def can_read_partition(file: PickledFile, stage: int) -> bool:
-    """Whether an optimizer-states file has all entries for ZeRO-1 and 2, or ZeRO-3 (``stage``). Local."""
+def can_read_partition(file: PickledFile, engine: Any) -> bool:
+    """Whether an optimizer-states file has all entries for an engine with ZeRO. Local."""
+    stage = engine.zero_optimization_stage()
     state = file.section("optimizer_state_dict")
     scaler = state.get("loss_scaler", None if stage == 3 else ...)
     if scaler is None or not isinstance(state.get("clip_grad", 0.0), Number):
@@ -64,7 +68,7 @@ def can_read_partition(file: PickledFile, stage: int) -> bool:
             Version(state.get("ds_version"))
         except (InvalidVersion, TypeError):
             return False
-    return _can_read_states(file)
+    return _can_read_states(file) and _has_members(file, engine)
 
 
 def can_take_scaler(file: PickledFile, fields: frozenset[str]) -> bool:
@@ -117,6 +121,23 @@ def _can_read_unpartitioned(file: PickledFile, optimizer: Any) -> bool:
         if not is_whole or not all(isinstance(optimizer.get(key), Number) for key in keys):
             return False
     return _can_read_states(file)
+
+
+def _has_members(file: PickledFile, engine: Any) -> bool:
+    """Whether the saved param groups number as many members as the live ones have, as torch numbers them.
+
+    ``torch.optim.Optimizer.load_state_dict`` pairs members by order: other numbers give one the states of another.
+    """
+    groups = saved_config.base_state(file).get("param_groups")
+    counts = compat.member_counts(engine)
+    if not isinstance(groups, (list, tuple)) or len(groups) != len(counts):
+        return False
+    first = 0
+    for group, count in zip(groups, counts, strict=True):
+        if not isinstance(group, Mapping) or group.get("params") != list(range(first, first + count)):
+            return False
+        first += count
+    return True
 
 
 def _can_read_states(file: PickledFile) -> bool:

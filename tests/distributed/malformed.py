@@ -52,6 +52,8 @@ VALUES: dict[str, Any] = {
     "0": 0,
     "7": 7,
     "2 ** 70": 1 << 70,
+    "-(2 ** 70)": -(1 << 70),
+    "beyond a double": 1 << 8000,
     "1.5": 1.5,
     "nan": float("nan"),
     "inf": float("inf"),
@@ -99,8 +101,6 @@ ARRAYS: dict[str, Any] = {
     "long": np.zeros(2, dtype=np.longdouble),
 }
 VALUES |= ARRAYS
-#: Tried where every place is, and not drawn.
-LARGE: dict[str, Any] = {"-(2 ** 70)": -(1 << 70), "beyond a double": 1 << 8000}
 REMOVED = "removed"
 #: What is whole, and can be resumed, but not at any topology or precision.
 AT_ITS_OWN = re.compile(
@@ -150,7 +150,7 @@ def _parts(node: Any) -> list[tuple[Any, Any]]:
 def changed(tree: Any, place: Path_, way: str) -> Any:
     """A tree with another value at a place; ``...``: there is no such change."""
     if not place:
-        return CHANGES[way](tree) if way in CHANGES else ... if way == REMOVED else (VALUES | LARGE)[way]
+        return CHANGES[way](tree) if way in CHANGES else ... if way == REMOVED else VALUES[way]
     key, *rest = place
     is_attribute = isinstance(key, str) and key.startswith("@") and not isinstance(tree, dict)
     old = vars(tree)[key[1:]] if is_attribute else tree[key]

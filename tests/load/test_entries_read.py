@@ -38,6 +38,9 @@ PARTITION = {
     "ds_version": "0.19.8",
     "base_optimizer_state": OPTIMIZER,
 }
+#: Param groups with other members than one, whose number is 0.
+OTHER_MEMBERS: list[Any] = [{}, None, 7, [], [7], [{"params": [0]}, {"params": [1]}], [{}]]
+OTHER_MEMBERS += [[{"params": members}] for members in (0, None, [], [1], [0, 1], [0, 0], ["0"], {0: 0})]
 #: A changed entry, and whether DeepSpeed's own loader still reads the file.
 MODELS: list[tuple[dict[str, Any], bool]] = [
     ({}, True),
@@ -53,6 +56,7 @@ MODELS: list[tuple[dict[str, Any], bool]] = [
     ({"module": {"weight": 7}}, False),
     ({"optimizer": {**OPTIMIZER, "fp32_groups_flat": [torch.zeros(3)]}}, False),
 ]
+MODELS += [({"optimizer": {**OPTIMIZER, "param_groups": groups}}, False) for groups in OTHER_MEMBERS]
 SCALED = {"dynamic_loss_scale": True, "clip_grad": 0.0, "cur_scale": 2.0, "cur_iter": 1, "fp32_groups_flat": []}
 SCALED |= {"last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 100}
 MODELS += [({"optimizer": {**OPTIMIZER, **SCALED}}, True)]
@@ -75,6 +79,7 @@ PARTITIONS: list[tuple[dict[str, Any], set[int]]] = [
     ({"ds_version": ...}, {3}),
     ({"ds_version": "a version"}, {3}),
     ({"clip_grad": "x"}, set()),
+    *[({"base_optimizer_state": {**OPTIMIZER, "param_groups": groups}}, set()) for groups in OTHER_MEMBERS],
 ]
 #: Values of a state, and whether torch's optimizers take them as they are.
 STATES: list[tuple[Any, bool]] = [
@@ -94,11 +99,22 @@ def changed(tree: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 def can_read(folder: Path, tree: dict[str, Any], **asked: bool) -> bool:
     torch.save(tree, folder / "file.pt")
-    scheduler = object()
-    engine: Any = SimpleNamespace(zero_optimization_stage=lambda: 0, module=MODULE, lr_scheduler=scheduler)
-    engine.has_moe_layers = False
     return can_read_model(
-        open_pickled(str(folder / "file.pt")), engine, **{"with_counters": True, "with_states": True, **asked}
+        open_pickled(str(folder / "file.pt")), live(0), **{"with_counters": True, "with_states": True, **asked}
+    )
+
+
+def live(stage: int) -> Any:
+    """What is asked of an engine, with one param group of one member."""
+    optimizer = SimpleNamespace(param_groups=[{"params": [MODULE.weight] if stage < 3 else []}])
+    if stage == 3:
+        optimizer = SimpleNamespace(optimizer=optimizer, sub_group_to_group_id={0: 0})
+    return SimpleNamespace(
+        zero_optimization_stage=lambda: stage,
+        module=MODULE,
+        lr_scheduler=object(),
+        has_moe_layers=False,
+        optimizer=optimizer,
     )
 
 
@@ -119,7 +135,7 @@ def test_an_optimizer_states_file_has_all_that_its_stage_asks_for(
 ) -> None:
     torch.save({"optimizer_state_dict": changed(PARTITION, change)}, tmp_path / "file.pt")
     file = open_pickled(str(tmp_path / "file.pt"))
-    assert {stage for stage in (1, 3) if can_read_partition(file, stage)} == stages
+    assert {stage for stage in (1, 3) if can_read_partition(file, live(stage))} == stages
 
 
 @pytest.mark.parametrize(("value", "is_read"), STATES)
