@@ -108,6 +108,7 @@ class StateOptions:
 
     schema: Mapping[str, str] = field(default_factory=dict)  # by state: "elementwise", "replicated" or "fresh"
     max_numel: int = 0  # unknown tensors of at most this many elements are replicated; 0 for none
+    are_restored: bool = True  # whether states are restored: what a load passes over, it does not judge
 
     def layout(self, key: str) -> str | None:
         """The layout of a state, as the user or the default allowlist has it."""

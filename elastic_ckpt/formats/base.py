@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from elastic_ckpt.config import ElasticConfig, state_options
@@ -69,7 +69,13 @@ class MetadataOptions:
     @classmethod
     def of(cls, config: ElasticConfig, **more: Any) -> MetadataOptions:
         """The options of a configuration, and ``more`` that do not depend on it."""
-        return cls(config.trust_pickle, config.verify == "load", state_options(config), **more)
+        options = cls(config.trust_pickle, config.verify == "load", state_options(config), **more)
+        return replace(options, states=replace(options.states, are_restored=options.with_states))
+
+    @property
+    def counting_states(self) -> StateOptions:
+        """Of formats without counters, where steps of the optimizer count: states are judged for every load."""
+        return replace(self.states, are_restored=True)
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class _Builder(MetadataBuilder):
         options: MetadataOptions,
         common: CommonState,
     ) -> None:
-        super().__init__(found, files, options.states)
+        super().__init__(found, files, options.counting_states)
         self._contents, self._entries, self._common = contents, entries, common
         self._with_states, self._with_client_state = options.with_states, options.with_client_state
         self._fresh = frozenset(key for key, word in options.states.schema.items() if word == FRESH)
@@ -157,8 +157,7 @@ class _Builder(MetadataBuilder):
                 check_master(self._path_of(entry), *self._contents.tensors[entry], name)
             self.tensors.add({(name, key): self._tensor(name, key, entry)})
         known = {place: entry for place, entry in states.items() if place[0] in members and place[1] not in self._fresh}
-        if self._with_states:
-            self._check_states(known)
+        self._check_states({place: entry for place, entry in known.items() if self._with_states or place[1] == _STEP})
         for (name, key), entry in known.items():
             self._add_state(name, key, entry)
         if self._common.step is not None:

@@ -1,7 +1,7 @@
 """What the states that optimizers keep under known names may be: one rule for all formats.
 
 Moments are tensors of real numbers, and a step is one real number. Anything else under these names is damage of the
-file, unless ``"states"`` of the config says what another optimizer keeps there.
+file, unless ``"states"`` of the config says what another optimizer keeps there. A load without states judges none.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ _A_STEP = "a real number, finite and not negative"
 _A_MOMENT = "a tensor of real numbers"
 
 
+def _is_judged(key: str, options: StateOptions) -> bool:
+    """Whether a state has to be what is known under its name: it is restored, and the user says nothing of it."""
+    return options.are_restored and options.layout(key) is None
+
+
 def is_real(dtype: str) -> bool:
     """Whether a dtype's values are real numbers that optimizers count and compute with, which float8 are not."""
     return dtype != "bool" and not dtype.startswith(("complex", "float8"))
@@ -35,7 +40,7 @@ def check_tensor(
 
     ``path``: its file; ``parameter``: the FQN of its parameter, where that is known. Local.
     """
-    if options.layout(key) is not None:
+    if not _is_judged(key, options):
         return
     found = f"a tensor of {dtype}, shape {shape}"
     if key == STEP and (not is_real(dtype) or math.prod(shape) != 1):
@@ -50,7 +55,7 @@ def check_value(path: str, key: str, value: Any, options: StateOptions, paramete
     ``value``: as Python has it, or a tensor without dimensions as :class:`TensorValue`. torch's SGD keeps ``None`` for
     a momentum that it does not use. Local.
     """
-    if options.layout(key) is not None:
+    if not _is_judged(key, options):
         return
     if key == STEP and not _counts(value):
         raise _error(path, key, _A_STEP, value_text(value), parameter)
@@ -64,7 +69,7 @@ def check_scalars(
 ) -> None:
     """Raise :class:`DamagedError` for a moment that is one number, beside a parameter that has dimensions. Local."""
     for key, value in scalars:
-        if key in (*MOMENTS, MOMENTUM) and value is not None and options.layout(key) is None:
+        if key in (*MOMENTS, MOMENTUM) and value is not None and _is_judged(key, options):
             raise _error(path, key, _A_MOMENT, value_text(value), parameter)
 
 
@@ -74,7 +79,7 @@ def check_key(path: str, key: str, options: StateOptions, parameter: str | None 
     ``torch.distributed.checkpoint`` saves each item of a dictionary as an entry of its own. Local.
     """
     above, _, item = key.partition(".")
-    if item and above in _KNOWN and options.layout(key) is None and options.layout(above) is None:
+    if item and above in _KNOWN and _is_judged(key, options) and _is_judged(above, options):
         expected = _A_STEP if above == STEP else _A_MOMENT
         raise _error(path, above, expected, f"a collection with {item[:40]!r}", parameter)
 
@@ -84,7 +89,7 @@ def check_shapes(path: str, states: Mapping[str, Shape], own: Shape, options: St
 
     Whatever the shape is in which an optimizer keeps them, it is that of all; some keep several planes of it.
     """
-    shapes = {key: states[key] for key in MOMENTS if key in states and options.layout(key) is None}
+    shapes = {key: states[key] for key in MOMENTS if key in states and _is_judged(key, options)}
     single = {key: own if shape[1:] == own and shape[:1] > (1,) else shape for key, shape in shapes.items()}
     if len(set(single.values())) > 1:
         found = ", ".join(f"{key} of shape {shape}" for key, shape in shapes.items())

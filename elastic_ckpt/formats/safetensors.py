@@ -93,7 +93,7 @@ def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpo
     files = list(headers.values())
     unread = [name for name in names if name.endswith(SUFFIX) and name not in headers]
     notes = (f"files that do not belong to this model are not read: {listed(unread)}",) if unread else ()
-    metadata = metadata_of(found, files, notes, options.states)
+    metadata = metadata_of(found, files, notes, options.counting_states)
     steps = max((float(dict(saved.scalars).get("step", 0)) for saved in metadata.parameters.values()), default=0)
     return Checkpoint(metadata, TrainingState.after(steps), files[0].path, len(files))
 

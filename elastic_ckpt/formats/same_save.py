@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from math import isfinite
 from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
@@ -133,7 +134,10 @@ def steps_not_counted(metadata: CheckpointMetadata, counters: Mapping[str, Any])
 
 def _optimizer_steps(metadata: CheckpointMetadata, expected: int) -> frozenset[frozenset[float]]:
     """The steps that parameters have counted: those of all ranks, for each flat tensor that has a count."""
-    counts = {frozenset(numbers(dict(saved.scalars).get("step"))) for saved in metadata.parameters.values()}
+    counts = set[frozenset[float]]()
+    for saved in metadata.parameters.values():
+        counted = numbers(dict(saved.scalars).get("step"))
+        counts.add(frozenset(step for step in counted if isfinite(step)))  # others are read where no state is restored
     steps = counts - {frozenset()}
     if expected == 1 and not steps and not metadata.state_keys and any("betas" in group for group in metadata.groups):
         return frozenset({frozenset({0.0})})  # of an optimizer that counts, but has not begun

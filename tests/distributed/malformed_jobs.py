@@ -27,7 +27,7 @@ def load_each(case: dict[str, Any]) -> list[SimpleNamespace]:
     """Load changed copies of a checkpoint on one rank: how many were ``refused``, and ``problems`` in words.
 
     ``case``: ``setup`` of the save, which this job makes, and ``live`` of the engine; ``left``: whether the files are
-    such that elastic_ckpt leaves them to DeepSpeed's own loader; ``changes``: (file, place, way) of each, or ``seed``,
+    such that elastic_ckpt leaves them to DeepSpeed's own loader; ``arguments`` of the loads; ``changes``: (file, place, way) of each, or ``seed``,
     ``count`` and ``depth`` of those to draw.
     """
     elastic_ckpt.install()
@@ -41,7 +41,7 @@ def load_each(case: dict[str, Any]) -> list[SimpleNamespace]:
         for name, place, way, tree in _changes_of(case, source):
             tried += 1
             with contextlib.nullcontext(source) if jobs.SPOILS else with_change(source, name, tree) as target:
-                problem, is_spent = loaded(engine, str(target))
+                problem, is_spent = loaded(engine, str(target), case.get("arguments", {}))
             refused += not is_spent
             if is_spent:
                 close(engine)
@@ -72,14 +72,16 @@ def _changes_of(case: dict[str, Any], source: Path) -> Iterator[tuple[str, Path_
         yield name, place, way, changed(trees[name], place, way)
 
 
-def loaded(engine: Any, folder: str) -> tuple[str, bool]:
+def loaded(engine: Any, folder: str, arguments: dict[str, bool]) -> tuple[str, bool]:
     """What is wrong with how a folder is loaded, and whether the engine may be as no engine is."""
     before = fingerprint(engine)
-    what, found = outcome(lambda: engine.load_checkpoint(folder))
+    what, found = outcome(lambda: engine.load_checkpoint(folder, **arguments))
     if what == "broke" or isinstance(found, (PartialLoadError, UnforeseenError)):
         return f"load: {found}", True
     if what == "refused" and before != (after := fingerprint(engine)):
         return f"refused, but changed {[key for key in before if before[key] != after[key]]}: {found}", True
+    if arguments:  # `latest` judges for a load of everything
+        return f"refused: {found}" if what == "refused" else "", what == "ok"
     try:
         newest = find_latest(folder)
     except ElasticCkptError as error:

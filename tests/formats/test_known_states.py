@@ -155,6 +155,23 @@ def test_no_command_takes_what_no_optimizer_keeps(form: str, tmp_path: Path) -> 
     assert problems == []
 
 
+@pytest.mark.parametrize("form", WRITERS)
+def test_weights_alone_are_read_beside_states_of_a_run_that_diverged(form: str, tmp_path: Path) -> None:
+    problems = []
+    for number, (key, way) in enumerate(CASES):
+        if form == "safetensors" and way in NOT_WRITTEN:
+            continue
+        folder = tmp_path / str(number)
+        WRITERS[form](folder, key, {**ODD, **ODD_MOMENTS}[way])
+        what, found = outcome(lambda folder=folder: open_folder(str(folder), None, ElasticConfig(), with_states=False))
+        shutil.rmtree(folder)
+        is_number = key == "step" and way in ("nan", "inf", "-1")
+        allowed = {"ok"} if is_number and form == "universal" else {"ok", "refused"}  # steps are the counters
+        if what not in allowed:
+            problems.append(f"{key} <- {way}: {what}: {found}")
+    assert problems == []
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64], ids=str)
 def test_the_error_names_parameter_and_file_and_is_settled_by_the_config(dtype: torch.dtype, tmp_path: Path) -> None:
     _dcp(tmp_path / "saved", "exp_avg", lambda value: value.to(dtype))
