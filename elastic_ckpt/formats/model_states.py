@@ -56,6 +56,7 @@ from elastic_ckpt.formats.saved_config import (
     saved_config,
     stated_degrees,
 )
+from elastic_ckpt.formats.saved_schedules import Fact, schedule_facts
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, sort_states, with_strangers
 from elastic_ckpt.formats.stacked_experts import stacked_experts
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -121,7 +122,11 @@ class ModelShard(SourceFile):
     #: Module entries that are no tensors, without extra state, and what each is.
     other_entries: Mapping[str, str] = field(default_factory=dict)
     hidden: Mapping[str, str] = field(default_factory=dict)  # FQN -> name in the file, with what wrappers add to it
-    has_schedule: bool = False  # whether the engine had an lr scheduler, which ``engine.step`` steps
+    schedule: tuple[Fact, ...] | None = None  # of the lr scheduler, which ``engine.step`` steps, if the engine had one
+
+    @property
+    def has_schedule(self) -> bool:
+        return self.schedule is not None
 
     @property
     def buffers(self) -> list[str]:
@@ -178,7 +183,7 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
         counts=counts_ahead(file),
         other_entries=others,
         hidden=_hidden_names(tree),
-        has_schedule=tree.get("lr_scheduler") is not None,
+        schedule=schedule_facts(tree.get("lr_scheduler")),
     )
 
 
@@ -252,8 +257,11 @@ def _checksum(file: PickledFile, refs: Iterable[TensorRef]) -> int:
 
 def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None:
     """Raise :class:`DamagedError` for a file of another save; ``one_rank``: all are of one model-parallel rank."""
-    whats = ("counters", "ds_version", *(("param_shapes", "frozen_shapes", "buffers") if one_rank else ()))
-    refuse_other_saves(shards, lambda shard: {f"{what} differ": getattr(shard, what) for what in whats})
+    whats = ("counters", "ds_version", *(("param_shapes", "frozen_shapes", "buffers", "schedule") if one_rank else ()))
+    words = {"schedule": "facts of the lr scheduler"}
+    refuse_other_saves(
+        shards, lambda shard: {f"{words.get(what, what)} differ": getattr(shard, what) for what in whats}
+    )
 
 
 @opened_once

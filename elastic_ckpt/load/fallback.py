@@ -34,16 +34,17 @@ from elastic_ckpt.engines.schedule_kinds import strange_entry
 from elastic_ckpt.engines.schedule_states import is_of_another_scheduler
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, UnforeseenError
 from elastic_ckpt.formats import CheckpointInfo, saved_config
+from elastic_ckpt.formats.flat_facts import counted_steps, partition_numels, steps_of_flats
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.objects import read_objects
 from elastic_ckpt.formats.own_entries import check_own_entries, module_entries
-from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled, opened_once
+from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled
 from elastic_ckpt.formats.same_save import compare_counts
+from elastic_ckpt.formats.saved_schedules import schedule_facts
 from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
-from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.load.entries_read import can_read_model, can_read_partition, can_take_scaler
 from elastic_ckpt.load.flow import LoadCall, as_partial_load_error
 from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream, seen_through
@@ -189,7 +190,7 @@ class _Comparison:
             return has_models
         fields = compat.fields_of_loss_scaler(self.engine)
         has_scalers = all(can_take_scaler(file, fields) for file in optimizers or models)
-        return has_scalers and all(can_read_partition(file, self.stage) for file in optimizers)
+        return has_scalers and all(can_read_partition(file, self.engine) for file in optimizers)
 
     def _has_a_trained_weight(self) -> bool:
         """Whether the file with all weights has one that trains; else DeepSpeed's own loads nothing, and is silent."""
@@ -226,9 +227,11 @@ class _Comparison:
         counters = {tuple(file.tree.get(key) for key in saved_config.COUNTERS) for file in models}
         versions = {file.tree["ds_version"] for file in (*models, *optimizers) if "ds_version" in file.tree}
         facts = {
-            (_steps(file), repr(settings(read_groups(file, saved_config.base_groups(file))))) for file in optimizers
+            (counted_steps(file), repr(settings(read_groups(file, saved_config.base_groups(file)))))
+            for file in optimizers
         }
-        if len(counters) > 1 or len(versions) > 1 or len(facts) > 1:
+        schedules = {repr(schedule_facts(file.tree.get("lr_scheduler"))) for file in models}
+        if any(len(each) > 1 for each in (counters, versions, facts, schedules)):
             return None
         counted = counters.pop()
         is_counted = counted[0] is not None and {int, type(None)}.issuperset(map(type, counted))
@@ -238,17 +241,17 @@ class _Comparison:
             # DeepSpeed's loader zero-pads masters of another size, and shifts what follows
             step, live = counted[0] - (counted[2] or 0), compat.flat_master_numels(self.engine)
             for file in optimizers:
-                same_sizes = _partition_numels(file, self.stage == 3) == live
-                if not same_sizes or (check_steps and not _steps(file) <= {step}):
+                same_sizes = partition_numels(file, self.stage == 3) == live
+                if not same_sizes or (check_steps and not counted_steps(file) <= {step}):
                     return None
         copies_weights = self.own_files and self.stage < 3 and self.engine.mp_world_size == 1
-        return (*counted, *versions, _weights_digest(models[0]) if copies_weights else "")
+        return (*counted, *versions, *schedules, _weights_digest(models[0]) if copies_weights else "")
 
     def _is_mixed(self, model: PickledFile, optimizers: Sequence[PickledFile]) -> bool:
         """Whether counters and optimizer states may be of two saves."""
         tree, flats = model.tree, defaultdict[Any, set[float]](set)
         for file in optimizers:
-            for number, step in _steps_of_flats(file).items():
+            for number, step in steps_of_flats(file).items():
                 flats[number].add(step)
         _, why = compare_counts(
             tree["global_steps"],
@@ -372,29 +375,3 @@ def _same_members(engine: Any, optimizer: PickledFile, saved: Mapping[str, Any],
     # else states of flat tensors
     is_plain = not any(key in optimizer.tree["optimizer"] for key in MASTER_ENTRIES)
     return not is_plain or _same_shapes(optimizer, saved["params"], live)
-
-
-def _partition_numels(file: PickledFile, zero3: bool) -> list[int | None]:
-    """Elements of each partition with its padding, which ZeRO-1 and 2 cut off the masters; ``None``: no one number."""
-    state, states = file.section("optimizer_state_dict"), saved_config.base_state(file).get("state", {})
-    refs: Sequence[TensorRef] = state["fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"]
-    paddings = [0] * len(refs) if zero3 else state["group_paddings"]
-    numels: list[int | None] = []
-    for index, (ref, padding) in enumerate(zip(refs, paddings, strict=True)):
-        # a flat state keeps its padding
-        flat = (v.numel for v in states.get(index, {}).values() if isinstance(v, TensorRef) and v.shape)
-        numel = ref.numel + padding
-        numels.append(numel if next(flat, numel) == numel else None)
-    return numels
-
-
-@opened_once
-def _steps(file: PickledFile) -> frozenset[int]:
-    return frozenset(_steps_of_flats(file).values())
-
-
-def _steps_of_flats(file: PickledFile) -> dict[Any, int]:
-    """What an optimizer has counted, by the number of the flat tensor."""
-    states = saved_config.base_state(file).get("state", {}).items()
-    steps = {number: state["step"] for number, state in states if isinstance(state, Mapping) and "step" in state}
-    return {number: int(plain_numbers(file, {"step": step})["step"]) for number, step in steps.items()}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.distributed.cells import Cell
 from tests.distributed.cells import cells as table
 from tests.distributed.malformed import (
     REMOVED,
+    VALUES,
     broken,
     cells,
     changed,
@@ -113,6 +115,37 @@ def test_what_is_malformed_is_refused_by_all(
         assert outcome(lambda: planned(str(target), 1))[0] == "refused"
 
 
+WARMED = {"last_epoch": 4, "base_lrs": [0.1, 0.1], "_last_lr": [0.1, 0.1], "_schedulers": [{"last_epoch": 2}]}
+#: A scheduler's state on rank 1, and whether it may be of the save whose rank 0 has ``WARMED``.
+OF_OTHER_RANK: list[tuple[Any, bool]] = [
+    (WARMED, True),
+    ({**WARMED, "_last_lr": [0.2, 0.1]}, True),  # as of ReduceLROnPlateau, by what each rank measures
+    ({**WARMED, "best": 0.5}, True),
+    (None, False),
+    ({**WARMED, "last_epoch": 1000}, False),
+    ({**WARMED, "last_epoch": float("nan")}, False),
+    ({**WARMED, "last_epoch": "4"}, False),
+    ({**WARMED, "base_lrs": [7.0, 0.1]}, False),
+    ({**WARMED, "base_lrs": [0.1]}, False),
+    ({**WARMED, "_schedulers": [{"last_epoch": 3}]}, False),
+    ({**WARMED, "_schedulers": []}, False),
+]
+
+
+@pytest.mark.parametrize(("other", "is_one_save"), OF_OTHER_RANK)
+def test_ranks_have_one_schedule(other: Any, is_one_save: bool, native: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(native / "z3-fp32-adamw-dp2", tmp_path / "c"))
+    for rank, state in enumerate((WARMED, other)):
+        path = folder / f"step4/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        tree = torch.load(path, weights_only=False)
+        torch.save({**tree, "lr_scheduler": state}, path)
+    result = verify(str(folder), None, ElasticConfig(), full=True)
+    assert result.ok is is_one_save
+    assert (outcome(lambda: planned(str(folder), 3))[0] == "ok") is is_one_save
+    if not is_one_save:
+        assert "lr scheduler" in repr(result.problems)
+
+
 def test_an_entry_without_chunks_is_refused(dcp_folder: Path) -> None:
     metadata = saved_files(dcp_folder)[".metadata"]
     name = "model.0.weight"
@@ -174,6 +207,24 @@ REAL_LOADS = {
         for stage in (0, 1, 2, 3)
     },
 }
+
+
+#: Objects of numpy's that no reader makes, wherever they are.
+UNREADABLE = {"no code points", "times of no unit", "of two fields", "of opaque items"}
+IN_STATE = [(*BASE, "state", 0, key) for key in ("step", "exp_avg", "exp_avg_sq")]
+WITHOUT_STATES = {
+    "setup": Setup(1),
+    "live": Setup(1),
+    "arguments": {"load_optimizer_states": False},
+    "changes": [(OPTIMIZER0, place, way) for place in IN_STATE for way in VALUES if way not in UNREADABLE],
+}
+
+
+@table([Cell("ZeRO-1", None, "malformed_jobs.load_each", ranks=1, case=WITHOUT_STATES)])
+def test_states_that_no_load_asks_for_are_not_judged(cell: Cell, facts: list[Any]) -> None:
+    (found,) = facts
+    assert found.problems == []
+    assert found.refused == 0
 
 
 @table([Cell(name, None, "malformed_jobs.load_each", ranks=1, case=case) for name, case in REAL_LOADS.items()])
