@@ -10,7 +10,7 @@
 #   bash launch/test.sh --spoil    nightly: every cell of the distributed tests must be able to fail
 #   bash launch/test.sh --mutants  nightly: 80 places of the package are changed, and the tests that reach each must fail
 #   bash launch/test.sh --shuffle  --all in an order that a seed draws; ELASTIC_CKPT_TEST_SHUFFLE=SEED shows it again
-#   ELASTIC_CKPT_TEST_WORKERS=2 bash launch/test.sh   shares the files of tests that start jobs among two workers
+#   ELASTIC_CKPT_TEST_WORKERS=1 bash launch/test.sh   one worker in place of two for tests that start jobs
 #   bash launch/test.sh -k planner other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,9 +36,9 @@ lint() {
 jobs=(tests/distributed tests/integration) # with processes of their own
 run_tests() {
     "$PYTHON" -m pytest -n 2 -m "$1" --ignore="${jobs[0]}" --ignore="${jobs[1]}"
-    local workers=()
-    if [[ ${ELASTIC_CKPT_TEST_WORKERS:-1} != 1 ]]; then # a file's checkpoints are made by one of them
-        workers=(-n "$ELASTIC_CKPT_TEST_WORKERS" --dist loadfile -o timeout=1200)
+    local workers=() number=${ELASTIC_CKPT_TEST_WORKERS:-2}
+    if [[ $number != 1 ]]; then # a file's checkpoints are made by one of them
+        workers=(-n "$number" --dist loadfile -o timeout=1200)
     fi
     "$PYTHON" -m pytest --maxfail=3 -m "$1" "${workers[@]}" "${jobs[@]}" # together: DeepSpeed's ops are built once
 }

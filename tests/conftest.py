@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.distributed.launch import close_zygotes, zygote_of
+from tests.distributed.launch import build_ops, close_zygotes, zygote_of
 from tests.reporting import NAME, LinePerFile
 from tests.shuffling import SEED, shuffled
 
@@ -52,9 +52,11 @@ def extensions_dir(of_all_workers: Path) -> Iterator[str]:
 
     ``ELASTIC_CKPT_TEST_EXTENSIONS`` names a folder to build in once and use again, for work on a few tests.
     """
-    folder = of_all_workers / "extensions"
+    folder = Path(os.environ.get("ELASTIC_CKPT_TEST_EXTENSIONS") or of_all_workers / "extensions")
     folder.mkdir(exist_ok=True)
-    yield os.environ.get("ELASTIC_CKPT_TEST_EXTENSIONS") or str(folder)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        build_ops(str(folder))
+    yield str(folder)
     close_zygotes()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import pickle
@@ -22,6 +23,11 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 #: Of ``prctl`` (linux/prctl.h): the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
+_BUILD = """
+from deepspeed.accelerator import get_accelerator
+for name in ("CPUAdamBuilder", "FusedAdamBuilder", "ShareMemCommBuilder"):
+    get_accelerator().create_op_builder(name).load()
+"""
 #: Begins a line of the zygote that answers a request; DeepSpeed until 0.16 logs to standard output too.
 ANSWER = "answer: "
 
@@ -56,6 +62,20 @@ def environment(extensions_dir: str, deepspeed: str = "") -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # Muon's kernel: compiling it takes longer than all its tests
     }
+
+
+def build_ops(extensions_dir: str) -> None:
+    """Build the ops that DeepSpeed compiles when it first starts, by one of the processes that share a folder.
+
+    The others wait for it here, where no launch has a time limit: one that ends in the middle leaves torch's lock behind.
+    """
+    folder = Path(extensions_dir)
+    is_built = folder / "is_built"
+    with (folder / "building").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_built.exists():
+            subprocess.run([sys.executable, "-c", _BUILD], env=environment(extensions_dir), check=True, timeout=1800)
+            is_built.touch()
 
 
 def remove_shared_memory(port: int) -> None:
