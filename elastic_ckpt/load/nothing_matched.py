@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.fqn import RenameRules, rename_saved
@@ -39,28 +39,36 @@ def _nothing_matched(
     renames = propose_renames(saved, live)
     after = rename_saved(metadata, rules) if rules else metadata
     saved_now = saved_shapes(after)
-    lost, lacking = saved_now.keys() - live.keys(), live.keys() - saved_now.keys()
-    expected = "parameters of the live model: " + listed(lacking)
+    lost = saved_now.keys() - live.keys()
+    lacking = live.keys() - saved_now.keys()
+    frozen = {whole.name for whole in local_state.wholes if whole.key == FROZEN and not whole.trains}
+    trains = {name for flat in local_state.flats for name in flat.members}
+    trains |= {whole.name for whole in local_state.wholes if whole.trains}
+    # of an adapter's model, the frozen names are often thousands, and not what is missing
+    asked = (lacking & trains if share.trained_numel else lacking) or lacking
+    nearly = [f"{old} -> {new}" for old, new in renames.pairs if new in asked]
+    nearly = nearly or [f"{old} -> {new}" for old, new in renames.pairs]
+    problem = "no parameter of the live engine is restored from this checkpoint"
+    expected = "parameters of the live model: "
+    if share.trained_numel:
+        problem = "no parameter that the live engine trains is restored from this checkpoint"
+        expected = "parameters that the live engine trains: "
     found: str = "in the checkpoint: " + listed(lost)
     if not lost:
         found = "all that the checkpoint has is frozen here, or not a parameter"
-    if renames.pairs:
-        found += "; nearly the same: " + shortened(f"{old} -> {new}" for old, new in renames.pairs)
-    problem = "no parameter that the live engine trains is restored from this checkpoint"
-    if not share.trained_numel:
-        problem = "no parameter of the live engine is restored from this checkpoint"
-    remedy = _remedy(renames, local_state, share, with_states)
+    if nearly:
+        found += "; nearly the same: " + shortened(nearly)
+    remedy = _remedy(renames, frozen, share, with_states)
     if remedy is None:
         pairs = {name: saved_now[name] for name in lost}, {name: live[name] for name in lacking}
         remedy = of_another_model(fits_any(*pairs))
-    return metadata.error(MismatchError, problem, lacking or live, expected, found, remedy)
+    return metadata.error(MismatchError, problem, asked or live, expected + listed(asked), found, remedy)
 
 
 def _remedy(
-    renames: Renames, local_state: LocalState, share: RestoredShare, with_states: bool
+    renames: Renames, frozen: Collection[str], share: RestoredShare, with_states: bool
 ) -> Sequence[Remedy] | None:
-    """The ways out that are known; ``None`` if none is."""
-    frozen = {whole.name for whole in local_state.wholes if whole.key == FROZEN and not whole.trains}
+    """The ways out that are known; ``None`` if none is. ``frozen``: live names that do not train."""
     if renames.rules:
         if with_states and all(new in frozen for _, new in renames.pairs):
             return (from_these_weights(renames, {}),)

@@ -57,6 +57,22 @@ def test_weights_for_what_is_frozen_here_are_restored_alone(with_states: bool) -
     assert refusal(live({"adapter": (4,)}, wholes=named)).remedy.startswith(f"load_checkpoint(..., {ALONE})")  # type: ignore[union-attr]
 
 
+def test_names_that_do_not_train_are_not_what_is_missing() -> None:
+    """Beside an adapter that has another name, a base that was left out of the save, or has another name too."""
+    base = {(f"base.{number}", FROZEN): ((7,), "float32") for number in range(9)}
+    engine = live({"lora.other.weight": (2, 5)}, wholes=base)
+    error = refusal(engine, shapes={"lora.default.weight": (2, 5)})
+    assert error.parameter == "lora.other.weight"
+    assert error.expected == "parameters that the live engine trains: lora.other.weight"
+    renamed = {f"old.{number}": (7,) for number in range(9)}
+    error = refusal(engine, shapes={"lora.default.weight": (2, 5), **renamed})
+    assert error.parameter == "lora.other.weight"
+    assert str(error.found).endswith("nearly the same: lora.default.weight -> lora.other.weight")
+    assert "restores 10 of them" in str(error.remedy)
+    error = refusal(engine, shapes=renamed)
+    assert "old.0 -> base.0" in str(error.found), "where nothing else is nearly the same"
+
+
 def test_what_a_rank_restores_is_counted_in_elements() -> None:
     metadata = saved({"a": (2, 5), "b": (3,), "c": (4,)}, wholes={("d", FROZEN): ((6,), "float32")})
     wholes = {(name, FROZEN): ((numel,), "float32") for name, numel in {"c": 4, "d": 6, "e": 7}.items()}
