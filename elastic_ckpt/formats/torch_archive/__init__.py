@@ -25,5 +25,6 @@ Files are untrusted. Attack surface, and what bounds it (``tests/attacks`` tries
 - A tensor must be inside its storage, a storage inside its record, a record inside the file. A storage has one size,
   and is read once for all tensors that share it.
 - Anything but a regular file is missing; a file that shrinks is damaged.
-- With ``trust_pickle`` none of this holds for what a pickle names: it runs.
+- With ``trust_pickle`` none of this holds for what a pickle names: it runs. Limits of numbers,
+  names, containers that are being filled, copies and memory do not hold either.
 """

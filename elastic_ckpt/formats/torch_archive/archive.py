@@ -16,7 +16,7 @@ from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, UnknownLayoutError
 from elastic_ckpt.formats.torch_archive.calls import Global
-from elastic_ckpt.formats.torch_archive.charges import left_behind, limit_error
+from elastic_ckpt.formats.torch_archive.charges import left_behind, limit_error, limit_unless_trusted
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layout, Layouts
 from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, storage_id
@@ -146,7 +146,8 @@ def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_
     record = directory.find("data.pkl")
     if record is not None and record.nbytes > most_nbytes:
         expected = f"a pickle of at most {most_nbytes} bytes, in a file of {directory.nbytes}"
-        raise limit_error(expected, f"{record.nbytes} bytes")
+        is_lifted = record.nbytes <= most_pickle_nbytes(directory.nbytes, trust_pickle=True)
+        raise (limit_unless_trusted if is_lifted else limit_error)(expected, f"{record.nbytes} bytes")
     data = directory.read_record("data.pkl", most_nbytes)
     digest = hashlib.blake2b(data).digest()
     key = digest, directory.layout
@@ -218,7 +219,9 @@ def _read_legacy(stream: BinaryIO, unpickle: Unpickle) -> tuple[Any, int]:
             if len(head) == nbytes:
                 raise
             if take >= most:
-                raise limit_error(f"pickles of at most {most} bytes, in a file of {nbytes}", "more") from None
+                is_lifted = nbytes <= most_pickle_nbytes(nbytes, trust_pickle=True)
+                error = limit_unless_trusted if is_lifted else limit_error
+                raise error(f"pickles of at most {most} bytes, in a file of {nbytes}", "more") from None
         take = min(4 * take, most)
 
 

@@ -91,5 +91,12 @@ def limit_error(expected: str, found: str, path: str | None = None) -> Unsupport
     """What elastic_ckpt does not read, because hostile files have it: the file may be whole."""
     problem = "this file has what elastic_ckpt reads up to a limit, and more of it"
     another_form = Remedy("the file may be whole: this is a limit of elastic_ckpt. Save it in another form")
-    remedy = another_form, Remedy(when="if you trust whoever wrote the file", config={"trust_pickle": True})
-    return UnsupportedError(problem, path, expected, found, remedy=remedy)
+    return UnsupportedError(problem, path, expected, found, remedy=another_form)
+
+
+def limit_unless_trusted(expected: str, found: str) -> UnsupportedError:
+    """The same, of a limit that is not one for a trusted pickle."""
+    error = limit_error(expected, found)
+    trusted = Remedy(when="if you trust whoever wrote the file", config={"trust_pickle": True})
+    error.remedy = (*error.remedies, trusted)
+    return error

@@ -131,6 +131,8 @@ def find_trusted(module: str, name: str) -> Global:
     path = f"{module}.{name}"
     if path == DTYPE:
         return Global(path, partial(_numpy_dtype, is_any=True))
+    if path == "torch.device":  # of any backend, which torch may know here
+        return Global(path, _later(path, str, (int, type(None))))
     entry = find_global(module, name)
     if entry.error is None and path != "builtins.getattr":
         return entry

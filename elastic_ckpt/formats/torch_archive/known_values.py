@@ -78,7 +78,8 @@ def check_device(kind: str, index: int | None = None) -> None:
         raise pickle.UnpicklingError(f"a device that is none: {described(kind)}")
     if match[1] not in _DEVICES:
         problem = "this file names a device of a backend that elastic_ckpt does not know"
-        trusted = Remedy(when="if you trust whoever wrote the file", config={"trust_pickle": True})
+        when = "if you trust whoever wrote the file, and torch knows the backend here"
+        trusted = Remedy(when=when, config={"trust_pickle": True})
         raise UnsupportedError(problem, expected="a device of torch's", found=kind[:100], remedy=trusted)
 
 

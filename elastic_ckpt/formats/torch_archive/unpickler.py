@@ -32,7 +32,7 @@ from elastic_ckpt.formats.torch_archive.charges import (
     STORAGE_NBYTES,
     arguments_nbytes,
     items_nbytes,
-    limit_error,
+    limit_unless_trusted,
     while_read,
 )
 from elastic_ckpt.formats.torch_archive.globals import set_state
@@ -58,8 +58,8 @@ class Unpickler:
 
     ``find`` gives the entry of a global by (module, name), Python 2's names translated, or raises; ``load`` the object
     of a persistent id. What is refused with an error of ``keeps`` becomes a :class:`Global` with it in the result;
-    other errors are raised. ``file_nbytes`` bounds the :attr:`memory` of the objects, unless ``is_trusted``; ``nbytes``
-    are those of the pickle at most.
+    other errors are raised. ``file_nbytes`` bounds the :attr:`memory` of the objects; ``nbytes`` are those of the
+    pickle at most. Neither that bound nor those of counts and numbers hold for a pickle that ``is_trusted``.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Unpickler:
         nbytes: int | None = None,
     ) -> None:
         self.data, self.at = data, at
+        self.is_trusted = is_trusted
         self._find, self._load, self._keeps = find, load, keeps
         self.stack: list[Any] = []
         self.marks: list[int] = []
@@ -126,8 +127,8 @@ class Unpickler:
                 push(data[at + 4 : end].decode("utf-8", "surrogatepass"))
                 at = end
             elif code == 0x28:  # MARK
-                if len(marks) > _MOST_MARKS:
-                    raise limit_error(f"at most {_MOST_MARKS} containers that are being filled", "more")
+                if len(marks) > _MOST_MARKS and not self.is_trusted:
+                    raise limit_unless_trusted(f"at most {_MOST_MARKS} containers that are being filled", "more")
                 marks.append(len(stack))
             elif code == 0x52:  # REDUCE
                 arguments, function = pop(), stack[-1]
@@ -225,8 +226,8 @@ class Unpickler:
             key = IMPORT_MAPPING.get(module, module), name
         if key not in self._globals:
             self.charge(NAME_NBYTES + len(key[0]) + len(key[1]))
-            if len(self._globals) >= _MOST_NAMES:
-                raise limit_error(f"at most {_MOST_NAMES} names of classes and functions", "more")
+            if len(self._globals) >= _MOST_NAMES and not self.is_trusted:
+                raise limit_unless_trusted(f"at most {_MOST_NAMES} names of classes and functions", "more")
             self._globals[key] = self._find(*key)
         return self._globals[key]
 
@@ -285,7 +286,7 @@ class Unpickler:
         self.charge(nbytes)
         self._copies_left -= nbytes
         if self._copies_left < 0:
-            raise limit_error("objects whose parts are their own", "objects that are made again and again of the same")
+            raise limit_unless_trusted("objects whose parts are their own", "objects made again and again of the same")
 
 
 def _is_function(argument: Any) -> bool:
@@ -294,8 +295,8 @@ def _is_function(argument: Any) -> bool:
 
 def _long(machine: Unpickler, width: int) -> int:
     raw = machine.block(width)
-    if len(raw) > _MOST_NUMBER_NBYTES:
-        raise limit_error(f"integers of at most {_MOST_NUMBER_NBYTES} bytes", f"one of {len(raw)}")
+    if len(raw) > _MOST_NUMBER_NBYTES and not machine.is_trusted:
+        raise limit_unless_trusted(f"integers of at most {_MOST_NUMBER_NBYTES} bytes", f"one of {len(raw)}")
     return int.from_bytes(raw, "little", signed=True)
 
 
