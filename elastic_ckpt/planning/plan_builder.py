@@ -108,7 +108,6 @@ class PlanBuilder:
         if live.layout == SCRATCH:
             return
         if live.layout == REPLICATED:
-            assert link.replicated is not None
             self._add_replicated(flat, live, link.replicated)
             return
         if live.layout == PER_PARAMETER:
@@ -252,8 +251,14 @@ class PlanBuilder:
         )
         return self.metadata.error(MismatchError, problem, name, expected, found, remedy)
 
-    def _add_replicated(self, flat: FlatPartition, live: LiveState, saved: ReplicatedState) -> None:
-        """Every rank reads it: it is small."""
+    def _add_replicated(self, flat: FlatPartition, live: LiveState, saved: ReplicatedState | None) -> None:
+        """Every rank reads it: it is small. Without a saved one, it begins anew."""
+        if saved is None:
+            numel = math.prod(live.shape)
+            what = live.key, flat.index, "", numel, live.dtype or flat.dtype
+            every = (FlatRange(0, numel),)
+            self._targets.append(TargetTensor(*what, every, False, REPLICATED, 1, live.shape, live.initial))
+            return
         if (live.dtype, live.shape) != (saved.dtype, saved.shape):
             problem = f"optimizer state {live.key!r}, which is one for all partitions, is of another kind"
             live_side, saved_side = (f"{each.dtype} of shape {each.shape}" for each in (live, saved))

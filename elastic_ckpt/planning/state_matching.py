@@ -166,9 +166,16 @@ class _Matcher:
                 raise metadata.error(MismatchError, problem, members, *both, remedy)
             names, self.converted = dict(renamed), True
         refuse_other_kind(metadata, local_state, flat, members, is_converted)
-        shared = {live.key: self._replicated(members, live.key) for live in others if live.layout == REPLICATED}
+        fresh = metadata.states.fresh
+        shared = {
+            live.key: self._replicated(members, live.key)
+            for live in others
+            if live.layout == REPLICATED and live.key not in fresh
+        }
         links = [StateLink(live, names.get(live.key, "")) for live in wanted]
-        return (*links, *(StateLink(live, live.key, shared.get(live.key)) for live in others))
+        for live in others:
+            links.append(StateLink(live, "" if live.key in fresh else live.key, shared.get(live.key)))
+        return tuple(links)
 
     def _adopted(self, flat: FlatPartition, members: Sequence[str], saved: Iterable[str]) -> tuple[StateLink, ...]:
         """States of an unknown optimizer, as the checkpoint has them: zeros in place of others could undo weights."""

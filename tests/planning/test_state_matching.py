@@ -555,6 +555,13 @@ def test_replicated_states_that_differ_are_refused_with_the_line_that_settles_it
     assert caught.value.parameter == "a.weight, b.weight"
 
 
+def test_a_replicated_state_that_is_declared_fresh_has_no_source() -> None:
+    metadata = replace(adam_saved(), states=StateFacts(fresh=frozenset({"table"})))
+    matching = matched(metadata, engine(WITH_TABLE))
+    assert matching.links[0][-1] == StateLink(TABLE, "") and "table" not in matching.restored
+    assert Outcome("table", "fresh", (), '"states" says so') in matching.outcomes
+
+
 def test_replicated_states_of_flat_tensors_of_their_own_may_differ() -> None:
     metadata = with_replicated(everywhere(adam_saved(), table()), "b.weight", table(crc32=2))
     matching = matched(metadata, engine(WITH_TABLE, apart=True))
