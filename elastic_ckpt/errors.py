@@ -263,6 +263,9 @@ class CommunicationError(ElasticCkptError):
 class PartialLoadError(ElasticCkptError):
     """Reading failed after every rank had agreed to load: the engine is partly overwritten."""
 
+    #: A remark beside the ways out of the cause.
+    LOAD_AGAIN = "once the cause is gone, load again into this engine or a new one"
+
 
 def refuse_used_up(error: Exception, path: str) -> None:
     """Raise :class:`UnforeseenError` if a file could not be read for want of descriptors or memory."""

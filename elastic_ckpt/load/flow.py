@@ -395,6 +395,6 @@ def as_partial_load_error(error: Exception) -> PartialLoadError:
     if not isinstance(error, ElasticCkptError):
         error = ElasticCkptError(f"{type(error).__name__}: {one_line(str(error))}", rank=distributed.rank())
     problem = f"{error.problem}: the engine is partly overwritten and must not be trained or saved"
-    can_go_on = not isinstance(error, CommunicationError)
-    remedy = "fix the cause, then load again into this engine or a new one" if can_go_on else error.remedy
-    return PartialLoadError(problem, **error.details | {"remedy": remedy})
+    partial = PartialLoadError(problem, **error.details)
+    partial.remarks = () if isinstance(error, CommunicationError) else (PartialLoadError.LOAD_AGAIN,)
+    return partial

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 
+from elastic_ckpt.errors import WITHOUT_STATES, CommunicationError, DamagedError, PartialLoadError, Remedy
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load import flow
 
@@ -36,3 +37,12 @@ def test_the_garbage_collector_is_left_as_it_was(collects: bool) -> None:
             assert gc.isenabled() == collects
     finally:
         (gc.enable if was_enabled else gc.disable)()
+
+
+def test_an_engine_that_is_partly_overwritten_has_the_ways_out_of_the_cause() -> None:
+    ways = Remedy("take an earlier tag"), WITHOUT_STATES
+    error = flow.as_partial_load_error(DamagedError("an overflow", remedy=ways))
+    assert error.remedies == ways and str(error.remedy).endswith(PartialLoadError.LOAD_AGAIN)
+    assert flow.as_partial_load_error(KeyError("a")).remedy == PartialLoadError.LOAD_AGAIN
+    gone = flow.as_partial_load_error(CommunicationError("a rank died", remedy="start the job again"))
+    assert gone.remedy == "start the job again"
