@@ -27,6 +27,8 @@ _WIDEST = "float64"
 _WORD_NBYTES = 8
 _LEAST_NBYTES = 1 << 16
 _SHOWN = 6
+#: The number of a layer or an expert, in a name.
+_LAYER = re.compile(r"(?<![a-z\d])\d+(?![a-z\d])")
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,12 @@ def without_untrained(found: Sequence[Drift], known: frozenset[str]) -> tuple[li
     return [each for each in found if each.check.name not in names or not each.check.is_of_stages], names
 
 
-def judge_drift(found: Sequence[Drift], may_differ: frozenset[str], policy: str) -> tuple[str, ...]:
+def judge_drift(
+    found: Sequence[Drift], may_differ: frozenset[str], policy: str, has_live_model: bool = True
+) -> tuple[str, ...]:
     """Notes for the report about replicas that differ on any rank; ``may_differ`` are the names that may, by a rule.
+
+    ``has_live_model``: whether the shapes of guesses are those of a live model, too.
 
     Raises :class:`MismatchError` if others differ and ``policy`` is ``strict`` (not ``first`` or ``mean``), except for
     copies that nothing trains.
@@ -184,18 +190,8 @@ def judge_drift(found: Sequence[Drift], may_differ: frozenset[str], policy: str)
     drifts = united(kept)
     asked = [drift for drift in drifts if drift.check.name not in may_differ]
     guessed = [drift for drift in asked if drift.check.is_guess]
-    if guessed:  # of equal shape, but with other values on every rank: most likely each rank's own shard
-        pattern = re.escape(guessed[0].check.name)
-        problem = "tensors that by their shapes alone would be copies are not the same on the tensor-parallel ranks"
-        expected, found_here = "equal copies, or a rule that says how it is sharded", map(str, guessed[:_SHOWN])
-        kinds = {kind: f"if it is sharded by {kind}" for kind in ("vocabulary", "column", "row")}
-        remedy = [
-            Remedy(when=when, config={"tp_rules": [{"pattern": pattern, "kind": kind}]}) for kind, when in kinds.items()
-        ]
-        copies = {"tp_rules": [{"pattern": pattern, "kind": "replicated"}], "replicated_params": "first"}
-        remedy.append(Remedy(when="if they are copies that drifted apart", config=copies))
-        names = {drift.check.name for drift in guessed}
-        raise MismatchError(problem, None, expected, "; ".join(found_here), parameter=names, remedy=remedy)
+    if guessed:  # of equal shape, but with other values on every rank
+        raise _not_copies(guessed, has_live_model)
     if asked and policy not in (FIRST, MEAN):
         raise _different(asked, idle)
     notes = [f"only the first pipeline stage trains its copy, which was taken: {listed(sorted(of_one_stage))}"]
@@ -205,6 +201,30 @@ def judge_drift(found: Sequence[Drift], may_differ: frozenset[str], policy: str)
     if len(drifts) > _SHOWN:
         notes.append(f"and {len(drifts) - _SHOWN} more replicated tensors that were different when saved")
     return tuple(notes)
+
+
+def _not_copies(guessed: Sequence[Drift], has_live_model: bool) -> MismatchError:
+    """Guessed copies differ: each may be a rank's own shard.
+
+    A live model with the shape of one shard would be too small for all of them: no rule makes it fit then.
+    """
+    patterns = dict.fromkeys(_LAYER.sub(r"\\d+", re.escape(drift.check.name)) for drift in guessed)
+    sharded = Remedy("build the model with the sizes it was saved with", when="if each rank holds a shard of its own")
+    if not has_live_model:
+        columns = {"tp_rules": [{"pattern": pattern, "kind": "column"} for pattern in patterns]}
+        sharded = Remedy(when="if each rank holds a shard of its own", config=columns)
+    copies = {
+        "tp_rules": [{"pattern": pattern, "kind": "replicated"} for pattern in patterns],
+        "replicated_params": "first",
+    }
+    drifted = Remedy(when="if they are copies that drifted apart", config=copies)
+    return MismatchError(
+        "tensors that by their shapes alone would be copies are not the same on the tensor-parallel ranks",
+        expected="equal copies, or a rule that says how they are sharded",
+        found="; ".join(map(str, guessed[:_SHOWN])),
+        parameter={drift.check.name for drift in guessed},
+        remedy=(sharded, drifted),
+    )
 
 
 def _different(drifts: Sequence[Drift], idle: Collection[str]) -> MismatchError:

@@ -156,7 +156,8 @@ class LogicalReader:
             if only is None or (one.name == only.name and (one.key == only.key or one.is_of_stages))
         )
         drift = find_drift(self.metadata.files, checks, self.options)
-        return judge_drift(drift, self.of_first_stage.union(self.resharding.averaged), self._policy)
+        may_differ = self.of_first_stage.union(self.resharding.averaged)
+        return judge_drift(drift, may_differ, self._policy, has_live_model=False)
 
     @cached_property
     def of_first_stage(self) -> frozenset[str]:

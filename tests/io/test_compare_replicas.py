@@ -217,6 +217,19 @@ def test_drift_is_refused_unless_the_user_says_what_to_take() -> None:
         )
 
 
+def test_guesses_that_differ_are_named_with_the_rules_that_fit_the_shapes() -> None:
+    """Beside a live model with the shape of one shard, the shards of a whole parameter fit no rule."""
+    names = ("3.norm.weight", "4.norm.weight", "head.bias")
+    guessed = [Drift(ReplicaCheck(name, MASTER, 10, (), is_guess=True), 2, 1.0) for name in names]
+    patterns = [r"\d+\.norm\.weight", r"head\.bias"]
+    for has_live_model, kinds in ((True, ["replicated"]), (False, ["column", "replicated"])):
+        with pytest.raises(MismatchError, match="would be copies") as caught:
+            judge_drift(guessed, frozenset(), STRICT, has_live_model)
+        rules = [each.config["tp_rules"] for each in caught.value.remedies if each.config]
+        assert rules == [[{"pattern": pattern, "kind": kind} for pattern in patterns] for kind in kinds]
+        assert caught.value.parameters == names
+
+
 def test_what_a_rule_averages_may_differ() -> None:
     assert len(judge_drift([BIG, SMALL], frozenset({"big", "small"}), STRICT)) == 2
     with pytest.raises(MismatchError) as caught:
