@@ -187,7 +187,8 @@ def no_other_loader(error: errors.ElasticCkptError, url: str = "") -> errors.Ela
         run, tag = url.rstrip("/").split("/")[-2:]
         command = "elastic-ckpt", "fetch", url, f"{run}/{tag}", "--all"
         loads = {"load_dir": run, "tag": tag}
-        error.remedy = errors.Remedy("gives DeepSpeed's own loader all files", command=command, arguments=loads)
+        text = "gives DeepSpeed's own loader all files (--config names a DeepSpeed config with storage_options)"
+        error.remedy = errors.Remedy(text, command=command, arguments=loads)
     return error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 import elastic_ckpt
+from elastic_ckpt.cli import app
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt, log_lines, on_all_ranks
 from tests.distributed.jobs import SPOILS, client_differences, truth_of, where
@@ -112,6 +115,27 @@ def refuse_served(case: dict[str, Any]) -> list[Refused]:
         if shared.bucket is not None:
             shared.bucket.refusal = case.get("refusal")
         return refuse([served(case, shared)])
+
+
+def follow(case: dict[str, Any]) -> list[tuple[Refused, dict[str, str]]]:
+    """:func:`refuse_served`; then what differs after the command and the load that the error names, in ``scratch``."""
+    truth = truth_of(case["folder"])
+    with shared_bucket(case) as shared:
+        (refused,) = refuse([served(case, shared)])
+        (remedy,) = refused.remedies
+        os.makedirs(case["scratch"], exist_ok=True)
+        os.chdir(case["scratch"])
+        if dist.get_rank() == 0:
+            config = Path("ds.json")
+            config.write_text(json.dumps({"elastic_checkpoint": {"storage_options": shared.options}}))
+            result = CliRunner().invoke(app, [*remedy.command[1:], "--config", str(config)])
+            assert result.exit_code == 0, result.output
+        dist.barrier()
+    engine = engine_of({**case, "section": {}})
+    engine.load_checkpoint(**remedy.arguments)
+    differences = oracle.differences(engine, truth)
+    close(engine)
+    return [(refused, differences)]
 
 
 def served(case: dict[str, Any], shared: Shared) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def flip_bit(name: str, key: str, part: float) -> Callable[[Path], None]:
     """Flip one bit of the largest tensor of a key, so far into its record."""
 
     def apply(copy: Path) -> None:
-        start, nbytes = _record_of(tag(copy) / name, key)
+        start, nbytes = record_of(tag(copy) / name, key)
         _write(tag(copy) / name, start + min(int(part * nbytes), nbytes - 1), lambda raw: bytes([raw[0] ^ 16]), 1)
 
     return apply
@@ -73,7 +73,7 @@ def write_nan(name: str, key: str) -> Callable[[Path], None]:
     """Write a NaN over an fp32 value in the middle of the largest tensor of a key."""
 
     def apply(copy: Path) -> None:
-        start, nbytes = _record_of(tag(copy) / name, key)
+        start, nbytes = record_of(tag(copy) / name, key)
         _write(tag(copy) / name, start + nbytes // 8 * 4, lambda raw: struct.pack("<f", float("nan")), 4)
 
     return apply
@@ -87,7 +87,7 @@ def _write(path: Path, offset: int, change: Callable[[bytes], bytes], nbytes: in
         stream.write(change(raw))
 
 
-def _record_of(path: Path, key: str) -> tuple[int, int]:
+def record_of(path: Path, key: str) -> tuple[int, int]:
     """Where the bytes of the largest tensor below an entry are (``fp32``: of the masters)."""
     names = {"single_partition_of_fp32_groups", "fp32_flat_groups"} if key == "fp32" else {key}
 

@@ -440,6 +440,9 @@ _ELSEWHERE = {
     "mapped": ("tests.distributed.custom_optimizers", "Mapped"),
     **{f"map_of_{n}": ("tests.distributed.custom_optimizers", f"MapOf{n}") for n in (211, 318, 319)},
     "apex": ("tests.distributed.custom_optimizers", "FusedAdam"),
+    "torchao": ("tests.distributed.standin_optimizers", "QuantizedAdamW"),
+    "clipped": ("tests.distributed.standin_optimizers", "ClippedAdamW8bit"),
+    "briefly_clipped": ("tests.distributed.standin_optimizers", "BrieflyClippedAdamW8bit"),
 }
 _TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

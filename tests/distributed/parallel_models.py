@@ -55,6 +55,7 @@ class Parallel:
         stage: ZeRO stage.
         precision: a key of :data:`tests.distributed.model.PRECISIONS`.
         rows: rows of the vocabulary, padding included, where it is padded.
+        optimizer: ``adamw``, ``adafactor``, or ``adamw8bit``, whose smallest states have 8 bits, too.
     """
 
     kind: str
@@ -64,11 +65,13 @@ class Parallel:
     stage: int = 0
     precision: str = "fp32"
     rows: int = 64
+    optimizer: str = "adamw"
 
     @property
     def name(self) -> str:
         rows = "" if self.rows == 64 else f"-v{self.rows}"
-        return f"{self.kind}-{self.style}-tp{self.tp}-pp{self.pp}-z{self.stage}-{self.precision}{rows}"
+        optimizer = "" if self.optimizer == "adamw" else f"-{self.optimizer}"
+        return f"{self.kind}-{self.style}-tp{self.tp}-pp{self.pp}-z{self.stage}-{self.precision}{rows}{optimizer}"
 
     @property
     def dp(self) -> int:
@@ -277,9 +280,21 @@ def group_members(module: nn.Module) -> list[list[str]]:
     return [members for members in (decayed, [name for name in named if name not in decayed]) if members]
 
 
-def build_optimizer(module: nn.Module, members: list[list[str]]) -> torch.optim.Optimizer:
-    """AdamW, with different rates for matrices and vectors, and an ``eps`` under which rounding of tiny gradients is."""
+def build_optimizer(module: nn.Module, members: list[list[str]], kind: str = "adamw") -> torch.optim.Optimizer:
+    """AdamW, with different rates for matrices and vectors, and an ``eps`` under which rounding of tiny gradients is.
+
+    Or another ``kind``, of :class:`Parallel`, with its own defaults.
+    """
     named = dict(module.named_parameters())
+    if kind == "adafactor":
+        return torch.optim.Adafactor([{"params": [named[name] for name in names]} for names in members], lr=1e-2)
+    if kind == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        groups = [{"params": [named[name] for name in names]} for names in members]
+        optimizer = AdamW8bit(groups, lr=1e-3)
+        optimizer.args.min_8bit_size = 1
+        return optimizer
     decayed = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}
     plain = {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-5}
     hyperparameters = [decayed if named[names[0]].dim() > 1 else plain for names in members]
@@ -314,7 +329,7 @@ def build(parallel: Parallel, seed: int = 7, config: dict[str, Any] | None = Non
         get_accelerator().current_device = get_accelerator().current_device_name  # a number is no device of a CPU
         module = deepspeed.tp_model_init(module, parallel.tp, torch.float32)  # since then, deepspeed.initialize does it
     members = group_members(module)
-    optimizer = build_optimizer(module, members)
+    optimizer = build_optimizer(module, members, parallel.optimizer)
     rows = GLOBAL_BATCH // parallel.dp
     settings = {
         "train_micro_batch_size_per_gpu": rows if parallel.kind in LOSSES else micro_batch_size(rows),

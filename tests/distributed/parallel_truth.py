@@ -22,7 +22,8 @@ def gather(engine: Any, parallel: Parallel) -> dict[str, Any]:
     on all data parallel ranks.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, local(engine))
+    # others keep states that are not one value for each element, or 8-bit codes of one
+    dist.all_gather_object(everyone, local(engine, has_states=parallel.optimizer == "adamw"))
     truth = {kind: merged(parallel, everyone, kind) for kind in ("masters", "states", "weights", "buffers")}
     truth["groups"] = union([held["groups"] for held in everyone])
     truth["steps"] = sorted({step for held in everyone for step in held["steps"]})
@@ -32,9 +33,9 @@ def gather(engine: Any, parallel: Parallel) -> dict[str, Any]:
     return truth | {"scheduler": engine.lr_scheduler.state_dict(), "parallel": asdict(parallel)}
 
 
-def local(engine: Any) -> dict[str, Any]:
+def local(engine: Any, has_states: bool = True) -> dict[str, Any]:
     """What this rank's shard of this rank's stage has, put together over data parallel ranks alone. Collective."""
-    keys = plain.state_keys(engine) if any(plain.base_of(engine).state.values()) else []
+    keys = plain.state_keys(engine) if has_states and any(plain.base_of(engine).state.values()) else []
     held: dict[str, Any] = {"masters": {}, "states": {}, "weights": plain.low_precision(engine)}
     if engine.zero_optimization_stage() == 0 and not isinstance(engine.optimizer, BF16_Optimizer):
         plain.gather_unpartitioned(engine, keys, held)

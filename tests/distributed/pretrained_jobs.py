@@ -125,7 +125,7 @@ def expected(case: Case) -> tuple[torch.nn.Module, dict[str, Any]]:
 def load(case: Case) -> list[dict[str, str]]:
     """Load, and compare weights, buffers and masters, and the keys that are reported.
 
-    ``into``: :data:`ENGINE`, :data:`MODULE` or :data:`META`.
+    ``into``: :data:`ENGINE`, :data:`MODULE` or :data:`META`; ``arguments``: more of a load into the first of them.
     """
     close_kept()
     model, info = expected(case)
@@ -143,7 +143,7 @@ def load(case: Case) -> list[dict[str, str]]:
     else:
         engine = build_engine(setup, build(case))
         before = whole(engine.module)
-        report = elastic_ckpt.load_pretrained(engine, given(case))
+        report = elastic_ckpt.load_pretrained(engine, given(case), **case.get("arguments", {}))
         after = whole(engine.module)
     found = oracle.gather(engine, [])
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -265,6 +265,14 @@ def refused(case: Case) -> list[Refused]:
     kind = (case["model"], case["setup"], config_of(case).to_diff_dict())
     engine = engine_of(kind, lambda: build_engine(replace(case["setup"], groups="one"), build(case)), close)
     return [attempt(case, engine, partial(elastic_ckpt.load_pretrained, engine, given(case), strict=True))]
+
+
+def follow(case: Case) -> list[dict[str, str]]:
+    """The same; then :func:`load` with the arguments that the error names."""
+    (tried,) = refused(case)
+    (remedy,) = tried.remedies
+    assert remedy.function == "load_pretrained"
+    return load({**case, "into": ENGINE, "arguments": {"strict": True, **remedy.arguments}})
 
 
 def lacking(case: Case) -> list[tuple[str, bool]]:

@@ -49,6 +49,8 @@ class Case:
         count: how many of its remedies a program can follow, where the cell's conditions hold.
         change: of the files, before.
         ranks: that saved.
+        overwrites: whether the engine is partly overwritten when it is refused.
+        model: that was saved.
     """
 
     saved: Setup
@@ -57,6 +59,8 @@ class Case:
     count: int = 1
     change: Change | None = None
     ranks: int = 2
+    overwrites: bool = False
+    model: str = "TinyLM"
 
 
 def edits(change: Callable[[dict[str, Any]], Any], *files: str) -> Change:
@@ -351,34 +355,14 @@ CELLS: dict[str, Case] = {
     "a preset that is not there": Case(PLAIN, Cell("", PLAIN, config={"tp_preset": "megatron-coer"}), "ConfigError"),
 }
 
-#: Remedies that no cell follows: by the site's name.
-_EXPERTS = "needs expert parallelism"
-_SUMMED = "needs 8-bit states of tensor-parallel copies"
-_TOOL = "is of a command"
-_SHARED = "needs an optimizer with a table for all parameters"
+_ELSEWHERE = "of a command in a process of its own: test_remedies.py has a test of it"
+#: Remedies that no cell follows, and why, or which test does: by the site's name.
 REASONS: dict[str, str] = {
-    "load/verify_reads.py _damaged: verify": "needs wrong checksums that an archive's directory agrees on",
-    "planning/param_groups.py refuse_other_kind: load_optimizer_states": "needs a hyperparameter that one Adam lacks",
-    "cli/plan.py plan: command": "needs an installation without matplotlib",
-    "cli/plan.py plan: load_optimizer_states": _TOOL,
-    "core/fqn.py cannot_slice: load_optimizer_states": _EXPERTS,
-    "engines/optimizers.py schema_of: load_optimizer_states": "needs torchao",
-    "errors.py keeps_first: replicated_params": "needs a save without the tie: test_weights_alone.py follows it",
-    "formats/torch_archive/charges.py limit_error: trust_pickle": "needs a file beyond a limit, which takes long to write",
-    "formats/torch_archive/known_values.py check_device: trust_pickle": "needs a torch with another backend",
-    "io/staging.py encode: load_optimizer_states": "comes when the engine is partly overwritten: PartialLoadError",
-    "load/hook.py no_other_loader: arguments, command": "needs an object store",
-    "load/pretrained.py PretrainedLoad._weights: strict": "is of load_pretrained",
-    "planning/plan_builder.py PlanBuilder._add_replicated: load_optimizer_states": _SHARED,
-    "planning/plan_builder.py PlanBuilder._check_shape: load_optimizer_states": "needs states of whole parameters: Adafactor's factors",
-    "planning/plan_builder.py PlanBuilder._check_values: load_optimizer_states": _SUMMED,
-    "planning/plan_builder.py PlanBuilder._check_values: replicated_params": _SUMMED,
-    "planning/state_matching.py _Matcher._replicated: load_optimizer_states": _SHARED,
-    "planning/state_matching.py _Matcher._replicated: states": _SHARED,
-    "sharding/rules.py refuse_other_code: tp_preset": "needs two versions of Megatron",
-    "sharding/specs.py Sharding.undecided: tp_preset": "needs names that a preset knows and no evidence of its code",
-    "storage/local.py _saved_over: wait_for_files": "needs a save over the checkpoint in mid-load",
-    "storage/remote.py RemoteFolder.__init__: command": "needs an installation without obstore",
-    "tools/conversion/states.py quantized_states: replicated_params": _TOOL,
-    "tools/export.py selected.matching: command": "is of a command, which the test below follows",
+    "cli/plan.py plan: command": _ELSEWHERE,
+    "cli/plan.py plan: load_optimizer_states": "of a command: test_cli_plan.py follows it",
+    "core/fqn.py cannot_slice: load_optimizer_states": "needs stacked experts, and states of whole parameters of them",
+    "load/hook.py no_other_loader: arguments, command": "needs an object store: test_buckets.py follows it",
+    "load/pretrained.py PretrainedLoad._weights: strict": "is of load_pretrained: test_pretrained.py follows it",
+    "storage/remote.py RemoteFolder.__init__: command": _ELSEWHERE,
+    "tools/export.py selected.matching: command": _ELSEWHERE,
 }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +17,7 @@ from torch import nn
 
 import elastic_ckpt
 from elastic_ckpt.errors import Remedy
+from elastic_ckpt.load import hook
 from tests.distributed import model as models
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Refused, attempt, on_all_ranks
@@ -37,6 +41,7 @@ class Cell:
         exact: what a load that completes restores bit by bit, unless the remedy says that it leaves it out.
         names: saved name -> live name, after a remedy that renames.
         scheduler: a class of torch's that the engine has instead, and its arguments.
+        replaced: a file of the folder that a save replaces in the middle of each load, once it has been planned.
     """
 
     folder: str
@@ -49,6 +54,7 @@ class Cell:
     exact: tuple[str, ...] = EXACT
     names: dict[str, str] = field(default_factory=dict)
     scheduler: tuple[Any, ...] = ()
+    replaced: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ def follow(cells: dict[str, Cell]) -> list[Outcome]:
     for name, cell in cells.items():
         engine = _engine(cell, cell.config)
         train(engine, 60, 61)
-        with noted() as ran:
+        with noted() as ran, _saved_over(cell):
             refused = attempt(
                 name, engine, partial(engine.load_checkpoint, os.path.join(cell.folder, cell.inside), **cell.arguments)
             )
@@ -142,6 +148,28 @@ def follow(cells: dict[str, Cell]) -> list[Outcome]:
         ways = [each for each in refused.remedies if (each.config or each.arguments) and each.when in ("", *cell.holds)]
         found.append(Outcome(name, refused, tuple(_follow(cell, way) for way in ways), made))
     return found
+
+
+@contextmanager
+def _saved_over(cell: Cell) -> Iterator[None]:
+    """Have the file be replaced once by another with the same bytes, if the cell names one."""
+    prepare, left = hook._prepare_unless_left, [cell.replaced] if cell.replaced else []
+
+    def prepare_and_replace(*given: Any) -> Any:
+        ready = prepare(*given)
+        if left:
+            path = os.path.join(cell.folder, left.pop())
+            if dist.get_rank() == 0:
+                shutil.copy(path, f"{path}.new")
+                os.replace(f"{path}.new", path)
+            dist.barrier()
+        return ready
+
+    hook._prepare_unless_left = prepare_and_replace
+    try:
+        yield
+    finally:
+        hook._prepare_unless_left = prepare
 
 
 def at_saved_topology(cells: dict[str, Cell]) -> list[Outcome]:
@@ -173,9 +201,9 @@ def _follow(cell: Cell, remedy: Remedy) -> Followed:
     engine = _engine(cell, merged(cell.config, remedy.config))
     train(engine, 60, 61)
     try:
-        engine.load_checkpoint(
-            **{"load_dir": os.path.join(cell.folder, cell.inside), **cell.arguments, **remedy.arguments}
-        )
+        given = {"load_dir": os.path.join(cell.folder, cell.inside), **cell.arguments, **remedy.arguments}
+        with _saved_over(cell):
+            engine.load_checkpoint(**given)
         differences = _differences(cell, remedy, engine)
         train(engine, SAVE_AT, SAVE_AT + 1)
         error = ""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
+from argparse import Namespace
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
 import elastic_ckpt
 from elastic_ckpt.errors import Remedy
+from tests.distributed import foreign, foreign_jobs
 from tests.distributed import parallel_truth as oracle
 from tests.distributed.facts import attempt, on_all_ranks
 from tests.distributed.jobs import truth_of
@@ -30,6 +34,7 @@ class ParallelCell:
         holds: conditions of remedies that are true here; those of others are not followed.
         unmarked: a pattern of the live parameters that do not say how they are sharded.
         drift: of one parameter, by name, what the second tensor-parallel rank's copy in the files has more.
+        arguments: of the live run, where Megatron-DeepSpeed keeps its own.
     """
 
     setup: Parallel
@@ -38,6 +43,12 @@ class ParallelCell:
     holds: tuple[str, ...] = ()
     unmarked: str = ""
     drift: dict[str, float] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether its model is one of :mod:`tests.distributed.foreign`."""
+        return self.setup.kind == "thirds"
 
 
 def follow(cells: dict[str, ParallelCell]) -> list[Outcome]:
@@ -57,7 +68,11 @@ def follow(cells: dict[str, ParallelCell]) -> list[Outcome]:
 
 def _engine(cell: ParallelCell, config: dict[str, Any]) -> Any:
     """One that has trained, and holds other values than the checkpoint."""
-    engine = build(cell.setup, seed=8, config={"elastic_checkpoint": config})
+    variables = ModuleType("megatron.global_vars")
+    variables._GLOBAL_ARGS = Namespace(**cell.arguments) if cell.arguments else None
+    sys.modules["megatron.global_vars"] = variables
+    make = foreign.build if cell.is_foreign else build
+    engine = make(cell.setup, seed=8, config={"elastic_checkpoint": config})
     for name, param in engine.module.named_parameters():
         if cell.unmarked and re.fullmatch(cell.unmarked, name):
             del param.tensor_model_parallel, param.partition_dim, param.partition_stride
@@ -81,7 +96,8 @@ def _follow(cell: ParallelCell, remedy: Remedy) -> Followed:
 
 def _differences(cell: ParallelCell, remedy: Remedy, engine: Any) -> dict[str, str]:
     """What is not as saved, of all that the remedy does not leave out."""
-    now, truth = oracle.gather(engine, cell.setup), truth_of(cell.folder)
+    gather = foreign_jobs.gather if cell.is_foreign else oracle.gather
+    now, truth = gather(engine, cell.setup), truth_of(cell.folder)
     if remedy.config.get("replicated_params") == "mean":
         for name, more in cell.drift.items():
             first = truth["masters"][name].double()

@@ -85,6 +85,18 @@ def test_what_is_not_there_is_said_by_all_ranks(cell: Cell, facts: list[Refused]
     assert len(facts) == cell.ranks and "SECRET" not in str([each.texts for each in facts])
 
 
+KEPT = Save(Setup(1, optimizer="diary"), more={"model": "BigLM"})
+
+
+@cells([Cell("diary", KEPT, "bucket_jobs.follow", 2, {"setup": KEPT.setup, "section": {"mode": "auto"}})])
+def test_what_only_deepspeeds_own_loader_restores_is_fetched_as_the_error_says(
+    cell: Cell, facts: list[tuple[Refused, dict[str, str]]]
+) -> None:
+    for refused, differences in facts:
+        Refuses("UnsupportedError", ("fetch",)).check([refused])
+        assert differences == {}
+
+
 def test_commands_read_buckets_as_they_read_folders(saves: Saves, tmp_path: Path) -> None:
     """Without ranks."""
     folder, config = str(saves.folder(saved(3))), tmp_path / "ds.json"

@@ -250,6 +250,11 @@ def test_wrong_folders_are_errors_that_change_nothing(cell: Cell, facts: list[Re
     assert [each.kinds[0] for each in facts] == [cell.expected.error] * cell.ranks
 
 
+@cells([Cell("strict", WITHOUT_HEAD, "pretrained_jobs.follow", 2, LLAMA_CASE)])
+def test_the_remedy_of_a_strict_load_loads_the_rest(cell: Cell, facts: list[dict[str, str]]) -> None:
+    assert facts == [{}] * cell.ranks
+
+
 @cells(
     [
         Cell(

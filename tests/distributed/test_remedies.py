@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
-import subprocess
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
-from typer.testing import CliRunner
 
-from elastic_ckpt.cli import app
-from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.errors import ConfigError, ElasticCkptError, Remedy
-from elastic_ckpt.tools.conversion import convert
+from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.tools.export import export
-from elastic_ckpt.tools.opened import open_folder
-from tests.distributed import damage
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
+from tests.distributed.parallel_models import Parallel
+from tests.distributed.remedy_cells import CELLS as COMMON
 from tests.distributed.remedy_cells import (
-    CELLS,
     DIARY,
     EIGHT_BIT,
     MODEL,
@@ -35,23 +28,33 @@ from tests.distributed.remedy_cells import (
     UNKNOWN,
     UNKNOWN_WHOLE,
     Change,
-    edits,
 )
+from tests.distributed.remedy_commands import REFUSALS, Followed, command_line, follow, requirements_of
 from tests.distributed.remedy_jobs import Cell, Outcome
 from tests.distributed.remedy_parallel_cells import CELLS as PARALLEL
 from tests.distributed.remedy_parallel_cells import SAVED as SAVED_PARALLEL
-from tests.distributed.remedy_sites import Site, noted, sites
+from tests.distributed.remedy_parallel_cells import SAVED_FOREIGN
+from tests.distributed.remedy_rare_cells import CELLS as RARE
+from tests.distributed.remedy_rare_cells import CLIPPED, CPU_ADAM
+from tests.distributed.remedy_sites import sites
+from tests.storage.buckets import serve_bucket
+
+CELLS = COMMON | RARE
 
 
 @pytest.fixture(scope="module")
 def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    launch(2, "save", {"folder": str(folder), "setups": SAVED})
+    launch(2, "save", {"folder": str(folder), "setups": [*SAVED, CPU_ADAM]})
     launch(3, "save", {"folder": str(folder), "setups": [PLAIN]})
-    launch(2, "save", {"folder": str(folder), "setups": [UNKNOWN, UNKNOWN_WHOLE], "truth": False})
+    for model in ("UntiedLM", "BigLM"):
+        launch(2, "save", {"folder": str(folder / model), "setups": [PLAIN], "model": model})
+    launch(1, "save", {"folder": str(folder), "setups": [CLIPPED], "truth": False})
+    launch(2, "save", {"folder": str(folder), "setups": [UNKNOWN, UNKNOWN_WHOLE, CLIPPED], "truth": False})
     launch(2, "save", {"folder": str(folder), "setups": [EIGHT_BIT], "model": "WideLM", "truth": False})
-    for setup in (UNKNOWN, UNKNOWN_WHOLE, EIGHT_BIT):
-        _write_weights(folder / f"{setup.name}-dp2")
+    for name in ("unknown", "bnb.AdamW8bit", "clipped"):
+        for path in folder.glob(f"z?-fp32-{name}-dp?"):
+            _write_weights(path)
     return folder
 
 
@@ -68,19 +71,28 @@ def outcomes(launch: Launch, saved: Path, tmp_path_factory: pytest.TempPathFacto
     """By cell: what each of three ranks found."""
     cells = {}
     for name, case in CELLS.items():
-        folder = _changed(saved / f"{case.saved.name}-dp{case.ranks}", case.change, tmp_path_factory)
+        place = saved if case.model == "TinyLM" else saved / case.model
+        folder = _changed(place / f"{case.saved.name}-dp{case.ranks}", case.change, tmp_path_factory)
         cells[name] = replace(case.cell, folder=folder)
     return _by_name(launch(3, "remedy_jobs.follow", cells))
 
 
 @pytest.fixture(scope="module")
-def parallel_outcomes(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+def parallel_saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[Parallel, Path]:
+    folders = {setup: tmp_path_factory.mktemp("parallel") for setup in (*SAVED_PARALLEL, *SAVED_FOREIGN)}
+    for job, setups in {"parallel_jobs": SAVED_PARALLEL, "foreign_jobs": SAVED_FOREIGN}.items():
+        launch(2, f"{job}.save_each", [{"setup": setup, "folder": str(folders[setup])} for setup in setups])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def parallel_outcomes(
+    launch: Launch, parallel_saved: dict[Parallel, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Outcome]]:
     """The same of tensor and pipeline parallel engines, on two ranks."""
-    folders = {setup: tmp_path_factory.mktemp("parallel") for setup in SAVED_PARALLEL}
-    launch(2, "parallel_jobs.save_each", [{"setup": setup, "folder": str(at)} for setup, at in folders.items()])
     cells = {}
     for name, case in PARALLEL.items():
-        folder = _changed(folders[case.saved], case.change, tmp_path_factory)
+        folder = _changed(parallel_saved[case.saved], case.change, tmp_path_factory)
         cells[name] = replace(case.cell, folder=folder)
     return _by_name(launch(2, "remedy_parallel_jobs.follow", cells))
 
@@ -109,51 +121,33 @@ def at_their_topology(launch: Launch, saved: Path) -> list[Outcome]:
     return launch(2, "remedy_jobs.follow", cells)
 
 
-#: What ``convert`` refuses: of which save, what is done to a copy, and the word under ``"states"`` that is true of it.
-CONVERSIONS: dict[str, tuple[Setup, Change | None, str]] = {
-    "a state of unknown layout": (DIARY, None, "fresh"),
-    "an entry that runs code": (Setup(1), edits(damage.plant_bomb, MODEL), ""),
-}
-
-
-@dataclass
-class Conversion:
-    """What ``convert`` refused, the remedy that was followed, where it was made, and what then became of it."""
-
-    error: ElasticCkptError
-    remedy: Remedy
-    sites: set[Site]
-    result: Result
-
-
 @pytest.fixture(scope="module")
-def conversions(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Conversion]:
+def commands(
+    saved: Path, parallel_saved: dict[Parallel, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Followed]:
     found = {}
-    for name, (setup, change, word) in CONVERSIONS.items():
-        copy = tmp_path_factory.mktemp("converted") / "copy"
-        shutil.copytree(saved / f"{setup.name}-dp2", copy)
-        if change is not None:
-            change(copy)
-        source, target = str(copy / "step4"), str(copy / "step4_universal")
-        with noted() as sites_run, pytest.raises(ElasticCkptError) as caught:
-            convert(open_folder(source, None, ElasticConfig()), Path(target))
-        ways = [each for each in caught.value.remedies if each.config and "trust_pickle" not in each.config]
-        (remedy,) = [each for each in ways if not word or set(each.config["states"].values()) == {word}]
-        config = copy / "ds.json"
-        config.write_text(json.dumps({"elastic_checkpoint": remedy.config}))
-        result = CliRunner().invoke(app, ["convert", source, target, "--config", str(config)])
-        found[name] = Conversion(caught.value, remedy, sites_run, result)
+    for name, refusal in REFUSALS.items():
+        copy = tmp_path_factory.mktemp("commands") / "copy"
+        is_parallel = isinstance(refusal.saved, Parallel)
+        folder = parallel_saved[refusal.saved] if is_parallel else saved / f"{refusal.saved.name}-dp2"
+        shutil.copytree(folder, copy)
+        if refusal.change is not None:
+            refusal.change(copy)
+        found[name] = follow(refusal, copy)
     return found
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
-def test_a_remedy_of_convert_converts(name: str, conversions: dict[str, Conversion]) -> None:
-    assert conversions[name].result.exit_code == 0, conversions[name].result.output
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_remedy_of_a_command_has_it_succeed(name: str, commands: dict[str, Followed]) -> None:
+    followed = commands[name]
+    assert followed.result.exit_code == 0, followed.result.output
+    assert followed.differences == set()
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_every_remedy_holds_what_it_promises(name: str, outcomes: dict[str, list[Outcome]]) -> None:
-    _check(outcomes[name], CELLS[name].kind, CELLS[name].count)
+    case = CELLS[name]
+    _check(outcomes[name], case.kind, case.count, case.overwrites)
 
 
 @pytest.mark.parametrize("name", PARALLEL)
@@ -163,11 +157,11 @@ def test_every_remedy_of_parallel_engines_holds_what_it_promises(
     _check(parallel_outcomes[name], PARALLEL[name].kind, PARALLEL[name].count)
 
 
-def _check(outcomes: list[Outcome], kind: str, count: int) -> None:
+def _check(outcomes: list[Outcome], kind: str, count: int, overwrites: bool = False) -> None:
     """One refusal of a kind on all ranks, and what each of so many remedies did."""
     for outcome in outcomes:
         assert outcome.refused.kinds[:1] == (kind,), outcome.refused.texts
-        assert len(outcome.refused.texts) == 1 and not outcome.refused.changed
+        assert len(outcome.refused.texts) == 1 and bool(outcome.refused.changed) == overwrites
         assert len(outcome.followed) == count, outcome.refused.remedies
         for followed in outcome.followed:
             assert followed.error == "" and followed.differences == {}, f"{followed.remedy}: {followed}"
@@ -184,9 +178,14 @@ def test_a_load_at_the_topology_of_the_save_is_named_where_it_works(
     there = {
         name: replace(CELLS[name].cell, folder=str(saved / f"{CELLS[name].saved.name}-dp2"), setup=CELLS[name].saved)
         for name in of_topology
-        if CELLS[name].change is None
+        if CELLS[name].change is None and CELLS[name].saved.optimizer == CELLS[name].cell.setup.optimizer
     }
-    expected = {"a state of unknown layout", "a table of each parameter", "blocks that may not be requantized"}
+    expected = {
+        "a state of unknown layout",
+        "a table of each parameter",
+        "blocks that may not be requantized",
+        "norms of each rank",
+    }
     assert there.keys() == expected
     for outcome in launch(2, "remedy_jobs.at_saved_topology", there):
         assert outcome.refused.kinds == (), outcome.refused.texts
@@ -196,7 +195,7 @@ def test_each_way_out_is_followed_or_has_a_reason(
     outcomes: dict[str, list[Outcome]],
     parallel_outcomes: dict[str, list[Outcome]],
     at_their_topology: list[Outcome],
-    conversions: dict[str, Conversion],
+    commands: dict[str, Followed],
 ) -> None:
     """A new remedy that a program can follow needs a cell here, or says what a cell would need."""
     every = [*chain(*outcomes.values(), *parallel_outcomes.values()), *at_their_topology]
@@ -206,7 +205,7 @@ def test_each_way_out_is_followed_or_has_a_reason(
         for site in outcome.sites
         if site.is_among(each.remedy for each in outcome.followed)
     }
-    for each in conversions.values():
+    for each in commands.values():
         followed |= {site.name for site in each.sites if site.is_among([each.remedy])}
     assert {site.name for site in sites()} - followed - REASONS.keys() == set()
     assert REASONS.keys() & followed == set(), "a cell follows it"
@@ -217,9 +216,25 @@ def test_a_command_runs(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         export(str(saved / f"{Setup(1).name}-dp2"), str(tmp_path / "new"), include=["^nothing"])
     (remedy,) = caught.value.remedies
-    command = [sys.executable, "-m", "elastic_ckpt", *remedy.command[1:]]
     assert remedy.command[0] == "elastic-ckpt"
-    assert subprocess.run(command, check=False, capture_output=True, timeout=120).returncode == 0
+    assert command_line(remedy.command[1:]).returncode == 0
+
+
+def test_a_missing_package_is_one_of_the_extra_that_the_error_names(saved: Path, tmp_path: Path) -> None:
+    folder, config = saved / f"{PLAIN.name}-dp2", tmp_path / "ds.json"
+    with serve_bucket() as bucket:
+        bucket.put(folder, "run")
+        config.write_text(json.dumps({"elastic_checkpoint": {"storage_options": bucket.options}}))
+        cases = {
+            "matplotlib": ["plan", str(folder), "--plot", str(tmp_path / "plan.svg")],
+            "obstore": ["inspect", "s3://bucket/run", "--config", str(config)],
+        }
+        for package, words in cases.items():
+            refused = command_line([*words, "--json"], without=package)
+            (remedy,) = json.loads(refused.stdout)["remedies"]
+            assert refused.returncode == 2, refused
+            assert package in requirements_of(shlex.join(remedy["command"]))
+            assert command_line(words).returncode == 0, "with the package"
 
 
 def test_a_load_at_its_topology_is_never_told_to_load_there(at_their_topology: list[Outcome]) -> None:
