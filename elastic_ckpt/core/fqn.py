@@ -245,10 +245,11 @@ def cannot_slice(key: str, name: str) -> UnsupportedError:
     return UnsupportedError(problem, None, expected, key, parameter=name, remedy=remedy)
 
 
-def with_slices(metadata: CheckpointMetadata) -> CheckpointMetadata:
+def with_slices(metadata: CheckpointMetadata, with_states: bool = True) -> CheckpointMetadata:
     """``metadata`` whose stacked parameters hold all experts, each in one chunk, with the slices of these instead.
 
-    Raises :class:`LayoutError` for another number of experts, :class:`UnsupportedError` for a state without slices.
+    Raises :class:`LayoutError` for another number of experts, and ``with_states`` :class:`UnsupportedError` for a state
+    without slices, which is left out else.
     """
     parameters, tensors = dict(metadata.parameters), dict(metadata.tensors)
     for name, number in metadata.stacked.items():
@@ -264,7 +265,9 @@ def with_slices(metadata: CheckpointMetadata) -> CheckpointMetadata:
         for _, key in [each for each in metadata.tensors if each[0] == name]:
             tensor = tensors.pop((name, key))
             if tensor.has_own_shape:
-                raise cannot_slice(key, name)
+                if with_states:
+                    raise cannot_slice(key, name)
+                continue
             planes = tensor.shape[: len(tensor.shape) - len(saved.shape)]
             for part in parts:
                 sources = chunks_of(*_sliced(tensor, part.range, math.prod(saved.shape)))

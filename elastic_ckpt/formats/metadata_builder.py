@@ -127,8 +127,10 @@ class MetadataBuilder:
         """
         kinds = self._classify(rules, flats, files, shapes[0] if is_alone else None)
         stacks = [name for name, _ in shapes if name in stacked]
-        for key in (key for key, kind in kinds.items() if stacks and kind.kind in (TOUCHED, PER_PARAMETER)):
-            raise cannot_slice(key, stacks[0])
+        whole = [key for key, kind in kinds.items() if stacks and kind.kind in (TOUCHED, PER_PARAMETER)]
+        if whole and self._options.are_restored:
+            raise cannot_slice(whole[0], stacks[0])
+        kinds = {key: kind for key, kind in kinds.items() if key not in whole}
         shapes, rules = sliced(shapes, rules, stacked)
         first = flats[0]
         states = first.states

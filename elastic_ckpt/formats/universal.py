@@ -127,7 +127,7 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
         first, builder = models[ranks[0]], _Builder(found, models, optimizer, states, folders, options)
         scalers, grid = [optimizer.loss_scaler], builder.grid
         refuse_within_step([first], options.check_shards)
-        metadata = with_progress_compared(with_slices(builder.of_files()), first, options.check_shards, scalers)
+        metadata = with_progress_compared(builder.of_files(), first, options.check_shards, scalers)
         if options.check_shards and metadata.source.merged_from == 1:
             numbers = {number for number, file in enumerate(metadata.files) if file.path in opened}
             spot_check(metadata, first.path, first.weights, numbers)
@@ -206,8 +206,7 @@ class _Builder(StatesBuilder):
         self._add_parameters()
         self.add_masters_and_states()
         self._add_module()
-        if optimizer.scalars is None:
-            self.notes.append(_NO_OPTIMIZER_FILE)
+        self.notes += [_NO_OPTIMIZER_FILE] * (optimizer.scalars is None)
         declared = DeclaredSpecs(tuple(item.rule for item in self._states.values() if item.rule is not None))
         declared = reduce(or_, (model.declared for model in self._models), declared)
         most = max((saved.group for saved in self.parameters.values()), default=0) + 1
@@ -222,8 +221,9 @@ class _Builder(StatesBuilder):
             sequence=self.grid.sequence,
         )
         crc32s = weights_crc32s([self._ranks[rank][0] for rank in self.grid.stages[0]])
-        facts = replace(metadata.states, missing=self._present().missing())
-        return replace(metadata, declared=declared, crc32s=crc32s, states=facts)
+        states = replace(metadata.states, missing=self._present().missing())
+        whole = replace(metadata, declared=declared, crc32s=crc32s, states=states)
+        return with_slices(whole, self._options.are_restored)
 
     def _present(self) -> PresentFiles:
         """The files of the folder."""

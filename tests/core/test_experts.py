@@ -134,3 +134,5 @@ def test_a_universal_checkpoints_stacked_parameters_are_sliced() -> None:
         with_slices(universal((5, 3)))
     with pytest.raises(UnsupportedError, match="as a whole"):
         with_slices(universal(has_own_shape=True))
+    without = with_slices(universal(has_own_shape=True), with_states=False)
+    assert without.parameters == found.parameters and not without.tensors

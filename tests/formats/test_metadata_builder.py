@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from elastic_ckpt.core.chunks import PartitionRule
 from elastic_ckpt.core.metadata import MASTER, SourceFile, TensorMetadata
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.merging import shard_by_shard
@@ -27,9 +29,9 @@ def ref(dtype: str, *shape: int, offset: int = 64) -> TensorRef:
     return TensorRef(dtype, shape, (*shape[1:], 1), offset)
 
 
-def builder() -> MetadataBuilder:
+def builder(**options: Any) -> MetadataBuilder:
     found = CheckpointInfo("native", "/ckpt/tag", "tag", sort_names([], is_universal=False))
-    return MetadataBuilder(found, [SourceFile("0.pt", 999), SourceFile("1.pt", 999)])
+    return MetadataBuilder(found, [SourceFile("0.pt", 999), SourceFile("1.pt", 999)], StateOptions(**options))
 
 
 def flat(dtype: str = "float32") -> FlatShard:
@@ -90,6 +92,9 @@ def test_states_of_stacked_experts_as_a_whole_are_refused() -> None:
     alone = FlatShard(ref("float32", 2, 3), 6, StatesOfOne({"row": ref("float32", 7)}))
     with pytest.raises(UnsupportedError, match=r"(?s)'row' is kept for stacked experts as a whole.*a"):
         builder().add_flat(SHAPES[:1], [PartitionRule(6, 6)], 0, {}, [alone], range(1), stacked, is_alone=True)
+    of_weights = builder(are_restored=False)
+    of_weights.add_flat(SHAPES, RULES, 0, {}, touched, range(2), stacked)
+    assert {key for _, key in of_weights.build(model(), 1, ({},)).tensors} == {MASTER}
 
 
 def test_a_state_that_is_a_view_is_opaque() -> None:
