@@ -360,7 +360,7 @@ _ELSEWHERE = "of a command in a process of its own: test_remedies.py has a test 
 REASONS: dict[str, str] = {
     "cli/plan.py plan: command": _ELSEWHERE,
     "cli/plan.py plan: load_optimizer_states": "of a command: test_cli_plan.py follows it",
-    "core/fqn.py cannot_slice: load_optimizer_states": "needs stacked experts, and states of whole parameters of them",
+    "core/fqn.py cannot_slice: load_optimizer_states": "needs expert parallelism: test_experts.py follows it",
     "load/hook.py no_other_loader: arguments, command": "needs an object store: test_buckets.py follows it",
     "load/pretrained.py PretrainedLoad._weights: strict": "is of load_pretrained: test_pretrained.py follows it",
     "storage/remote.py RemoteFolder.__init__: command": _ELSEWHERE,

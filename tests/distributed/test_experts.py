@@ -18,7 +18,7 @@ from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
 from tests.distributed import damage
 from tests.distributed.cells import Cell, Save, Saves, cells
 from tests.distributed.expert_jobs import Experts
-from tests.distributed.facts import Loaded, Refused, Resumes
+from tests.distributed.facts import Loaded, Refused, Refuses, Resumes
 
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
@@ -98,6 +98,19 @@ def test_every_source_loads_at_any_expert_parallel_degree(cell: Cell, facts: lis
     cell.expected.check(facts)
     for load in facts:
         assert "100 %" in str(load.report.verified), load.text
+
+
+FACTORED = saved(2, 0, 2, "fp32", autoep=True, factored=True)
+WITHOUT_EXPERT_PARALLELISM = replace(FACTORED.setup, ep=1)
+
+
+@cells([Cell("factored", FACTORED, "expert_jobs.follow", 2, {"run": WITHOUT_EXPERT_PARALLELISM})])
+def test_factors_of_stacked_experts_are_refused_and_left_out_as_the_error_says(
+    cell: Cell, facts: list[tuple[Refused, dict[str, str]]]
+) -> None:
+    for refused, differences in facts:
+        Refuses("UnsupportedError", ("is kept for stacked experts as a whole",)).check([refused])
+        assert differences == {}
 
 
 #: Of a model-states file with experts.
