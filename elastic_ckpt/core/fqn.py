@@ -172,6 +172,10 @@ class NumberedStates:
     compared: bool = False  # saved values prove the names, because masters are compared with the weights
     experts: ExpertRank | None = None  # whose weights are among these, of a file of one expert-parallel rank
     others: Mapping[str, str] = field(default_factory=dict)  # module entries that are no tensors, and what each is
+    #: Of a pipeline: the same of each saved stage, which numbers its own. Weights, aliases and buffers are those of all
+    #: stages, tied modules first, then layers by number.
+    stages: Sequence[NumberedStates] = ()
+    stage: int = 0  # of these states
 
 
 #: The names, and notes on how they were inferred.

@@ -36,6 +36,8 @@ class SequenceParallel:
 
 
 NO_SEQUENCE_PARALLEL = SequenceParallel()
+#: How names of what pipeline stages share begin (``TiedLayerSpec`` in a ``PipelineModule``).
+TIED_MODULES = "tied_modules."
 #: In place of a class where there is no live optimizer.
 SAVED_OPTIMIZER = "the optimizer that saved it"
 
@@ -129,6 +131,14 @@ class LiveGroup:
 
 
 @dataclass(frozen=True)
+class LiveStage:
+    """What one live pipeline stage has."""
+
+    names: frozenset[str]  # of every parameter and buffer
+    groups: tuple[tuple[str, ...], ...]  # the parameters of each param group, in ``torch.optim``'s order
+
+
+@dataclass(frozen=True)
 class ModelLayout:
     """The live model without its tensors: FQNs and tensor-parallel layouts."""
 
@@ -161,3 +171,4 @@ class LocalState:
     family: str | None = None  # optimizers that keep the same states under other names; ``None`` if there are none
     defaults: frozenset[str] = frozenset()  # hyperparameters that this optimizer knows
     others: frozenset[str] = frozenset()  # entries of the module's state dict that hooks make
+    stages: tuple[LiveStage, ...] = ()  # of the whole pipeline, in order; empty without one

@@ -25,10 +25,11 @@ from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState
+from elastic_ckpt.formats.numbered_stages import StageFiles, with_layers
 from elastic_ckpt.formats.same_save import refuse_within_step, spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
-from elastic_ckpt.formats.zero0 import unpartitioned_metadata
+from elastic_ckpt.formats.zero0 import numbered_states, unpartitioned_metadata
 
 
 @dataclass
@@ -88,11 +89,14 @@ def assemble(
     if not all(model.param_shapes for model in firsts.values()):
         for tp_rank, members in enumerate(zip(*grid.stages, strict=True)):
             _list_missing_shapes(ranks, members, [layer for layer in layers if layer.tp_rank == tp_rank])
-    all_metadata = {mp: _fit_together(found, mp, rank, grid, options, name_states) for mp, rank in ranks.items()}
+    stages = numbered_stages(ranks, grid, layers, options) if layers else {}
+    all_metadata = {
+        mp: _fit_together(found, mp, rank, grid, options, name_states, stages.get(mp)) for mp, rank in ranks.items()
+    }
     metadata = merging.merge_stages([merging.merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
     if layers:
         buffers = frozenset(name for rank in ranks.values() for model in rank.models for name in model.buffer_names)
-        known = buffers.union(metadata.parameters)
+        known = buffers.union(metadata.parameters, options.live_names)
         if not metadata.parameters:  # of weights alone, whose names some files still list
             shapes = chain.from_iterable(model.param_shapes for model in firsts.values())
             known = known.union(name for name, _ in chain.from_iterable(shapes))
@@ -225,8 +229,40 @@ def _in_turn(names: Sequence[str], count: int) -> list[str]:
     return [*chain.from_iterable(names[rank::count] for rank in range(min(count, len(names))))]
 
 
+def numbered_stages(
+    ranks: Mapping[int, RankFiles], grid: Grid, layers: Sequence[LayerShard], options: MetadataOptions
+) -> dict[int, StageFiles]:
+    """By model-parallel rank, what each stage of a pipeline has, if these number their states and states are wanted.
+
+    Raises :class:`LayoutError` for a stage without states, where others have some.
+    """
+    optimizers = {mp: rank.model.optimizer for mp, rank in ranks.items() if not rank.optimizers}
+    states = {mp: state for mp, state in optimizers.items() if state is not None}
+    if not states or not options.with_states:
+        return {}
+    for lacking in (rank.model for mp, rank in ranks.items() if mp not in states):
+        problem = "a pipeline stage has no optimizer states in its model-states file, and others have"
+        expected = f"states, as in {states[min(states)].path}"
+        found_here = "none, or files of partitioned ones"
+        raise LayoutError(problem, lacking.path, expected, found_here, remedy=module_weights.RESTORE)
+    found: dict[int, StageFiles] = {}
+    for tp_rank, members in enumerate(zip(*grid.stages, strict=True)):
+        of_rank = [layer for layer in layers if layer.tp_rank == tp_rank]
+        models, files = with_layers([ranks[mp].model for mp in members], of_rank, options.live_names)
+        numbered = [numbered_states(model, states[mp], options) for mp, model in zip(members, models, strict=True)]
+        for number, (mp, model) in enumerate(zip(members, models, strict=True)):
+            found[mp] = StageFiles(model, files, numbered, number)
+    return found
+
+
 def _fit_together(
-    found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid, options: MetadataOptions, name_states: NameStates
+    found: CheckpointInfo,
+    mp: int,
+    rank: RankFiles,
+    grid: Grid,
+    options: MetadataOptions,
+    name_states: NameStates,
+    stage: StageFiles | None,
 ) -> CheckpointMetadata:
     """The metadata of one model-parallel rank, without the experts that its tensor-parallel ranks do not slice."""
     models, optimizers = rank.models, rank.optimizers
@@ -261,8 +297,9 @@ def _fit_together(
     elif found.files.layers and not options.with_states:
         metadata = module_weights.weights_alone(found, models[0])
     else:
-        of_experts = (rank.experts, rank.expert_optimizers) if rank.expert_optimizers else ()
-        metadata = unpartitioned_metadata(found, models[0], options, name_states, *of_experts)
+        experts = rank.experts if rank.expert_optimizers else ()
+        states = rank.expert_optimizers
+        metadata = unpartitioned_metadata(found, models[0], options, name_states, experts, states, stage)
     scalers = [each.scaler for each in rank.expert_optimizers]  # of files of optimizer states alone
     scalers += [each.loss_scaler for each in optimizers[:1]]
     refuse_within_step(models, options.check_shards)

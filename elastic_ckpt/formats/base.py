@@ -62,6 +62,8 @@ class MetadataOptions:
     states: StateOptions = field(default_factory=StateOptions)  # the user's declarations about optimizer states
     with_states: bool = True  # whether optimizer states are restored
     coordinates: RankCoordinates = field(default_factory=RankCoordinates)  # of this rank in the live topology
+    #: Live names of parameters and buffers, which tell what of a pipeline layer's file is a tied module's.
+    live_names: frozenset[str] = frozenset()
     with_client_state: bool = True  # whether the client's state is read, for which torch is needed
     skip_unreadable: bool = False  # whether entries of it that cannot be read are left out
     with_unmade: bool = True  # whether files may have such entries where the client's state is not read

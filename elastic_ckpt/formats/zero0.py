@@ -11,7 +11,7 @@ experts of that rank, by number. Weights are in the model-states file and in the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -20,12 +20,12 @@ from elastic_ckpt.core.chunks import group_rules
 from elastic_ckpt.core.counts import first_apart
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.fqn import ExpertRank, NamedStates, NameStates, NumberedStates, expert_name
-from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SourceFile
 from elastic_ckpt.core.text import counted
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WEIGHTS_ALONE, LayoutError, MissingFilesError, UnsupportedError
+from elastic_ckpt.errors import LayoutError, MissingFilesError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.classification import RankStates, compare_lengths
-from elastic_ckpt.formats.merging import ExpertShard
+from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.metadata_builder import (
     MetadataBuilder,
     Shape,
@@ -36,6 +36,7 @@ from elastic_ckpt.formats.metadata_builder import (
 )
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState
 from elastic_ckpt.formats.module_weights import weights_alone
+from elastic_ckpt.formats.numbered_stages import StageFiles
 from elastic_ckpt.formats.own_entries import not_tensors
 from elastic_ckpt.formats.partitioned import degree_in_name
 from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, merged_groups, saved_shape, settings
@@ -50,18 +51,14 @@ def unpartitioned_metadata(
     name_states: NameStates,
     experts: Sequence[ExpertShard] = (),
     optimizers: Sequence[UnpartitionedState] = (),
+    stage: StageFiles | None = None,
 ) -> CheckpointMetadata:
     """The metadata of a checkpoint whose optimizer state is whole, or of its weights if ``name_states`` gives up.
 
     ``experts`` and ``optimizers`` are the files of experts, and of the optimizer of each expert-parallel rank, in
-    order; without any, the optimizer is in the model-states file.
+    order; without any, the optimizer is in the model-states file. Those of a pipeline's ``stage`` are numbered by
+    stage, and its weights are in the files of layers.
     """
-    if found.files.layers:  # states are numbered in the order of the module, which pipelines do not save
-        problem = "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter"
-        expected = 'a save with "zero_optimization": {"stage": 1} (or bf16 with fp32 gradient accumulation)'
-        both = expected, "optimizer states that are numbered, not named"
-        remedy = AT_ITS_TOPOLOGY, WEIGHTS_ALONE
-        raise UnsupportedError(problem, model.path, *both, remedy=remedy)
     ep, first = 1, len(optimizers[:1])
     if optimizers:
         refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.groups)})
@@ -70,27 +67,49 @@ def unpartitioned_metadata(
     all_states = list(optimizers) or [state for state in (model.optimizer,) if state is not None]
     sources: list[_Source] = []
     notes: list[str] = []
+    layers: list[LayerShard] = []
     for ep_rank, state in enumerate(all_states):
         shard, mine, files = model, None, dict[str, int]()
         if optimizers:
             shard, files = _on_rank(model, experts, state, local, first_file=1 + ep)
             mine = ExpertRank(ep_rank, local, frozenset(shard.stacked), weights_crc32s([model]))
+        if stage is not None:
+            shard = stage.model
         _refuse_lost_weights(shard, state)
-        named = _member_names(shard, state, options, name_states, mine)
+        numbered = numbered_states(shard, state, options, mine)
+        if stage is not None:
+            numbered = replace(numbered, stages=stage.numbered, stage=stage.number)
+        named = _member_names(numbered, state, name_states)
         if named is None:
             return weights_alone(found, model)
         names, more = named
         notes += [note for note in more if note not in notes]
+        if stage is not None:
+            layers, files = stage.files_of(chain.from_iterable(names), first_file=1)
         if ep_rank:  # dense parameters are in each of these files
             of_experts = {name for name in shard.weights if name in shard.stacked or expert_name(name)}
             names = [[name if name in of_experts else None for name in group] for group in names]
         of_groups = [_flats(shard, state, group, members) for group, members in enumerate(names)]
         sources.append(_Source(shard, state, first + ep_rank, files, of_groups))
+    files_of_all = [model, *optimizers, *experts, *layers]
+    if stage is not None:
+        model = replace(model, shared=stage.model.shared)
+    return _metadata(found, model, files_of_all, sources, options, notes)
+
+
+def _metadata(
+    found: CheckpointInfo,
+    model: ModelShard,
+    files: Sequence[SourceFile],
+    sources: Sequence[_Source],
+    options: MetadataOptions,
+    notes: Iterable[str],
+) -> CheckpointMetadata:
+    """The metadata of these optimizers, and of what else the model-states file has."""
     flats = ((each.state.path, flat) for each in sources for flat in chain.from_iterable(each.groups))
     partitions = [RankStates(path, flat.shape, -1, flat.shard.states) for path, flat in flats]
     states = ((each.path, each.states) for each in partitions)
-    files_of_all = [model, *optimizers, *experts]
-    builder = MetadataBuilder(found, files_of_all, options.states, states, compare_lengths(partitions))
+    builder = MetadataBuilder(found, files, options.states, states, compare_lengths(partitions))
     for source in sources:
         added = _add_unpartitioned(builder, source)
         for name in added if source.weights and source.state.kind == PLAIN else ():  # the weights are the masters
@@ -98,7 +117,7 @@ def unpartitioned_metadata(
             builder.tensors.add({(name, MASTER): master})
     builder.notes += notes
     builder.tensors.add(module_tensors([model], 0, builder.parameters)[0])
-    groups = merged_groups((range(at, at + 1), state.groups) for at, state in enumerate(all_states, start=first))
+    groups = merged_groups((range(each.file, each.file + 1), each.state.groups) for each in sources)
     return builder.build(model, 0, groups, frozen_recorded=model.frozen_recorded)
 
 
@@ -194,20 +213,24 @@ def _refuse_lost_weights(model: ModelShard, state: UnpartitionedState) -> None:
         raise not_tensors(model.path, lost)
 
 
-def _member_names(
-    model: ModelShard,
-    state: UnpartitionedState,
-    options: MetadataOptions,
-    name_states: NameStates,
-    experts: ExpertRank | None = None,
-) -> NamedStates | None:
-    """Names of each saved group's members: the optimizer's own if they fit the module, else of ``name_states``."""
+def numbered_states(
+    model: ModelShard, state: UnpartitionedState, options: MetadataOptions, experts: ExpertRank | None = None
+) -> NumberedStates:
+    """What is known of the states of an optimizer and of the weights beside them, but for names in the former."""
     weights = {name: ref.shape for name, ref in model.weights.items()}
     shapes: list[list[Shape | None]] = [[master.shape for master in masters] for masters in state.masters]
     if state.kind == PLAIN:  # unknown for lack of a state: never a gradient
         every = [[state.states.get(number) for number in members] for members in state.members]
         shapes = [[None if each is None else saved_shape(each) for each in states] for states in every]
+    compared, flat = state.kind != PLAIN and options.check_shards, state.kind == FUSED
+    facts = weights, model.shared, model.buffers, compared, experts, model.other_entries
+    return NumberedStates(model.path, state.groups, shapes, flat, *facts)
+
+
+def _member_names(numbered: NumberedStates, state: UnpartitionedState, name_states: NameStates) -> NamedStates | None:
+    """Names of each saved group's members: the optimizer's own if they fit the module, else of ``name_states``."""
     if state.names is not None:  # those of parameters without a state may be missing
+        weights, shapes = numbered.weights, numbered.shapes
         named = [[name if name in weights else None for name in members] for members in state.names]
         fits = (
             [shape in (None, weights.get(name or "")) for shape, name in zip(*each, strict=False)]
@@ -215,9 +238,7 @@ def _member_names(
         )
         if list(map(len, shapes)) == list(map(len, named)) and all(chain.from_iterable(fits)):
             return named, ()
-    compared, flat = state.kind != PLAIN and options.check_shards, state.kind == FUSED
-    facts = weights, model.shared, model.buffers, compared, experts, model.other_entries
-    return name_states(NumberedStates(model.path, state.groups, shapes, flat, *facts))
+    return name_states(numbered)
 
 
 def _degree(

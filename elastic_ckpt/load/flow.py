@@ -16,15 +16,13 @@ import torch
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.local_state import LocalState, ModelLayout
+from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.read_plan import NO_SHARE, LoadPlan, Outcome, ReadPlan, RestoredShare
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat, training_state
 from elastic_ckpt.engines.adapter import EngineAdapter
-from elastic_ckpt.engines.coordinates import model_of_all
 from elastic_ckpt.engines.data_position import samples_consumed
-from elastic_ckpt.engines.zero import select_adapter
 from elastic_ckpt.errors import (
     CommunicationError,
     ElasticCkptError,
@@ -39,6 +37,7 @@ from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
 from elastic_ckpt.load.early_schedulers import EarlyStates, early_schedulers, with_other_schedulers
+from elastic_ckpt.load.live_engine import adapter_of, describe
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.nothing_matched import refuse_nothing
 from elastic_ckpt.load.publishing import publish
@@ -131,7 +130,8 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
     at = local_state.model.coordinates
     with timed("metadata", seconds):
         skips = config.on_unreadable_entry == "skip"
-        options = MetadataOptions.of(config, with_states=with_states, coordinates=at, skip_unreadable=skips)
+        of_live = {"coordinates": at, "live_names": local_state.model.names}
+        options = MetadataOptions.of(config, with_states=with_states, skip_unreadable=skips, **of_live)
         checkpoint = read_checkpoint(found, options, local_state, config.rename)
     with timed("plan", seconds):
         planned: list[tuple[LoadPlan, training_state.TrainingStateCommit, EarlyStates, tuple[str, ...]]] = []
@@ -159,34 +159,6 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
     return Prepared(
         call, found, seconds, adapter, local_state, checkpoint, plan, host, early, warnings, medium, runs_code
     )
-
-
-def adapter_of(engine: Any, with_states: bool) -> EngineAdapter:
-    """The adapter of a live engine, which must not hold gradients of the old weights. Local."""
-    adapter = select_adapter(engine, with_states=with_states)
-    if compat.holds_gradients(engine):  # which would enter the next step
-        problem = "the engine holds gradients that no step has used yet; they would be mixed into the restored run"
-        expected = "a load right after engine.step(), or before the first backward"
-        remedy = "finish the step with engine.step() (its result is overwritten), then load"
-        raise MismatchError(problem, expected=expected, remedy=remedy)
-    return adapter
-
-
-def describe(select: Callable[[], EngineAdapter]) -> tuple[EngineAdapter, LocalState]:
-    """The adapter that ``select`` returns on this rank, and its LocalState. Collective."""
-    described: list[tuple[EngineAdapter, LocalState]] = []
-
-    def describe_mine() -> ModelLayout | None:
-        adapter = select()
-        local_state = adapter.local_state()
-        described.append((adapter, local_state))
-        coordinates = local_state.model.coordinates
-        return replace(local_state.model, run={}) if coordinates.tp * coordinates.pp * coordinates.ep > 1 else None
-
-    gathered = distributed.all_gather("describe the live engine", describe_mine)
-    adapter, local_state = described[0]
-    everybody = [model for model in gathered if model is not None]
-    return adapter, replace(local_state, model=model_of_all(local_state.model, everybody))
 
 
 def agree_on_plans(

@@ -23,7 +23,7 @@ from elastic_ckpt.formats import READERS, Checkpoint, CheckpointInfo, MetadataOp
 from elastic_ckpt.formats.base import OWN_FIELDS, Fitted, OpenFile, refuse_swapped, refuse_unsupported_folder
 from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade
 from elastic_ckpt.formats.torch_archive.archive import Trees
-from elastic_ckpt.planning.live_names import name_states
+from elastic_ckpt.planning.stage_names import StateNames
 
 T = TypeVar("T")
 _DOING = "read the checkpoint's metadata"
@@ -51,9 +51,8 @@ def read_checkpoint(
         return item
 
     records = read_my_share(reading.count, read)
-    groups, ties = ((), {}) if live is None else (live.groups, live.model.ties)
-    name = partial(name_states, live=groups, ties=ties, rules=rename, needed=options.with_states)
-    fitted, state = fit_together(lambda: reading.fit(records, opened, name))
+    names = StateNames(live, rename, options.with_states)
+    fitted, state = fit_together(lambda: reading.fit(records, opened, names))
     mine = sum(_opens(position) for position in range(reading.count))
     return Checkpoint(fitted.metadata, state, fitted.model_path, len(opened) or mine)
 

@@ -31,6 +31,7 @@ from elastic_ckpt.formats.pretrained import no_folder, read_weights, weights_met
 from elastic_ckpt.formats.safetensors import WeightsFile
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.load import flow
+from elastic_ckpt.load.live_engine import adapter_of, describe
 from elastic_ckpt.load.nodes import Nodes
 from elastic_ckpt.load.verify_reads import verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
@@ -104,7 +105,7 @@ class PretrainedLoad:
                 if is_url(self.folder):
                     nodes.look("list the folder", lambda: None)
                 with ExitStack() as undo:
-                    adapter, local_state = flow.describe(partial(self._adapter, undo))
+                    adapter, local_state = describe(partial(self._adapter, undo))
                     plan, weights, files, medium = self._prepare(local_state)
                     undo.pop_all()
             except ElasticCkptError as first:
@@ -131,7 +132,7 @@ class PretrainedLoad:
             problem = "pretrained weights cannot be loaded into the layers of experts that AutoEP has made"
             remedy = "load them into the module before deepspeed.initialize, which makes these layers of its own"
             raise UnsupportedError(problem, remedy=remedy)
-        return flow.adapter_of(self.engine, with_states=False)
+        return adapter_of(self.engine, with_states=False)
 
     def _prepare(self, local_state: LocalState) -> tuple[LoadPlan, LiveWeights, list[WeightsFile], Medium]:
         """Read the folder's metadata on one rank, plan on all. Collective; changes nothing."""

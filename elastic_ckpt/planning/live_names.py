@@ -58,10 +58,10 @@ def name_states(
         pairs = ((name, other) for name, others in ties.items() for other in others)
         equal = {other: name for name, other in pairs if experts.crc32s.get(name, ()) == experts.crc32s.get(other)}
         numbered = replace(numbered, aliases={**numbered.aliases, **equal})
-    if (named := _named_in_order(numbered, live, rules)) is not None:
+    if (named := named_in_order(numbered, live, rules)) is not None:
         return named
     # not fit if empty parameters are not in the live groups: ZeRO of DeepSpeed since 0.18 leaves them out
-    if (full := _without_empty(numbered)) is not None and (named := _named_in_order(full, live, rules)) is not None:
+    if (full := _without_empty(numbered)) is not None and (named := named_in_order(full, live, rules)) is not None:
         return _with_empty(numbered, named[0]), named[1]
     if needed:
         raise _unnamed(numbered, live, list(_fitting(numbered, live, rules)))
@@ -79,7 +79,7 @@ def _refuse_other_entries(numbered: NumberedStates, live: Sequence[LiveGroup], r
         raise DamagedError(problem, numbered.path, expected, found, parameter=list(lost))
 
 
-def _named_in_order(numbered: NumberedStates, live: Sequence[LiveGroup], rules: RenameRules) -> NamedStates | None:
+def named_in_order(numbered: NumberedStates, live: Sequence[LiveGroup], rules: RenameRules) -> NamedStates | None:
     """Names by the one order that fits, and notes; ``None`` if none does, or if several do and differ."""
     candidates = _fitting(numbered, live, rules)
     distinct = {tuple(map(tuple, members)) for members in candidates.values()}

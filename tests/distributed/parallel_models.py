@@ -22,7 +22,8 @@ from packaging.version import Version
 from torch import nn
 from torch.nn import functional
 
-from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, close
+from tests.distributed.model import GLOBAL_BATCH, close
+from tests.distributed.model import PRECISIONS as OF_ANY_MODEL
 from tests.distributed.parallel_layers import (
     HEAD_SIZE,
     HIDDEN,
@@ -39,6 +40,9 @@ from tests.distributed.parallel_layers import (
 from tests.distributed.parallel_layouts import cut_of, piece_of, whole_shape
 
 TOKENS = 61
+#: A model that is in bf16 by itself, of whose precision DeepSpeed is told nothing.
+NATIVE = "bf16_model"
+PRECISIONS: dict[str, dict[str, Any]] = {**OF_ANY_MODEL, NATIVE: {}}
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,10 @@ class Parallel:
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
         stage: ZeRO stage.
-        precision: a key of :data:`tests.distributed.model.PRECISIONS`.
+        precision: a key of :data:`PRECISIONS`.
         rows: rows of the vocabulary, padding included, where it is padded.
         optimizer: ``adamw``, ``adafactor``, or ``adamw8bit``, whose smallest states have 8 bits, too.
+        reverses: whether the optimizer is given the parameters of each group from the last to the first.
     """
 
     kind: str
@@ -66,12 +71,14 @@ class Parallel:
     precision: str = "fp32"
     rows: int = 64
     optimizer: str = "adamw"
+    reverses: bool = False
 
     @property
     def name(self) -> str:
         rows = "" if self.rows == 64 else f"-v{self.rows}"
         optimizer = "" if self.optimizer == "adamw" else f"-{self.optimizer}"
-        return f"{self.kind}-{self.style}-tp{self.tp}-pp{self.pp}-z{self.stage}-{self.precision}{rows}{optimizer}"
+        more = f"{rows}{optimizer}{'-reversed' * self.reverses}"
+        return f"{self.kind}-{self.style}-tp{self.tp}-pp{self.pp}-z{self.stage}-{self.precision}{more}"
 
     @property
     def dp(self) -> int:
@@ -325,10 +332,12 @@ def build(parallel: Parallel, seed: int = 7, config: dict[str, Any] | None = Non
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
     module, mpu = MODELS[parallel.kind](parallel)
     fill(module, parallel, seed)
+    if parallel.precision == NATIVE:
+        module.bfloat16()
     if parallel.kind == "autotp" and parallel.tp > 1 and Version(deepspeed.__version__) < Version("0.18"):
         get_accelerator().current_device = get_accelerator().current_device_name  # a number is no device of a CPU
         module = deepspeed.tp_model_init(module, parallel.tp, torch.float32)  # since then, deepspeed.initialize does it
-    members = group_members(module)
+    members = [names[:: -1 if parallel.reverses else 1] for names in group_members(module)]
     optimizer = build_optimizer(module, members, parallel.optimizer)
     rows = GLOBAL_BATCH // parallel.dp
     settings = {

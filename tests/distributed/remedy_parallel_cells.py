@@ -14,7 +14,7 @@ from tests.distributed.foreign_folders import as_megatron
 from tests.distributed.parallel_models import Parallel
 from tests.distributed.remedy_parallel_jobs import ParallelCell, add_to_master
 
-TWO_STAGES = Parallel("pipeline", "uniform", pp=2)
+TWO_STAGES = Parallel("pipeline", "uniform", pp=2, reverses=True)
 SHARDED, WHOLE = Parallel("3d", "uniform", tp=2, stage=1), Parallel("3d", "uniform", stage=1)
 GROWN = Parallel("3d", "uniform", tp=2, stage=1, rows=66)
 #: A pipeline without ZeRO numbers its states.
@@ -83,7 +83,7 @@ def by_megatron(**arguments: Any) -> Callable[[Path], None]:
 
 
 CELLS: dict[str, ParallelCase] = {
-    "states that are numbered by stage": ParallelCase(
+    "states that are numbered by stage, in an order of the user's own": ParallelCase(
         TWO_STAGES, ParallelCell(Parallel("pipeline", "uniform", stage=1)), "UnsupportedError"
     ),
     "rows that are added to shards": ParallelCase(

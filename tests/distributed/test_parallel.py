@@ -9,7 +9,7 @@ from tests.distributed.cells import Cell, Save, cells
 from tests.distributed.facts import Loaded, Refused, Refuses, Resumes
 from tests.distributed.jobs import SAVE_AT
 from tests.distributed.model import GLOBAL_BATCH
-from tests.distributed.parallel_models import Parallel
+from tests.distributed.parallel_models import NATIVE, Parallel
 
 LLAMA, GPT = ("megatron", "llama"), ("megatron", "gpt")
 PIPELINE, THREE = ("pipeline", "uniform"), ("3d", "uniform")
@@ -49,6 +49,7 @@ THREE_DIMENSIONS = [
     saved(2, Parallel(*THREE, tp=2, stage=1)),
 ]
 NUMBERED = saved(2, Parallel(*PIPELINE, pp=2))
+REVERSED = saved(2, Parallel(*PIPELINE, pp=2, reverses=True))
 
 CHANGED_TOPOLOGIES = [
     *each(
@@ -177,11 +178,15 @@ NARROWER = refused(
     '"vocabulary": 61',
     "64 rows, and nothing says which of them are padding",
 )
-OTHER_STAGES = refused(NUMBERED, Parallel(*PIPELINE, stage=1), "UnsupportedError", "numbered, not named", '"stage": 1')
+OTHER_STAGES = refused(
+    REVERSED, Parallel(*PIPELINE, reverses=True), "UnsupportedError", "which stage had which parameters", "2 stages"
+)
 
 
 @cells([NARROWER, OTHER_STAGES])
-def test_rows_that_may_be_no_padding_and_states_without_names_are_refused(cell: Cell, facts: list[Refused]) -> None:
+def test_rows_that_may_be_no_padding_and_states_that_cannot_be_named_are_refused(
+    cell: Cell, facts: list[Refused]
+) -> None:
     cell.expected.check(facts)
     assert facts[0].kinds[0] == cell.expected.error
 
@@ -223,19 +228,38 @@ def test_the_rule_brings_the_saved_rows_back(cell: Cell, facts: list[Loaded]) ->
         assert "keep the live values: tied_modules.embed.weight" in str(load.report.notes), load.text
 
 
-def numbered(job: str, ranks: int, target: Parallel) -> list[Cell]:
+def numbered(pp: int, kind: tuple[str, str] = PIPELINE, **more: Any) -> Parallel:
     """A pipeline without ZeRO, whose states each stage numbers by itself."""
-    return [Cell(target.name, NUMBERED, job, ranks, {"setup": target})]
+    return Parallel(*kind, pp=pp, **more)
 
 
-@cells(numbered("parallel_jobs.resume", 2, NUMBERED.setup))
-def test_states_that_are_numbered_by_stage_stay_with_their_stage(cell: Cell, facts: list[Loaded]) -> None:
-    for load in facts:
-        assert load.report is None, "DeepSpeed's own loader does it right"
-        assert load.differences == {} and load.loss_gap <= ROUNDING, load.where
+IN_BF16 = {"precision": NATIVE}
+NUMBERED_STAGES = [
+    *each(
+        [NUMBERED],
+        (2, numbered(2)),
+        (4, numbered(2)),
+        (1, numbered(1)),
+        (4, numbered(4)),
+        (2, numbered(2, ("pipeline", "parameters"))),
+        (1, numbered(1, stage=1)),
+    ),
+    *each([saved(4, numbered(2)), saved(1, numbered(1))], (2, numbered(2))),
+    *each([saved(2, numbered(2, **IN_BF16))], (4, numbered(2, **IN_BF16)), expected=Resumes("native", BF16)),
+    *each([saved(4, numbered(2, **IN_BF16))], (2, numbered(2, **IN_BF16)), expected=Resumes("native", BF16)),
+    # in an order of the user's own, which fits on the same stages
+    *each([REVERSED], (4, REVERSED.setup)),
+    *each([saved(4, numbered(2, THREE, tp=2))], (2, numbered(2, THREE)), (2, numbered(1, THREE, tp=2))),
+]
 
 
-@cells(numbered("parallel_jobs.weights", 1, Parallel(*PIPELINE, stage=1)))
+@cells(NUMBERED_STAGES)
+def test_states_that_are_numbered_by_stage_resume_bit_exactly(cell: Cell, facts: list[Loaded]) -> None:
+    """With tied layers; at the same stages, and at others where the shapes tell the saved ones."""
+    cell.expected.check(facts)
+
+
+@cells([Cell("weights", NUMBERED, "parallel_jobs.weights", 1, {"setup": numbered(1, stage=1)})])
 def test_weights_of_numbered_states_load_at_other_stages(cell: Cell, facts: list[Loaded]) -> None:
     """The tied embedding among them, which no file names."""
     (load,) = facts

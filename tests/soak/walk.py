@@ -85,10 +85,10 @@ FAMILIES = {
     "PoorerLM, adagrad": Family("PoorerLM", stages=(1, 2, 3), optimizers=("adagrad",), groups=("one",)),
     "Megatron Core, llama": Family("megatron", "llama", tps=(1, 2, 4)),
     "Megatron Core, gpt": Family("megatron", "gpt", tps=(1, 2, 4)),
-    # without ZeRO a pipeline's states are numbered by stage, and DeepSpeed has no ZeRO-2 and 3 for it
-    "pipeline, uniform": Family("pipeline", "uniform", stages=(1,), pps=(1, 2, 3, 4)),
-    "pipeline, parameters": Family("pipeline", "parameters", stages=(1,), pps=(1, 2, 4)),
-    "3d": Family("3d", "uniform", stages=(1,), tps=(1, 2, 4), pps=(1, 2)),
+    # DeepSpeed has no ZeRO-2 and 3 for a pipeline
+    "pipeline, uniform": Family("pipeline", "uniform", stages=(0, 1), pps=(1, 2, 3, 4)),
+    "pipeline, parameters": Family("pipeline", "parameters", stages=(0, 1), pps=(1, 2, 4)),
+    "3d": Family("3d", "uniform", stages=(0, 1), tps=(1, 2, 4), pps=(1, 2)),
     "AutoTP, llama": Family("autotp", "llama", stages=(1, 2, 3), tps=(1, 2, 4)),
     "AutoTP, tied": Family("autotp", "tied", stages=(1, 2, 3), tps=(1, 2)),
     "AutoTP, fused": Family("autotp", "fused", stages=(1, 2, 3), tps=(1, 2, 4)),
