@@ -82,6 +82,18 @@ class WholeTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizationEntry:
+    """An entry of the live state dict that describes how a frozen weight is quantized (absmax, quant_state, SCB)."""
+
+    name: str
+    weight: str  # the weight that it describes
+    dtype: str
+    shape: tuple[int, ...]
+    #: Of its bytes, if ``state_dict`` makes it anew each time. Else it is live memory, and a :class:`WholeTensor` too.
+    crc32: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LiveShards:
     """How live tensor-parallel ranks hold a parameter, as far as known."""
 
@@ -171,4 +183,7 @@ class LocalState:
     family: str | None = None  # optimizers that keep the same states under other names; ``None`` if there are none
     defaults: frozenset[str] = frozenset()  # hyperparameters that this optimizer knows
     others: frozenset[str] = frozenset()  # entries of the module's state dict that hooks make
+    quantization: tuple[
+        QuantizationEntry, ...
+    ] = ()  # of its frozen weights, below ZeRO-3; these are in ``others``, too
     stages: tuple[LiveStage, ...] = ()  # of the whole pipeline, in order; empty without one

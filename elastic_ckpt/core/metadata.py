@@ -272,7 +272,8 @@ class CheckpointMetadata:
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     saved_names: Mapping[str, str] = field(default_factory=dict)  # name -> name in the files, where changed
     hidden_names: Mapping[str, str] = field(default_factory=dict)  # FQN -> DeepSpeed's, with what wrappers add to it
-    #: CRC32 of weights, per tensor-parallel rank, where a copy of tied ones was saved for each of their names.
+    #: CRC32 of weights, per tensor-parallel rank, where a copy of tied ones was saved for each of their names, and of
+    #: what describes quantized weights.
     crc32s: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     #: Parameter in which AutoEP stacks experts, whose slices are listed instead -> number of experts.
     stacked: Mapping[str, int] = field(default_factory=dict)

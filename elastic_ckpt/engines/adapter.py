@@ -15,8 +15,16 @@ import torch.distributed as dist
 from elastic_ckpt.core.chunks import parameter_rules, placements
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.fqn import ExpertSlice, slices
-from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, WholeTensor
+from elastic_ckpt.core.local_state import (
+    FlatPartition,
+    Fragment,
+    LiveGroup,
+    LocalState,
+    QuantizationEntry,
+    WholeTensor,
+)
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, WEIGHTS
+from elastic_ckpt.core.quantized_weights import described_weights
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, TargetTensor
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.core.wrappers import without_hidden
@@ -24,6 +32,7 @@ from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer, sharded_base_weights
 from elastic_ckpt.engines.coordinates import LiveFQNs, model_of, stacked_experts
 from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, dtype_name, tensor_of
+from elastic_ckpt.engines.quantization import quantization_entries
 from elastic_ckpt.errors import UnsupportedError
 
 #: Executes (part of) a plan: reads into one tensor per target.
@@ -99,6 +108,11 @@ class EngineAdapter(ABC):
                 tensors: Iterable[Any] = param if is_stacked else [param]
                 self.frozen |= {part.name: each for part, each in zip(parts, tensors, strict=True)}
         self._fqns_of_experts = frozenset(fqns_of_experts)
+        self.quantization: tuple[QuantizationEntry, ...] = ()
+        if zero_stage < 3:
+            described = described_weights(self._others, self.frozen)
+            self.quantization, in_memory = quantization_entries(engine.module, described, saved)
+            self.buffers |= in_memory
         # ZeRO-3 puts one master at a time into its param group, and now none
         self._positions = {id(p): at for group in self.base.param_groups for at, p in enumerate(group["params"])}
 
@@ -133,6 +147,7 @@ class EngineAdapter(ABC):
             family=self.schema.family,
             defaults=frozenset(self.base.defaults),
             others=self._others,
+            quantization=self.quantization,
             flats=tuple(flats),
             fragments=tuple(fragments),
             wholes=(

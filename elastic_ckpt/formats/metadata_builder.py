@@ -28,6 +28,7 @@ from elastic_ckpt.core.metadata import (
     TensorTable,
     is_floating,
 )
+from elastic_ckpt.core.quantized_weights import weight_of
 from elastic_ckpt.core.state_kinds import (
     COMPANIONS,
     ELEMENTWISE,
@@ -311,11 +312,16 @@ def dense_tensor(
 
 
 def weights_crc32s(models: Sequence[ModelShard]) -> dict[str, tuple[int, ...]]:
-    """CRC32s of weights, by tensor-parallel rank; with experts alone, where DeepSpeed saves tied ones once per name."""
+    """CRC32s of weights, by tensor-parallel rank, where they are compared.
+
+    With experts, DeepSpeed saves tied weights once per name. Of others, those of what describes quantized weights.
+    """
     found: dict[str, tuple[int, ...]] = {}
-    for model in models if models[0].features.experts else ():
-        known = {(offset, nbytes): crc32 for offset, nbytes, crc32 in model.records if crc32}
-        for name, ref in model.weights.items():
+    every = bool(models[0].features.experts)
+    for model in models:
+        compared = {name: ref for name, ref in model.weights.items() if every or weight_of(name) is not None}
+        known = {(offset, nbytes): crc32 for offset, nbytes, crc32 in model.records if crc32} if compared else {}
+        for name, ref in compared.items():
             if (crc32 := known.get((ref.byte_offset, ref.numel * ITEMSIZE[ref.dtype]))) is not None:
                 found[name] = (*found.get(name, ()), crc32)
     return {name: crc32s for name, crc32s in found.items() if len(crc32s) == len(models)}

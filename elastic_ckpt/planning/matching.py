@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.quantized_weights import described_weights
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.errors import (
     AT_ITS_TOPOLOGY,
@@ -26,7 +27,7 @@ from elastic_ckpt.planning.near_names import (
     propose_renames,
     saved_shapes,
 )
-from elastic_ckpt.planning.quantized_weights import described_weights
+from elastic_ckpt.planning.quantization import compare_quantization
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
 _EXCLUDED = (
@@ -67,22 +68,25 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
 
     restored = frozenset(name for name in live if is_saved(name, MASTER))
     found = frozenset((name, key) for name, key in wholes if is_saved(name, key))
+    found, left_out = _with_their_weights(metadata, local_state, found)
+    of_live = {entry.name for entry in local_state.quantization}
     missing = {MASTER: live - restored}
-    lacking = [each for each in local_state.wholes if (each.name, each.key) not in found and 0 not in each.shape]
+    lost_wholes = (each for each in local_state.wholes if (each.name, each.key) not in found and 0 not in each.shape)
+    lacking = [each for each in lost_wholes if each.name not in of_live]
     missing |= {kind: {each.name for each in lacking if each.key == kind} for kind in (BUFFER, FROZEN)}
     unsaved = set() if metadata.source.buffers_recorded else missing.pop(BUFFER)
     excluded = set()
     of_quantized = _described(metadata, local_state)
     # ZeRO-2 and 3 list frozen parameters, even if there are none, unless they are excluded. At lower stages a save
     # without them looks like a model without any; of tied ones it keeps the second name
-    listed_frozen = frozen - metadata.aliases.keys() - of_quantized.keys()
+    listed_frozen = frozen - metadata.aliases.keys() - of_quantized.keys() - of_live
     if not metadata.source.frozen_recorded and local_state.model.ties.keys() >= listed_frozen:
         excluded = missing[FROZEN] & {w.name for w in local_state.wholes if w.key == FROZEN and not w.trains}
         missing[FROZEN] -= excluded
-    here, elsewhere = live.union(name for name, _ in wholes), local_state.model.elsewhere
+    here, elsewhere = live.union(of_live, (name for name, _ in wholes)), local_state.model.elsewhere
     unexpected = {n for n in chain(trained, frozen, buffers) if n not in elsewhere and n not in here}  # often thousands
     lost = set().union(*missing.values())
-    left_out = of_quantized.keys() & unexpected  # with their weights
+    left_out |= of_quantized.keys() & unexpected  # with their weights
     unexpected -= left_out
     names = unexpected & local_state.others
     if names and (strict or lost):  # which may be the lost ones, renamed by a hook
@@ -113,13 +117,27 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     return Matching(restored, found, tuple(told))
 
 
+def _with_their_weights(
+    metadata: CheckpointMetadata, local_state: LocalState, found: frozenset[tuple[str, str]]
+) -> tuple[frozenset[tuple[str, str]], set[str]]:
+    """What is found but for entries that describe quantized weights which are not; and those of them that are saved.
+
+    Raises what :func:`compare_quantization` does.
+    """
+    entries = {entry.name for entry in local_state.quantization if (entry.weight, FROZEN) not in found}
+    found = frozenset(place for place in found if place[0] not in entries)
+    compare_quantization(metadata, local_state, {name for name, key in found if key == FROZEN})
+    return found, entries & {*metadata.names(FROZEN), *metadata.names(BUFFER)}
+
+
 def _described(metadata: CheckpointMetadata, local_state: LocalState) -> dict[str, str]:
     """Entry -> frozen weight that it describes, of weights that the checkpoint lacks.
 
     Raises :class:`UnsupportedError` for one that it has: without these entries, its values are of no use.
     """
     frozen = {whole.name for whole in local_state.wholes if whole.key == FROZEN}
-    entries = local_state.others.intersection(metadata.names(FROZEN))
+    known = {entry.name for entry in local_state.quantization}
+    entries = local_state.others.intersection(metadata.names(FROZEN)) - known
     described = described_weights(entries, frozen)
     saved = {entry for entry, weight in described.items() if (weight, FROZEN) in metadata.tensors}
     if saved:

@@ -188,15 +188,49 @@ class LoraLM(TinyLM):
 class QuantizedLoraLM(LoraLM):
     """Frozen weights of 4 and of 8 bits beside it, of one value in every run."""
 
+    double = True
+
     def __init__(self, seed: int = 7) -> None:
         super().__init__(seed)
         quantized = importlib.import_module("bitsandbytes").nn
-        torch.manual_seed(0)
-        self.four = quantized.Linear4bit(64, 64, bias=False, quant_type="nf4", compress_statistics=True)
+        torch.manual_seed(self.seed_of_base(seed))
+        self.four = quantized.Linear4bit(64, 64, bias=False, quant_type="nf4", compress_statistics=self.double)
         self.eight = quantized.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
         for layer in (self.four, self.eight):
             layer.to("cpu")  # quantizes it
             layer.weight.requires_grad_(False)
+
+    @staticmethod
+    def seed_of_base(seed: int) -> int:
+        """The seed of the quantized weights in a run of ``seed``."""
+        return 0
+
+
+class DoublyQuantizedLM(QuantizedLoraLM):
+    """A base that is computed with, whose scales are quantized, too."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.hidden(self.embedding(tokens[:, :-1]))))
+        wide = nn.functional.pad(hidden, (0, 64 - hidden.shape[-1])).float()
+        base = (self.four(wide) + self.eight(wide))[..., : hidden.shape[-1]].to(hidden.dtype)
+        logits = self.head((self.back(base) + hidden @ self.lora_a @ self.lora_b) * self.gain)
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class QuantizedLM(DoublyQuantizedLM):
+    """A base that is computed with, of other values in each run."""
+
+    double = False
+
+    @staticmethod
+    def seed_of_base(seed: int) -> int:
+        return seed
+
+
+class RandomDoublyQuantizedLM(QuantizedLM):
+    """The same, whose scales are quantized, too."""
+
+    double = True
 
 
 class HollowLM(TinyLM):
@@ -302,6 +336,9 @@ BUILDERS = {
         HeadFirstLM,
         LoraLM,
         QuantizedLoraLM,
+        DoublyQuantizedLM,
+        QuantizedLM,
+        RandomDoublyQuantizedLM,
         HollowLM,
         RenamedLM,
         CheckpointedLM,

@@ -40,22 +40,64 @@ def test_adapters_come_back_over_the_models_own_quantized_base(cell: Cell, facts
     cell.expected.check(facts)
 
 
-WHOLE = Refuses("UnsupportedError", ("four.weight.absmax", "eight.SCB", "exclude_frozen_parameters=True"))
+#: Whose gradients are summed in another order where there are other ranks.
+ROUNDING = 1e-4
 
 
 @cells(
     [
-        Cell(
-            f"{source.name} to {target.name}",
-            Save(source, more=MODEL),
-            "refusal_jobs.refuse",
-            3,
-            {"setup": target, "arguments": NOT_STRICT, **MODEL},
-            expected=WHOLE,
-            fits=(Save(source, more=LEFT_OUT), {"setup": target, "arguments": NOT_STRICT, **MODEL}),
+        crossing(
+            Save(source, more={"model": model}),
+            target,
+            ranks,
+            "changed",
+            Resumes(loss_gap=ROUNDING),
+            note=model,
+            model=model,
+            trained=True,
+            **{"continue": True},
         )
-        for source, target in ((STAGES[1], STAGES[2]), (STAGES[2], STAGES[1]))
+        for model in ("QuantizedLM", "DoublyQuantizedLM")
+        for source in STAGES
+        for target, ranks in ((source, 2), (STAGES[(source.stage + 1) % 3], 3))
     ]
 )
-def test_a_base_that_was_saved_is_not_left_without_what_describes_it(cell: Cell, facts: list[Refused]) -> None:
+def test_a_base_that_was_saved_comes_back_with_what_describes_it(cell: Cell, facts: list[Loaded]) -> None:
+    """Over one of other values, whose scales the live model computes with; the same losses show it."""
+    cell.expected.check(facts)
+    for load in facts:
+        restored = {name for each in load.report.outcomes if each.what == "restored" for name in each.names}
+        assert {"four.weight", "four.weight.absmax", "eight.weight", "eight.SCB"} <= restored, load.text
+
+
+def refused(source: Setup, target: Setup, saved: str, live: str, *words: str) -> Cell:
+    """A saved base that is not the live one, and cannot become it."""
+    fits = Save(source, more={"model": "DoublyQuantizedLM"}), {"setup": target, "model": "DoublyQuantizedLM"}
+    return Cell(
+        f"{saved}, {source.name} to {live}, {target.name}",
+        Save(source, more={"model": saved}),
+        "refusal_jobs.refuse",
+        3,
+        {"setup": target, "model": live},
+        expected=Refuses("MismatchError", (*words, "quantize the base as the saved run did")),
+        fits=fits,
+    )
+
+
+@cells(
+    [
+        # its offset is in the packed state, which each state dict has a copy of
+        refused(
+            STAGES[1],
+            STAGES[2],
+            "RandomDoublyQuantizedLM",
+            "DoublyQuantizedLM",
+            "four.weight.quant_state.bitsandbytes__nf4",
+            "which a load cannot replace",
+        ),
+        refused(STAGES[2], STAGES[0], "QuantizedLM", "DoublyQuantizedLM", "four.weight.nested_absmax"),
+        refused(STAGES[0], STAGES[1], "DoublyQuantizedLM", "QuantizedLM", "four.weight.nested_absmax"),
+    ]
+)
+def test_a_base_that_was_quantized_otherwise_is_refused(cell: Cell, facts: list[Refused]) -> None:
     cell.expected.check(facts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from elastic_ckpt.planning.quantized_weights import described_weights, weight_of
+from elastic_ckpt.core.quantized_weights import described_weights, weight_of
 
 
 @pytest.mark.parametrize("double", [False, True])
