@@ -32,7 +32,6 @@ from elastic_ckpt.load.fallback import (
     check_objects,
     deepspeed_loads_it_right,
     load_by_deepspeed,
-    objects_for_deepspeed,
     on_own_disks,
 )
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
@@ -153,8 +152,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
             expected = "one, since tag, mode, load_universal or --universal-checkpoint asks for it"
             remedy = "check the path; to begin a run in an empty folder, leave the flag or the option out"
             raise errors.NotFoundError(problem, call.arguments.load_dir, expected, "none", remedy=remedy)
-        with seen_through(None), objects_for_deepspeed(call):
-            return own()
+        return _begin_anew(call)
     with collector_off(), distributed.together("load the checkpoint"):
         elastic_only = requires_elastic(call.config) or policy.partly_overwritten
         try:
@@ -178,6 +176,17 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
         compat.separate_steps(engine)
     compat.record_counts(engine)
     return result
+
+
+def _begin_anew(call: LoadCall) -> tuple[None, None]:
+    """What DeepSpeed's own loader returns for a folder without a checkpoint.
+
+    It is not called: each rank would look once more for itself, and may see one that has appeared meanwhile.
+    """
+    if distributed.rank() == 0:
+        message = "elastic_ckpt loads nothing: there is no checkpoint, nor a file %r, in %s"
+        logger.warning(message, detect.LATEST, call.arguments.load_dir)
+    return None, None
 
 
 def no_other_loader(error: errors.ElasticCkptError, url: str = "") -> errors.ElasticCkptError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 import elastic_ckpt
+from elastic_ckpt.load.hook import RetryPolicy
 from tests.distributed import model as models
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded
 from tests.distributed.jobs import SAVE_AT, truth_of, where
 from tests.distributed.kept import engine_of
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, Setup, batch, close
+from tests.distributed.truth import fingerprint
 
 
 def build_evaluation_engine(setup: Setup) -> Any:
@@ -98,4 +101,34 @@ def without_checkpoint(case: dict[str, Any]) -> list[SimpleNamespace]:
     found = SimpleNamespace(returned=None)
     load = partial(engine.load_checkpoint, os.path.join(case["folder"], case["below"]), tag=case["tag"])
     found.error = error_of(lambda: setattr(found, "returned", load()))
+    return [found]
+
+
+def appearing(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """What a load returns from a folder that has no checkpoint when the ranks look, and on some of them has one then."""
+    elastic_ckpt.install()
+    engine = engine_of(case["setup"], partial(models.build_engine, case["setup"]), close)
+    before = fingerprint(engine)
+    look = RetryPolicy.find
+    elsewhere = Path(case["folder"]).with_name("empty")
+    elsewhere.mkdir(exist_ok=True)
+    link = elsewhere.with_name(f"link{dist.get_rank()}")
+    link.symlink_to(case["folder"] if case.get("is_there") else elsewhere)
+
+    def find(policy: RetryPolicy) -> Any:
+        found = look(policy)
+        if dist.get_rank() in case["ranks"]:
+            link.unlink()
+            link.symlink_to(case["folder"])
+        return found
+
+    found = SimpleNamespace(returned=None)
+    try:
+        RetryPolicy.find = find  # type: ignore[method-assign]
+        found.error = error_of(lambda: setattr(found, "returned", engine.load_checkpoint(str(link))))
+    finally:
+        RetryPolicy.find = look  # type: ignore[method-assign]
+        link.unlink()
+    after = fingerprint(engine)
+    found.changed = [key for key in before if before[key] != after[key]]
     return [found]

@@ -92,6 +92,22 @@ def test_a_folder_without_checkpoint_begins_a_run(cell: Cell, facts: list[Any]) 
         assert found.returned == (None, None), found.error
 
 
+def appears(setup: Setup, *ranks: int) -> Cell:
+    """A load from a folder in which these ranks have a checkpoint once all have looked; it fits if it was there before."""
+    case = {"setup": setup, "ranks": ranks}
+    save = Save(setup)
+    return Cell(
+        f"{setup.name}, {ranks}", save, "evaluation_jobs.appearing", 2, case, fits=(save, {**case, "is_there": True})
+    )
+
+
+@cells([appears(setup, *ranks) for setup in (Setup(1), Setup(3)) for ranks in ((), (0,), (1,), (0, 1))])
+def test_what_appears_when_all_have_looked_is_loaded_by_none(cell: Cell, facts: list[Any]) -> None:
+    """DeepSpeed's own loader would look again, on each rank for itself."""
+    for found in facts:
+        assert (found.returned, found.error, found.changed) == ((None, None), [], [])
+
+
 @cells([asked(*each, tag="step4") for each in ASKED])
 def test_a_tag_that_is_asked_for_has_to_be_there(cell: Cell, facts: list[Any]) -> None:
     """DeepSpeed has no words for it."""
