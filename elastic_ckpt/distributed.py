@@ -151,17 +151,18 @@ def agree(doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def together(doing: str) -> Iterator[None]:
+def together(doing: str, agrees: bool = True) -> Iterator[None]:
     """Run collectives that end on every rank, with the same error, once any rank fails in them, between them or dies.
 
     Without it the others would wait for the process group's timeout. The rank posts its error in the group's store,
     where those in :func:`wait` look every second, and raises the :class:`CommunicationError` that was posted first; an
-    :class:`ElasticCkptError` as it is, since ranks have agreed.
+    :class:`ElasticCkptError` as it is, since ranks have agreed, unless the body is not one that ``agrees``.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, ElasticCkptError) or world_size() == 1:
+        is_everybodys = isinstance(error, ElasticCkptError) and agrees
+        if is_everybodys or isinstance(error, CommunicationError) or world_size() == 1:
             raise
         raise _post(doing, error) from error
 

@@ -83,11 +83,14 @@ def objects_for_deepspeed(call: LoadCall) -> AbstractContextManager[None]:
 def load_by_deepspeed(call: LoadCall, is_universal: bool, own: Callable[[], Any]) -> Any:
     """What DeepSpeed's own loader returns; what it raises is the cause of a :class:`PartialLoadError`."""
     in_its_mode = compat.universal_flag(call.engine, is_universal)
+    on_all_ranks = distributed.together("load the checkpoint", agrees=False)
     try:
-        with seen_through(None), in_its_mode, objects_for_deepspeed(call), distributed.together("load the checkpoint"):
+        with seen_through(None), in_its_mode, objects_for_deepspeed(call), on_all_ranks:
             return own()
     except CommunicationError as error:
-        raise as_partial_load_error(error) from error.__cause__
+        # by an error of ours, which this rank alone has, the ranks would go on in different ways
+        cause = None if isinstance(error.__cause__, ElasticCkptError) else error.__cause__
+        raise as_partial_load_error(error) from cause
     except ElasticCkptError:
         raise
     except Exception as error:

@@ -64,7 +64,8 @@ def open_descriptor(path: str) -> int:
     except DamagedError:
         os.close(descriptor)
         raise
-    os.set_blocking(descriptor, True)
+    if status.st_size:  # some of the kernel's own files, which have none, wait for what is not there yet
+        os.set_blocking(descriptor, True)
     return descriptor
 
 
@@ -77,7 +78,7 @@ def open_stream(path: str) -> BinaryIO:
 
 
 class _File(io.FileIO):
-    """A raw file whose reads fail by its name."""
+    """A raw file that fails by its name."""
 
     def __init__(self, descriptor: int, path: str) -> None:
         super().__init__(descriptor)
@@ -85,7 +86,11 @@ class _File(io.FileIO):
 
     def readinto(self, buffer: Any) -> int:
         with named_os_errors(self._path):
-            return _again_if_stale(self._path, self.fileno(), lambda: super(_File, self).readinto(buffer))
+            return _again_if_stale(self._path, self.fileno(), lambda: super(_File, self).readinto(buffer) or 0)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        with named_os_errors(self._path):  # those of the kernel's own, as /proc/self/mem, may have no end
+            return super().seek(offset, whence)
 
 
 def _again_if_stale(path: str, descriptor: int, read: Callable[[], int]) -> int:

@@ -281,3 +281,4 @@ def test_a_file_that_is_exchanged_after_it_was_checked_runs_nothing(cell: Cell, 
         # a rank that has seen the file before says that it moved
         assert not {"UnsafePickleError", "PartialLoadError"}.isdisjoint(found.kinds), found.texts
         assert not Path(found.case["folder"], MARKER).exists()
+    assert len({(*found.kinds, *found.texts) for found in facts}) == 1, "all ranks say the same"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -61,6 +62,15 @@ def test_files_are_read_through_links_and_wait_for_their_bytes(tmp_path: Path) -
     os.close(descriptor)
     with pytest.raises(DamagedError, match="cannot be read"):
         open_stream(f"{tmp_path}/fi\0le")
+
+
+@pytest.mark.parametrize("path", ["/proc/self/mem", "/proc/self/pagemap", "/proc/kmsg", "/proc/self/environ"])
+def test_no_file_of_the_kernels_is_waited_for(path: str, tmp_path: Path) -> None:
+    """They count as regular files of no bytes, whatever can be read of them; not all machines let them be opened."""
+    (tmp_path / "file").symlink_to(path)
+    with contextlib.suppress(DamagedError), open_stream(str(tmp_path / "file")) as stream:
+        assert stream.seek(0, os.SEEK_END) == 0
+        stream.read(1 << 20)
 
 
 def test_who_has_no_permission_learns_of_which_file_and_folder(tmp_path: Path) -> None:
