@@ -37,7 +37,7 @@ OF_OTHERS = [
 OURS_IN_PROSE = [
     "elastic_ckpt leaves this load to DeepSpeed's own loader: ",
     "this file is a mixture: several ranks wrote it at the same time",
-    "this file was written over an older one",
+    "this file may have been written over an older one",
     "the process that wrote it in the background has died",
 ]
 

@@ -241,9 +241,9 @@ def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> Pick
         nbytes = file.surplus_nbytes
         if nbytes <= 0 or file.changed_record() is None:
             return file
-    problem = "this file was written over an older one: DeepSpeed's fast checkpoint writer appends the last bytes of "
-    problem += "the new file to the old one, and torch.load then reads old values"
-    remedy = "take another tag; with this writer, remove the folder of a tag before it is saved again, and let each "
-    remedy += 'rank write under a name of its own ("data_parallel": "replica")'
-    expected, found = "a file that was written once, by one rank", f"{nbytes} bytes of another archive inside it"
+    problem = "this file may have been written over an older one: it has bytes that no record of its archive has"
+    remedy = "take another tag; if DeepSpeed's fast checkpoint writer wrote it, which appends the last bytes of a new "
+    remedy += "file to an old one: remove the folder of a tag before it is saved again, and let each rank write under "
+    remedy += 'a name of its own ("data_parallel": "replica")'
+    expected, found = "a file that was written once, by one rank", f"{nbytes} bytes beside its records"
     raise DamagedError(problem, path, expected, found, remedy=remedy)

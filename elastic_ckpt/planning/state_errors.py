@@ -73,6 +73,13 @@ def refuse_missing_files(metadata: CheckpointMetadata) -> None:
         raise error
 
 
+def refuse_damaged_states(metadata: CheckpointMetadata) -> None:
+    """Raise the first of :func:`state_errors` that is damage."""
+    for error in state_errors(metadata):
+        if isinstance(error, DamagedError):
+            raise error
+
+
 def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:
     """Refuse :func:`state_errors`, and groups with states of some members: if partitioned, all have them or none."""
     for error in state_errors(metadata):

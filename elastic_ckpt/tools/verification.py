@@ -132,7 +132,8 @@ def verify(
     if others := [name for name in names if os.sep not in name and not name.endswith(".py")]:  # DeepSpeed's scripts
         findings.append(Finding(NOTE, "not-checked", f"files that are not DeepSpeed's: {listed(others)}"))
     if metadata is not None:
-        findings += check_metadata(metadata)
+        are_read = all(finding.level != ERROR for finding in findings)  # else perhaps without what is damaged
+        findings += [each for each in check_metadata(metadata) if are_read or each.kind != "state-missing"]
     if full:
         is_bounded = metadata is not None and shared_bytes_error(metadata) is None
         findings += _check_bytes(found, files, metadata if is_bounded else None, config, threads, show_progress)
@@ -178,6 +179,9 @@ def _check_bytes(
                 values = values if first is None or [*file.records] == [*first.records] else []
             except ElasticCkptError as error:
                 findings.append(of_unreadable(error))
+                if file is None:  # whose bytes nothing says what to compare with
+                    bar.update(sizes[path])
+                    return findings
         records = [] if file is None else [Record(*record) for record in file.records if record[1]]
         has_data = records or values or path in files[SWAPPED] or os.path.basename(path) == naming.DCP_METADATA
         if has_data and not any(record.crc32 for record in records):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import elastic_ckpt
-from elastic_ckpt.load.hook import RetryPolicy
+from elastic_ckpt.load.retries import RetryPolicy
 from tests.distributed import model as models
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded

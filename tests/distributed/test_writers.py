@@ -87,7 +87,7 @@ def test_a_decoupled_save_whose_writer_died_is_refused_on_all_ranks(cell: Cell, 
     Refuses("DamagedError", words).check(facts)
 
 
-WRITTEN_OVER = ("this file was written over an older one", "bytes of another archive inside it")
+WRITTEN_OVER = ("this file may have been written over an older one", "bytes beside its records")
 
 
 @cells(by_writers("save_twice", "fast-1", "fast-3"))

@@ -6,7 +6,6 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,13 +145,9 @@ class Engine(SimpleNamespace):
     """What is asked of one; unlike a plain namespace, it can be referred to weakly."""
 
 
-@pytest.mark.parametrize("mode", ["auto", "off"])
-def test_arguments_of_a_version_to_come_pass_through(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_of_a_version_to_come_pass_through(tmp_path: Path) -> None:
     engine = Engine(use_node_local_storage=lambda: False, load_universal_checkpoint=lambda: False, global_steps=0)
-    engine.optimizer, engine._config = None, SimpleNamespace(_param_dict={"elastic_checkpoint": {"mode": mode}})
-    monkeypatch.setattr(hook, "objects_for_deepspeed", lambda call: nullcontext())
+    engine.optimizer, engine._config = None, SimpleNamespace(_param_dict={"elastic_checkpoint": {"mode": "off"}})
     found = hook._load_checkpoint(newer, engine, str(tmp_path), mapping="cpu", eager=True)
     assert found == (str(tmp_path), None, "cpu", {"eager": True})
     with pytest.raises(TypeError):

@@ -28,8 +28,8 @@ from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.errors import ElasticCkptError, printable_errors
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.load.flow import LoadCall
-from elastic_ckpt.load.hook import RetryPolicy
 from elastic_ckpt.load.metadata import read_checkpoint
+from elastic_ckpt.load.retries import RetryPolicy
 from tests.hostile_text import HOSTILE, controls_in, hostile_texts, with_strings
 from tests.unpartitioned import FILE, Model, indexed, trained
 

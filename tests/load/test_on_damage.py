@@ -34,7 +34,7 @@ from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.load import hook
 from elastic_ckpt.load.flow import LoadCall
-from elastic_ckpt.load.hook import RetryPolicy
+from elastic_ckpt.load.retries import RetryPolicy
 
 FOUND = CheckpointInfo("native", "/x/step4", "step4", sort_names([], is_universal=False))
 MODEL = "mp_rank_00_model_states.pt"

@@ -67,7 +67,6 @@ def test_what_the_format_has_no_place_for_is_named() -> None:
         ({"source": replace(metadata().source, format="universal", by_rank=False)}, "already"),
         ({"saved_names": {"w": "old.w"}}, "copied as they are (w)"),
         ({"states": StateFacts(opaque={"odd": "a list"})}, "unknown layout (odd)"),
-        ({"states": StateFacts(damaged={"absmax1": "cut"})}, "damaged states (absmax1)"),
         ({"tensors": {**metadata().tensors, ("w", "row"): whole}}, "shape of their own (row)"),
         (
             {"parameters": {"w": SavedParameter((4,), 0, (("d", PerRank(((0, 0.5), (1, 0.25)))), ("step", 1.0)))}},
@@ -90,6 +89,13 @@ def test_unknown_states_are_refused_with_the_lines_that_settle_them() -> None:
     settled = [each.config["states"] for each in caught.value.remedies if each.config]
     assert settled == [{"odd": word, "other": word} for word in ("replicated", "elementwise", "fresh")]
     assert "--config" in caught.value.remedy and "odd: float32 of shape (256,)" in caught.value.found
+
+
+def test_damage_is_what_a_load_says_of_it() -> None:
+    states = StateFacts(opaque={"odd": "a list"}, damaged={"absmax1": "cut"})
+    with pytest.raises(DamagedError, match="'absmax1' does not have the scales") as caught:
+        refuse_unconvertible(metadata(states=states))
+    assert "as it is" not in caught.value.remedy
 
 
 def test_files_that_are_missing_are_named_before_anything_else() -> None:

@@ -332,3 +332,18 @@ def test_states_that_all_have_the_same_bytes_are_refused_in_every_way_that_reads
         else:
             WAYS[way](opened, tmp_path / "out")
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+def test_an_archive_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hole takes no room on the disk, and may be a thousand times longer than all of it."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    optimizer = torch.optim.Adam([("w", torch.nn.Parameter(torch.zeros(1000)))])
+    indexed(folder, {"w": torch.zeros(1000)}, optimizer.state_dict())
+    (path,) = folder.rglob("*_model_states.pt")
+    os.truncate(path, 1 << 40)
+    read = list[str]()
+    monkeypatch.setattr(scan, "scan_file", lambda path, *more: read.append(path) or scan_file(path, *more))
+    result = scan.verify(str(folder), None, ElasticConfig(), full=True)
+    assert not result.ok and path.name in repr(result.problems)
+    assert str(path) not in read

@@ -30,7 +30,7 @@ from elastic_ckpt.formats.universal import common_optimizer_state
 from elastic_ckpt.formats.universal_files import FILES, list_files
 from elastic_ckpt.formats.universal_states import SHARED_STATES
 from elastic_ckpt.io.coalesce import read_options
-from elastic_ckpt.planning.state_errors import refuse_missing_files
+from elastic_ckpt.planning.state_errors import refuse_damaged_states
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
 from elastic_ckpt.storage import inherited, medium_of
@@ -159,14 +159,16 @@ def _write_model_files(opened: OpenedCheckpoint, models: Sequence[str], place: P
 
 
 def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") -> None:
-    """Raise :class:`UnsupportedError`, naming the reason, if a format cannot express a checkpoint that is whole."""
-    refuse_missing_files(metadata)
+    """Raise :class:`UnsupportedError`, naming the reason, if a format cannot express a checkpoint that is whole.
+
+    Raises :class:`DamagedError` if it is not.
+    """
+    refuse_damaged_states(metadata)
     refuse_without_masters(metadata)
     source, tensors, is_universal = metadata.source, metadata.tensors.items(), to == "universal"
     if metadata.states.opaque:
         raise _unknown_states(metadata, to)
     reasons: dict[str, Collection[str]] = {
-        "it has damaged states": metadata.states.damaged,
         "it has experts, whose names are those of DeepSpeed's own layers": [*filter(expert_name, metadata.parameters)],
     }
     if not is_universal:
