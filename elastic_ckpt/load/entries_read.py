@@ -7,7 +7,8 @@ are those that a load by elastic_ckpt does without.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from numbers import Number
 from typing import Any
 
@@ -18,7 +19,8 @@ from elastic_ckpt.engines import compat
 from elastic_ckpt.errors import errors_of_file
 from elastic_ckpt.formats import saved_config
 from elastic_ckpt.formats.model_states import FUSED, MASTER_ENTRIES
-from elastic_ckpt.formats.own_entries import is_count, module_entries
+from elastic_ckpt.formats.naming import FolderFiles
+from elastic_ckpt.formats.own_entries import is_count, is_extra_state, module_entries
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.calls import Call
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -52,6 +54,27 @@ def can_read_model(file: PickledFile, engine: Any, with_counters: bool, with_sta
     if stage > 0 or not with_states or engine.has_moe_layers:
         return True
     return _can_read_unpartitioned(file, tree.get("optimizer")) and _has_members(file, engine)
+
+
+def can_read_layers(files: FolderFiles, opened: Callable[[str], PickledFile], engine: Any) -> bool:
+    """Whether the files of a pipeline's layers, and of experts, hold weights alone: those of the live module. Local.
+
+    Each rank reads the files of its own: one that failed alone would leave the others waiting in a collective.
+    """
+    experts = ((opened(name), "") for name in files.experts.values())
+    layers = ((opened(name), f"{number}.") for (number, _), name in files.layers.items())
+    return all(_holds_weights(file, prefix, engine.module) for file, prefix in chain(experts, layers))
+
+
+def _holds_weights(file: PickledFile, prefix: str, live: Any) -> bool:
+    if not isinstance(file.tree, Mapping) or not all(isinstance(name, str) for name in file.tree):
+        return False
+    weights = {name: value for name, value in file.tree.items() if not is_extra_state(name)}
+    names = {name for name in live.state_dict() if prefix and name.startswith(prefix) and not is_extra_state(name)}
+    if not all(isinstance(value, TensorRef) for value in weights.values()):
+        return False
+    named = {prefix + name: value for name, value in weights.items()}
+    return not names or (names == named.keys() and _same_shapes(named, live))  # tied modules have other names
 
 
 def can_read_partition(file: PickledFile, engine: Any) -> bool:

@@ -45,7 +45,7 @@ from elastic_ckpt.formats.saved_schedules import schedule_facts
 from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
-from elastic_ckpt.load.entries_read import can_read_model, can_read_partition, can_take_scaler
+from elastic_ckpt.load.entries_read import can_read_layers, can_read_model, can_read_partition, can_take_scaler
 from elastic_ckpt.load.flow import LoadCall, as_partial_load_error
 from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream, seen_through
 
@@ -178,7 +178,7 @@ class _Comparison:
             or (self.stage == 0 and without_states and compat.keeps_own_masters(engine))
         ):
             return False
-        if not (self._has_all_entries() and self._scheduler_fits()):
+        if not (self._has_all_entries() and self._scheduler_fits() and can_read_layers(self.files, self._open, engine)):
             return False
         if without_zero:
             return self._pipeline_fits()
