@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from itertools import accumulate, count
 from typing import Any, TypeVar
@@ -43,6 +44,7 @@ _loads = count(1)
 #: load: a rank may be past a broadcast in which another has failed, and must still find it.
 _key = "elastic_ckpt/failure/0"
 _loading = threading.RLock()
+_is_alone = ContextVar("_is_alone", default=False)
 
 
 def begin_load() -> None:
@@ -62,6 +64,20 @@ def one_at_a_time() -> Iterator[None]:
         _loading.release()
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Run a body as if this process were no rank of a job: it calls no collective, which others need not join. Local.
+
+    For what one rank may do by itself, as a script that exports its last checkpoint on rank 0. It does not reach into
+    threads that the body starts.
+    """
+    token = _is_alone.set(True)
+    try:
+        yield
+    finally:
+        _is_alone.reset(token)
+
+
 def rank() -> int:
     """Global rank of this process (0 without a process group)."""
     dist = _initialized()
@@ -76,7 +92,7 @@ def world_size() -> int:
 
 def _initialized() -> Any:
     """``torch.distributed``, if this process has a default group; where torch is not imported yet, it has none."""
-    dist = sys.modules.get("torch.distributed")
+    dist = None if _is_alone.get() else sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.distributed import alone
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, listed
 from elastic_ckpt.formats import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, global_steps, look_at
@@ -124,10 +125,10 @@ def open_checkpoint(
 ) -> OpenedCheckpoint:
     """Read a checkpoint's metadata; :class:`ElasticCkptError` if it is incomplete, damaged, unsupported or moves.
 
-    ``with_unmade``: whether its client state may have objects that are not made.
+    ``with_unmade``: whether its client state may have objects that are not made. Local: of a job, one rank may do it.
     """
     options = MetadataOptions.of(config, with_states=with_states, with_client_state=False, with_unmade=with_unmade)
-    with steady():
+    with steady(), alone():
         return OpenedCheckpoint(found, read_checkpoint(found, options), config)
 
 
