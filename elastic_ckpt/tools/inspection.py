@@ -134,8 +134,8 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
 
 
 def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
-    """Members of a param group have the same states; without ZeRO, those without gradients have none."""
-    may_lack_all = metadata.source.zero_stage == 0 and metadata.source.by_rank
+    """Members of a param group have the same states; without ZeRO, as in DCP, those without gradients have none."""
+    may_lack_all = metadata.source.format == "dcp" or (metadata.source.zero_stage == 0 and metadata.source.by_rank)
     for group in range(len(metadata.groups)):
         states = {
             name: {

@@ -86,12 +86,15 @@ def _state_dict(
         for key, value in scalars_of(metadata, name).items():
             is_number = key == "step" and not isinstance(value, torch.Tensor)  # torch counts steps in float32
             states.setdefault(name, {})[key] = torch.tensor(value, dtype=torch.float32) if is_number else value
-        states.setdefault(name, {}).update(replicated.get(name, {}))
+        if name in replicated:  # an entry without states would be one of an optimizer that has lost them
+            states.setdefault(name, {}).update(replicated[name])
     groups = [
         {**_lacking(values, adamw), **plain(common(values)), "params": members}
         for values, members in zip(metadata.groups, names, strict=True)
     ]
-    tree: dict[str, Any] = {"model": {}, "optim": {"state": states, "param_groups": groups}}
+    tree: dict[str, Any] = {"model": {}}
+    if groups:  # of weights alone there are none
+        tree["optim"] = {"state": states, "param_groups": groups}
     for (*above, last), tensor in tensors.items():
         inside = tree
         for key in above:
