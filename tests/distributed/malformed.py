@@ -18,9 +18,10 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,7 @@ REMOVED = "removed"
 #: What is whole, and can be resumed, but not at any topology or precision.
 AT_ITS_OWN = re.compile(
     "differs between ranks: each computed it|would lose precision|one value for all|only a load, which knows"
+    "|no such job with MoE layers"
 )
 #: What an entry that is there becomes, if it is of the kind.
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -147,10 +149,10 @@ def _parts(node: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def changed(tree: Any, place: Path_, way: str) -> Any:
-    """A tree with another value at a place; ``...``: there is no such change."""
+def changed(tree: Any, place: Path_, way: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """A tree with another value at a place; ``...``: there is no such change. ``more``: values beside those above."""
     if not place:
-        return CHANGES[way](tree) if way in CHANGES else ... if way == REMOVED else VALUES[way]
+        return CHANGES[way](tree) if way in CHANGES else ... if way == REMOVED else {**VALUES, **more}[way]
     key, *rest = place
     is_attribute = isinstance(key, str) and key.startswith("@") and not isinstance(tree, dict)
     old = vars(tree)[key[1:]] if is_attribute else tree[key]
@@ -158,7 +160,7 @@ def changed(tree: Any, place: Path_, way: str) -> Any:
         if is_attribute or not isinstance(tree, dict):
             return ...
         return type(tree)((each, value) for each, value in tree.items() if each != key)
-    new = changed(old, tuple(rest), way)
+    new = changed(old, tuple(rest), way, more)
     if new is ...:
         return ...
     if isinstance(tree, tuple):
@@ -269,11 +271,15 @@ def broken_tools(folder: Path, original: Path) -> list[str]:
         }
         found = {name: outcome(doing) for name, doing in doings.items()}
         problems = [f"{name}: {found[name][1]}" for name in found if found[name][0] == "broke"]
-        of_source, of_written = verify(text, None, config, full=True), dict[str, Any]()
+        found_wrong, of_source = outcome(lambda: verify(text, None, config, full=True))
+        of_written = dict[str, Any]()
         for name, path in (("convert", universal), ("convert to dcp", dcp)):
             if found[name][0] == "ok":
                 of_written[name] = outcome(lambda path=path: verify(path, None, config, full=True))
-    proven = [finding for finding in of_source.findings if not finding.suspected]
+    if found_wrong == "broke":
+        problems.append(f"verify: {of_source}")
+    findings = of_source.findings if found_wrong == "ok" else ()  # refused: there is none to verify
+    proven = [finding for finding in findings if not finding.suspected]
     for name, (what, result) in of_written.items():
         if what != "ok" or not result.ok:
             problems.append(f"{name} writes what verify refuses: {result if what != 'ok' else result.problems}")
