@@ -19,7 +19,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -32,8 +32,14 @@ from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.schedule_kinds import strange_entry
 from elastic_ckpt.engines.schedule_states import is_of_another_scheduler
-from elastic_ckpt.errors import CommunicationError, ElasticCkptError, UnforeseenError
-from elastic_ckpt.formats import CheckpointInfo, saved_config
+from elastic_ckpt.errors import (
+    CommunicationError,
+    ElasticCkptError,
+    UnforeseenError,
+    UnknownLayoutError,
+    UnsupportedError,
+)
+from elastic_ckpt.formats import CheckpointInfo, MetadataOptions, saved_config
 from elastic_ckpt.formats.flat_facts import counted_steps, partition_numels, steps_of_flats
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
@@ -47,6 +53,7 @@ from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.load.entries_read import can_read_layers, can_read_model, can_read_partition, can_take_scaler
 from elastic_ckpt.load.flow import LoadCall, as_partial_load_error
+from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream, seen_through
 
 #: What DeepSpeed's loader opens in the folder of a tag, with what its ``fast`` writer appends.
@@ -71,6 +78,16 @@ def check_objects(found: CheckpointInfo, own_files: bool) -> None:
                 screen(stream)
 
     distributed.all_gather("read the files for DeepSpeed's own loader", check_mine)
+
+
+def refuse_other_saves(call: LoadCall, found: CheckpointInfo) -> None:
+    """Compare the files of all nodes as a load would, before each node's DeepSpeed opens its own alone. Collective.
+
+    Raises the same :class:`DamagedError` or :class:`MismatchError` on every rank.
+    """
+    options = MetadataOptions.of(call.config, with_states=call.arguments.restores_states, with_client_state=False)
+    with suppress(UnsupportedError, UnknownLayoutError, UnforeseenError):  # which DeepSpeed's own loader restores
+        read_checkpoint(found, options, rename=call.config.rename)
 
 
 def objects_for_deepspeed(call: LoadCall) -> AbstractContextManager[None]:

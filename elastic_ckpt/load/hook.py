@@ -29,6 +29,7 @@ from elastic_ckpt.load.fallback import (
     deepspeed_loads_it_right,
     load_by_deepspeed,
     on_own_disks,
+    refuse_other_saves,
 )
 from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, execute_load, prepare, told_apart
 from elastic_ckpt.load.framework_arguments import calling_framework, in_words_of
@@ -212,6 +213,7 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
                 below = (path for path, _ in view.walk(found.folder) if os.path.dirname(path) != found.folder)
                 paths = sorted({*map(found.path, found.files.names), *below})  # not what users put beside them
                 view.compare_copies(paths[distributed.rank() :: distributed.world_size()])
+            refuse_other_saves(call, found)
     if not own_files:
         try:
             if others := call.arguments.others:

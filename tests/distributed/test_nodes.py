@@ -375,3 +375,48 @@ def of_another_run(setup: Setup) -> Cell:
 @cells([of_another_run(setup) for setup in MEMORY])
 def test_at_the_same_topology_a_node_of_another_run_is_refused(cell: Cell, facts: list[Refused]) -> None:
     cell.expected.check(facts)
+
+
+def of_one_rank_each(setup: Setup, **more: Any) -> Save:
+    """Saved on four nodes of one rank each, which have no other files."""
+    return Save(setup, 4, "node_jobs.save_each", {"nodes": [*FOUR], **more})
+
+
+def partitions_of_another_run(*nodes: str) -> Change:
+    """The same steps of the same model, on other data."""
+
+    def change(disks: Path, other: Path) -> None:
+        for node in nodes:
+            for path in (other / node / "run" / "step4").glob("*_optim_states.pt"):
+                shutil.copy2(path, disks / node / "run" / "step4")
+
+    return change
+
+
+def exchanged(disks: Path, other: Path) -> None:
+    """Two nodes have each other's partition, under the name of their own."""
+    first, second = (next((disks / node / "run" / "step4").glob("*_optim_states.pt")) for node in "ab")
+    kept = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(kept)
+
+
+def mixed(setup: Setup, what: str, change: Change) -> Cell:
+    cell = refused(FOUR, of_one_rank_each(setup), setup, "DamagedError", change=change)
+    return replace(cell, name=f"{setup.name}, {what}", others=(of_one_rank_each(setup, first=30),))
+
+
+MIXED = [
+    *(mixed(setup, "exchanged", exchanged) for setup in MEMORY),
+    *(
+        mixed(setup, f"of another run: {nodes}", partitions_of_another_run(*nodes))
+        for setup in MEMORY[:2]
+        for nodes in ("b", FOUR)
+    ),
+]
+
+
+@cells(MIXED)
+def test_at_the_same_topology_partitions_of_no_one_save_are_refused(cell: Cell, facts: list[Refused]) -> None:
+    """Below ZeRO-3, weights beside the masters tell whose they are."""
+    cell.expected.check(facts)
