@@ -22,6 +22,8 @@ CONFIG_KEY = "elastic_checkpoint"
 #: Environment variable with a mode; also 0 and 1, see :mod:`elastic_ckpt.load.installation`.
 VARIABLE = "ELASTIC_CKPT"
 Mode = Literal["auto", "require", "off"]
+#: No file system has names with it.
+_NO_NULL = r"^[^\x00]*$"
 #: Options that need not be at their default where DeepSpeed's own loader takes over, which ignores all.
 _FOR_ANY_LOADER = {"mode", "pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
 _FOR_ANY_LOADER |= {"sheet", _SECRET := "storage_options"}  # whose values are never printed
@@ -88,7 +90,7 @@ class ElasticConfig(BaseModel):
         "load the newest complete checkpoint of load_dir that is older, and log as an error which steps are lost. A "
         "number is the same, for checkpoints at most so many steps older. What may be of two saves is always refused",
     )
-    fallback_dirs: list[Annotated[str, Field(min_length=1)]] = Field(
+    fallback_dirs: list[Annotated[str, Field(min_length=1, pattern=_NO_NULL)]] = Field(
         [],
         description="folders that have files which load_dir lacks, in order of preference; for example, load_dir is "
         "in the memory of the nodes, and these are on disk. All files must be of one save",
@@ -108,7 +110,7 @@ class ElasticConfig(BaseModel):
         "since a file system (NFS, but not Lustre) may show them late, or another job may still be writing them",
     )
     reading: Reading = Field(Reading.model_validate({}), description="how files are read")
-    report: bool | str = Field(
+    report: bool | Annotated[str, Field(pattern=_NO_NULL)] = Field(
         True,
         description="whether rank 0 prints the load report, and a progress bar on a terminal. A path also writes the "
         "report to that file, as JSON; of a load that is refused, its error, with whole lists of names",

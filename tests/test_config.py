@@ -137,9 +137,10 @@ def test_an_unknown_key_that_resembles_nothing_is_still_an_error() -> None:
         read_config({CONFIG_KEY: {3: 1}})
 
 
-def test_a_fallback_folder_without_a_name_is_an_error() -> None:
+@pytest.mark.parametrize("folder", ["", "/run\0", "\0"])
+def test_a_fallback_folder_without_a_name_is_an_error(folder: str) -> None:
     with pytest.raises(ConfigError, match='"fallback_dirs"'):
-        read(fallback_dirs=["/shared/run", ""])
+        read(fallback_dirs=["/shared/run", folder])
 
 
 @pytest.mark.parametrize(

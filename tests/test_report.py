@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -353,6 +354,13 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(
     publish(report_of(), ("mind the gap",), read_config({CONFIG_KEY: {"report": path}}))
     assert "mind the gap" in caplog.text
     assert path in caplog.text
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    publish(report_of(), (), read_config({CONFIG_KEY: {"report": str(path)}}))
+    assert str(path) in caplog.text
 
 
 def test_outcomes_of_pipeline_stages_are_merged_in_their_order() -> None:

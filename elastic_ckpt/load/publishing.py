@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 from rich.console import Console
@@ -43,7 +44,14 @@ def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig
 
 def _write(text: str, path: str) -> None:
     try:
-        with open(path, "w", encoding="utf-8") as stream:  # asks the system: the report
+        with open(path, "w", encoding="utf-8", opener=_open_at_once) as stream:  # asks the system: the report
             stream.write(text + "\n")
     except Exception as error:  # a full disk, or text that is none
         logger.warning("elastic_ckpt could not write its load report to %s: %s", path, error)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A descriptor for writing; an error of the system's for a pipe that nobody reads, which would be waited for."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor

@@ -14,7 +14,7 @@ from typing import Any
 from isal import isal_zlib
 
 from elastic_ckpt import distributed
-from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, UnforeseenError
+from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, list_checkpoints
 from elastic_ckpt.load.nodes import SECRET_NBYTES, Node, identity_of, inside, own_address, words_of
 from elastic_ckpt.storage import Entry, file_names, is_folder, modified, walk
@@ -177,7 +177,7 @@ class _Pull(threading.Thread):
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free memory there, or keep fewer tags" if is_full else "remove what is there, and replicate again"
             found = f"{type(error).__name__}: {error.strerror}"
-            self.error = UnforeseenError("a copy could not be written", error.filename, found=found, remedy=remedy)
+            self.error = ElasticCkptError("a copy could not be written", error.filename, found=found, remedy=remedy)
         finally:
             self._peers.close()
 

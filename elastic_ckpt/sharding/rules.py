@@ -57,7 +57,7 @@ class Preset(BaseModel):
         try:
             # asks the system: a preset, of this package or the user's
             return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:  # pydantic's ValidationError is a ValueError
+        except (OSError, ValueError, TypeError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
             expected = '{"name": ..., "description": ..., "rules": [{"pattern": ..., "kind": ...}]}'
             problem = "this file of tensor-parallel rules cannot be read"
             raise ConfigError(problem, str(path), expected, error) from error

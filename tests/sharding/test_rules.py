@@ -389,7 +389,8 @@ def test_a_preset_may_be_a_file_of_the_users(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [None, "{", "[]", '{"name": "x"}', '{"name": "x", "description": "", "rules": [{"pattern": "("}]}']
+    "text",
+    [None, "{", "[]", "[" * 100_000, '{"name": "x"}', '{"name": "x", "description": "", "rules": [{"pattern": "("}]}'],
 )
 def test_a_file_that_is_no_preset_is_refused_by_its_path(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "mine.json"
