@@ -18,7 +18,7 @@ from elastic_ckpt.config import flag_given, requires_elastic
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.training_state import LoadArguments
-from elastic_ckpt.formats import CheckpointInfo, detect
+from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.agreed_config import agreed_config
 from elastic_ckpt.load.data_position import check_position, save_checkpoint, with_position
@@ -147,7 +147,8 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
             expected = "one, since tag, mode, load_universal or --universal-checkpoint asks for it"
             remedy = "check the path; to begin a run in an empty folder, leave the flag or the option out"
             raise errors.NotFoundError(problem, call.arguments.load_dir, expected, "none", remedy=remedy)
-        return _begin_anew(call)
+        # as DeepSpeed's own loader, in which each rank would look once more, and may see one that is there by now
+        return None, None
     with collector_off(), distributed.together("load the checkpoint"):
         elastic_only = requires_elastic(call.config) or policy.partly_overwritten
         try:
@@ -171,17 +172,6 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
         compat.separate_steps(engine)
     compat.record_counts(engine)
     return result
-
-
-def _begin_anew(call: LoadCall) -> tuple[None, None]:
-    """What DeepSpeed's own loader returns for a folder without a checkpoint.
-
-    It is not called: each rank would look once more for itself, and may see one that has appeared meanwhile.
-    """
-    if distributed.rank() == 0:
-        message = "elastic_ckpt loads nothing: there is no checkpoint, nor a file %r, in %s"
-        logger.warning(message, detect.LATEST, call.arguments.load_dir)
-    return None, None
 
 
 def no_other_loader(error: errors.ElasticCkptError, url: str = "") -> errors.ElasticCkptError:

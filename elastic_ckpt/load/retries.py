@@ -73,6 +73,8 @@ class RetryPolicy:
             expected = bool(tags) or tag is not None or self.is_asked
             if found is not None or not expected or not self._wait("there is no checkpoint yet"):
                 break
+        if found is None and not expected and distributed.rank() == 0:
+            logger.warning("elastic_ckpt loads nothing: there is no checkpoint in %s", self._load_dir)
         if tags and distributed.rank() == 0:
             where = f"load_checkpoint({self._load_dir!r}, tag={tags[0]!r})"
             message = "elastic_ckpt loads nothing: no file %r is in %s, which has checkpoints under the tags %s: %s"

@@ -32,7 +32,7 @@ from elastic_ckpt.errors import (
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.load import hook
+from elastic_ckpt.load import hook, retries
 from elastic_ckpt.load.flow import LoadCall
 from elastic_ckpt.load.retries import RetryPolicy
 
@@ -79,14 +79,14 @@ def as_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
         rank[0] = 1
         return [first, work()]
 
-    monkeypatch.setattr(hook.distributed, "rank", lambda: rank[0])
-    monkeypatch.setattr(hook.distributed, "all_gather", both)
+    monkeypatch.setattr(retries.distributed, "rank", lambda: rank[0])
+    monkeypatch.setattr(retries.distributed, "all_gather", both)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_looks_and_all_take_what_it_has_found(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(hook.detect, "find_checkpoint", lambda *arguments: looked.append(arguments) or FOUND)
+    monkeypatch.setattr(retries.detect, "find_checkpoint", lambda *arguments: looked.append(arguments) or FOUND)
     first = attempts(Path("/x"))
     assert first.find() == FOUND and len(looked) == 1
     if rank:
@@ -135,7 +135,7 @@ def test_after_a_damaged_lone_checkpoint_nothing_is_left(tmp_path: Path) -> None
 
 
 def test_each_rank_finds_the_tag_in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook.detect, "find_checkpoint", lambda *_: FOUND)
+    monkeypatch.setattr(retries.detect, "find_checkpoint", lambda *_: FOUND)
     as_rank_1(monkeypatch)
     assert attempts(folder, node_local=True).find() == replace(FOUND, folder=str(folder / "step4"))
 
@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_looked_into_is_named(monkeypatch: pytest.Monkey
     def broken(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", "/x")
 
-    monkeypatch.setattr(hook.detect, "find_checkpoint", broken)
+    monkeypatch.setattr(retries.detect, "find_checkpoint", broken)
     with pytest.raises(
         ElasticCkptError, match=r"failed to look for a checkpoint: PermissionError.*Permission"
     ) as caught:
