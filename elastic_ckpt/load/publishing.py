@@ -52,6 +52,6 @@ def _write(text: str, path: str) -> None:
 
 def _open_at_once(path: str, flags: int) -> int:
     """A descriptor for writing; an error of the system's for a pipe that nobody reads, which would be waited for."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)  # asks the system: the report
     os.set_blocking(descriptor, True)
     return descriptor
