@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import accumulate, chain, groupby, islice
 from operator import itemgetter, or_
@@ -24,75 +24,48 @@ from elastic_ckpt.core.metadata import (
     MASTER,
     CheckpointMetadata,
     SavedParameter,
-    SourceFile,
     TensorMetadata,
 )
 from elastic_ckpt.core.shard_specs import DeclaredSpecs
-from elastic_ckpt.core.state_kinds import COMPANIONS, StateOptions
+from elastic_ckpt.core.state_kinds import COMPANIONS
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, errors_of_file, shortened
 from elastic_ckpt.formats import model_states
-from elastic_ckpt.formats.base import CheckpointInfo, Fitted, FolderReading, MetadataOptions, Once, OpenFile
+from elastic_ckpt.formats.base import (
+    CONVERT_AGAIN,
+    CheckpointInfo,
+    Fitted,
+    FolderReading,
+    MetadataOptions,
+    Once,
+    OpenFile,
+)
 from elastic_ckpt.formats.grid import grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import Tensors, module_tensors, weights_crc32s
 from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
-from elastic_ckpt.formats.objects import materialise
-from elastic_ckpt.formats.own_entries import check_groups, check_numbered, check_optimizer_file
-from elastic_ckpt.formats.pickled import PickledFile, opened_once
+from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import refuse_within_step, spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state, refuse_features
-from elastic_ckpt.formats.saved_states import (
-    NESTED,
-    StatesOfOne,
-    read_groups,
-    sort_states,
-)
-from elastic_ckpt.formats.torch_archive.tensors import TensorRef
-from elastic_ckpt.formats.universal_files import FILES, FileList, PresentFiles, folders_of, read_file_list
+from elastic_ckpt.formats.universal_files import PresentFiles, folders_of
 from elastic_ckpt.formats.universal_groups import group_of_flats
+from elastic_ckpt.formats.universal_optimizer import OptimizerFile, index_optimizer
+from elastic_ckpt.formats.universal_shapes import parameter_shape
 from elastic_ckpt.formats.universal_states import (
-    CONVERT_AGAIN,
-    NO_STATES,
-    SHARED_STATES,
     StateFile,
     StatesBuilder,
     index_state,
 )
-from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.storage import exists, file_names, folder_names
 
-#: Entries that belong to one rank's partition.
-_PARTITIONS = frozenset(
-    {"base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups"}
-    | {"fp32_groups_flat_partition", "optimizer_state_dict"}
-)
 _SHOWN = 5  # of ranks without a file
 _LOAD_NATIVE = "load the native checkpoint instead"
-#: Marks that each parameter has its own data, whatever DeepSpeed's converter would have made of such a run.
-TRUE_ORDER = "elastic_ckpt_true_order"
 _NO_OPTIMIZER_FILE = (
     "the universal checkpoint has no zero/optimizer_state.pt (BLOOM's have none): the optimizer's step was taken from "
     "the counters, hyperparameters of the live param groups stay, and whether Adam or AdamW saved it is not known"
 )
-
-
-@dataclass(frozen=True)
-class OptimizerFile:
-    """``zero/optimizer_state.pt``; the defaults are what is known where there is none."""
-
-    zero_stage: int = 1  # of the run that saved the native checkpoint
-    groups: tuple[Mapping[str, Any], ...] = ()
-    members: tuple[tuple[int, ...], ...] = ()  # per param group, the indices of its flat tensors
-    scalars: Mapping[int, Mapping[str, float]] | None = None  # per flat tensor; empty from stages 1 and 2
-    loss_scaler: Any = None  # DeepSpeed's object
-    overflow: bool = False
-    in_true_order: bool = False  # whether its writer guarantees that each parameter has its own data (TRUE_ORDER)
-    shared: StatesOfOne = NO_STATES  # of every parameter that has states
-    file: SourceFile | None = None  # with the tensors of these
-    file_list: FileList | None = None  # of the folder's files, by the parameters that have them
 
 
 def list_parameters(found: CheckpointInfo) -> tuple[bool, list[str]]:
@@ -115,7 +88,7 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
             return [index_state(open_one(f"{folder}/{file}"), options.states) for file in listed]
         if position == len(paths):
             optimizer_path = found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
-            return _index_optimizer(open_one(optimizer_path), options.states)
+            return index_optimizer(open_one(optimizer_path), options.states)
         return index_model(open_one(paths[position]))
 
     def fit(items: Sequence[Any], opened: Mapping[str, PickledFile], _: NameStates) -> Fitted:
@@ -249,7 +222,7 @@ class _Builder(StatesBuilder):
 
     def _add_parameters(self) -> None:
         """The parameters of all pipeline stages, of the shapes in their files or, if flat (from stage 3), as listed."""
-        own = self.scalars_by_name()
+        own, shapes = self.scalars_by_name(), self.shapes_by_name()
         group_of: Mapping[int, int] = {}
         if self._optimizer.scalars is not None:
             group_of = group_of_flats(self._optimizer.members, self._models, self._optimizer_path)
@@ -260,9 +233,9 @@ class _Builder(StatesBuilder):
                     counted = {"step": steps} if name in self._stateful else {}
                     shared = counted if self._optimizer.scalars is None else self._optimizer.scalars.get(flat, {})
                     scalars = {**shared, **own.get(name, {})}
-                    master = self._states.get((name, MASTER))
-                    saved = local if master is None or master.tensor is None else master.tensor.shape
-                    shape = saved if len(saved) > 1 or len(local) == 1 else local
+                    of_files = shapes.get(name, {})
+                    saved, shape = of_files.get(MASTER, local), parameter_shape(of_files, local, self.grid.tp)
+                    self.listed_shapes.setdefault(name, (local, self.grid.tp))
                     if self.grid.tp > 1 and len(shape) > 1 and len(saved) == 1:
                         problem = "DeepSpeed's converter does not join the shards of a tensor-parallel ZeRO-3 run"
                         both = "tensors of the whole parameters", f"a flat tensor of {saved[0]} elements"
@@ -342,59 +315,3 @@ def _divided(tensor: TensorMetadata, shapes: tuple[Shape, ...], path: str) -> Te
         for numel, offset in zip(numels, offsets, strict=False)
     )
     return replace(tensor, shape=shapes[0], sources=sources, shards=shapes)
-
-
-@opened_once
-def _index_optimizer(file: PickledFile, options: StateOptions) -> OptimizerFile:
-    """Read the optimizer's file."""
-    check_optimizer_file(file)
-    saved = file.tree.get(SHARED_STATES, {})
-    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
-        problem, expected = "the states that all parameters share are no dictionary", "tensors and numbers by name"
-        raise DamagedError(problem, file.path, expected, type(saved).__name__, remedy=CONVERT_AGAIN)
-    shared = sort_states(file, saved, options)
-    groups = check_groups(file, file.section("param_groups"))
-    states = file.tree.get("optimizer_state_dict", {}).get("state", {})
-    check_numbered(file, states)
-    scalars = {int(flat): plain_numbers(file, values) for flat, values in _scalars(states).items()}
-    return OptimizerFile(
-        zero_stage=int(file.tree.get("zero_stage", 1)),
-        groups=read_groups(file, groups),
-        members=tuple(tuple(group["params"]) for group in groups),
-        scalars=scalars,
-        loss_scaler=file.tree.get("loss_scaler"),
-        overflow=bool(file.tree.get("overflow", False)),
-        in_true_order=file.tree.get(TRUE_ORDER) is True,
-        shared=shared,
-        file=SourceFile(file.path, file.nbytes, records=file.records) if shared.tensors else None,
-        file_list=read_file_list(file.tree.get(FILES), file.path),
-    )
-
-
-def common_optimizer_state(file: PickledFile) -> dict[str, Any]:
-    """What of an optimizer's state belongs to no parameter, as a tree to save, with small tensors read.
-
-    ``file`` is ``*zero_pp_rank_0_mp_rank_00*_optim_states.pt``; :class:`DamagedError` if it has no optimizer state.
-    """
-    state = file.section("optimizer_state_dict")
-    kept = {key: value for key, value in state.items() if key not in _PARTITIONS}
-    is_stage3 = "fp32_flat_groups" in state
-    base = file.section("optimizer_state_dict", "optimizer_state_dict" if is_stage3 else "base_optimizer_state")
-    groups = base["param_groups"] if isinstance(base, dict) else []
-    kept["param_groups"] = groups
-    kept[TRUE_ORDER] = True
-    if is_stage3:
-        kept["optimizer_state_dict"] = {"state": _scalars(base["state"]), "param_groups": groups}
-    return dict(materialise(file, kept))
-
-
-def _scalars(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Each flat tensor's states without dimensions."""
-    return {
-        flat: {
-            key: value
-            for key, value in state.items()
-            if key != NESTED and (not isinstance(value, TensorRef) or not value.shape)
-        }
-        for flat, state in states.items()
-    }

@@ -17,10 +17,10 @@ from elastic_ckpt.core.metadata import MASTER, SavedParameter
 from elastic_ckpt.core.state_kinds import COMPANIONS
 from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.errors import DamagedError, listed
-from elastic_ckpt.formats.base import CheckpointInfo
+from elastic_ckpt.formats.base import CONVERT_AGAIN, CheckpointInfo
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
-from elastic_ckpt.formats.universal_states import CONVERT_AGAIN, StateFile
+from elastic_ckpt.formats.universal_states import StateFile
 
 #: Entry of ``zero/optimizer_state.pt``: pairs of keys and the parameters with these files (``None``: all others).
 FILES = "elastic_ckpt_files"

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import DamagedError, listed
+from elastic_ckpt.formats.base import CONVERT_AGAIN
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.universal_states import CONVERT_AGAIN
 
 _PROBLEM = "the param groups of the universal checkpoint are not those of its model-states files"
 _REMEDY = f"files of two conversions are mixed, or one is damaged: {CONVERT_AGAIN}, or load the native checkpoint"

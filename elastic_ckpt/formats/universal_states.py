@@ -26,7 +26,6 @@ from elastic_ckpt.core.counts import in_proportion
 from elastic_ckpt.core.metadata import MASTER, ReplicatedState, SourceFile, TensorMetadata, is_floating
 from elastic_ckpt.core.shard_specs import COLUMN, ROW, VOCABULARY, ShardSpec
 from elastic_ckpt.core.state_kinds import (
-    BLOCK_NUMELS,
     COMPANIONS,
     ELEMENTWISE,
     REPLICATED,
@@ -36,8 +35,8 @@ from elastic_ckpt.core.state_kinds import (
 )
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TensorValue
-from elastic_ckpt.errors import DamagedError, MismatchError
-from elastic_ckpt.formats.base import CheckpointInfo
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.base import CONVERT_AGAIN, CheckpointInfo
 from elastic_ckpt.formats.classification import (
     FRESH,
     MOST_VALUES,
@@ -57,19 +56,12 @@ from elastic_ckpt.formats.saved_states import (
     StatesOfOne,
     sort_states,
 )
-from elastic_ckpt.formats.torch_archive.charges import limit_error
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
-from elastic_ckpt.formats.values import read_numbers
+from elastic_ckpt.formats.universal_blocks import QuantizedLayout, layout_of
+from elastic_ckpt.formats.universal_shapes import shape_error
 
-CONVERT_AGAIN = "convert the native checkpoint again"
 #: Entry of ``zero/optimizer_state.pt``.
 SHARED_STATES = "elastic_ckpt_shared_states"
-#: Entries beside ``param`` in the file of the scales.
-BLOCK_NUMEL, RUNS = "block_numel", "quantized_runs"
-_RUN_FIELDS = 6
-_MOST_RUNS = 1 << 22
-#: Rows of runs that may have fewer elements than this each, as hardly any tensor-parallel shard has.
-_MOST_SHORT_ROWS, _SHORT_ROW_NUMEL = 1 << 14, 64
 #: Fused parts of a parameter, of which a file may claim any number.
 _MOST_SUB_PARAMETERS = 1 << 10
 _SCALES = {scales: codes for codes, (scales, _) in COMPANIONS.items()}
@@ -77,13 +69,6 @@ _CODEBOOKS = {codebook: codes for codes, (_, codebook) in COMPANIONS.items()}
 #: What every optimizer keeps as a value for each element.
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "state1", "state2"})
 NO_STATES = StatesOfOne({})
-
-
-class QuantizedLayout(NamedTuple):
-    """How a parameter's codes are divided into blocks, as recorded beside its scales."""
-
-    block_numel: int
-    runs: tuple[QuantizedRun, ...]
 
 
 class StateFile(NamedTuple):
@@ -133,7 +118,7 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
             raise DamagedError(problem, file.path, parameter=name)
         rule = _rule_of(name, file.tree)
         is_concatenated = is_parameters and rule is None and file.tree.get("cat_dim") == 0
-        layout = _layout_of(file, name, value) if is_parameters and key in _SCALES else None
+        layout = layout_of(file, name, value) if is_parameters and key in _SCALES else None
         noted = layout or _small(file, key, value, options)
         return StateFile(key, file.nbytes, value, None, noted, rule, is_concatenated, file.records)
     if not isinstance(value, TensorRef):
@@ -157,36 +142,6 @@ def _small(file: PickledFile, key: str, ref: TensorRef, options: StateOptions) -
         return None
     found = sort_states(file, {key: ref}, options)
     return found.codebooks.get(key) or found.digests.get(key)
-
-
-def _layout_of(file: PickledFile, name: str, scales: TensorRef) -> QuantizedLayout | None:
-    """The layout beside some scales; ``None`` if blocks are counted from the parameter's first element."""
-    block_numel, ref = file.tree.get(BLOCK_NUMEL), file.tree.get(RUNS)
-    if ref is None:
-        return None
-    rows: list[list[int]] = []
-    is_table = isinstance(ref, TensorRef) and ref.dtype == "int64" and ref.is_contiguous and len(ref.shape) == 2
-    if is_table and ref.shape[1] == _RUN_FIELDS and ref.shape[0] <= _MOST_RUNS:
-        (numbers,) = read_numbers(file, [ref])
-        rows = numbers.reshape(ref.shape).tolist()
-    runs = tuple(QuantizedRun(*row) for row in rows)
-    is_sound = type(block_numel) is int and block_numel in BLOCK_NUMELS and (runs or not scales.numel)
-    is_sound = is_sound and all(
-        min(run.start, run.position, run.origin) >= 0
-        and min(run.numel, run.rows) > 0
-        and (run.rows == 1 or run.stride >= run.numel)
-        and run.total_numel <= scales.numel * block_numel
-        for run in runs
-    )
-    if not is_sound or sum(len(run.blocks(block_numel)) for run in runs) != scales.numel:
-        problem = "what is recorded of the 8-bit blocks of this parameter does not fit its scales"
-        expected = f"{RUNS!r} of {_RUN_FIELDS} columns with {scales.numel} blocks, and {BLOCK_NUMEL!r}"
-        found = f"{len(runs)} runs in blocks of {block_numel!r}"[:200]
-        raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=CONVERT_AGAIN)
-    most = max(_MOST_SHORT_ROWS, scales.numel * block_numel // _SHORT_ROW_NUMEL)
-    if (count := sum(run.rows for run in runs)) > most:  # each row is a chunk, and a read
-        raise limit_error(f"{RUNS!r} of {name}: at most {most} rows", f"{count}", file.path)
-    return QuantizedLayout(block_numel, runs)
 
 
 def _rule_of(name: str, tree: Any) -> ShardSpec | None:
@@ -320,6 +275,8 @@ class StatesBuilder(MetadataBuilder):
         files = [*models, *(SourceFile(path, file.nbytes, records=file.records) for path, file in paths)]
         self._by_name = states_by_name(states, shared)
         self._state_files = states
+        #: What the model-states files list of each parameter: the shape of a shard, and how many there are.
+        self.listed_shapes: dict[str, tuple[Shape, int]] = {}
         self._shared = shared
         pairs = ((self._folders[name], each.states) for name, each in self._by_name.items())
         super().__init__(found, files if optimizer is None else [*files, optimizer], options, pairs)
@@ -358,11 +315,23 @@ class StatesBuilder(MetadataBuilder):
         """Add the tensor that is in a file."""
         self.tensors.add({(tensor.name, tensor.key): tensor})
 
+    def _are_elementwise(self, key: str) -> bool:
+        """Whether states of this key are known to be values of each element, and the user says nothing else."""
+        return key in ELEMENTWISE_NAMES and self._options.layout(key) is None
+
+    def shapes_by_name(self) -> dict[str, dict[str, Shape]]:
+        """The shapes of the master and of what is known to be elementwise of each parameter, by key."""
+        found: dict[str, dict[str, Shape]] = {}
+        for (name, key), file in self._state_files.items():
+            if file.tensor is not None and (key == MASTER or self._are_elementwise(key)):
+                found.setdefault(name, {})[key] = file.tensor.shape
+        return found
+
     def _given(self, name: str, each: ParameterStates) -> _Given:
         """What is to be classified. Raises :class:`MismatchError` for what is known to be elementwise, and is not."""
         shape = self.parameters[name].shape
         for key, ref in each.states.tensors.items():
-            if key in ELEMENTWISE_NAMES and self._options.layout(key) is None:
+            if self._are_elementwise(key):
                 is_planes = len(ref.shape) == len(shape) + 1 and 1 < ref.shape[0] <= MOST_VALUES
                 self._checked(name, key, ref, ref.shape[0] if is_planes else 1)
         return _Given(self._folders[name], shape, each.in_shape(shape, self._options))
@@ -372,10 +341,8 @@ class StatesBuilder(MetadataBuilder):
         shape = self.parameters[name].shape
         whole = (planes, *shape) if planes > 1 else shape
         if ref.numel != math.prod(whole) or (len(ref.shape) > 1 and ref.shape != whole):
-            problem = f"{key} of this parameter does not have the shape that the model-states file lists"
-            remedy = f"files of two conversions are mixed, or vocabulary padding was stripped: {CONVERT_AGAIN}"
-            path, expected = self._files[self.file_of[name, key]].path, f"{shape}, the same for {MASTER} and states"
-            raise MismatchError(problem, path, expected, ref.shape, parameter=name, remedy=remedy)
+            path, (listed, tp) = self._files[self.file_of[name, key]].path, self.listed_shapes[name]
+            raise shape_error(name, key, path, (whole, listed, ref.shape), tp)
         return whole
 
     def _replicated(self, name: str, key: str, each: ParameterStates) -> ReplicatedState:

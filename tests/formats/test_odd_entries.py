@@ -19,7 +19,7 @@ from elastic_ckpt.errors import ElasticCkptError, UnforeseenError
 from elastic_ckpt.formats.model_states import index_model_states, index_unpartitioned
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.shards import index_shard
-from elastic_ckpt.formats.universal import _index_optimizer
+from elastic_ckpt.formats.universal_optimizer import index_optimizer
 from elastic_ckpt.formats.universal_states import index_state
 from tests.attacks.seeds import TREES
 from tests.distributed.malformed import WAYS, changed, places
@@ -49,7 +49,7 @@ SOURCES: dict[str, tuple[Any, Callable[[PickledFile], Any]]] = {
     "unpartitioned": (TREES["model"] | {"optimizer": UNPARTITIONED}, lambda file: index_unpartitioned(file, OPTIONS)),
     "ZeRO-1": (TREES["zero1"], lambda file: index_shard(file, 0, OPTIONS)),
     "ZeRO-3": (TREES["zero3"], lambda file: index_shard(file, 0, OPTIONS)),
-    "universal's optimizer": (UNIVERSAL_OPTIMIZER, lambda file: _index_optimizer(file, OPTIONS)),
+    "universal's optimizer": (UNIVERSAL_OPTIMIZER, lambda file: index_optimizer(file, OPTIONS)),
     "universal state": ({"param": torch.ones(3, 4), "cat_dim": 0}, index_state),
 }
 

@@ -23,6 +23,7 @@ from elastic_ckpt.load.metadata import read_checkpoint
 from tests.formats.universal_folders import SHAPES, written
 from tests.quantization import own_maps
 
+# Covers elastic_ckpt/formats/universal_blocks.py, which is called where a file is read.
 MAP = torch.full((256,), 0.5)
 
 

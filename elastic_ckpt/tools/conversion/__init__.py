@@ -26,8 +26,8 @@ from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.calls import Call, Global
-from elastic_ckpt.formats.universal import common_optimizer_state
 from elastic_ckpt.formats.universal_files import FILES, list_files
+from elastic_ckpt.formats.universal_optimizer import common_optimizer_state
 from elastic_ckpt.formats.universal_states import SHARED_STATES
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.state_errors import refuse_damaged_states

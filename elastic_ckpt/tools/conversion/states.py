@@ -19,7 +19,7 @@ from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, TargetT
 from elastic_ckpt.core.state_kinds import COMPANIONS, BlockFormat, Codebook
 from elastic_ckpt.core.values import common, differing
 from elastic_ckpt.errors import MismatchError, Remedy, UnsupportedError
-from elastic_ckpt.formats.universal_states import BLOCK_NUMEL, RUNS
+from elastic_ckpt.formats.universal_blocks import BLOCK_NUMEL, RUNS
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.param_groups import UPDATE_NORM
