@@ -69,8 +69,11 @@ Remedies = str | Remedy | Sequence[Remedy] | None
 
 #: When a state can be left out: an optimizer that looks for it in a step would raise.
 MADE_ANEW = "if the optimizer's next step makes it anew"
+#: For a save that is damaged or does not fit.
+ANOTHER_TAG = Remedy("take another tag")
 #: For what cannot be loaded elsewhere.
 AT_ITS_TOPOLOGY = Remedy("load at the topology it was saved with", at_saved_topology=True)
+AT_ITS_DTYPE = Remedy("resume with the dtype of master weights and states that the checkpoint was saved with")
 #: For optimizers of which DeepSpeed's own loader restores what this package cannot, and nothing in the files proves it.
 BY_DEEPSPEED = Remedy(AT_ITS_TOPOLOGY.text, at_saved_topology=True, by_own_loader=True)
 WITHOUT_STATES = Remedy("leaves all optimizer states out", arguments={"load_optimizer_states": False})
@@ -194,7 +197,7 @@ class NotFoundError(ElasticCkptError):
 class DamagedError(ElasticCkptError):
     """A file is missing, truncated, unreadable, or belongs to another save."""
 
-    default_remedy = "restore the folder from its original, or take another tag"
+    default_remedy = Remedy("restore the folder from its original"), ANOTHER_TAG
     proves_damage = True
 
 

@@ -24,6 +24,8 @@ E = TypeVar("E", bound=ElasticCkptError)
 #: Keys of all that is no optimizer state: fp32 master weights, module buffers, parameters that no optimizer owned.
 MASTER, BUFFER, FROZEN = "fp32", "buffer", "frozen"
 WEIGHTS = frozenset({MASTER, BUFFER, FROZEN})
+#: What a message calls a tensor that no optimizer owns. Pretrained weights are such, too.
+WHOLE_KINDS = MappingProxyType({BUFFER: "buffer", FROZEN: "weight"})
 
 _BY_SIZE = {
     1: "bool int8 uint8 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu",

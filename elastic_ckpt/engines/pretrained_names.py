@@ -71,8 +71,9 @@ def _converted(
     try:
         from transformers import conversion_mapping, core_model_loading  # noqa: PLC0415
     except ImportError as error:
+        newer = "Transformers 5.23 or later"
         problem = "this version of Transformers does not say how it converts the names of weights"
-        raise UnsupportedError(problem, expected="Transformers 5.23 or later", found=str(error)) from error
+        raise UnsupportedError(problem, expected=newer, found=str(error), remedy=f"install {newer}") from error
 
     renaming, converting = core_model_loading.WeightRenaming, core_model_loading.WeightConverter
     rules = conversion_mapping.get_model_conversion_mapping(module) if rules is None else copy.deepcopy(rules)

@@ -18,6 +18,7 @@ from elastic_ckpt.core.metadata import (
     FROZEN,
     ITEMSIZE,
     MASTER,
+    WHOLE_KINDS,
     CheckpointMetadata,
     ReplicatedState,
     SavedParameter,
@@ -40,7 +41,7 @@ from elastic_ckpt.core.state_kinds import (
     StateOptions,
 )
 from elastic_ckpt.core.values import merged
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, Remedies, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.classification import (
     DAMAGED,
@@ -327,12 +328,12 @@ def weights_crc32s(models: Sequence[ModelShard]) -> dict[str, tuple[int, ...]]:
     return {name: crc32s for name, crc32s in found.items() if len(crc32s) == len(models)}
 
 
-def refuse_view(name: str, what: str, ref: TensorRef, path: str) -> None:
-    """Raise :class:`UnsupportedError` for a tensor that is not contiguous."""
+def refuse_view(name: str, what: str, ref: TensorRef, path: str, remedy: Remedies = None) -> None:
+    """Raise :class:`UnsupportedError` for a tensor that is not contiguous; ``remedy``: if the class's does not fit."""
     if not ref.is_contiguous:
         problem = f"{what} was saved as a view that is not contiguous, which is not supported yet"
         found = f"shape {ref.shape}, strides {ref.stride}"
-        raise UnsupportedError(problem, path, "a contiguous tensor", found, parameter=name)
+        raise UnsupportedError(problem, path, "a contiguous tensor", found, parameter=name, remedy=remedy)
 
 
 def module_tensors(
@@ -347,7 +348,7 @@ def module_tensors(
     source = models[own]
 
     def add(name: str, key: str, ref: TensorRef, file: int) -> None:
-        refuse_view(name, f"this {key}", ref, source.path)
+        refuse_view(name, f"this {WHOLE_KINDS[key]}", ref, source.path)
         tensors[name, key] = dense_tensor(name, key, ref, first_file + file)
 
     for name in source.buffers:

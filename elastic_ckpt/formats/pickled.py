@@ -20,7 +20,7 @@ from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from isal import isal_zlib
 
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, refuse_used_up
+from elastic_ckpt.errors import ANOTHER_TAG, DamagedError, ElasticCkptError, Remedy, refuse_used_up
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.torch_archive.archive import ArchiveTree, Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.charges import MemoryBudget
@@ -220,7 +220,7 @@ def unreadable(path: str, found: str, expected: str | None = None) -> DamagedErr
     """A file that is not complete, or not what its name says."""
     written = "a pickle that torch.distributed.checkpoint wrote" if os.path.basename(path) == DCP_METADATA else expected
     problem = "a file of the checkpoint is truncated or unreadable"
-    remedy = "copy the file again from its original, or take another tag"
+    remedy = Remedy("copy the file again from its original"), ANOTHER_TAG
     return DamagedError(problem, path, written or "a complete torch.save archive", found, remedy=remedy)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.text import counted
-from elastic_ckpt.errors import NotFoundError, UnsupportedError
+from elastic_ckpt.errors import NotFoundError, Remedy, UnsupportedError
 from elastic_ckpt.formats.metadata_builder import refuse_view
 from elastic_ckpt.formats.pickled import open_file, refuse_unmade
 from elastic_ckpt.formats.safetensors import (
@@ -23,6 +23,7 @@ from elastic_ckpt.formats.safetensors import (
 from elastic_ckpt.formats.torch_archive.tensors import OTHER_FORM, TensorRef
 from elastic_ckpt.storage import absolute, file_names, is_folder
 
+_CONTIGUOUS = Remedy("save the weights again, each with .contiguous()")
 _INDEX_OF_ARCHIVES = ".bin.index.json"
 #: The files of which ``from_pretrained`` takes the first that is there.
 _CHOICES = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}", "pytorch_model.bin", f"pytorch_model{_INDEX_OF_ARCHIVES}")
@@ -75,7 +76,7 @@ def _read_file(path: str, trust_pickle: bool) -> WeightsFile:
     for name, ref in file.tree.items():
         if not isinstance(name, str) or not isinstance(ref, TensorRef):
             raise _other_than_weights(path, f"{type(ref).__name__} under {str(name)[:100]!r}")
-        refuse_view(name, "this weight", ref, path)
+        refuse_view(name, "this weight", ref, path, _CONTIGUOUS)
         tensors[name] = ref
     return WeightsFile(**file.facts, tensors=tensors)
 

@@ -21,7 +21,7 @@ from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, WEIGHTS, Checkp
 from elastic_ckpt.core.state_kinds import MOMENTS, StateOptions
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TrainingState, is_number
-from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import DamagedError, MismatchError, Remedy, UnsupportedError, listed
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.known_states import check_master, check_shapes, check_tensor, check_value
 from elastic_ckpt.formats.metadata_builder import Tensors, dense_tensor
@@ -126,7 +126,8 @@ def read_header(path: str) -> WeightsFile:
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["dtype"] not in _TORCH_DTYPES:
                 problem, found = "a tensor has a dtype that is not supported", str(entry["dtype"])
-                raise UnsupportedError(problem, None, listed(_TORCH_DTYPES), found, parameter=name)
+                remedy = Remedy("convert it to one of these, and save the file again")
+                raise UnsupportedError(problem, None, listed(_TORCH_DTYPES), found, parameter=name, remedy=remedy)
             dtype, shape = _TORCH_DTYPES[entry["dtype"]], checked_shape(entry["shape"], name)
             start, stop = (8 + nbytes + offset for offset in checked_shape(entry["data_offsets"], name))
             if start != position or stop - start != math.prod(shape) * ITEMSIZE[dtype]:

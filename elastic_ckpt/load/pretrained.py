@@ -33,6 +33,7 @@ from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.load import flow
 from elastic_ckpt.load.live_engine import adapter_of, describe
 from elastic_ckpt.load.nodes import Nodes
+from elastic_ckpt.load.pretrained_remedies import with_ways_for_weights
 from elastic_ckpt.load.verify_reads import verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import size
@@ -109,12 +110,14 @@ class PretrainedLoad:
                     plan, weights, files, medium = self._prepare(local_state)
                     undo.pop_all()
             except ElasticCkptError as first:
-                error = flow.told_apart(first)
+                error = with_ways_for_weights(flow.told_apart(first))
                 raise error from error.__cause__
             try:
                 nbytes = self._overwrite(adapter, plan, weights, medium)
             except Exception as error:
-                cause = flow.told_apart(error) if isinstance(error, ElasticCkptError) else error
+                cause = error
+                if isinstance(error, ElasticCkptError):
+                    cause = with_ways_for_weights(flow.told_apart(error))
                 raise flow.as_partial_load_error(cause) from cause
         mark_as_initialized(self.module, weights)
         missing, unexpected = (tuple(sorted(names)) for names in self._reported(weights))

@@ -16,8 +16,10 @@ from elastic_ckpt.core.metadata import (
     FROZEN,
     ITEMSIZE,
     MASTER,
+    WHOLE_KINDS,
     CheckpointMetadata,
     ReplicatedState,
+    TensorMetadata,
     converts_exactly,
     is_floating,
 )
@@ -25,7 +27,7 @@ from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, Requant
 from elastic_ckpt.core.shard_specs import VOCABULARY
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, PER_PARAMETER, REPLICATED, SCRATCH, TOUCHED, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
-from elastic_ckpt.errors import ITS_OPTIMIZER, WITHOUT_STATES, DamagedError, MismatchError, Remedy, listed
+from elastic_ckpt.errors import AT_ITS_DTYPE, ITS_OPTIMIZER, WITHOUT_STATES, DamagedError, MismatchError, Remedy, listed
 from elastic_ckpt.planning.matching import Matching
 from elastic_ckpt.planning.read_items import (
     BroadcastRanges,
@@ -174,13 +176,27 @@ class PlanBuilder:
         saved = part.tensor.dtype
         self._check_shape(part)
         if saved != whole.dtype and not (is_floating(saved) and is_floating(whole.dtype)):
-            problem, both = f"dtype of this {whole.key} differs", (f"{whole.dtype} in the live model", f"{saved} saved")
-            raise self.metadata.error(MismatchError, problem, whole.name, *both)
+            raise self._other_dtype(whole, part.tensor)
         replicated = whole.replicated and not (whole.key == BUFFER and self.metadata.buffers_of_this_rank)
         target = TargetTensor(whole.key, -1, whole.name, whole.range.numel, whole.dtype, (), replicated)
         self._fill(target, [part])
         if saved != whole.dtype:
             self._converted.setdefault((whole.key, saved, whole.dtype), []).append(whole.name)
+
+    def _other_dtype(self, whole: WholeTensor, tensor: TensorMetadata) -> MismatchError:
+        """The error for a buffer or weight whose values are of another kind, which no conversion would keep."""
+        problem = f"dtype of this {WHOLE_KINDS[whole.key]} differs"
+        both = f"{whole.dtype} in the live model", f"{tensor.dtype} saved"
+        ways = (
+            Remedy("build the model with the dtype it was saved with"),
+            Remedy(f"save it again, converted to {whole.dtype}", when="if its values are the right ones"),
+        )
+        return MismatchError(problem, self._file_of(tensor), *both, parameter=whole.name, remedy=ways)
+
+    def _file_of(self, tensor: TensorMetadata) -> str:
+        """The first file that has some of a tensor; of one without elements, the folder."""
+        files = (self.metadata.files[chunk.file].path for chunk in tensor.chunks)
+        return next(files, self.metadata.source.folder)
 
     def _part(self, fragment: Fragment, key: str) -> FragmentSource:
         name = fragment.name
@@ -284,7 +300,8 @@ class PlanBuilder:
         live = shape if planes == 1 else (planes, *shape)
         saved = tensor.shard_shapes[self._tp_rank if tensor.shards else 0]
         if saved != live:
-            problem = f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs"
+            what = f"this {WHOLE_KINDS[tensor.key]}" if tensor.key in WHOLE_KINDS else tensor.key
+            problem = f"shape of {what} differs"
             both = f"{live} in the live model", f"{saved} in the checkpoint"
             remedy = [Remedy("build the model with the sizes it was saved with")]
             if tensor.shards and saved[1:] == live[1:]:
@@ -319,7 +336,7 @@ class PlanBuilder:
         if rounds and self.may_change:
             self._rounded[key, saved, dtype] = None
             return
-        ways = [Remedy("resume with the dtype of master weights and states that the checkpoint was saved with")]
+        ways = [AT_ITS_DTYPE]
         if rounds:
             ways.append(Remedy("rounds them", config={"on_change": "warn"}))
         problem = f"{key} of this parameter would lose precision"

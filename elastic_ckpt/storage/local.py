@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from elastic_ckpt.errors import (
+    ANOTHER_TAG,
     DamagedError,
     ElasticCkptError,
     Remedy,
@@ -302,7 +303,7 @@ def named_os_errors(path: str, what: str = "file") -> Iterator[None]:
             raise _unusable(path, f"{type(error).__name__}: {error.strerror}", what) from error
         found = "a link to what is not there" if os.path.islink(path) else f"no such {what}"
         problem, expected = f"a {what} of the checkpoint is missing", f"a {what}, visible on every rank"
-        remedy = "restore it, take another tag, or put the checkpoint on storage that all nodes share"
+        remedy = Remedy("restore it"), ANOTHER_TAG, Remedy("put the checkpoint on storage that all nodes share")
         raise DamagedError(problem, path, expected, found, remedy=remedy) from error
     except ValueError as error:  # a null character in a name, or text that is not UTF-8
         raise _unusable(path, str(error)) from error
@@ -310,7 +311,7 @@ def named_os_errors(path: str, what: str = "file") -> Iterator[None]:
 
 def _unusable(path: str, found: str, what: str = "file") -> DamagedError:
     expected = f"a {'regular file' if what == 'file' else what} that this process may read"
-    remedy = "restore it or its permissions, or take another tag"
+    remedy = Remedy("restore it or its permissions"), ANOTHER_TAG
     return DamagedError(f"a {what} of the checkpoint cannot be read", path, expected, found, remedy=remedy)
 
 

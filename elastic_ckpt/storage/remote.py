@@ -21,7 +21,15 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from elastic_ckpt.core.logs import logger_of
-from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, Remedy, SavedOverError, listed
+from elastic_ckpt.errors import (
+    ANOTHER_TAG,
+    ConfigError,
+    ElasticCkptError,
+    NotFoundError,
+    Remedy,
+    SavedOverError,
+    listed,
+)
 from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import Entry
 from elastic_ckpt.storage.local import first_bytes
@@ -302,15 +310,15 @@ def _raise_named(error: BaseException, url: str, found: str) -> NoReturn:
     from obstore import exceptions as known  # noqa: PLC0415
 
     if isinstance(error, FileNotFoundError):
-        problem, remedy = "an object of the checkpoint is gone", "load again, or take another tag"
-        raise SavedOverError(problem, url, "the object that was listed", "none", remedy=remedy) from None
+        problem, ways = "an object of the checkpoint is gone", (Remedy("load again"), ANOTHER_TAG)
+        raise SavedOverError(problem, url, "the object that was listed", "none", remedy=ways) from None
     if isinstance(error, known.PreconditionError):
         problem = "the checkpoint was saved over while it was being loaded"
         remedy = "load again once that save has ended; a tag of its own for each save avoids it"
         raise SavedOverError(problem, url, "the version that was listed", "another one", remedy=remedy) from None
     if isinstance(error, known.InvalidPathError) or "Could not parse path" in found:  # a//b, a/../b, control characters
-        problem, remedy = "an object has a name that cannot be read", "rename or remove it, or take another tag"
-        raise ConfigError(problem, url, found=found, remedy=remedy) from None
+        problem, ways = "an object has a name that cannot be read", (Remedy("rename or remove it"), ANOTHER_TAG)
+        raise ConfigError(problem, url, found=found, remedy=ways) from None
     if not isinstance(error, known.BaseError) or "builder error" in found:  # a panic, say
         problem, expected = "no request can be made of this URL and the options", "an endpoint: http://minio:9000"
         remedy = 'look for spaces and line breaks in endpoint and keys; http:// needs {"allow_http": true} under '

@@ -267,6 +267,20 @@ def refused(case: Case) -> list[Refused]:
     return [attempt(case, engine, partial(elastic_ckpt.load_pretrained, engine, given(case), strict=True))]
 
 
+def refused_by_module(case: Case) -> list[Refused]:
+    """The same of a module without an engine, whole on every rank."""
+    elastic_ckpt.install()
+    module = build(case)
+    before = {name: each.clone() for name, each in module.state_dict().items()}
+    kinds, texts, remedies = (), "loaded without an error", ()
+    try:
+        elastic_ckpt.load_pretrained(module, given(case))
+    except elastic_ckpt.ElasticCkptError as error:
+        kinds, texts, remedies = tuple(each.__name__ for each in type(error).__mro__), str(error), error.remedies
+    changed = frozenset(name for name, each in module.state_dict().items() if not torch.equal(each, before[name]))
+    return [Refused(case, kinds, frozenset([texts]), changed, (), remedies)]
+
+
 def follow(case: Case) -> list[dict[str, str]]:
     """The same; then :func:`load` with the arguments that the error names."""
     (tried,) = refused(case)

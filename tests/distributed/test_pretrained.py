@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import ChainMap
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from tests.distributed.cells import Cell, Change, Save, Saves, cells
 from tests.distributed.facts import Refused, Refuses
@@ -165,6 +167,9 @@ def test_files_that_differ_between_ranks_names_of_checkpoints_and_adapters_are_n
         assert [sum("ranks have different files" in line for line in each.said) for each in facts[:1]] == [1]
 
 
+WEIGHT = "model.layers.0.mlp.down_proj.weight"
+
+
 def shard_of(folder: Path) -> Path:
     return max(folder.glob("*.safetensors"))
 
@@ -197,6 +202,36 @@ def archive(content: dict[str, Any]) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         empty(folder)
         torch.save(content, folder / "pytorch_model.bin")
+
+    return change
+
+
+def weight_in_archive(convert: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    """All weights in a file of ``torch.save``, one of them converted."""
+
+    def change(folder: Path) -> None:
+        names = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+        archive({**names, WEIGHT: convert(names[WEIGHT])})(folder)
+
+    return change
+
+
+def transposed(weight: torch.Tensor) -> torch.Tensor:
+    """The same values in the other order in memory."""
+    return weight.t().contiguous().t()
+
+
+def with_dtype(name: str) -> Callable[[Path], None]:
+    """Another dtype in the header, of as many bytes."""
+
+    def change(folder: Path) -> None:
+        file = next(each for each in folder.glob("*.safetensors") if WEIGHT in load_file(each))
+        whole = file.read_bytes()
+        nbytes = int.from_bytes(whole[:8], "little")
+        header = json.loads(whole[8 : 8 + nbytes])
+        header[WEIGHT]["dtype"] = name
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + nbytes :])
 
     return change
 
@@ -236,6 +271,11 @@ GONE = "s3://bucket/models/gone"
         wrong("others", "UnsupportedError", "does not hold weights alone", archive({"note": "of no tensor"})),
         wrong("code", "UnsafePickleError", "safe globals", archive({"weight": print})),
         wrong("views", "UnsupportedError", "a view that is not contiguous", archive({"weight": torch.ones(3, 4).t()})),
+        wrong("transposed", "UnsupportedError", "a view that is not contiguous", weight_in_archive(transposed)),
+        wrong("complex", "MismatchError", "would lose precision", weight_in_archive(torch.Tensor.cfloat)),
+        wrong("integers", "MismatchError", "would lose precision", with_dtype("I32")),
+        wrong("of no engine", "MismatchError", "dtype of this weight", with_dtype("I32"), job="refused_by_module"),
+        wrong("four bits", "UnsupportedError", "a dtype that is not supported", with_dtype("F4")),
         wrong("foreign", "MismatchError", "no weight of this folder is in", archive({"weight": torch.ones(3)})),
         wrong("wider", "MismatchError", "differs", with_config(hidden_size=32, head_dim=4), config="config"),
         wrong("strict", "MismatchError", "do not have the same weights", save=WITHOUT_HEAD),
@@ -248,6 +288,9 @@ GONE = "s3://bucket/models/gone"
 def test_wrong_folders_are_errors_that_change_nothing(cell: Cell, facts: list[Refused]) -> None:
     cell.expected.check(facts)
     assert [each.kinds[0] for each in facts] == [cell.expected.error] * cell.ranks
+    for each in facts:
+        (text,) = each.texts
+        assert each.remedies and not re.search(r"\btag\b|topology|load_checkpoint|this frozen", text), text
 
 
 @cells([Cell("strict", WITHOUT_HEAD, "pretrained_jobs.follow", 2, LLAMA_CASE)])
