@@ -49,6 +49,7 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import refuse_within_step, spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state, refuse_features
+from elastic_ckpt.formats.universal_contents import refuse_exchanged_files
 from elastic_ckpt.formats.universal_files import PresentFiles, folders_of
 from elastic_ckpt.formats.universal_groups import group_of_flats
 from elastic_ckpt.formats.universal_optimizer import OptimizerFile, index_optimizer
@@ -101,6 +102,10 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
         scalers, grid = [optimizer.loss_scaler], builder.grid
         refuse_within_step([first], options.check_shards)
         metadata = with_progress_compared(builder.of_files(), first, options.check_shards, scalers)
+        if options.check_shards:
+            of_files = {fqn: found.path(f"{UNIVERSAL_FOLDER}/{folder}") for fqn, folder in folders.items()}
+            list_path = found.path(f"{UNIVERSAL_FOLDER}/{UNIVERSAL_OPTIMIZER}")
+            refuse_exchanged_files(optimizer.contents, states, of_files, list_path)
         if options.check_shards and metadata.source.merged_from == 1:
             numbers = {number for number, file in enumerate(metadata.files) if file.path in opened}
             spot_check(metadata, first.path, first.weights, numbers)

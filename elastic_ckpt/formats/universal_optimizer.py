@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt.core.metadata import SourceFile
@@ -15,6 +15,7 @@ from elastic_ckpt.formats.own_entries import check_groups, check_numbered, check
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.saved_states import NESTED, StatesOfOne, read_groups, sort_states
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
+from elastic_ckpt.formats.universal_contents import CONTENTS, Contents, read_contents
 from elastic_ckpt.formats.universal_files import FILES, FileList, read_file_list
 from elastic_ckpt.formats.universal_states import NO_STATES, SHARED_STATES
 from elastic_ckpt.formats.values import plain_numbers
@@ -42,6 +43,7 @@ class OptimizerFile:
     shared: StatesOfOne = NO_STATES  # of every parameter that has states
     file: SourceFile | None = None  # with the tensors of these
     file_list: FileList | None = None  # of the folder's files, by the parameters that have them
+    contents: Contents = field(default_factory=dict)  # what tells each of them from others, as its converter noted
 
 
 @opened_once
@@ -68,6 +70,7 @@ def index_optimizer(file: PickledFile, options: StateOptions) -> OptimizerFile:
         shared=shared,
         file=SourceFile(file.path, file.nbytes, records=file.records) if shared.tensors else None,
         file_list=read_file_list(file.tree.get(FILES), file.path),
+        contents=read_contents(file.tree.get(CONTENTS), file.path),
     )
 
 

@@ -33,7 +33,7 @@ States = dict[tuple[str, str], torch.Tensor]
 FORMATS = ("native", "universal")
 
 
-def eight_bit(module: nn.Module, members: list[list[str]]) -> torch.optim.Optimizer:
+def eight_bit(module: nn.Module, members: list[list[str]], _: str = "") -> torch.optim.Optimizer:
     named = dict(module.named_parameters())
     groups = [{"params": [named[name] for name in names], "weight_decay": 0.1 * (len(names) > 1)} for names in members]
     optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=1e-2)
@@ -132,7 +132,8 @@ def by_hand(case: dict[str, Any]) -> None:
     truth = torch.load(folder / "truth.pt", weights_only=False)
     zero = folder / "step4_universal" / "zero"
     common = torch.load(zero / "optimizer_state.pt", weights_only=False)
-    shared, _ = common.pop("elastic_ckpt_shared_states"), common.pop("elastic_ckpt_files")
+    shared = common.pop("elastic_ckpt_shared_states")
+    del common["elastic_ckpt_files"], common["elastic_ckpt_contents"]
     torch.save(common, zero / "optimizer_state.pt")
     for parameter in filter(Path.is_dir, zero.iterdir()):
         if (parameter / "step.pt").exists() or (parameter / "trail.pt").exists():  # else it has no states

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,9 @@ from elastic_ckpt.errors import Remedy, UnsupportedError, listed
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
 from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.torch_archive.archive import Trees
 from elastic_ckpt.formats.torch_archive.calls import Call, Global
+from elastic_ckpt.formats.universal_contents import CONTENTS, content_of, note_contents
 from elastic_ckpt.formats.universal_files import FILES, list_files
 from elastic_ckpt.formats.universal_optimizer import common_optimizer_state
 from elastic_ckpt.formats.universal_states import SHARED_STATES
@@ -101,6 +103,7 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
         first = found.path(found.files.optimizer[min(found.files.optimizer)])
         common = common_optimizer_state(open_pickled(first, opened.config.trust_pickle))
         common |= {SHARED_STATES: dict(shared.for_all), FILES: list_files(written)}
+        common |= {CONTENTS: _contents(folders, written)}
         save(common, zero / UNIVERSAL_OPTIMIZER)
     files = sum(len(names) for _, _, names in os.walk(target))  # asks the system: counts what was written
     seconds, to_load = time.monotonic() - started, _call_that_loads(target, found.folder)
@@ -126,6 +129,16 @@ def _write_values(
         for key, value in values.items():
             save(value, folder / f"{_checked(key, metadata.source.folder)}.pt")
     return written
+
+
+def _contents(folders: Mapping[str, Path], written: Mapping[str, Iterable[str]]) -> dict[str, dict[str, int]]:
+    """What tells each of the written files from others, by the directories of their archives."""
+    known = Trees()
+
+    def read(name: str, key: str) -> int | None:
+        return content_of(open_pickled(str(folders[name] / f"{key}.pt"), known=known).records)
+
+    return note_contents((name, key, read(name, key)) for name, keys in written.items() for key in keys)
 
 
 def _call_that_loads(target: Path, source: str) -> str:
