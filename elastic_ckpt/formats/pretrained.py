@@ -20,7 +20,7 @@ from elastic_ckpt.formats.safetensors import (
     read_header,
     read_indexed,
 )
-from elastic_ckpt.formats.torch_archive.tensors import OTHER_FORM, TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.storage import absolute, file_names, is_folder
 
 _CONTIGUOUS = Remedy("save the weights again, each with .contiguous()")
@@ -83,4 +83,4 @@ def _read_file(path: str, trust_pickle: bool) -> WeightsFile:
 
 def _other_than_weights(path: str, found: str) -> UnsupportedError:
     problem, expected = "this file does not hold weights alone", "the state dict of a module: a tensor for each name"
-    return UnsupportedError(problem, path, expected, found, remedy=OTHER_FORM)
+    return UnsupportedError(problem, path, expected, found, remedy="save module.state_dict() alone")

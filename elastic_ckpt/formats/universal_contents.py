@@ -1,8 +1,9 @@
 """Whether each file of a universal checkpoint is the one that was converted, and not that of another parameter.
 
 Every archive of a key has the same name, so that nothing in a file tells whose it is. ``elastic-ckpt convert`` notes
-what tells a tensor file from others in ``zero/optimizer_state.pt``: a CRC32 of the sizes and CRC32s of its records,
-which the archive's directory has. So no byte of a tensor is read for it. DeepSpeed's own converter notes nothing.
+what tells a tensor file from others in ``zero/optimizer_state.pt``: the CRC32 of its record, or one of the sizes and
+CRC32s of several, which the archive's directory has. So no byte of a tensor is read for it. DeepSpeed's own converter
+notes nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ Contents = Mapping[tuple[str, str], int]
 
 def content_of(records: Records) -> int | None:
     """What tells a file's tensors from others; ``None`` of a file without elements, or without checksums."""
+    if len(records.crc32s) == 1:  # as almost every file has
+        return records.crc32s[0] or None
     pairs = [(nbytes, crc32) for _, nbytes, crc32 in records if nbytes]
     if not pairs or not all(crc32 for _, crc32 in pairs):
         return None
