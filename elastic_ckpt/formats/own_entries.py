@@ -222,7 +222,24 @@ def check_base_state(file: PickledFile, base: Mapping[str, Any]) -> None:
     for number, states in base["state"].items():
         if is_count(number):  # others are of no parameter, and the optimizer's own
             check_states(file, f"state / {number}", states)
-    check_groups(file, base.get("param_groups"))
+    _check_numbers(file, base["state"], check_groups(file, base.get("param_groups")))
+
+
+def _check_numbers(file: PickledFile, states: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`DamagedError` unless each numbered state is of a tensor that one param group lists.
+
+    Where no group did, the tensor in its place would count as one that never had a gradient.
+    """
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for number in group["params"]:  # a group may list one twice
+            if group_of.setdefault(number, index) != index:
+                found = f"{number} in groups {group_of[number]} and {index}"
+                raise DamagedError(_PROBLEM, file.path, "params of a param group: numbers of its own", found)
+    for number in states:
+        if isinstance(number, int) and number not in group_of:
+            expected = "state: states of tensors that the param groups list in params"
+            raise DamagedError(_PROBLEM, file.path, expected, f"states of {number}, which no group lists")
 
 
 def check_numbered(file: PickledFile, states: Any) -> None:

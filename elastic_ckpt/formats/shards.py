@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from elastic_ckpt.core.metadata import MASTER, SourceFile, is_floating
 from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
@@ -127,6 +128,7 @@ def index_shard(file: PickledFile, dp_rank: int, options: StateOptions) -> Optim
     in_masters = "zero_stage" not in state
     paddings = [0] * len(masters) if in_masters else file.section("optimizer_state_dict", "group_paddings")
     alignments = state.get("param_alignment_paddings") or [None] * len(masters)
+    _check_flats(file, base["param_groups"], len(masters))
     every = {index: sort_states(file, base["state"].get(index, {}), options) for index in range(len(masters))}
     flats = []
     for (index, states), master in zip(with_strangers(every, base).items(), masters, strict=True):
@@ -145,11 +147,9 @@ def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
         raise malformed(file, "optimizer_state_dict / optimizer_state_dict", "a dictionary", base)
     check_base_state(file, base)
     flat_groups = [-1] * len(masters)
+    _check_flats(file, base["param_groups"], len(masters))
     for number, group in enumerate(base["param_groups"]):
         for index in group["params"]:
-            if index >= len(masters):
-                text = f"numbers of {len(masters)} sub-groups"
-                raise malformed(file, "params of a param group", text, index)
             flat_groups[index] = number
     flats, folder = [], os.path.join(os.path.dirname(file.path), SWAPPED_FOLDER, f"rank{dp_rank:02d}")
     for index, master in enumerate(masters):
@@ -167,6 +167,17 @@ def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
         remedy = "take the shard as DeepSpeed saved it; if nothing was swapped, remove the folder"
         raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
     return build_shard(file, 3, flats, base["param_groups"], flat_groups)
+
+
+def _check_flats(file: PickledFile, groups: Sequence[Mapping[str, Any]], count: int) -> None:
+    """Raise :class:`DamagedError` unless the param groups list the ``count`` flat tensors, all of them and no other."""
+    numbers = {number for group in groups for number in group["params"]}
+    if beyond := [number for number in numbers if number >= count]:
+        raise malformed(file, "params of a param group", f"numbers of {counted(count, 'flat tensor')}", min(beyond))
+    if len(numbers) < count:
+        missing = next(number for number in range(count) if number not in numbers)
+        expected = f"params of the param groups: numbers of {counted(count, 'flat tensor')}"
+        raise DamagedError(f"no param group has the flat tensor {missing}", file.path, expected, sorted(numbers)[:8])
 
 
 def _flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
