@@ -34,7 +34,7 @@ from elastic_ckpt.core.values import PerRank, merged, moved
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.metadata_builder import dense_tensor
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.formats.own_entries import checked_tree
+from elastic_ckpt.formats.own_entries import checked_tree, is_extra_state, not_tensors, text_of
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import Scalars, merged_groups, settings
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -281,9 +281,12 @@ class ExpertShard(SourceFile):
 
 
 def index_expert(file: PickledFile) -> ExpertShard:
-    """Read one expert's file; :class:`LayoutError` if it has anything but that expert's tensors."""
+    """Read one expert's file; :class:`DamagedError` if it has anything but that expert's tensors."""
     ((layer, expert, _),) = sort_names([os.path.basename(file.path)], is_universal=False).experts
-    weights = {str(name): ref for name, ref in checked_tree(file).items() if isinstance(ref, TensorRef)}
+    entries = {str(name): entry for name, entry in checked_tree(file).items()}
+    weights = {name: entry for name, entry in entries.items() if isinstance(entry, TensorRef)}
+    if lost := {name: text_of(entries[name]) for name in entries if name not in weights and not is_extra_state(name)}:
+        raise not_tensors(file.path, lost)
     found = {name: expert_name(name) for name in weights}
     others = [name for name, e in found.items() if (e.number != expert if e else not name.endswith(f".{expert}"))]
     if others or not weights:

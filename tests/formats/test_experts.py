@@ -13,7 +13,7 @@ from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.fqn import EXPERTS, ExpertRank, NumberedStates
 from elastic_ckpt.core.local_state import LiveGroup
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.errors import LayoutError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.assembling import _refuse_different_experts
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.merging import index_expert
@@ -201,3 +201,15 @@ def test_experts_that_the_expert_parallel_ranks_do_not_divide_are_refused() -> N
     found: Any = SimpleNamespace(path=str, notes=(), files=SimpleNamespace(layers={}))
     with pytest.raises(LayoutError, match=r"(?s)so many expert-parallel ranks.*3 experts"):
         unpartitioned_metadata(found, model, MetadataOptions(), name_states, files, every)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("entry", [7, {1}, None, [], "text"])
+def test_an_entry_of_an_experts_file_that_is_no_tensor_is_damage(entry: Any, tmp_path: Path) -> None:
+    name = "layer_0_expert_1_mp_rank_00_model_states.pt"
+    weights = {f"{LAYER}1.w": torch.ones(2), f"{LAYER}1.b": torch.ones(2)}
+    assert set(index_expert(saved(tmp_path, weights, name)).weights) == set(weights)
+    with pytest.raises(DamagedError, match="an entry of this file is not what DeepSpeed writes") as caught:
+        index_expert(saved(tmp_path, {**weights, f"{LAYER}1.b": entry}, name))
+    assert caught.value.parameters == (f"{LAYER}1.b",)
+    extra = {**weights, f"{LAYER}1._extra_state": entry}
+    assert set(index_expert(saved(tmp_path, extra, name)).weights) == set(weights)
