@@ -49,6 +49,7 @@ from elastic_ckpt.tools.inspection import (
     of_folders,
     of_unreadable,
 )
+from elastic_ckpt.tools.module_files import layer_findings, odd_entries
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 CHUNK_NBYTES = 1 << 20
@@ -261,7 +262,8 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
     try:
         metadata = open_checkpoint(found, config, with_unmade=False).checkpoint.metadata
         # of a pipeline, masters alone are enough to read
-        return metadata, list(_missing_files(found, config)) if found.files.layers else []
+        missing = _missing_files(found, config) if found.files.layers else ()
+        return metadata, [*missing, *layer_findings(found, config.trust_pickle)]
     except ElasticCkptError as raised:
         error = raised
     if found.foreign:
@@ -280,7 +282,7 @@ def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[Checkpo
         with suppress(ElasticCkptError):  # then they are not the reason
             weights = open_checkpoint(found, config, with_states=False, with_unmade=False).checkpoint.metadata
             # without ZeRO, states that only a live model can name are no damage
-            return weights, [of_error(error, _STATES, NOTE)]
+            return weights, [of_error(error, _STATES, NOTE), *odd_entries(found, config.trust_pickle)]
     if error.file not in {finding.file for finding in findings}:
         findings.append(of_error(error))
     values_alone = config.model_copy(update={"verify": "bytes"})  # contradict each other, maybe

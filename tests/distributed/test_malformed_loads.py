@@ -131,6 +131,33 @@ def test_what_one_stage_alone_reads_is_refused_by_both(cell: Cell, facts: list[A
     check(facts)
 
 
+MODEL = "step4/mp_rank_00_model_states.pt"
+#: Of a save without ZeRO: a parameter whose states no group lists, and a weight whose tied replica is whole.
+WITHOUT_ZERO = [
+    (MODEL, ("optimizer", "param_groups", 0, "params", 1), "a huge count"),
+    (MODEL, ("module", "embedding.weight"), "[]"),
+]
+
+
+OF_ZERO_0, ANOTHER = of_engine(Setup(0))
+NO_MEMBER = Cell(
+    "ZeRO-0 to ZeRO-3",
+    OF_ZERO_0,
+    "malformed_load_jobs.load_each",
+    1,
+    {"setup": Setup(3), "changes": WITHOUT_ZERO},
+    change=beside,
+    others=(ANOTHER,),
+    seconds=100,
+)
+
+
+@table([NO_MEMBER])
+def test_what_numbers_its_states_is_refused_by_loads_and_verify(cell: Cell, facts: list[Any]) -> None:
+    check(facts)
+    assert [found.refused for found in facts] == [len(WITHOUT_ZERO)]
+
+
 ONE_RANK = [
     Cell(name, save, "malformed_tool_jobs.on_one_rank", 2)
     for name, save in (("ZeRO-3", Save(Setup(3))), ("universal", Save(Setup(1), converted=True)))

@@ -1,0 +1,93 @@
+"""What files of a module's weights lack, where only a load would notice, or only one of weights alone.
+
+A load under ZeRO takes its weights from the masters, whatever is in the files of pipeline layers. Without ZeRO, only a
+live model tells parameters from what a module makes of itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from elastic_ckpt.core.wrappers import without_hidden
+from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.formats import CheckpointInfo
+from elastic_ckpt.formats.merging import index_layer
+from elastic_ckpt.formats.model_states import index_model_states
+from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.tools.inspection import ERROR, UNCHECKED, Finding
+
+_OF_LAYER = re.compile(r"(\d{1,6})\.(.+)")
+_TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
+Shape = tuple[int, ...]
+
+
+def layer_findings(found: CheckpointInfo, trust_pickle: bool = False) -> Iterator[Finding]:
+    """Findings on weights and buffers that the files of layers lack or hold in another shape, of each stage's list.
+
+    Files that are missing or cannot be read are left to who reads the whole checkpoint.
+    """
+    if not found.files.layers or found.foreign:
+        return
+    shapes = {at: _shapes_in(found, at, trust_pickle) for at in found.files.layers}
+    tp = 1 + max(tp_rank for _, tp_rank in shapes)
+    for mp, listed in _listed(found, trust_pickle).items():
+        mine = {layer: shapes[layer, rank] for layer, rank in shapes if rank == mp % tp}
+        for name, expected in listed.items():
+            yield from _of_name(found, name, expected, mine, mp % tp)
+
+
+def odd_entries(found: CheckpointInfo, trust_pickle: bool = False) -> Iterator[Finding]:
+    """Findings on module entries that are no tensors, where no name of the optimizer's shows whether they should be."""
+    for file in found.files.model.values():
+        with suppress(ElasticCkptError):
+            model = index_model_states(open_pickled(found.path(file), trust_pickle))
+            for name, what in model.other_entries.items():
+                text = f"is no tensor, but {what}: only a load, which knows the live model, can tell if it is a weight"
+                yield Finding(UNCHECKED, "not-checked", text, name, model.path)
+
+
+def _of_name(
+    found: CheckpointInfo, name: str, expected: Shape | None, layers: Mapping[int, Mapping[str, Shape] | None], tp: int
+) -> Iterator[Finding]:
+    """The finding on one name, if any, in the files of a tensor-parallel rank; ``expected``: its shape, if known."""
+    match, tied = _OF_LAYER.fullmatch(name), _TIED.fullmatch(name)
+    if match is not None:
+        of_layer = layers.get(int(match[1]))
+        if of_layer is None:
+            return
+        path, have = found.path(found.files.layers[int(match[1]), tp]), of_layer.get(match[2])
+    elif tied is not None:  # in the file of its first layer, which nothing names
+        if None in layers.values():
+            return
+        every = [of_layer[tied[1]] for of_layer in layers.values() if of_layer and tied[1] in of_layer]
+        path, have = found.folder, expected if expected in every else next(iter(every), None)
+    else:
+        return
+    if have is None:
+        text = "no tensor under this name in the file of its layer"
+        yield Finding(ERROR, "incomplete", text, name, path)
+    elif expected is not None and have != expected:
+        text = "the file of its layer has it in another shape than the model-states file lists"
+        yield Finding(ERROR, "damaged", text, name, path, expected=str(expected), found=str(have))
+
+
+def _shapes_in(found: CheckpointInfo, at: tuple[int, int], trust_pickle: bool) -> dict[str, Shape] | None:
+    """The shapes in the file of one layer and tensor-parallel rank; ``None`` if it cannot be read."""
+    with suppress(ElasticCkptError):
+        layer = index_layer(open_pickled(found.path(found.files.layers[at]), trust_pickle), *at)
+        return {without_hidden(name): ref.shape for name, ref in layer.weights.items()}
+    return None
+
+
+def _listed(found: CheckpointInfo, trust_pickle: bool) -> dict[int, dict[str, Shape | None]]:
+    """By model-parallel rank, what its model-states file lists: parameters with shapes, and buffers."""
+    listed: dict[int, dict[str, Shape | None]] = {}
+    for mp, name in found.files.model.items():
+        with suppress(ElasticCkptError):
+            model = index_model_states(open_pickled(found.path(name), trust_pickle))
+            listed[mp] = dict.fromkeys(model.buffer_names)
+            for shapes in (*model.param_shapes, model.frozen_shapes):
+                listed[mp] |= dict(shapes)
+    return listed
