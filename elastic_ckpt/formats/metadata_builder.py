@@ -337,22 +337,23 @@ def refuse_view(name: str, what: str, ref: TensorRef, path: str, remedy: Remedie
 
 
 def module_tensors(
-    models: Sequence[ModelShard], own: int, trained: Iterable[str], first_file: int = 0
+    models: Sequence[ModelShard], own: int | None, trained: Iterable[str], first_file: int = 0
 ) -> tuple[Tensors, list[str]]:
     """Buffers and frozen parameters, which no optimizer owned, by (name, key); and notes for the report.
 
     ``models`` are a model-parallel rank's files in data-parallel order; buffers are taken from ``own``: this rank's own
-    if the topology is unchanged, else 0. An optimizer owned ``trained``.
+    if the topology is unchanged; ``None``: from rank 0's. An optimizer owned ``trained``.
     """
     tensors: Tensors = {}
-    source = models[own]
+    number = own or 0
+    source = models[number]
 
     def add(name: str, key: str, ref: TensorRef, file: int) -> None:
         refuse_view(name, f"this {WHOLE_KINDS[key]}", ref, source.path)
         tensors[name, key] = dense_tensor(name, key, ref, first_file + file)
 
     for name in source.buffers:
-        add(name, BUFFER, source.weights[name], own)
+        add(name, BUFFER, source.weights[name], number)
     is_zero3 = "zero_pp_rank_" in source.path.rsplit("/", 1)[-1]
     partitioned = dict(source.frozen_shapes) if len(models) > 1 or is_zero3 else {}
     for name, shape in partitioned.items():
@@ -364,13 +365,13 @@ def module_tensors(
         if not is_zero3:
             add(name, FROZEN, ref, 0)
         elif ref.numel and ref in of_buffers:  # DeepSpeed does not list a submodule's second name
-            add(name, BUFFER, ref, own)
+            add(name, BUFFER, ref, number)
     if not is_zero3:
         # exclude_frozen_parameters removes only the first name of tied frozen weights
         for alias, name in source.shared.items():
             if alias in source.weights and name not in source.weights and name not in skipped:
                 add(name, FROZEN, source.weights[alias], 0)
-    return tensors, [_BUFFERS_DIFFERED] * (own == 0 and len({shard.buffers_crc32 for shard in models}) > 1)
+    return tensors, [_BUFFERS_DIFFERED] * (own is None and len({shard.buffers_crc32 for shard in models}) > 1)
 
 
 def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_file: int) -> TensorMetadata:

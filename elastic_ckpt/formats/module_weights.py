@@ -29,7 +29,7 @@ _MOST_SHOWN = 8  # layers without files
 def weights_alone(found: CheckpointInfo, model: ModelShard, zero_stage: int = 0) -> CheckpointMetadata:
     """The metadata of the weights in one model-states file; those of a pipeline are in the files of its layers."""
     builder = MetadataBuilder(found, [model])
-    builder.tensors.add(module_tensors([model], 0, ())[0])
+    builder.tensors.add(module_tensors([model], None, ())[0])
     return builder.build(model, zero_stage, (), frozen_recorded=False)
 
 

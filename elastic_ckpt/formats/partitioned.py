@@ -69,7 +69,7 @@ def partitioned_metadata(
             group, files = shards[0].flat_groups[number], range(before + ranks.start, before + ranks.stop, ranks.step)
             hyperparameters = shards[0].groups[group] if shards[0].groups else {}
             builder.add_flat(divided.shapes, rules, group, hyperparameters, of_ranks, files, divided.stacked)
-    of_module, notes = module_tensors(models, own or 0, builder.parameters)
+    of_module, notes = module_tensors(models, own, builder.parameters)
     builder.tensors.add(of_module)
     builder.notes += notes
     recorded = models[own or 0].frozen_recorded

@@ -278,7 +278,7 @@ class _Builder(StatesBuilder):
         tensors, notes = Tensors(), list[str]()
         starts = [*accumulate(map(len, self._ranks), initial=0)]
         for stage in self.grid.stages:
-            found = [module_tensors(self._ranks[rank], 0, self.parameters, starts[rank]) for rank in stage]
+            found = [module_tensors(self._ranks[rank], None, self.parameters, starts[rank]) for rank in stage]
             notes += chain.from_iterable(noted for _, noted in found)
             for key in found[0][0]:
                 if all(key in mine for mine, _ in found):

@@ -116,7 +116,7 @@ def _metadata(
             master = dense_tensor(name, MASTER, source.model.weights[name], source.weights[name])
             builder.tensors.add({(name, MASTER): master})
     builder.notes += notes
-    builder.tensors.add(module_tensors([model], 0, builder.parameters)[0])
+    builder.tensors.add(module_tensors([model], None, builder.parameters)[0])
     groups = merged_groups((range(each.file, each.file + 1), each.state.groups) for each in sources)
     return builder.build(model, 0, groups, frozen_recorded=model.frozen_recorded)
 

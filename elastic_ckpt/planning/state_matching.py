@@ -78,7 +78,7 @@ def match_states(
     if not (keys := metadata.keys_by_name):
         reason = "the checkpoint holds no optimizer state"
         if not metadata.source.foreign:  # which may be of weights alone
-            reason += " (saved before the first step)"
+            reason += " (saved before the first step, or of an optimizer that keeps none)"
         return StateMatching(scalars=(None,) * len(local_state.flats), outcomes=(Outcome(_ROLE, "fresh", (), reason),))
     return _Matcher(metadata, local_state, matching, keys, convert).matching()
 

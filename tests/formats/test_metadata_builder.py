@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from elastic_ckpt.core.chunks import PartitionRule
-from elastic_ckpt.core.metadata import MASTER, SourceFile, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, MASTER, SourceFile, TensorMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.merging import shard_by_shard
-from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, refuse_view
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, module_tensors, refuse_view
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard
@@ -104,3 +104,12 @@ def test_a_state_that_is_a_view_is_opaque() -> None:
     made.add_flat(SHAPES, RULES, 0, {}, [whole, view], range(2))
     made.add_flat([("c", (4,))], [PartitionRule(4, 4)], 0, {}, [view], range(1), is_alone=True)
     assert made.opaque == {"exp_avg": "a view of shape (4,) and strides (2,)"}
+
+
+@pytest.mark.parametrize(("own", "is_said"), [(None, True), (0, False), (1, False)])
+def test_buffers_that_differ_are_spoken_of_where_all_ranks_get_one_ranks(own: int | None, is_said: bool) -> None:
+    shards = [replace(model(weights=["mean"]), buffer_names=("mean",), buffers_crc32=crc32) for crc32 in (1, 2)]
+    tensors, notes = module_tensors(shards, own, ())
+    assert bool(notes) is is_said
+    (chunk,) = tensors["mean", BUFFER].chunks
+    assert chunk.file == (own or 0)

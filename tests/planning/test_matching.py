@@ -267,7 +267,7 @@ def test_states_of_a_parameter_that_the_model_no_longer_has_are_not_spoken_of() 
 
 def test_a_checkpoint_from_before_the_first_step_says_so_once() -> None:
     metadata = saved(TWO, states=())
-    reason = "the checkpoint holds no optimizer state (saved before the first step)"
+    reason = "the checkpoint holds no optimizer state (saved before the first step, or of an optimizer that keeps none)"
     assert outcomes_of_states(metadata, live(TWO, groups=APART)) == (fresh(reason),)
 
 
