@@ -78,6 +78,10 @@ def refuse_exchanged_files(
     owner = next((place for place, content in contents.items() if content == found[name, key]), None)
     problem = f"{key} of this parameter is not the file that was converted"
     what = "another content" if owner is None else f"the content of {owner[1]}.pt of {owner[0]}"
-    ways = Remedy("copy the folder again from its original"), Remedy(CONVERT_AGAIN)
+    ways = (
+        Remedy("copy the folder again from its original"),
+        Remedy(CONVERT_AGAIN),
+        Remedy(when="if it was changed on purpose", config={"verify": "bytes"}),
+    )
     expected = "the content that zero/optimizer_state.pt lists"
     raise DamagedError(problem, f"{folders[name]}/{key}.pt", expected, what, parameter=names, remedy=ways)

@@ -17,6 +17,7 @@ from tests.distributed.remedy_changes import (
     DCP,
     as_dcp,
     as_universal,
+    as_universal_saved_anew,
     keep_a_dictionary,
     lose_a_state,
     number_members,
@@ -336,6 +337,12 @@ CELLS: dict[str, Case] = {
     # other formats
     "a universal checkpoint without the file of a state": Case(
         PLAIN, Cell("", ZERO3), "DamagedError", change=as_universal("hidden.weight/exp_avg.pt")
+    ),
+    "a file of a universal checkpoint that was saved anew": Case(
+        PLAIN,
+        Cell("", ZERO3, holds=("if it was changed on purpose",)),
+        "DamagedError",
+        change=as_universal_saved_anew("hidden.weight/exp_avg.pt"),
     ),
     "members that are numbered": Case(
         PLAIN, Cell("", ZERO3, inside=DCP), "UnsupportedError", change=as_dcp(number_members)

@@ -38,6 +38,20 @@ def as_universal(*removed: str) -> Change:
     return apply
 
 
+def as_universal_saved_anew(name: str) -> Change:
+    """One of its files has the same values as the first part of a longer storage."""
+
+    def apply(copy: Path) -> None:
+        as_universal()(copy)
+        path = copy / "step4_universal" / "zero" / name
+        tree = torch.load(path)
+        values = tree["param"]
+        longer = torch.cat([values.flatten(), torch.ones(8)])
+        torch.save({**tree, "param": longer[: values.numel()].view(values.shape)}, path)
+
+    return apply
+
+
 def as_dcp(change: Callable[[dict[str, Any]], Any]) -> Change:
     """A folder of torch.distributed.checkpoint with a changed tree: ``model`` and ``optim`` of ``get_state_dict``."""
 
