@@ -40,10 +40,17 @@ def kind_of(value: Any) -> str:
         return LIST
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
-        is_complex = "complex" in str(getattr(value, "dtype", ""))
-        kind = "complex tensor" if is_complex else "tensor"
-        return NUMBER if math.prod(shape) == 1 and not is_complex else f"a {kind} of shape {tuple(shape)}"
+        return _kind_of_tensor(getattr(value, "dtype", ""), shape)
     return NUMBER if isinstance(value, Real) else f"a {type(value).__name__}"
+
+
+def _kind_of_tensor(dtype: Any, shape: tuple[int, ...]) -> str:
+    is_complex = "complex" in str(dtype)
+    is_real = not is_complex and getattr(dtype, "kind", "f") in "biuf"  # of numpy's: not dates, texts, objects
+    if math.prod(shape) == 1 and is_real:
+        return NUMBER
+    what = "complex tensor" if is_complex else "tensor" if is_real else f"tensor of {dtype}"
+    return f"a {what} of shape {tuple(shape)}"
 
 
 def is_plain(value: Any, depth: int = 4) -> bool:
@@ -57,7 +64,11 @@ def is_plain(value: Any, depth: int = 4) -> bool:
 
 def described(value: Any) -> str:
     """A value in an error: its kind, and as much of it as is readable."""
-    return f"{kind_of(value)}: {value!r}"[:200]
+    try:
+        text = repr(value)
+    except ValueError:  # numpy prints no date without a unit
+        return kind_of(value)
+    return f"{kind_of(value)}: {text}"[:200]
 
 
 def is_finite(value: Any) -> bool:

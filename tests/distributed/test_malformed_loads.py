@@ -50,6 +50,7 @@ KINDS: dict[str, tuple[tuple[Save, ...], dict[str, Any]]] = {
     "dcp to ZeRO-0": dcp(Setup(0, config=FP32.config)),
     "ZeRO-3": (of_engine(Setup(3)), {"setup": Setup(3)}),
     "ZeRO-3, bf16": (of_engine(Setup(3, "bf16")), {"setup": Setup(3, "bf16")}),
+    "ZeRO-0 to ZeRO-3": (of_engine(Setup(0)), {"setup": Setup(3)}),
     "ZeRO-1 to ZeRO-3": (of_engine(Setup(1)), {"setup": Setup(3)}),
     "ZeRO-2, bf16": (of_engine(Setup(2, "bf16")), {"setup": Setup(2, "bf16")}),
     "ZeRO-3, weights alone": (

@@ -17,7 +17,6 @@ from elastic_ckpt.planning.hyperparameters import refuse_strange_hyperparameters
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import ADAM, TWO, live, saved
 
-# Covers elastic_ckpt/core/kinds.py, by which hyperparameters and schedules are judged.
 LIVE = {**ADAM, "foreach": None, "mode": "fast", "ratios": [0.1, 0.2], "initial_lr": 0.1}
 MATRIX = TensorValue("float32", (2,), (1.0, 2.0))
 COMPLEX = TensorValue("complex64", (), (1j,))
