@@ -48,6 +48,8 @@ class Save:
         converted: whether a universal checkpoint is made of it.
         converter: the job of one rank that makes it: DeepSpeed's own converter, or another one of ``convert.py``.
         source: a save that its job goes on from: ``source`` of its case is that folder.
+        forks: whether DeepSpeed forks a process of each rank, which can stand still, since a rank has threads: the save
+            is tried once more then, in a launch of its own.
     """
 
     setup: Any
@@ -57,6 +59,7 @@ class Save:
     converted: bool = False
     converter: str = CONVERT
     source: Save | None = None
+    forks: bool = False
 
     @property
     def key(self) -> str:
@@ -238,8 +241,13 @@ class Saves:
                 job = save.converter if save.converted else save.job
                 tasks.append(Task(repr(save), job, {"folder": str(folder), **case_of(save, folder)}))
             found = self._launcher.run(ranks, tasks, seconds=300)
-            for save, folder, result in zip(of_ranks, folders, found, strict=True):
+            for save, folder, task, result in zip(of_ranks, folders, tasks, found, strict=True):
                 self._folders[save.key] = result if isinstance(result, Failed) else folder
+                if isinstance(result, Failed) and save.forks:
+                    again = folder.with_name(f"{folder.name}-again")
+                    once_more = task._replace(case={**task.case, "folder": str(again)})
+                    (second,) = self._launcher.run(ranks, [once_more], seconds=300)
+                    self._folders[save.key] = second if isinstance(second, Failed) else again
 
 
 def _ranks(save: Save) -> int:

@@ -29,7 +29,9 @@ SETUPS = {
     "decoupled-python-0": written(0, "python", "machine", decoupled=True),
     "decoupled-python-3": written(3, "python", "replica", decoupled=True),
 }
-SAVED = {name: Save(setup, 2, "writer_jobs.save_each") for name, setup in SETUPS.items()}
+SAVED = {
+    name: Save(setup, 2, "writer_jobs.save_each", forks=name.startswith("decoupled")) for name, setup in SETUPS.items()
+}
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{0}_mp_rank_00_optim_states.pt"
 
 
