@@ -34,7 +34,8 @@ def quantization_entries(
     entries: list[QuantizationEntry] = []
     in_memory: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        address, is_alone = tensor.data_ptr(), uses[tensor.data_ptr()] == 1
+        address = tensor.data_ptr()
+        is_alone = uses[address] == 1
         is_live = is_alone and tensor.numel() > 0 and again[name].data_ptr() == address
         if is_live:
             in_memory[name] = tensor

@@ -13,7 +13,8 @@ from elastic_ckpt.formats.values import plain_numbers
 
 def partition_numels(file: PickledFile, zero3: bool) -> list[int | None]:
     """Elements of each partition with its padding, which ZeRO-1 and 2 cut off the masters; ``None``: no one number."""
-    state, states = file.section("optimizer_state_dict"), saved_config.base_state(file).get("state", {})
+    state = file.section("optimizer_state_dict")
+    states = saved_config.base_state(file).get("state", {})
     refs: Sequence[TensorRef] = state["fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"]
     paddings = [0] * len(refs) if zero3 else state["group_paddings"]
     numels: list[int | None] = []

@@ -222,7 +222,8 @@ def numbered_states(
     if state.kind == PLAIN:  # unknown for lack of a state: never a gradient
         every = [[state.states.get(number) for number in members] for members in state.members]
         shapes = [[None if each is None else saved_shape(each) for each in states] for states in every]
-    compared, flat = state.kind != PLAIN and options.check_shards, state.kind == FUSED
+    compared = state.kind != PLAIN and options.check_shards
+    flat = state.kind == FUSED
     facts = weights, model.shared, model.buffers, compared, experts, model.other_entries
     return NumberedStates(model.path, state.groups, shapes, flat, *facts)
 

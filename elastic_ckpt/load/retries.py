@@ -28,14 +28,18 @@ class RetryPolicy:
     """
 
     def __init__(self, call: LoadCall, prefer_universal: bool) -> None:
-        self._load_dir, self._engine = os.fspath(call.arguments.load_dir) or os.curdir, call.engine
-        self._tag, self._config, self._prefer_universal = call.arguments.tag, call.config, prefer_universal
+        self._load_dir = os.fspath(call.arguments.load_dir) or os.curdir
+        self._engine = call.engine
+        self._tag = call.arguments.tag
+        self._config = call.config
+        self._prefer_universal = prefer_universal
         #: Whether the user asks for a checkpoint: there has to be one, and a lone one needs no ``latest`` file.
         self.is_asked = prefer_universal or call.config.mode == "require"
         self._deadline = time.monotonic() + call.config.wait_for_files
         self._pause = _FIRST_PAUSE
         every_tag = call.config.on_damage != "error"
-        folders, own_disks = (self._load_dir, *call.config.fallback_dirs), bool(call.engine.use_node_local_storage())
+        folders = (self._load_dir, *call.config.fallback_dirs)
+        own_disks = bool(call.engine.use_node_local_storage())
         options = call.config.storage_options
         tag = None if call.arguments.tag is None else str(call.arguments.tag)  # numbers are tags, too
         self.nodes = Nodes(folders, tag, every_tag, own_disks, options)
@@ -47,9 +51,8 @@ class RetryPolicy:
     def find(self) -> CheckpointInfo | None:
         """The checkpoint to try next. Collective."""
         if (older := self._older) is not None and older.found is not None:
-            self.nodes.look(
-                "look for an older checkpoint", lambda: None
-            )  # whose files are listed anew: of other copies
+            # whose files are listed anew: of other copies
+            self.nodes.look("look for an older checkpoint", lambda: None)
             instead = f"loaded {older.found.tag} instead, {older.why}"
             return replace(older.found, notes=(*self._skipped, instead, *older.notes, *self.nodes.notes))
         tag, config = self._tag, self._config
@@ -165,7 +168,8 @@ class RetryPolicy:
         of_first = self._older.tried if self._older is not None else ()
         tried = (*of_first, Tried(damaged, None if self._older is None else self._older.save))
         limit = self._config.on_damage if isinstance(self._config.on_damage, int) else None
-        by_tag, trust = self._tag is not None, self._config.trust_pickle
+        by_tag = self._tag is not None
+        trust = self._config.trust_pickle
 
         def choose() -> Older:
             return choose_older(self._load_dir, tried, found, limit, by_tag, trust)

@@ -129,7 +129,8 @@ class _Division:
 
         The order within a group must be the model's: of no other is it known how it continues over stages.
         """
-        group_of, first = self._trained(), self.stages[0]
+        group_of = self._trained()
+        first = self.stages[0]
         position = {name: at for at, name in enumerate(first.weights)}
         orders = ([position[name] for name in group] for stage in self.live for group in stage.groups)
         if not all(order == sorted(order) for order in orders):
@@ -164,7 +165,8 @@ class _Division:
         """The ways to continue with this stage: the end of its layers, its tied modules, the names of its members."""
         for owners in chain.from_iterable(combinations(tied, count) for count in range(len(tied) + 1)):
             names = [name for owner in owners for name in tied[owner]]
-            left, end = self._size(number) - self._sum(number, names), start
+            left = self._size(number) - self._sum(number, names)
+            end = start
             while left > 0 and end < len(layers):
                 names += layers[end]
                 left -= self._sum(number, layers[end])

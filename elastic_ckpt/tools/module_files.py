@@ -52,7 +52,8 @@ def _of_name(
     found: CheckpointInfo, name: str, expected: Shape | None, layers: Mapping[int, Mapping[str, Shape] | None], tp: int
 ) -> Iterator[Finding]:
     """The finding on one name, if any, in the files of a tensor-parallel rank; ``expected``: its shape, if known."""
-    match, tied = _OF_LAYER.fullmatch(name), _TIED.fullmatch(name)
+    match = _OF_LAYER.fullmatch(name)
+    tied = _TIED.fullmatch(name)
     if match is not None:
         of_layer = layers.get(int(match[1]))
         if of_layer is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,17 @@ WRITERS = {"dcp": _dcp, "flattened dcp": _flattened, "universal": _universal, "s
 NOT_WRITTEN = {"complex", "a set", "complex64"}
 
 
+def _odd_folders(form: str, tmp_path: Path) -> Iterator[tuple[str, str, Path]]:
+    """Key, way and folder of each case that the format can write; the folder is removed before the next one."""
+    for number, (key, way) in enumerate(CASES):
+        if form == "safetensors" and way in NOT_WRITTEN:
+            continue
+        folder = tmp_path / str(number)
+        WRITERS[form](folder, key, {**ODD, **ODD_MOMENTS}[way])
+        yield key, way, folder
+        shutil.rmtree(folder)
+
+
 def _commands(folder: Path) -> dict[str, tuple[str, Any]]:
     text, config = str(folder), ElasticConfig()
     return {
@@ -138,13 +149,8 @@ def test_what_an_optimizer_keeps_is_read_by_each_command(form: str, tmp_path: Pa
 @pytest.mark.parametrize("form", WRITERS)
 def test_no_command_takes_what_no_optimizer_keeps(form: str, tmp_path: Path) -> None:
     problems = []
-    for number, (key, way) in enumerate(CASES):
-        if form == "safetensors" and way in NOT_WRITTEN:
-            continue
-        folder = tmp_path / str(number)
-        WRITERS[form](folder, key, {**ODD, **ODD_MOMENTS}[way])
+    for key, way, folder in _odd_folders(form, tmp_path):
         found = _commands(folder)
-        shutil.rmtree(folder)
         refused = {name: what for name, (what, _) in found.items() if name in ("plan", "read")}
         is_refused = refused == dict.fromkeys(refused, "refused")
         if not is_refused or found["inspect"] == ("ok", True) or found["verify"] != ("ok", False):
@@ -158,13 +164,8 @@ def test_no_command_takes_what_no_optimizer_keeps(form: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("form", WRITERS)
 def test_weights_alone_are_read_beside_states_of_a_run_that_diverged(form: str, tmp_path: Path) -> None:
     problems = []
-    for number, (key, way) in enumerate(CASES):
-        if form == "safetensors" and way in NOT_WRITTEN:
-            continue
-        folder = tmp_path / str(number)
-        WRITERS[form](folder, key, {**ODD, **ODD_MOMENTS}[way])
+    for key, way, folder in _odd_folders(form, tmp_path):
         what, found = outcome(lambda folder=folder: open_folder(str(folder), None, ElasticConfig(), with_states=False))
-        shutil.rmtree(folder)
         is_number = key == "step" and way in ("nan", "inf", "-1")
         allowed = {"ok"} if is_number and form == "universal" else {"ok", "refused"}  # steps are the counters
         if what not in allowed:
