@@ -391,6 +391,22 @@ def test_tied_layers_of_pipeline_stages_are_compared(parallel: Path, copy: Calla
     assert finding["parameter"] == tied and "at most 0.125 " in finding["message"]
 
 
+@pytest.mark.parametrize("run", ["pipeline-uniform-tp1-pp2-z1-fp32-dp1", "3d-uniform-tp2-pp1-z1-fp32-dp1"])
+def test_a_weight_that_the_file_of_its_layer_lacks_is_named(
+    run: str, parallel: Path, copy: Callable[[Path], Path]
+) -> None:
+    folder = copy(parallel / run)
+    assert found_by(folder) == []
+    path = max((folder / "step4").glob("layer_*-model_states.pt"))
+    weights = torch.load(path)
+    name = max(weights)
+    del weights[name]
+    torch.save(weights, path)
+    (finding,) = found_by(folder)
+    assert (finding["code"], finding["parameter"].partition(".")[2]) == ("incomplete", name)
+    assert Path(finding["file"]).name == path.name
+
+
 def test_a_folder_that_is_no_checkpoint_is_unreadable(tmp_path: Path, native: Path) -> None:
     assert verify(tmp_path).exit_code == 3
     assert verify(native / Z1, "--tag", "step7").exit_code == 3
