@@ -19,6 +19,9 @@ from obstore.store import S3Store
 
 BUCKET = "bucket"
 
+#: The server of this process, while one runs.
+_served: list[str] = []
+
 
 @dataclass
 class Bucket:
@@ -96,11 +99,13 @@ def _handler(bucket: Bucket, upstream: str) -> type[BaseHTTPRequestHandler]:
 
 @contextmanager
 def serve_bucket() -> Iterator[Bucket]:
-    """A bucket of moto's, behind a proxy on the loopback interface."""
+    """An empty bucket of moto's, behind a proxy on the loopback interface: one at a time in a process."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    assert _served == [], "all servers of moto in a process hold the same objects"
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
+    _served.append(f"{host}:{port}")
     keys = {"access_key_id": "key", "secret_access_key": "SECRET-OF-TESTS", "region": "us-east-1"}
     bucket = Bucket({}, None)
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), _handler(bucket, f"{host}:{port}"))
@@ -109,8 +114,11 @@ def serve_bucket() -> Iterator[Bucket]:
     endpoint = f"http://127.0.0.1:{proxy.server_address[1]}"
     bucket.options = {**keys, "endpoint": endpoint, "client_options": {"allow_http": True}}
     connection = http.client.HTTPConnection(f"{host}:{port}")
-    connection.request("PUT", f"/{BUCKET}")
-    assert connection.getresponse().status == 200
+    for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{BUCKET}")):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == 200
     bucket.store = S3Store(BUCKET, **bucket.options)
     try:
         yield bucket
@@ -118,6 +126,7 @@ def serve_bucket() -> Iterator[Bucket]:
         proxy.shutdown()
         proxy.server_close()
         server.stop()
+        _served.clear()
 
 
 def names_in(text: str) -> set[str]:
