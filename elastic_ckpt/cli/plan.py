@@ -28,7 +28,7 @@ from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import literal, saved_topology, size, source_dict, table, title
 from elastic_ckpt.storage import medium_of
-from elastic_ckpt.storage.local import OBJECT_STORE
+from elastic_ckpt.storage.media import OBJECT_STORE
 from elastic_ckpt.tools.footprint import GPU, RunSettings
 from elastic_ckpt.tools.models import DEEPSPEED_CONFIG, ModelName, model_metadata
 from elastic_ckpt.tools.opened import open_folder

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, Remedy, shortened
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, Remedy, UnsupportedError, shortened
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.storage import absolute, copies_of, exists, file_names, folder_names, is_folder, modified, open_stream
+from elastic_ckpt.storage.listing import search
 from elastic_ckpt.storage.local import named_os_errors
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -142,18 +142,25 @@ def list_checkpoints(load_dir: str) -> list[CheckpointInfo]:
         return modified(os.path.join(load_dir, name))
 
     found = []
-    for name in sorted(folder_names(load_dir), key=mtime, reverse=True) if is_folder(load_dir) else ():
-        with suppress(DamagedError):  # nobody asked for this folder, which may be unreadable: lost+found of a disk, say
-            found.append(look_at(load_dir, name))
+    with search(load_dir) as count:
+        for name in sorted(folder_names(load_dir), key=mtime, reverse=True) if is_folder(load_dir) else ():
+            # nobody asked for this folder, which may be unreadable, as lost+found of a disk, or too large
+            with suppress(DamagedError, UnsupportedError):
+                found.append(look_at(load_dir, name))
+            count.refuse_if_used_up()
     return [each for each in found if each is not None]
 
 
-def list_below(folder: str) -> Iterator[tuple[str, CheckpointInfo]]:
+def list_below(folder: str) -> list[tuple[str, CheckpointInfo]]:
     """The checkpoints in the folders that frameworks make (``checkpoint-20``), each with the path of that folder."""
-    for name in folder_names(folder) if is_folder(folder) else ():
-        path = os.path.join(folder, name)
-        with suppress(DamagedError):  # a folder that cannot be listed, such as lost+found
-            yield from ((path, each) for each in list_checkpoints(path))
+    found: list[tuple[str, CheckpointInfo]] = []
+    with search(folder) as count:
+        for name in folder_names(folder) if is_folder(folder) else ():
+            path = os.path.join(folder, name)
+            with suppress(DamagedError, UnsupportedError):  # as above
+                found += ((path, each) for each in list_checkpoints(path))
+            count.refuse_if_used_up()
+    return found
 
 
 def list_tags(load_dir: str) -> list[str]:

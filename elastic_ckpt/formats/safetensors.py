@@ -263,9 +263,10 @@ def _states(tensors: Tensors, members: Collection[str], files: Sequence[WeightsF
 
 
 def parse_json(text: bytes) -> Any:
-    """The value of a JSON text; ``UnsupportedError`` above 1 GiB.
+    """The value of a JSON text in UTF-8; ``UnsupportedError`` above 1 GiB.
 
-    ``ValueError`` if it is none, has a key twice, or an integer beyond 64 bits, to which nothing in these files counts.
+    ``ValueError`` if it is none, is in another encoding, has a key twice, or an integer beyond 64 bits, to which
+    nothing in these files counts.
     """
     needed = len(text) * (_COST_OF_ASCII if text.isascii() else _COST_OF_OTHERS)
     needed += sum(cost * text.count(sign) for sign, cost in _COSTS.items())
@@ -275,7 +276,8 @@ def parse_json(text: bytes) -> Any:
         found = f"{len(text)} bytes of text, which may take {needed}"
         raise UnsupportedError(problem, expected=expected, found=found, remedy=remedy)
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+        # of bytes, json would guess the encoding, and other readers of the format see another text
+        return json.loads(text.decode(), object_pairs_hook=_unique, parse_int=_integer)
     except RecursionError as error:
         raise ValueError("JSON that is nested too deeply") from error
 

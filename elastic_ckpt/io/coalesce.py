@@ -16,7 +16,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem
 from elastic_ckpt.storage import VIEW
-from elastic_ckpt.storage.local import OBJECT_STORE, Medium
+from elastic_ckpt.storage.media import OBJECT_STORE, Medium
 from elastic_ckpt.storage.remote import REQUEST_NBYTES
 
 if TYPE_CHECKING:

@@ -48,7 +48,8 @@ from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import LoadReport, RankWork, ReadStats, Verified, united
 from elastic_ckpt.storage import VIEW, medium_of
-from elastic_ckpt.storage.local import UNKNOWN, Medium, look_again, moved
+from elastic_ckpt.storage.local import look_again, moved
+from elastic_ckpt.storage.media import UNKNOWN, Medium
 
 logger = logger_of(__name__)
 #: One rank's work and pipeline stage, from one rank of each of several stages the outcomes there, and what it has read.

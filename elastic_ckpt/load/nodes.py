@@ -24,6 +24,7 @@ from elastic_ckpt.core.resume_sheet import SHEET
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, MOST_TAG_NBYTES, read_latest
 from elastic_ckpt.storage import VIEW, absolute, is_url, local
+from elastic_ckpt.storage.listing import file_names
 from elastic_ckpt.storage.peers import FileServer, Peers
 from elastic_ckpt.storage.remote import RemoteFolder
 from elastic_ckpt.storage.view import REPLICAS, FolderView, NodeListing, list_folders, with_replicas
@@ -127,7 +128,7 @@ class Nodes:
             tops = [folder] if self.every_tag or not tags else []
             for path in (*tops, *(os.path.join(folder, tag) for tag in tags)):
                 try:
-                    found = sorted(name for name in local.file_names(path) if not name.startswith(SHEET))  # comes last
+                    found = sorted(name for name in file_names(path) if not name.startswith(SHEET))  # comes last
                     sizes = [local.version_of(os.path.join(path, name)).nbytes for name in found if self.with_sizes]
                     names += [found, sizes]
                 except ElasticCkptError as error:

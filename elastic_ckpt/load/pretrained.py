@@ -39,7 +39,8 @@ from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.report import size
 from elastic_ckpt.storage import absolute, is_url
 from elastic_ckpt.storage.digest import content_digest
-from elastic_ckpt.storage.local import Medium, open_ranges, pinned, version_of
+from elastic_ckpt.storage.local import open_ranges, pinned, version_of
+from elastic_ckpt.storage.media import Medium
 
 #: Pages of models on the Hugging Face hub, which no object store has.
 _HUB = re.compile(r"hf://|https?://(www\.)?(huggingface\.co|hf\.co)(/|$)")

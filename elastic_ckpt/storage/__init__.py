@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Protocol, TypeVar
 
-from elastic_ckpt.storage import local
+from elastic_ckpt.storage import listing, local, media
 
 if TYPE_CHECKING:
     from elastic_ckpt.storage.view import FolderView
@@ -147,20 +147,20 @@ def absolute(path: str) -> str:
     return f"{scheme}://{os.path.normpath(rest)}"
 
 
-def _of_store(method: Callable[[Any, str], T]) -> Callable[[str], T]:
+def _of_store(method: Callable[[Any, str], T], here: Any = local) -> Callable[[str], T]:
     """A method of :class:`Store` as a function of a path: of the view that it is in, or of what this process sees."""
-    return lambda path: getattr(_view_of(path) or local, method.__name__)(path)
+    return lambda path: getattr(_view_of(path) or here, method.__name__)(path)
 
 
 open_stream, open_ranges = _of_store(Store.open_stream), _of_store(Store.open_ranges)
-file_names, folder_names = _of_store(Store.file_names), _of_store(Store.folder_names)
+file_names, folder_names = _of_store(Store.file_names, listing), _of_store(Store.folder_names, listing)
 exists, is_folder, modified = _of_store(Store.exists), _of_store(Store.is_folder), _of_store(Store.modified)
 
 
 def walk(folder: str, on_error: Callable[[OSError], object] | None = None) -> Iterator[tuple[str, local.Version]]:
-    """Every file below a folder, with its version; ``on_error`` as of :func:`local.walk`, where no view is in place."""
+    """Every file below a folder, with its version; ``on_error`` as of ``listing.walk``, where there is no view."""
     view = _view_of(folder)
-    return local.walk(folder, on_error) if view is None else view.walk(folder)
+    return listing.walk(folder, on_error) if view is None else view.walk(folder)
 
 
 def copies_of(path: str) -> list[str]:
@@ -169,12 +169,12 @@ def copies_of(path: str) -> list[str]:
     return [path] if view is None else view.copies_of(path)
 
 
-def medium_of(path: str, asked: Literal["auto", "local", "network"]) -> local.Medium:
+def medium_of(path: str, asked: Literal["auto", "local", "network"]) -> media.Medium:
     """Where a file or folder is: behind a network if it is in an object store, else as asked, or as the system says."""
     view = _view_of(path)
     if view is not None and view.requests is not None:
-        return local.OBJECT_STORE
-    return local.medium_of(path) if asked == "auto" else local.Medium(asked, "as configured")
+        return media.OBJECT_STORE
+    return media.medium_of(path) if asked == "auto" else media.Medium(asked, "as configured")
 
 
 def size_of(stream: BinaryIO) -> int:

@@ -1,4 +1,4 @@
-"""Opens files of local and network file systems, lists folders, and pins what it opens.
+"""Opens files of local and network file systems, and pins what it opens.
 
 A folder may have anything under the name of a file: a pipe, on which ``open`` waits for ever, a device, a loop of
 links. So a file is opened without waiting, and looked at once it is open: nothing can take its place in between.
@@ -13,15 +13,13 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from elastic_ckpt.errors import (
     ANOTHER_TAG,
@@ -30,7 +28,6 @@ from elastic_ckpt.errors import (
     Remedy,
     SavedOverError,
     UnforeseenError,
-    UnsupportedError,
     refuse_used_up,
 )
 
@@ -44,13 +41,6 @@ _KINDS = {
 #: Most that is read of a file at a time, where less is asked for.
 _MOST_BUFFERED_NBYTES = 1 << 16
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
-#: Folders below a tag that are looked into: those of DeepSpeed's files are nested in five at most. And all entries.
-MOST_DEPTH = 32
-MOST_ENTRIES = 10_000_000
-#: Types of file systems, as the kernel names them: those on which a read waits for a server, and known ones that are
-#: not of these.
-_NETWORK = re.compile(r"nfs\d?|lustre|gpfs|ceph|beegfs\w*|cifs|smb\d?|9p|afs|wekafs|panfs|dvs|virtiofs|fuse(\..*)?")
-_LOCAL = re.compile(r"ext\d|xfs|btrfs|zfs|f2fs|bcachefs|tmpfs|ramfs|overlay|fuseblk")
 
 
 def open_descriptor(path: str) -> int:
@@ -154,66 +144,6 @@ class LocalRanges:
         os.close(self._descriptor)
 
 
-def walk(folder: str, on_error: Callable[[OSError], object] | None = None) -> Iterator[tuple[str, Version]]:
-    """Every file below a folder, with its version. Links are followed.
-
-    ``on_error`` is given what cannot be listed, and folders that are nested too deep, which are not looked into: no
-    checkpoint has such. Raises :class:`UnsupportedError` for more files and folders than a checkpoint has.
-    """
-    top = os.path.realpath(folder)
-    walked = set[str]()
-    waiting = [_Folder(folder, top, 0)]
-    entries = 0
-    while waiting:
-        inside = waiting.pop()
-        if inside.itself in walked or top.startswith(os.path.join(inside.itself, "")):
-            continue  # links may form a circle, or lead far up
-        try:
-            if inside.depth > MOST_DEPTH:
-                raise OSError(errno.ENAMETOOLONG, f"nested in more than {MOST_DEPTH} folders", inside.path)
-            names, folders = _listed(inside)
-        except OSError as error:
-            if on_error is not None:
-                on_error(error)
-            continue
-        walked.add(inside.itself)
-        entries += len(names) + len(folders)
-        if entries > MOST_ENTRIES:
-            problem, expected = "this folder has more files than any checkpoint", f"at most {MOST_ENTRIES} below it"
-            raise UnsupportedError(
-                problem, folder, expected, f"{entries} and more", remedy="move what is no part of it"
-            )
-        yield from ((path, version_of(path)) for path in (os.path.join(inside.path, name) for name in sorted(names)))
-        waiting += sorted(folders, reverse=True)
-
-
-class _Folder(NamedTuple):
-    """A folder to walk through."""
-
-    path: str  # as it was reached
-    itself: str  # its path without links
-    depth: int  # folders between it and the first
-
-
-def _listed(folder: _Folder) -> tuple[list[str], list[_Folder]]:
-    """The names of files in a folder, and the folders in it; OSError if it cannot be listed."""
-    names: list[str] = []
-    folders: list[_Folder] = []
-    with os.scandir(folder.path) as entries:
-        for entry in entries:
-            try:
-                is_folder, is_link = entry.is_dir(), entry.is_symlink()
-            except OSError:  # a loop of links
-                is_folder = is_link = False
-            if not is_folder:
-                names.append(entry.name)
-                continue
-            # of a link alone: each looks at all the folders above
-            itself = os.path.realpath(entry.path) if is_link else os.path.join(folder.itself, entry.name)
-            folders.append(_Folder(entry.path, itself, folder.depth + 1))
-    return names, folders
-
-
 def version_of(path: str) -> Version:
     """The version of a file; zeros if it is gone, or a link to nothing."""
     try:
@@ -222,72 +152,13 @@ def version_of(path: str) -> Version:
         return Version(0, 0, 0)
 
 
-#: See :class:`elastic_ckpt.storage.Store`, which this module is.
+#: See :class:`elastic_ckpt.storage.Store`, which this module is, together with that of listings.
 open_ranges, exists, is_folder, is_link = LocalRanges, os.path.lexists, os.path.isdir, os.path.islink
 
 
 def modified(path: str) -> float:
     """Seconds after 1970 at which a file or folder was written; 0 if it is gone."""
     return version_of(path).mtime_ns / 1e9
-
-
-def file_names(folder: str) -> list[str]:
-    """The names of all that is in a folder; :class:`DamagedError` if it cannot be listed."""
-    with named_os_errors(folder, "folder"):
-        return os.listdir(folder)
-
-
-def folder_names(folder: str) -> list[str]:
-    """The names of the folders in a folder, and of links to folders; :class:`DamagedError` if it cannot be listed."""
-    with named_os_errors(folder, "folder"), os.scandir(folder) as entries:
-        # unlike its entry's is_dir, isdir takes a loop of links
-        return [each.name for each in entries if (os.path.isdir(each.path) if each.is_symlink() else each.is_dir())]
-
-
-class Medium(NamedTuple):
-    """Where files are. The greatest of the media that ranks see is that of the job: a network's, if any is."""
-
-    kind: Literal["local", "network"]
-    name: str  # of the type of file system
-
-    def __str__(self) -> str:
-        return f"{self.kind} ({self.name})"
-
-
-UNKNOWN, OBJECT_STORE = Medium("local", "unknown"), Medium("network", "object store")
-
-
-def medium_of(path: str) -> Medium:
-    """Where a file or folder is; of one that is not there, where it would be."""
-    path = os.path.abspath(path)
-    while True:
-        try:
-            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:
-            if (parent := os.path.dirname(path)) == path:
-                return UNKNOWN
-            path = parent
-        else:
-            break
-    try:
-        about, mounts = (Path(f"/proc/self/{name}").read_bytes() for name in (f"fdinfo/{descriptor}", "mountinfo"))
-    except OSError:
-        return UNKNOWN
-    finally:
-        os.close(descriptor)
-    mount = re.search(rb"^mnt_id:\s*(\d+)$", about, re.MULTILINE)
-    return medium_in(mounts.decode(errors="replace"), "" if mount is None else mount[1].decode())
-
-
-def medium_in(mounts: str, mount: str) -> Medium:
-    """The medium of a mount, by its number in the text of ``/proc/self/mountinfo``."""
-    of_each = (line.partition(" - ") for line in mounts.split("\n"))
-    name = next((about.split(" ")[0] for place, _, about in of_each if about and place.split(" ")[0] == mount), None)
-    if name is None:
-        return UNKNOWN
-    if _NETWORK.fullmatch(name):
-        return Medium("network", name)
-    return Medium("local", name if _LOCAL.fullmatch(name) else f"{name}, taken for a disk")
 
 
 @contextmanager

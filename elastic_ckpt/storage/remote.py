@@ -24,6 +24,7 @@ from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.errors import (
     ANOTHER_TAG,
     ConfigError,
+    DamagedError,
     ElasticCkptError,
     NotFoundError,
     Remedy,
@@ -50,6 +51,7 @@ _SECRETS = re.compile(r"(?<=\?)\S+|(?<=//)[^/\s]*(?=@)")  # of a URL: a signatur
 #: What is said where there are no credentials, also by clouds' services that are asked for some. Not a key's letters.
 _NO_CREDENTIALS = re.compile(r"169\.254\.169\.254|//metadata[./]|(?<![/\w.%-])credential", re.IGNORECASE)
 _EXPIRED = re.compile(r"ExpiredToken|InvalidToken|TokenRefreshRequired|status code: 40[13]")
+_NO_DATE = re.compile(r"year -?\d+ is out of range")
 _OTHER_REGION = re.compile(r"redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed")
 _FINAL = re.compile(
     rf"builder error|following redirect|non-partial response|{_NO_CREDENTIALS.pattern}|{_OTHER_REGION.pattern}", re.I
@@ -319,6 +321,10 @@ def _raise_named(error: BaseException, url: str, found: str) -> NoReturn:
     if isinstance(error, known.InvalidPathError) or "Could not parse path" in found:  # a//b, a/../b, control characters
         problem, ways = "an object has a name that cannot be read", (Remedy("rename or remove it"), ANOTHER_TAG)
         raise ConfigError(problem, url, found=found, remedy=ways) from None
+    if isinstance(error, ValueError) and _NO_DATE.search(found):  # of one in the listing, and which is not told
+        problem, expected = "an object has a date that cannot be read", "one of the years 1 to 9999"
+        ways = Remedy("upload anew what has it"), ANOTHER_TAG
+        raise DamagedError(problem, url, expected, found, remedy=ways) from None
     if not isinstance(error, known.BaseError) or "builder error" in found:  # a panic, say
         problem, expected = "no request can be made of this URL and the options", "an endpoint: http://minio:9000"
         remedy = 'look for spaces and line breaks in endpoint and keys; http:// needs {"allow_http": true} under '

@@ -25,6 +25,7 @@ from elastic_ckpt.errors import ConflictingCopiesError, DamagedError, ElasticCkp
 from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import VIEW, Entry, PartStream, Ranges, Store, absolute, is_url, local
 from elastic_ckpt.storage.digest import content_digest
+from elastic_ckpt.storage.listing import file_names, search, walk
 from elastic_ckpt.storage.peers import Peers
 from elastic_ckpt.storage.remote import RemoteFolder
 
@@ -67,15 +68,16 @@ def list_folders(node: str, folders: Sequence[str], tags: Collection[str] | None
     def entries(folder: str) -> Iterator[Entry]:
         if is_url(folder):
             return
-        paths = [os.path.join(folder, name) for name in local.file_names(folder)] if local.is_folder(folder) else []
+        paths = [os.path.join(folder, name) for name in file_names(folder)] if local.is_folder(folder) else []
         below = [path for path in paths if local.is_folder(path) and os.path.basename(path) != REPLICAS]
         files = ((path, local.version_of(path)) for path in sorted(paths) if not local.is_folder(path))
         # each by itself, since links may make two tags of one folder
         tops = sorted(below if tags is None else (os.path.join(folder, tag) for tag in tags))
-        for path, version in chain(files, *(local.walk(top, note) for top in tops)):
+        for path, version in chain(files, *(walk(top, note) for top in tops)):
             yield Entry(os.path.relpath(path, folder), version.nbytes, version.mtime_ns)
 
-    found = tuple(tuple(entries(folder)) for folder in folders)
+    with search(folders[0]):
+        found = tuple(tuple(entries(folder)) for folder in folders)
     return NodeListing(node, tuple(folders), found, tuple(unreadable))
 
 
@@ -256,8 +258,7 @@ class FolderView(Store):
 
     def described(self, copy: Copy) -> str:
         """A copy, for people."""
-        when = datetime.fromtimestamp(copy.entry.mtime_ns / 1e9, timezone.utc)
-        written = f"{copy.nbytes} bytes written {when:%Y-%m-%d %H:%M:%S.%f} UTC"
+        written = f"{copy.nbytes} bytes written {_date(copy.entry.mtime_ns)}"
         node = self._listings[copy.node].node
         return f"{written} in {os.path.dirname(copy.path)}" + (f" on {node}" if node else "")
 
@@ -313,6 +314,15 @@ class FolderView(Store):
             if name.startswith(top):
                 copy = self._chosen.get(name, copies[0])
                 yield os.path.join(self.root, name), local.Version(0, copy.nbytes, copy.entry.mtime_ns)
+
+
+def _date(mtime_ns: int) -> str:
+    """A time of writing, for people; file systems have some that no calendar has."""
+    try:
+        when = datetime.fromtimestamp(mtime_ns / 1e9, timezone.utc)
+    except (ValueError, OverflowError, OSError):
+        return f"{mtime_ns / 1e9:g} s after 1970"
+    return f"{when:%Y-%m-%d %H:%M:%S.%f} UTC"
 
 
 class _PeerRanges:

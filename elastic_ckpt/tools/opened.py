@@ -21,6 +21,7 @@ from elastic_ckpt.formats.detect import find_checkpoint, global_steps, look_at
 from elastic_ckpt.formats.safetensors import find_safetensors
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.storage import VIEW, Entry, absolute, copies_of, folder_names, is_folder, is_url, seen_through
+from elastic_ckpt.storage.listing import search
 from elastic_ckpt.storage.local import steady
 from elastic_ckpt.storage.remote import RemoteFolder
 from elastic_ckpt.storage.view import REPLICAS, FolderView, NodeListing, list_folders, with_replicas
@@ -102,11 +103,13 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False, without_lat
     others = list[str]()
     if found is None and is_folder(path):
         every = []
-        for name in folder_names(path):
-            with suppress(ElasticCkptError):  # of a folder that nobody asked for
-                each = find(os.path.join(path, name), None)
-                others += [name] if each is not None else []
-                every += [each] if each is not None and tag in (None, name, each.tag) else []
+        with search(path) as count:
+            for name in folder_names(path):
+                with suppress(ElasticCkptError):  # of a folder that nobody asked for
+                    each = find(os.path.join(path, name), None)
+                    others += [name] if each is not None else []
+                    every += [each] if each is not None and tag in (None, name, each.tag) else []
+                count.refuse_if_used_up()
         found = max(every, key=lambda each: global_steps(each, trust_pickle) or -1, default=None)
     if found is None and tag is None:
         found = find_safetensors(path)

@@ -54,6 +54,13 @@ def test_what_is_no_json_of_these_files_is_a_value_error(text: bytes) -> None:
         parse_json(text)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-8-sig"])
+def test_utf_8_is_the_only_encoding(encoding: str) -> None:
+    assert parse_json('{"ä": 1}'.encode()) == {"ä": 1}
+    with pytest.raises(ValueError):
+        parse_json('{"ä": 1}'.encode(encoding))
+
+
 @pytest.mark.parametrize("number", [0, -1, 2**63 - 1, -(2**63), 1.5, 1e300])
 def test_numbers_are_what_they_are(number: float) -> None:
     assert parse_json(str(number).encode()) == number

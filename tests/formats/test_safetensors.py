@@ -101,6 +101,8 @@ BAD: dict[str, Callable[[Path], object]] = {
     "nothing": lambda path: path.write_bytes(b""),
     "a header longer than the file": lambda path: write(path, {}, nbytes=1 << 62),
     "no JSON": lambda path: write(path, b"{"),
+    "JSON in UTF-16": lambda path: write(path, json.dumps({"a": ENTRY}).encode("utf-16"), bytes(8)),
+    "JSON in UTF-32": lambda path: write(path, json.dumps({"a": ENTRY}).encode("utf-32-le"), bytes(8)),
     "a list": lambda path: write(path, []),
     "a size that is no integer": lambda path: write(path, {"a": {**ENTRY, "shape": [2.9]}}, bytes(8)),
     "negative sizes": lambda path: write(path, {"a": {**ENTRY, "shape": [-1, -2]}}, bytes(8)),

@@ -28,7 +28,7 @@ from elastic_ckpt.formats.universal import index_state
 from elastic_ckpt.formats.universal_files import FILES, PresentFiles, list_files, read_file_list
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.planning.state_errors import missing_files
-from elastic_ckpt.storage.local import MOST_DEPTH
+from elastic_ckpt.storage.listing import MOST_DEPTH
 from elastic_ckpt.tools.latest import find_latest
 from elastic_ckpt.tools.verification import verify
 from tests.nested_folders import nested

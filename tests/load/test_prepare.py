@@ -13,7 +13,7 @@ from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.compare_replicas import Drift
 from elastic_ckpt.load.flow import RankPlan, _notes, _refuse_different_shares, agree_on_plans
-from elastic_ckpt.storage.local import Medium
+from elastic_ckpt.storage.media import Medium
 
 DRIFTED = Drift(ReplicaCheck("ema.weight", MASTER, 4, ()), copies=2, largest=0.5)
 #: The rank that compares a parameter's copies stands in another pipeline stage than those that know its rule.

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError
 from elastic_ckpt.storage import Entry, remote
 from elastic_ckpt.storage.remote import RemoteFolder
+from elastic_ckpt.storage.view import FolderView, NodeListing
 
 URL = "s3://bucket/run"
 NBYTES = 100_000
@@ -89,9 +90,9 @@ def respond(handler: BaseHTTPRequestHandler, status: int, nbytes: int | None, **
     handler.end_headers()
 
 
-def page(first: int, count: int, token: str | None) -> bytes:
+def page(first: int, count: int, token: str | None, date: str = "2026-01-01T00:00:00.000Z") -> bytes:
     """A page of a listing."""
-    when = "<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+    when = f"<LastModified>{date}</LastModified>"
     objects = (
         f"<Contents><Key>run/x{number:09d}</Key>{when}<ETag>e</ETag><Size>5</Size></Contents>"
         for number in range(first, first + count)
@@ -138,6 +139,36 @@ def test_a_folder_of_many_objects_is_listed(hostile: Hostile) -> None:
 
     hostile.answer = answer
     assert len(folder_on(hostile).entries()) == 5000 and len(hostile.requests) == 5
+
+
+@pytest.mark.parametrize("year", ["+10000", "+262000", "-0001", "+999999", "x"])
+def test_a_date_that_python_does_not_have_is_an_error_in_words(hostile: Hostile, year: str) -> None:
+    def answer(hostile: Hostile, handler: BaseHTTPRequestHandler) -> None:
+        body = page(0, 5, None, f"{year}-01-01T00:00:00Z")
+        respond(handler, 200, len(body))
+        handler.wfile.write(body)
+
+    hostile.answer = answer
+    for tags in (None, ("step4",)):
+        with pytest.raises(ElasticCkptError) as caught:
+            folder_on(hostile).entries(tags)
+        is_date = year not in ("+999999", "x")  # those are of no listing
+        assert ("date that cannot be read" in caught.value.problem) == isinstance(caught.value, DamagedError) == is_date
+        assert is_date or "does not answer as it should" in caught.value.problem
+        assert caught.value.file == URL and caught.value.found and caught.value.remedy
+
+
+@pytest.mark.parametrize("year", ["1000", "1600", "9999"])
+def test_odd_dates_are_kept(hostile: Hostile, year: str) -> None:
+    def answer(hostile: Hostile, handler: BaseHTTPRequestHandler) -> None:
+        body = page(0, 1, None, f"{year}-06-01T00:00:00Z")
+        respond(handler, 200, len(body))
+        handler.wfile.write(body)
+
+    hostile.answer = answer
+    (entry,) = folder_on(hostile).entries()
+    view = FolderView(URL, [NodeListing(URL, (URL,), ((entry,),))])
+    assert f"written {year}-06-01" in view.described(view.copies[entry.name][0])
 
 
 def body(stated: int | None, sent: int, begin: int = 0, end: int = NBYTES, status: int = 206) -> Any:

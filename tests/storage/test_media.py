@@ -8,8 +8,8 @@ import pytest
 
 from elastic_ckpt.config import ElasticConfig, Reading
 from elastic_ckpt.io.coalesce import read_options
-from elastic_ckpt.storage import medium_of
-from elastic_ckpt.storage.local import medium_in
+from elastic_ckpt.storage import media, medium_of
+from elastic_ckpt.storage.media import medium_in
 
 MOUNTS = r"""
 21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/root rw
@@ -61,3 +61,7 @@ def test_gaps_are_read_where_calls_wait(tmp_path: Path, storage: str, gap_nbytes
         assert read_options(config, nearby).gap_nbytes == gap_nbytes
     far = medium_in(MOUNTS, "25")
     assert read_options(config, far).gap_nbytes == 64 << 10
+
+
+def test_the_medium_of_a_path_that_is_too_long_is_that_of_a_folder_above(tmp_path: Path) -> None:
+    assert media.medium_of(str(tmp_path / "/".join("d" * 5000))) == media.medium_of(str(tmp_path))

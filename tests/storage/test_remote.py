@@ -20,7 +20,8 @@ from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, Sa
 from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import remote
 from elastic_ckpt.storage.digest import content_digest
-from elastic_ckpt.storage.local import OBJECT_STORE, open_ranges
+from elastic_ckpt.storage.local import open_ranges
+from elastic_ckpt.storage.media import OBJECT_STORE
 from elastic_ckpt.storage.remote import RemoteFolder
 from elastic_ckpt.storage.view import FolderView, NodeListing
 from elastic_ckpt.tools.opened import seen_together

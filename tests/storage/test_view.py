@@ -88,6 +88,18 @@ def test_copies_of_one_size_and_other_content_are_told_apart(tmp_path: Path) -> 
     assert str(tmp_path / "a") in str(caught.value.expected) and str(tmp_path / "b") in str(caught.value.found)
 
 
+@pytest.mark.parametrize("seconds", [10**13, -(10**13), 10**17, -(10**17)])
+def test_times_that_no_calendar_has_are_told_apart(tmp_path: Path, seconds: int) -> None:
+    """As file systems in memory keep them, and other nodes tell them."""
+    listings = [
+        NodeListing(node, (str(tmp_path),), ((Entry("step4/optim_0.pt", nbytes, seconds * 10**9),),))
+        for nbytes, node in enumerate(("node0", "node1"))
+    ]
+    with pytest.raises(ConflictingCopiesError) as caught:
+        FolderView(str(tmp_path), listings).compare_copies([str(tmp_path / "step4" / "optim_0.pt")])
+    assert f"0 bytes written {seconds:g} s after 1970" in str(caught.value.expected)
+
+
 @pytest.mark.parametrize("size", [0, 3, 7])
 def test_a_copy_of_another_size_is_told_apart_whatever_its_time(tmp_path: Path, size: int) -> None:
     write(tmp_path / "a", "step4/optim_0.pt", b"one save")
