@@ -12,11 +12,11 @@ import random
 import re
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -45,6 +45,8 @@ _RETRIES, _FIRST_PAUSE = 8, 0.2
 _PAGE = 1000  # most objects that a store lists in one answer
 #: Most objects in a folder, and seconds until the next page of them is there, or the whole top of a folder.
 _MOST_OBJECTS, _MOST_PAGE_SECONDS = 1 << 20, 120.0
+#: Characters of an object's name: as many as S3, Google Cloud Storage and Azure take bytes.
+_MOST_NAME_LENGTH = 1024
 _PART_NBYTES = 1 << 20  # of an answer that is looked at at a time
 _SHOWN = 400
 _SECRETS = re.compile(r"(?<=\?)\S+|(?<=//)[^/\s]*(?=@)")  # of a URL: a signature in its query, a password
@@ -56,6 +58,13 @@ _OTHER_REGION = re.compile(r"redirect without LOCATION|PermanentRedirect|Authori
 _FINAL = re.compile(
     rf"builder error|following redirect|non-partial response|{_NO_CREDENTIALS.pattern}|{_OTHER_REGION.pattern}", re.I
 )
+
+
+def _is_above(path: str, paths: Sequence[str]) -> bool:
+    """Whether any of the sorted paths is below a path."""
+    inside = f"{path}/"
+    first = bisect_left(paths, inside)
+    return first < len(paths) and paths[first].startswith(inside)
 
 
 class RemoteFolder:
@@ -96,10 +105,12 @@ class RemoteFolder:
             for page in self._ask(self.url, lambda prefix=prefix: _awaited(self._pages(prefix))):  # type: ignore[misc]
                 found += page
         begin = len(self._prefix) + bool(self._prefix)
+        paths = sorted(each["path"] for each in found)
         # consoles make empty objects in the place of folders, whose names have lost their last slash
-        folders = {self._prefix, *(str(above) for each in found for above in PurePosixPath(each["path"]).parents)}
         return [
-            self._entry(each["path"][begin:], each) for each in found if each["size"] or each["path"] not in folders
+            self._entry(each["path"][begin:], each)
+            for each in found
+            if each["size"] or not (each["path"] == self._prefix or _is_above(each["path"], paths))
         ]
 
     async def _top(self) -> Any:
@@ -120,6 +131,9 @@ class RemoteFolder:
             if len(paths) < len(page) or not listed_paths.isdisjoint(paths):
                 found = f"{next(iter(listed_paths & paths), 'an object')} again, on page {len(pages)}"
                 raise self._endless("each object once", found)
+            if (longest := max(map(len, paths))) > _MOST_NAME_LENGTH:
+                problem = "the object store lists an object whose name is longer than any store takes"
+                raise ElasticCkptError(problem, self.url, f"at most {_MOST_NAME_LENGTH} characters", str(longest))
             listed_paths |= paths
             if len(listed_paths) > _MOST_OBJECTS:
                 raise self._endless(f"at most {_MOST_OBJECTS} objects in a folder", f"{len(listed_paths)} and more")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ from elastic_ckpt.storage import Entry, absolute, is_url, was_url
 from elastic_ckpt.storage.local import made_whole, version_of
 from elastic_ckpt.storage.remote import REQUEST_NBYTES, RemoteFolder
 
-#: Tensors of DeepSpeed, torch.distributed.checkpoint and Hugging Face.
-_TENSORS = re.compile(r"(.*/)?(.*(model|optim)_states\.pt|zero/.*\.pt|.*\.distcp|.*\.safetensors|pytorch_model.*\.bin)")
+#: Files of tensors, of DeepSpeed, torch.distributed.checkpoint and Hugging Face.
+_TENSORS = ("model_states.pt", "optim_states.pt", ".distcp", ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,9 @@ def fetch(url: str, folder: Path, options: Mapping[str, Any], everything: bool =
     entries = remote.entries()
     if not entries:
         raise DamagedError("there is nothing to fetch", url, "objects below it", "none", remedy="look at its spelling")
-    wanted = [entry for entry in entries if everything or not _TENSORS.fullmatch(entry.name)]
-    left = [entry for entry in entries if entry not in wanted]
+    left = [] if everything else [entry for entry in entries if _has_tensors(entry.name)]
+    left_names = {entry.name for entry in left}
+    wanted = [entry for entry in entries if entry.name not in left_names]
     nbytes = sum(entry.nbytes for entry in wanted)
     try:
         with progress_bar("fetching", nbytes, None) as bar:
@@ -52,16 +52,25 @@ def fetch(url: str, folder: Path, options: Mapping[str, Any], everything: bool =
                 path = Path(os.path.normpath(folder / entry.name))
                 if folder not in path.parents:
                     raise DamagedError("an object's name leads out of the folder", f"{url}/{entry.name}")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if entry in wanted and not _is_current(path, entry):
+                os.makedirs(path.parent, exist_ok=True)  # a folder a frame, where pathlib takes several
+                if entry.name in left_names:
+                    continue
+                if not _is_current(path, entry):
                     _download(remote, entry, path)
-                bar.update(entry.nbytes if entry in wanted else 0)
+                bar.update(entry.nbytes)
     except OSError as error:
         refuse_used_up(error, str(folder))
         found = f"{type(error).__name__}: {error.strerror}"
         raise ElasticCkptError("a file cannot be written", str(error.filename or folder), found=found) from error
     names, others = (tuple(entry.name for entry in each) for each in (wanted, left))
     return Fetched(names, nbytes, others, sum(entry.nbytes for entry in left))
+
+
+def _has_tensors(name: str) -> bool:
+    """Whether an object is a file of tensors; those of a universal checkpoint are below ``zero``."""
+    *folders, file = name.split("/")
+    of_hugging_face = file.startswith("pytorch_model") and file.endswith(".bin")
+    return file.endswith(_TENSORS) or of_hugging_face or (file.endswith(".pt") and "zero" in folders)
 
 
 def _is_current(path: Path, entry: Entry) -> bool:

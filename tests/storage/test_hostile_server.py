@@ -130,6 +130,44 @@ def test_a_listing_without_end_is_an_error(
     assert len(hostile.requests) < GUARD
 
 
+def listing_of(*names: str) -> Callable[[Hostile, BaseHTTPRequestHandler], None]:
+    """One page, of objects that are empty if their names end in a slash."""
+    when = "<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+    objects = (
+        f"<Contents><Key>run/{name.rstrip('/')}</Key>{when}<ETag>e</ETag><Size>{0 if name[-1] == '/' else 5}</Size>"
+        "</Contents>"
+        for name in names
+    )
+    body = f"<ListBucketResult><Name>bucket</Name>{''.join(objects)}</ListBucketResult>".encode()
+
+    def answer(_hostile: Hostile, handler: BaseHTTPRequestHandler) -> None:
+        respond(handler, 200, len(body))
+        handler.wfile.write(body)
+
+    return answer
+
+
+@pytest.mark.parametrize("tags", [None, ("step4",)], ids=["whole", "of a tag"])
+def test_a_name_longer_than_stores_take_is_an_error(hostile: Hostile, tags: tuple[str, ...] | None) -> None:
+    """Of many folders in each other, work and memory were the square of its length."""
+    hostile.answer = listing_of("step4/" + "a/" * 600 + "x")
+    with pytest.raises(ElasticCkptError, match="longer than any store takes") as caught:
+        folder_on(hostile).entries(tags)
+    assert caught.value.file == URL and caught.value.found == str(len("run/step4/") + 1201)
+
+
+def test_empty_objects_in_the_place_of_folders_are_none(hostile: Hostile) -> None:
+    deep = "a/" * 500
+    hostile.answer = listing_of("step4/", "step4/x", "step4-empty/", f"{deep}x", f"{deep}", "a/", "a.b/", "a!/c")
+    assert [entry.name for entry in folder_on(hostile).entries()] == [
+        "step4/x",
+        "step4-empty",
+        f"{deep}x",
+        "a.b",
+        "a!/c",
+    ]
+
+
 def test_a_folder_of_many_objects_is_listed(hostile: Hostile) -> None:
     def answer(hostile: Hostile, handler: BaseHTTPRequestHandler) -> None:
         number = len(hostile.requests)

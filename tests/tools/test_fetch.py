@@ -87,6 +87,23 @@ def test_names_do_not_lead_out_of_the_folder(
     assert not list(tmp_path.rglob("outside"))
 
 
+def test_work_grows_with_the_number_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are compared by hash: entries, of which each comparison is counted, never are."""
+    compared = []
+
+    class Counted(Entry):
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return super().__eq__(other)
+
+        __hash__ = Entry.__hash__
+
+    names = [f"step4/{number}_optim_states.pt" for number in range(200)] + ["a/" * 500 + "x.distcp"]
+    monkeypatch.setattr(RemoteFolder, "entries", lambda *_: [Counted(name, 1, 1, "version") for name in names])
+    assert set(fetch(URL, tmp_path / "here", {}).left) == set(names)
+    assert compared == []
+
+
 def test_a_file_in_the_place_of_a_folder_is_named(bucket: Bucket, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").write_text("in the way")
     with pytest.raises(ElasticCkptError, match="cannot be written"):
