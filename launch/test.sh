@@ -7,6 +7,7 @@
 #   bash launch/test.sh --fuzz     nightly: 200,000 mutated files
 #   bash launch/test.sh --soak     nightly: an hour of random topologies
 #   bash launch/test.sh --flows    nightly: two hours of random jobs at an unchanged topology
+#   bash launch/test.sh --changes  nightly: an hour of random changes between a script that saves and one that loads
 #   bash launch/test.sh --spoil    nightly: every cell of the distributed tests must be able to fail
 #   bash launch/test.sh --mutants  nightly: 80 places of the package are changed, and the tests that reach each must fail
 #   bash launch/test.sh --shuffle  --all in an order that a seed draws; ELASTIC_CKPT_TEST_SHUFFLE=SEED shows it again
@@ -59,6 +60,7 @@ case ${1:-} in
     --fuzz) ELASTIC_CKPT_FUZZ=${ELASTIC_CKPT_FUZZ:-200000} "$PYTHON" -m pytest -n 2 -o timeout=0 tests/attacks/test_mutations.py ;;
     --soak) "$PYTHON" -m tests.drawn walks --minutes "${ELASTIC_CKPT_SOAK:-60}" ;;
     --flows) "$PYTHON" -m tests.drawn flows --minutes "${ELASTIC_CKPT_FLOWS:-120}" ;;
+    --changes) "$PYTHON" -m tests.drawn changes --minutes "${ELASTIC_CKPT_CHANGES:-60}" ;;
     --mutants) mutants ;;
     --spoil) ELASTIC_CKPT_TEST_SPOIL=1 "$PYTHON" -m pytest "${jobs[0]}" ;;
     *) "$PYTHON" -m pytest "$@" ;;

@@ -3,10 +3,11 @@
 ``python -m tests.drawn TABLE --minutes M --seed S`` draws cases of a table, runs and counts them. One that fails is
 reduced to what it needs to fail, and the command that repeats it is printed.
 
-===== ===============================================================================================================
-flows what plain DeepSpeed completes at an unchanged topology: with elastic_ckpt it completes, and leaves the same bits
-walks training that is saved and resumed at one topology after another, each hop compared bit by bit
-===== ===============================================================================================================
+======= =============================================================================================================
+changes what one script saved is loaded by another: right by names, or refused
+flows   what plain DeepSpeed completes at an unchanged topology: with elastic_ckpt it completes, and leaves the same bits
+walks   training that is saved and resumed at one topology after another, each hop compared bit by bit
+======= =============================================================================================================
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 from tests.distributed.launch import close_zygotes
 
 #: Name of a table -> module that has its class, ``Table``.
-TABLES = {"flows": "tests.flows.table", "walks": "tests.soak.table"}
+TABLES = {"changes": "tests.changes.table", "flows": "tests.flows.table", "walks": "tests.soak.table"}
 Case = TypeVar("Case")
 
 
@@ -118,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.table == "flows":
         table = table_of("flows", every=not options.common)
+    elif options.table == "changes":
+        table = table_of("changes")
     else:
         table = table_of("walks", hops=options.hops, versions=[os.path.abspath(each) for each in options.deepspeed])
     with tempfile.TemporaryDirectory() as own:

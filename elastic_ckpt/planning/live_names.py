@@ -282,8 +282,8 @@ def adopt_wrappers(metadata: CheckpointMetadata, live: LocalState) -> Checkpoint
     """Rename what the live model has under the same name but for wrappers (:mod:`elastic_ckpt.core.wrappers`)."""
     saved = {*metadata.parameters, *(name for name, _ in metadata.tensors), *metadata.aliases}
     trained = (flat.members for flat in live.flats)
-    others = (whole.name for whole in live.wholes)
-    renamed = wrapped_otherwise(saved, live.model.names.union(others, *trained, *live.model.ties.values()))
+    wholes = (whole.name for whole in live.wholes)
+    renamed = wrapped_otherwise(saved, live.model.names.union(wholes, live.others, *trained, *live.model.ties.values()))
     if not renamed:
         return metadata
     old, new = min(renamed.items())

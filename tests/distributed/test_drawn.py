@@ -13,8 +13,9 @@ from tests.soak.walk import Stop, Walk
 
 pytestmark = pytest.mark.nightly
 
-#: What flows get.
+#: What flows get, and what changes do.
 _SECONDS = 150
+_SECONDS_OF_CHANGES = 240
 
 
 def test_what_deepspeed_completes_alone_completes_with_elastic_ckpt_and_leaves_the_same_bits(
@@ -26,6 +27,12 @@ def test_what_deepspeed_completes_alone_completes_with_elastic_ckpt_and_leaves_t
     counted, failures = draw(table_of("flows", every=False), "flows", _SECONDS, seed, extensions_dir)
     assert failures == [], f"seed {seed}"
     assert counted["right"] > counted["void"] / 2, counted
+
+
+def test_what_another_script_loads_is_right_by_names_or_refused_with_a_remedy_that_holds(extensions_dir: str) -> None:
+    counted, failures = draw(table_of("changes"), "changes", _SECONDS_OF_CHANGES, 54, extensions_dir)
+    assert failures == []
+    assert counted["right"] > counted["refused"] > 0 and counted["remedied"] > 0, counted
 
 
 def test_every_hop_of_random_walks_is_bit_exact(extensions_dir: str) -> None:

@@ -56,7 +56,7 @@ def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
     truth["steps"] = steps(engine)
     truth["groups"] = hyperparameters(engine)
     truth["counters"] = (engine.global_steps, engine.global_samples, engine.skipped_steps)
-    truth["scheduler"] = engine.lr_scheduler.state_dict()
+    truth["scheduler"] = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     truth["scale"] = loss_scale(engine)
     return truth
 

@@ -1,0 +1,196 @@
+"""Changes: the axes of a script, how a pair is drawn, and how one that fails is reduced. Pure."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a training script builds; the defaults are the plainest.
+
+    Attributes:
+        stage, precision: of ZeRO; a key of ``tests.distributed.model.PRECISIONS``.
+        wrapper: what wraps modules, or the whole model.
+        frozen: which parameters do not train.
+        groups: of the optimizer.
+        tied: whether the head has the embedding's weights.
+        rows: of the vocabulary.
+        adapter: names and rank of adapters beside two layers.
+        quantized: a frozen base of bitsandbytes.
+        more: a module or a buffer that others do not have.
+        optimizer, scheduler: ``none``: without one; a scheduler may be ``held`` by the script, which restores it.
+        accumulation: micro-batches of a step.
+    """
+
+    stage: int = 1
+    precision: str = "fp32"
+    wrapper: str = "none"
+    frozen: str = "none"
+    groups: str = "one"
+    tied: bool = False
+    rows: int = 37
+    adapter: str = "none"
+    quantized: str = "none"
+    more: str = "none"
+    optimizer: str = "adamw"
+    scheduler: str = "step"
+    accumulation: int = 1
+
+
+@dataclass(frozen=True)
+class Change:
+    """A script that saves, one that loads, and how the load is called.
+
+    Attributes:
+        saved_ranks, ranks: that save and that load.
+        loads: a key of :data:`LOADS`: arguments of the load.
+        files: what happened to the files meanwhile: ``as saved``; ``without states``: those of the optimizer are gone;
+            ``without latest``; ``without frozen``: the save left out what does not train.
+        given: how the folder is named: ``folder``, or ``tag``, beside it.
+    """
+
+    saves: Script = field(default_factory=Script)
+    loads: Script = field(default_factory=Script)
+    saved_ranks: int = 2
+    ranks: int = 2
+    arguments: str = "all"
+    files: str = "as saved"
+    given: str = "folder"
+
+    @property
+    def is_at_saved_topology(self) -> bool:
+        """Whether DeepSpeed's own loader may be asked."""
+        return (self.saved_ranks, self.saves.stage) == (self.ranks, self.loads.stage)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The axes on which the two scripts differ, for counting."""
+        return tuple(
+            each.name for each in fields(Script) if getattr(self.saves, each.name) != getattr(self.loads, each.name)
+        )
+
+
+#: Arguments of ``load_checkpoint``.
+LOADS: dict[str, dict[str, object]] = {
+    "all": {},
+    "not strict": {"load_module_strict": False},
+    "no states": {"load_optimizer_states": False},
+    "no schedule": {"load_lr_scheduler_states": False},
+    "module only": {"load_module_only": True},
+}
+#: Axis of a script -> what may be chosen.
+AXES: Mapping[str, tuple[int | str | bool, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "precision": ("fp32", "bf16"),
+    "wrapper": ("none", "checkpointed", "compiled", "module", "peft"),
+    "frozen": ("none", "embedding", "norms", "base"),
+    "groups": ("one", "decay", "reversed", "split", "empty"),
+    "tied": (False, True),
+    "rows": (37, 40),
+    "adapter": ("none", "default", "other", "both", "wide"),
+    "quantized": ("none", "four", "double", "eight"),
+    "more": ("none", "module", "buffer", "extra state"),
+    "optimizer": ("adamw", "sgd", "none"),
+    "scheduler": ("step", "lambda", "cosine", "sequential", "held", "none"),
+    "accumulation": (1, 2),
+}
+RANKS = (1, 2, 3, 4)
+FILES = ("as saved", "without states", "without latest", "without frozen")
+GIVEN = ("folder", "tag")
+
+
+def change_of(text: str) -> Change:
+    """The change that :func:`as_json` has written."""
+    read = json.loads(text)
+    scripts = {which: Script(**read.pop(which, {})) for which in ("saves", "loads")}
+    return Change(**scripts, **read)
+
+
+def as_json(change: Change) -> str:
+    """What :func:`change_of` reads: the choices that are not the default."""
+    written = _not_plain(change, Change())
+    for which in ("saves", "loads"):
+        written[which] = _not_plain(getattr(change, which), Script())
+    return json.dumps(written)
+
+
+def _not_plain(chosen: Change | Script, plain: Change | Script) -> dict[str, object]:
+    values = asdict(chosen)
+    return {name: value for name, value in values.items() if value != asdict(plain)[name]}
+
+
+def random_change(rng: random.Random, saved_ranks: int, ranks: int) -> Change:
+    """A script that is odd in some ways, and the same with one or two changes."""
+    while True:
+        saves = _odd(rng)
+        changed = rng.sample(sorted(AXES), rng.choice((0, 1, 1, 2)))
+        if "stage" not in changed and rng.random() < 0.3:
+            changed.append("stage")
+        loads = replace(saves, **{axis: rng.choice(AXES[axis]) for axis in changed})  # type: ignore[arg-type]
+        if loads.optimizer == "none":
+            loads = replace(loads, scheduler="none")
+        change = Change(
+            saves,
+            loads,
+            saved_ranks,
+            ranks,
+            rng.choice(("all", "all", *LOADS)),
+            rng.choice(("as saved", "as saved", *FILES)),
+            rng.choice(("folder", "folder", *GIVEN)),
+        )
+        if is_possible(change):
+            return change
+
+
+def _odd(rng: random.Random) -> Script:
+    """Most axes keep their default, so that odd choices meet in twos and threes."""
+    chosen = {axis: rng.choice(choices) for axis, choices in AXES.items() if axis == "stage" or rng.random() < 0.3}
+    return Script(**chosen)  # type: ignore[arg-type]
+
+
+def is_possible(change: Change) -> bool:
+    """Whether a person would do it, as far as is known beforehand; what fails with DeepSpeed alone counts for nothing."""
+    if change.saves.optimizer == "none":
+        return False
+    if change.files == "without latest" and change.given == "folder":
+        return False
+    return _is_possible(change.saves) and _is_possible(change.loads)
+
+
+def _is_possible(script: Script) -> bool:
+    if script.optimizer == "none" and (script.stage in (1, 2) or script.scheduler != "none"):
+        return False  # DeepSpeed wants one
+    if script.frozen == "base" and script.adapter == "none" and script.more != "module":
+        return False  # nothing would train
+    if script.quantized != "none" and (script.stage == 3 or script.precision != "fp32"):
+        return False
+    return not (script.tied and script.frozen == "embedding" and script.groups == "one" and script.adapter == "wide")
+
+
+def simpler(change: Change) -> Iterator[Change]:
+    """The change with less to it: an axis on which the scripts differ made equal, or one at its default."""
+    for axis in change.kinds:
+        yield replace(change, loads=replace(change.loads, **{axis: getattr(change.saves, axis)}))
+    for each in fields(Script):
+        plain = {each.name: each.default}
+        now = (getattr(change.saves, each.name), getattr(change.loads, each.name))
+        if now != (each.default, each.default) and each.name not in change.kinds:
+            yield replace(change, saves=replace(change.saves, **plain), loads=replace(change.loads, **plain))
+    for each in fields(Change):
+        if each.name not in ("saves", "loads") and getattr(change, each.name) != each.default:
+            yield replace(change, **{each.name: each.default})
+
+
+def reduced(change: Change, fails: Callable[[Change], bool]) -> Change:
+    """The change with as little to it as it needs to fail."""
+    while True:
+        for candidate in simpler(change):
+            if is_possible(candidate) and fails(candidate):
+                change = candidate
+                break
+        else:
+            return change
