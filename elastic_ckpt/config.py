@@ -180,7 +180,7 @@ class ElasticConfig(BaseModel):
     replicated_params: Literal["strict", "first", "mean"] = Field(
         "strict",
         description="what to load if tensor-parallel ranks saved different values of a parameter that each has whole: "
-        "strict: nothing, but an error; first: the first rank's; mean: the mean of all",
+        "strict: nothing, but an error; first: the first rank's, also of a module's extra state; mean: the mean of all",
     )
     on_unreadable_entry: Literal["error", "skip"] = Field(
         "error",

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
+from elastic_ckpt.core.extra_states import EXTRA_STATE
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import NO_SHARE, Outcome, RestoredShare, names_with
@@ -31,7 +32,12 @@ _LITTLE = 0.5
 #: The role of what :func:`elastic_ckpt.register` gave an engine.
 DATA_POSITION = "data position"
 #: Display names of roles.
-_TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen parameters"}
+_TITLES = {
+    MASTER: "fp32 masters",
+    BUFFER: "buffers",
+    FROZEN: "frozen parameters",
+    EXTRA_STATE: "extra states",
+}
 
 
 def progress_bar(what: str, nbytes: int, show: bool | None, leave: bool = True) -> tqdm[Any]:

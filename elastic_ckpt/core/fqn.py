@@ -66,7 +66,8 @@ def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> Checkpoint
     if not rules:
         return metadata
     metadata = _without_entries_of_masters(metadata, rules)
-    names = dict.fromkeys([*metadata.parameters, *(name for name, _ in metadata.tensors), *metadata.aliases])
+    tensors = (name for name, _ in metadata.tensors)
+    names = dict.fromkeys([*metadata.parameters, *tensors, *metadata.aliases, *metadata.extra_states])
     by_new: dict[str, list[str]] = {}
     for name in names:
         by_new.setdefault(rename(name, rules), []).append(name)
@@ -139,6 +140,7 @@ def with_names(
         ),
         aliases={new_name(name): new_name(target) for name, target in metadata.aliases.items()},
         crc32s={new_name(name): crc32 for name, crc32 in metadata.crc32s.items()},
+        extra_states={new_name(name): state for name, state in metadata.extra_states.items()},
         notes=(*metadata.notes, *notes),
     )
 

@@ -162,6 +162,9 @@ class ModelLayout:
     #: Parameter of a tied pipeline module, of which each stage has a copy of its own -> these stages.
     unsynchronized: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)  # plain arguments of the live run (Megatron-DeepSpeed's)
+    #: Name in the state dict of each extra state that a module of this rank takes -> whether the module keeps one now.
+    extra_states: Mapping[str, bool] = field(default_factory=dict)
+    extra_states_elsewhere: frozenset[str] = frozenset()  # as ``elsewhere``
 
     @property
     def names(self) -> frozenset[str]:

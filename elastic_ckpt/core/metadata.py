@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.chunks import ChunkSource, FlatTensors, PartitionedChunks, PartitionRule, StorageChunk, chunks_of
+from elastic_ckpt.core.extra_states import SavedExtraState
 from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.shard_specs import DeclaredSpecs
 from elastic_ckpt.core.state_kinds import BlockFormat
@@ -279,6 +280,8 @@ class CheckpointMetadata:
     crc32s: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     #: Parameter in which AutoEP stacks experts, whose slices are listed instead -> number of experts.
     stacked: Mapping[str, int] = field(default_factory=dict)
+    #: What modules keep beside parameters and buffers, by name in the state dict.
+    extra_states: Mapping[str, SavedExtraState] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what the reader noticed
     warnings: tuple[str, ...] = ()  # and what calls for the user's attention
 

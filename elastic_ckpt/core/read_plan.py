@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.chunks import BlockCode
+from elastic_ckpt.core.extra_states import EXTRA_STATE, SavedExtraState
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, BlockFormat
@@ -222,7 +223,7 @@ class Outcome:
 
 
 #: Roles whose names are not those of parameters or buffers.
-_NOT_TENSORS = frozenset({"param groups", "random state", "lr scheduler"})
+_NOT_TENSORS = frozenset({"param groups", "random state", "lr scheduler", EXTRA_STATE})
 
 
 def names_with(outcomes: Iterable[Outcome], what: str) -> tuple[str, ...]:
@@ -316,6 +317,8 @@ class LoadPlan:
     start_values: tuple[Mapping[str, Any], ...] = ()
     share: RestoredShare = NO_SHARE
     replaces_live_values: bool = False  # whether some of ``hyperparameters`` are others than the live ones
+    #: What modules of this rank are given beside parameters and buffers, by name in the live state dict.
+    extra_states: Mapping[str, SavedExtraState] = field(default_factory=dict)
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()
 

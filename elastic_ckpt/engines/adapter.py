@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ckpt.core.chunks import parameter_rules, placements
+from elastic_ckpt.core.extra_states import is_extra_state
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.fqn import ExpertSlice, slices
 from elastic_ckpt.core.local_state import (
@@ -31,6 +33,7 @@ from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer, sharded_base_weights
 from elastic_ckpt.engines.coordinates import LiveFQNs, model_of, stacked_experts
+from elastic_ckpt.engines.extra_states import takers
 from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, dtype_name, tensor_of
 from elastic_ckpt.engines.quantization import quantization_entries
 from elastic_ckpt.errors import UnsupportedError
@@ -83,7 +86,8 @@ class EngineAdapter(ABC):
         buffers = dict(engine.module.named_buffers(remove_duplicate=False))
         named = buffers.keys() | dict(engine.module.named_parameters(remove_duplicate=False)).keys()
         entries = set(map(without_hidden, named))
-        self._others = frozenset(name for name in saved if name not in entries)
+        self._others = frozenset(name for name in saved if name not in entries and not is_extra_state(name))
+        self.extra_states = takers(engine.module, self._fqns.of, saved)  # by FQN
         #: Persistent buffers by FQN. Of one that is a parameter, ZeRO-3 saves nothing under the buffer's name.
         self.buffers = {
             self._fqns.of(name): torch.empty(0, dtype=buffer.dtype) if hasattr(buffer, "ds_id") else buffer
@@ -155,7 +159,10 @@ class EngineAdapter(ABC):
                 *(self._whole(name, FROZEN, param) for name, param in self.frozen.items()),
             ),
             groups=tuple(groups),
-            model=model_of(self._engine, self.dp_group, self._fqns, self._stacked),
+            model=replace(
+                model_of(self._engine, self.dp_group, self._fqns, self._stacked),
+                extra_states={name: taker.keeps_some for name, taker in self.extra_states.items()},
+            ),
         )
 
     def check(self, plan: LoadPlan, saved_zero_stage: int) -> None:

@@ -25,6 +25,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import bwc, groups
 
+from elastic_ckpt.core.extra_states import extra_state_name
 from elastic_ckpt.core.fqn import ExpertName, slices
 from elastic_ckpt.core.local_state import LiveShards, ModelLayout, RankCoordinates, SequenceParallel
 from elastic_ckpt.core.shard_specs import CannotSplit, layout_of_affine
@@ -108,10 +109,11 @@ def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLa
             shards = [other.layouts[name] for other in stage if name in other.layouts]
             values = tuple(value for shard in shards for value in shard.values)
             layouts[name] = replace(layout, shapes=tuple(shard.shapes[0] for shard in shards), values=values)
+    extra = frozenset(name for other in everybody for name in other.extra_states).difference(mine.extra_states)
     stages: dict[str, tuple[int, ...]] = {}
     for name, copies in sorted({each for other in everybody or [mine] for each in other.unsynchronized.items()}):
         stages[name] = stages.get(name, ()) + copies
-    return replace(mine, layouts=layouts, elsewhere=elsewhere, unsynchronized=stages)
+    return replace(mine, layouts=layouts, elsewhere=elsewhere, unsynchronized=stages, extra_states_elsewhere=extra)
 
 
 def coordinates_of(engine: Any, dp_group: Any) -> RankCoordinates:
@@ -220,12 +222,17 @@ class LiveFQNs:
 
 
 def _expert_tensors(engine: Any) -> Iterator[tuple[Any, str, str]]:
-    """Each ``MoE`` layer with each tensor of its experts: the name in the live state dict, and the FQN."""
+    """Each ``MoE`` layer with each tensor of its experts: the name in the live state dict, and the FQN.
+
+    With them, the names that extra states of the experts' modules have.
+    """
     for path, layer in engine.module.named_modules() if engine.has_moe_layers else ():
         experts = layer.deepspeed_moe.experts.deepspeed_experts if isinstance(layer, MoE) else ()
         for number, expert in enumerate(experts):
             ep_rank = groups._get_expert_parallel_rank(layer.expert_group_name)
-            for name, _ in chain(expert.named_parameters(), expert.named_buffers()):
+            tensors = (name for name, _ in chain(expert.named_parameters(), expert.named_buffers()))
+            states = (extra_state_name(name) for name, _ in expert.named_modules(remove_duplicate=False))
+            for name in chain(tensors, states):
                 live = ExpertName(without_hidden(f"{path}.") if path else "", number, without_hidden(name))
                 yield layer, str(live), str(live.on(ep_rank, layer.num_local_experts))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -26,24 +26,11 @@ from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState
 from elastic_ckpt.formats.numbered_stages import StageFiles, with_layers
+from elastic_ckpt.formats.rank_files import RankFiles, extra_states_of
 from elastic_ckpt.formats.same_save import refuse_within_step, spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.zero0 import numbered_states, unpartitioned_metadata
-
-
-@dataclass
-class RankFiles:
-    """The files of one model-parallel rank, in rank order."""
-
-    models: list[ModelShard] = field(default_factory=list)
-    optimizers: list[OptimizerShard] = field(default_factory=list)
-    expert_optimizers: list[UnpartitionedState] = field(default_factory=list)
-    experts: list[ExpertShard] = field(default_factory=list)
-
-    @property
-    def model(self) -> ModelShard:
-        return self.models[0]
 
 
 @dataclass(frozen=True)
@@ -94,6 +81,7 @@ def assemble(
         mp: _fit_together(found, mp, rank, grid, options, name_states, stages.get(mp)) for mp, rank in ranks.items()
     }
     metadata = merging.merge_stages([merging.merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
+    known = frozenset[str]()
     if layers:
         buffers = frozenset(name for rank in ranks.values() for model in rank.models for name in model.buffer_names)
         known = buffers.union(metadata.parameters, options.live_names)
@@ -105,6 +93,10 @@ def assemble(
     across = _experts_across(found, list(ranks.values()), grid.tp, options)
     if across is not None:
         metadata = merging.with_more(metadata, across)
+    of_models = {mp: rank.models for mp, rank in ranks.items()}
+    experts = {mp: rank.experts for mp, rank in ranks.items()}
+    extra = extra_states_of(of_models, grid, options.coordinates, experts, layers, known)
+    metadata = replace(metadata, extra_states=extra)
     if not metadata.parameters:
         models = {mp: rank.model for mp, rank in ranks.items()}
         metadata = module_weights.with_weights_checked(metadata, models, layers, lacking)

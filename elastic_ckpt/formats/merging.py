@@ -12,13 +12,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from itertools import accumulate, chain
 from operator import or_
 from typing import Any, ClassVar
 
 from elastic_ckpt.core.chunks import ChunkSource, chunks_of
+from elastic_ckpt.core.extra_states import is_extra_state
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import (
     BUFFER,
@@ -32,9 +33,10 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.shard_specs import CannotSplit
 from elastic_ckpt.core.values import PerRank, merged, moved
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
+from elastic_ckpt.formats.extra_states import digests, extra_states_in
 from elastic_ckpt.formats.metadata_builder import dense_tensor
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.formats.own_entries import checked_tree, is_extra_state, not_tensors, text_of
+from elastic_ckpt.formats.own_entries import checked_tree, not_tensors, text_of
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import Scalars, merged_groups, settings
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -234,11 +236,12 @@ class LayerShard(SourceFile):
     a tied layer only the first occurrence has a file, while its parameters are named ``tied_modules.<key>.*``.
     """
 
-    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "layer", "tp_rank")
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "layer", "tp_rank", "extra_states")
 
     layer: int
     tp_rank: int
     weights: Mapping[str, TensorRef]
+    extra_states: Mapping[str, bytes] = field(default_factory=dict)  # as of ``ModelShard``
 
     def named(self, known: frozenset[str]) -> dict[str, TensorRef]:
         """Its tensors by FQN, some of which are ``known``; of a tied layer, by the tied module's name."""
@@ -247,6 +250,12 @@ class LayerShard(SourceFile):
             name = f"{self.layer}.{key}"
             found[name if name in known else tied.get(key, name)] = ref
         return found
+
+    def named_extra_states(self, known: frozenset[str]) -> dict[str, str]:
+        """The entry of each extra state by its FQN: where the tensors are named as a tied module's, so is it."""
+        tied = next(filter(None, map(_TIED.match, self.named(known))), None)
+        prefix = f"{self.layer}." if tied is None else tied[0]
+        return {f"{prefix}{entry}": entry for entry in self.extra_states}
 
 
 @lru_cache(maxsize=2)  # called for every layer with the same names
@@ -258,19 +267,22 @@ def _tied_names(known: frozenset[str]) -> dict[str, str]:
 
 
 def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
-    weights = {str(name): ref for name, ref in checked_tree(file).items() if isinstance(ref, TensorRef)}
-    return LayerShard(**file.facts, layer=layer, tp_rank=tp_rank, weights=weights)
+    entries = {str(name): entry for name, entry in checked_tree(file).items()}
+    weights = {name: ref for name, ref in entries.items() if isinstance(ref, TensorRef) and not is_extra_state(name)}
+    extra = digests(file, extra_states_in(file))
+    return LayerShard(**file.facts, layer=layer, tp_rank=tp_rank, weights=weights, extra_states=extra)
 
 
 @dataclass(frozen=True)
 class ExpertShard(SourceFile):
     """One expert's file: its tensors by FQN."""
 
-    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "layer", "expert", "weights")
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "layer", "expert", "weights", "extra_states")
 
     layer: int
     expert: int
     weights: Mapping[str, TensorRef]
+    extra_states: Mapping[str, bytes] = field(default_factory=dict)  # as of ``ModelShard``
 
     @property
     def path_of_layer(self) -> str:
@@ -284,8 +296,9 @@ def index_expert(file: PickledFile) -> ExpertShard:
     """Read one expert's file; :class:`DamagedError` if it has anything but that expert's tensors."""
     ((layer, expert, _),) = sort_names([os.path.basename(file.path)], is_universal=False).experts
     entries = {str(name): entry for name, entry in checked_tree(file).items()}
-    weights = {name: entry for name, entry in entries.items() if isinstance(entry, TensorRef)}
-    if lost := {name: text_of(entries[name]) for name in entries if name not in weights and not is_extra_state(name)}:
+    extra = extra_states_in(file)
+    weights = {name: entry for name, entry in entries.items() if isinstance(entry, TensorRef) and name not in extra}
+    if lost := {name: text_of(entries[name]) for name in entries if name not in weights and name not in extra}:
         raise not_tensors(file.path, lost)
     found = {name: expert_name(name) for name in weights}
     others = [name for name, e in found.items() if (e.number != expert if e else not name.endswith(f".{expert}"))]
@@ -293,7 +306,7 @@ def index_expert(file: PickledFile) -> ExpertShard:
         problem = "this file does not have the weights of the expert that its name says"
         have = listed(others) if others else "no tensors"
         raise LayoutError(problem, file.path, f"tensors of expert {expert} of one layer", have)
-    return ExpertShard(**file.facts, layer=layer, expert=expert, weights=weights)
+    return ExpertShard(**file.facts, layer=layer, expert=expert, weights=weights, extra_states=digests(file, extra))
 
 
 def with_module_files(

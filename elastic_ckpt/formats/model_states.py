@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from elastic_ckpt.config import CONFIG_KEY
+from elastic_ckpt.core.extra_states import is_extra_state
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
@@ -34,12 +35,12 @@ from elastic_ckpt.errors import (
     UnsupportedError,
 )
 from elastic_ckpt.formats.base import refuse_other_saves
+from elastic_ckpt.formats.extra_states import digests, extra_states_in
 from elastic_ckpt.formats.own_entries import (
     check_base_state,
     check_masters,
     check_own_entries,
     checked_tree,
-    is_extra_state,
     module_entries,
     text_of,
 )
@@ -93,7 +94,7 @@ class UnpartitionedState(SourceFile):
 class ModelShard(SourceFile):
     """What one model-states file holds."""
 
-    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "buffers_crc32")
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "buffers_crc32", "extra_states")
 
     #: Per group (ZeRO-3: per sub-group), names and logical shapes in flat-buffer order.
     param_shapes: tuple[tuple[tuple[str, Shape], ...], ...]
@@ -122,6 +123,8 @@ class ModelShard(SourceFile):
     #: Module entries that are no tensors, without extra state, and what each is.
     other_entries: Mapping[str, str] = field(default_factory=dict)
     hidden: Mapping[str, str] = field(default_factory=dict)  # FQN -> name in the file, with what wrappers add to it
+    #: Digests of what modules keep beside parameters and buffers, by name.
+    extra_states: Mapping[str, bytes] = field(default_factory=dict)
     schedule: tuple[Fact, ...] | None = None  # of the lr scheduler, which ``engine.step`` steps, if the engine had one
 
     @property
@@ -147,12 +150,9 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
     lacks_names = is_old or ("num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys())
     buffer_names = () if lacks_names else tuple(map(without_hidden, map(str, file.section("buffer_names"))))
     module = module_entries(file.section("module"))
-    for name, value in module.items():
-        if is_extra_state(name) and value is not None:  # Python state, which nothing here restores
-            problem = "a module keeps extra state (get_extra_state), which is not supported yet"
-            raise UnsupportedError(problem, file.path, "None", type(value).__name__, parameter=name)
+    extra = {name: module.pop(name) for name in [*module] if is_extra_state(name)}
     weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
-    others = {name: text_of(each) for name, each in module.items() if name not in weights and not is_extra_state(name)}
+    others = {name: text_of(each) for name, each in module.items() if name not in weights}
     buffers = [name for name in buffer_names if name in weights]
     tree = file.tree
     run = run_arguments(tree.get("args"), os.path.dirname(file.path))
@@ -182,6 +182,7 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
         run=run,
         counts=counts_ahead(file),
         other_entries=others,
+        extra_states=digests(file, extra),
         hidden=_hidden_names(tree),
         schedule=schedule_facts(tree.get("lr_scheduler")),
     )
@@ -201,7 +202,8 @@ def model_indexer(
         # what follows from bytes behind the tree is each file's own
         optimizer = index_unpartitioned(file, options) if same.optimizer is not None else None
         crc32 = _checksum(file, map(same.weights.__getitem__, same.buffers))
-        return replace(same, **file.facts, buffers_crc32=crc32, optimizer=optimizer)
+        extra = digests(file, extra_states_in(file)) if same.extra_states else {}
+        return replace(same, **file.facts, buffers_crc32=crc32, extra_states=extra, optimizer=optimizer)
 
     return index
 

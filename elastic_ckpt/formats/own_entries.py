@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from elastic_ckpt.core.extra_states import is_extra_state
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.errors import DamagedError, listed
@@ -300,11 +301,6 @@ def not_tensors(path: str, entries: Mapping[str, str]) -> DamagedError:
     expected = "module / " + listed(entries) + (": a tensor" if len(entries) == 1 else ": tensors")
     found = entries[next(iter(entries))]
     return DamagedError(_PROBLEM, path, expected, found, parameter=list(entries))
-
-
-def is_extra_state(name: str) -> bool:
-    """Whether a module entry is what ``get_extra_state`` returned, which need not be a tensor."""
-    return name.endswith("_extra_state")
 
 
 def module_entries(module: Any) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from operator import itemgetter, or_
 from typing import Any
 
 from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
+from elastic_ckpt.core.extra_states import SavedExtraState, is_extra_state
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import NameStates, with_slices
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import (
     ITEMSIZE,
     MASTER,
@@ -47,6 +49,7 @@ from elastic_ckpt.formats.metadata_builder import Tensors, module_tensors, weigh
 from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.rank_files import extra_states_of
 from elastic_ckpt.formats.same_save import refuse_within_step, spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import loss_scale_of, read_training_state, refuse_features
 from elastic_ckpt.formats.universal_contents import refuse_exchanged_files
@@ -70,9 +73,13 @@ _NO_OPTIMIZER_FILE = (
 
 
 def list_parameters(found: CheckpointInfo) -> tuple[bool, list[str]]:
-    """Whether there is an optimizer's file, and the sorted names of parameters, whose folders are not looked into."""
+    """Whether there is an optimizer's file, and the sorted names of parameters, whose folders are not looked into.
+
+    DeepSpeed's converter also makes folders of tensors that modules keep as extra state, which are in the model files.
+    """
     folder = found.path(UNIVERSAL_FOLDER)
-    return exists(os.path.join(folder, UNIVERSAL_OPTIMIZER)), sorted(folder_names(folder))
+    names = (name for name in folder_names(folder) if not is_extra_state(name))
+    return exists(os.path.join(folder, UNIVERSAL_OPTIMIZER)), sorted(names)
 
 
 def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> FolderReading:
@@ -102,6 +109,7 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
         scalers, grid = [optimizer.loss_scaler], builder.grid
         refuse_within_step([first], options.check_shards)
         metadata = with_progress_compared(builder.of_files(), first, options.check_shards, scalers)
+        metadata = replace(metadata, extra_states=builder.extra_states(options.coordinates))
         if options.check_shards:
             of_files = {fqn: found.path(f"{UNIVERSAL_FOLDER}/{folder}") for fqn, folder in folders.items()}
             list_path = found.path(f"{UNIVERSAL_FOLDER}/{UNIVERSAL_OPTIMIZER}")
@@ -202,6 +210,10 @@ class _Builder(StatesBuilder):
         states = replace(metadata.states, missing=self._present().missing())
         whole = replace(metadata, declared=declared, crc32s=crc32s, states=states)
         return with_slices(whole, self._options.are_restored)
+
+    def extra_states(self, coordinates: RankCoordinates) -> dict[str, SavedExtraState]:
+        """What modules keep beside parameters and buffers, for one live rank."""
+        return extra_states_of(dict(enumerate(self._ranks)), self.grid, coordinates)
 
     def _present(self) -> PresentFiles:
         """The files of the folder."""

@@ -15,12 +15,13 @@ from typing import Any
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from packaging.version import InvalidVersion, Version
 
+from elastic_ckpt.core.extra_states import is_extra_state
 from elastic_ckpt.engines import compat
 from elastic_ckpt.errors import errors_of_file
 from elastic_ckpt.formats import saved_config
 from elastic_ckpt.formats.model_states import FUSED, MASTER_ENTRIES
 from elastic_ckpt.formats.naming import FolderFiles
-from elastic_ckpt.formats.own_entries import is_count, is_extra_state, module_entries
+from elastic_ckpt.formats.own_entries import is_count, module_entries
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.calls import Call
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef

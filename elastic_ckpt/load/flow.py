@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -23,6 +23,7 @@ from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat, training_state
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.data_position import samples_consumed
+from elastic_ckpt.engines.extra_states import set_extra_states
 from elastic_ckpt.errors import (
     CommunicationError,
     ElasticCkptError,
@@ -37,6 +38,7 @@ from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadSums, check_files, exchange_shares, execute
 from elastic_ckpt.load.early_schedulers import EarlyStates, early_schedulers, with_other_schedulers
+from elastic_ckpt.load.extra_states import files_of, read_extra_states
 from elastic_ckpt.load.live_engine import adapter_of, describe
 from elastic_ckpt.load.metadata import read_checkpoint
 from elastic_ckpt.load.nothing_matched import refuse_nothing
@@ -85,6 +87,9 @@ class RankPlan:
     runs_code: bool  # loads an lr scheduler's state, or those of DeepSpeed's own schedulers
     medium: Medium = UNKNOWN  # where the files are
     share: RestoredShare = NO_SHARE  # of the weights that this rank holds
+    #: What the modules of this rank take beside parameters and buffers: whether any takes some, and the files of it.
+    sets_extra_states: bool = False
+    files_of_extra_states: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, plan: LoadPlan, mp_rank: int, config: ElasticConfig, folder: str, runs_code: bool = False) -> RankPlan:
@@ -97,7 +102,8 @@ class RankPlan:
         digest = hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
         view = VIEW.get()
         notes = (*plan.notes, *(() if view is None else view.notes))
-        return cls(mp_rank, digest, differences, plan.may_differ, notes, runs_code, medium, plan.share)
+        extra = bool(plan.extra_states), files_of(plan.extra_states)
+        return cls(mp_rank, digest, differences, plan.may_differ, notes, runs_code, medium, plan.share, *extra)
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,7 @@ class Prepared:
     warnings: tuple[str, ...]
     medium: Medium  # where the files are, for one rank at least
     runs_code: bool  # whether any rank loads the state of a scheduler; the others wait for it
+    extra_states: Mapping[str, Any] | None  # what this rank's modules are given beside tensors; ``None``: no rank's are
 
 
 def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
@@ -157,8 +164,13 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
         if plan.share.is_nothing(with_states):
             refuse_nothing(checkpoint.metadata, local_state, plan.share, config.rename, with_states)
     runs_code = any(each.runs_code for each in everybody)
+    extra = None
+    if any(each.sets_extra_states for each in everybody):
+        with timed("metadata", seconds):
+            files = [each.files_of_extra_states for each in everybody]
+            extra = read_extra_states(plan.extra_states, files, config.trust_pickle)
     return Prepared(
-        call, found, seconds, adapter, local_state, checkpoint, plan, host, early, warnings, medium, runs_code
+        call, found, seconds, adapter, local_state, checkpoint, plan, host, early, warnings, medium, runs_code, extra
     )
 
 
@@ -273,6 +285,9 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     exact_masters = ready.call.arguments.restores_states or not source.by_rank
     options = read_options(config, ready.medium)
     read, received_nbytes, sums = overwrite(ready.adapter, plan, config, options, seconds, exact_masters)
+    if ready.extra_states is not None:
+        with timed("commit", seconds), distributed.agree("give modules what they kept beside parameters and buffers"):
+            set_extra_states(ready.adapter.extra_states, ready.extra_states)
 
     def finish() -> _Done:
         with timed("commit", seconds):

@@ -280,10 +280,13 @@ def _unnamed(numbered: NumberedStates, live: Sequence[LiveGroup], fitting: Seque
 
 def adopt_wrappers(metadata: CheckpointMetadata, live: LocalState) -> CheckpointMetadata:
     """Rename what the live model has under the same name but for wrappers (:mod:`elastic_ckpt.core.wrappers`)."""
-    saved = {*metadata.parameters, *(name for name, _ in metadata.tensors), *metadata.aliases}
+    tensors = (name for name, _ in metadata.tensors)
+    saved = {*metadata.parameters, *tensors, *metadata.aliases, *metadata.extra_states}
+    extra = {*live.model.extra_states, *live.model.extra_states_elsewhere}
     trained = (flat.members for flat in live.flats)
     wholes = (whole.name for whole in live.wholes)
-    renamed = wrapped_otherwise(saved, live.model.names.union(wholes, live.others, *trained, *live.model.ties.values()))
+    others = live.others | extra
+    renamed = wrapped_otherwise(saved, live.model.names.union(wholes, others, *trained, *live.model.ties.values()))
     if not renamed:
         return metadata
     old, new = min(renamed.items())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from elastic_ckpt.core.extra_states import EXTRA_STATE, SavedExtraState
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.quantized_weights import described_weights
@@ -19,6 +20,7 @@ from elastic_ckpt.errors import (
     UnsupportedError,
     listed,
 )
+from elastic_ckpt.planning.extra_states import match_extra_states
 from elastic_ckpt.planning.near_names import (
     GENERIC_RENAME,
     Renames,
@@ -34,7 +36,7 @@ _EXCLUDED = (
     "initialized by this run, not loaded: saved without frozen parameters (exclude_frozen_parameters=True), which is "
     "right where the model gets the same values again, as from_pretrained gives them, and wrong for random ones"
 )
-_NOT_CONVERTED = "DeepSpeed's converter drops the buffers of pipeline layers: the model's own values stay"
+_NOT_CONVERTED = "DeepSpeed's converter drops those of pipeline layers: the model's own values stay"
 _LEFT_OUT = "they describe quantized weights that were left out of the save: the model's own stay, with its own weights"
 _NO_PLACE = "the live model has no such entry"
 
@@ -46,6 +48,7 @@ class Matching:
     restored: frozenset[str]
     wholes: frozenset[tuple[str, str]]
     outcomes: tuple[Outcome, ...]
+    extra_states: Mapping[str, SavedExtraState] = field(default_factory=dict)  # to restore
 
     @property
     def names(self) -> frozenset[str]:
@@ -74,7 +77,11 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     lost_wholes = (each for each in local_state.wholes if (each.name, each.key) not in found and 0 not in each.shape)
     lacking = [each for each in lost_wholes if each.name not in of_live]
     missing |= {kind: {each.name for each in lacking if each.key == kind} for kind in (BUFFER, FROZEN)}
-    unsaved = set() if metadata.source.buffers_recorded else missing.pop(BUFFER)
+    extra = match_extra_states(metadata, local_state.model)
+    missing[EXTRA_STATE] = set(extra.missing)
+    unsaved: dict[str, set[str]] = {}
+    if not metadata.source.buffers_recorded:
+        unsaved = {kind: missing.pop(kind) for kind in (BUFFER, EXTRA_STATE)}
     excluded = set()
     of_quantized = _described(metadata, local_state)
     # ZeRO-2 and 3 list frozen parameters, even if there are none, unless they are excluded. At lower stages a save
@@ -88,14 +95,10 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     lost = set().union(*missing.values())
     left_out |= of_quantized.keys() & unexpected  # with their weights
     unexpected -= left_out
-    names = unexpected & local_state.others
-    if names and (strict or lost):  # which may be the lost ones, renamed by a hook
-        problem = "the module's state dict has entries that are neither parameters nor buffers"
-        remedy = Remedy(when="if they hold nothing that training needs", arguments={"load_module_strict": False})
-        if lost:
-            remedy = Remedy(f'"elastic_checkpoint": {{"rename": ...}}, if they are {listed(lost)} of the model')
-        both = "parameters and buffers under their own names", "entries that a hook of the module adds or renames"
-        raise metadata.error(UnsupportedError, problem, names, *both, (remedy, AT_ITS_TOPOLOGY))
+    unexpected |= extra.unexpected
+    of_hooks = unexpected & local_state.others
+    if of_hooks and (strict or lost):  # which may be the lost ones, renamed by a hook
+        raise _made_by_hooks(metadata, of_hooks, lost)
     if strict and (lost or unexpected):
         trains = live.union(whole.name for whole in local_state.wholes if whole.key == FROZEN and whole.trains)
         matches = bool(trains & (restored | {name for name, key in found if key == FROZEN}))
@@ -107,14 +110,26 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     outcomes = [
         *((role, "fresh", names, _NOT_SAVED) for role, names in missing.items()),
         (FROZEN, "fresh", excluded, _EXCLUDED),
-        (BUFFER, "fresh", unsaved, _NOT_CONVERTED),
+        *((role, "fresh", names, _NOT_CONVERTED) for role, names in unsaved.items()),
         (MASTER, "ignored", unexpected & trained.keys(), _NO_PLACE),
         (FROZEN, "ignored", unexpected & frozen - trained.keys(), _NO_PLACE),
         (BUFFER, "ignored", unexpected & buffers, _NO_PLACE),
         (FROZEN, "ignored", left_out, _LEFT_OUT),
+        (EXTRA_STATE, "restored", extra.names, ""),
+        (EXTRA_STATE, "ignored", extra.unexpected, _NO_PLACE),
     ]
     told = (Outcome(role, what, tuple(sorted(names)), why) for role, what, names, why in outcomes if names)
-    return Matching(restored, found, tuple(told))
+    return Matching(restored, found, tuple(told), extra.restored)
+
+
+def _made_by_hooks(metadata: CheckpointMetadata, names: Collection[str], lost: Collection[str]) -> UnsupportedError:
+    """The error for saved entries that are made by hooks of the live module, which lacks ``lost`` ones."""
+    problem = "the module's state dict has entries that are neither parameters nor buffers"
+    remedy = Remedy(when="if they hold nothing that training needs", arguments={"load_module_strict": False})
+    if lost:
+        remedy = Remedy(f'"elastic_checkpoint": {{"rename": ...}}, if they are {listed(lost)} of the model')
+    both = "parameters and buffers under their own names", "entries that a hook of the module adds or renames"
+    return metadata.error(UnsupportedError, problem, names, *both, (remedy, AT_ITS_TOPOLOGY))
 
 
 def _with_their_weights(

@@ -30,6 +30,7 @@ from elastic_ckpt.core.read_plan import NO_SCHEDULER, LoadPlan, Outcome, Replica
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.added_rows import grown_parameters, keep_added_rows
+from elastic_ckpt.planning.extra_states import one_value_each
 from elastic_ckpt.planning.live_names import adopt_wrappers
 from elastic_ckpt.planning.matching import Matching, match_parameters
 from elastic_ckpt.planning.param_groups import (
@@ -104,6 +105,7 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     parameters = match_parameters(metadata, local_state, options.strict)
     if options.strict and options.optimizer_states:
         refuse_untied(metadata, local_state)
+    notes = one_value_each(metadata, parameters.extra_states, keeps_one)
     grown = grown_parameters(metadata, model, parameters.names, config.added_rows, options.rules)
     others = parameters.names.difference(each.name for each in grown)
     resharding = resolve(metadata, model, others, options.rules, config.replicated_params)
@@ -127,7 +129,8 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
             kept_live=added | options.scheduler.kept_live,
             scheduled=options.scheduler.sets,
         )
-    return Matched(saved, metadata, parameters, resharding, states, groups, values, (_ADDED,) if added else ())
+    notes += (_ADDED,) if added else ()
+    return Matched(saved, metadata, parameters, resharding, states, groups, values, notes)
 
 
 def plan_load(
@@ -169,6 +172,7 @@ def plan_load(
             *builder.notes(),
             *([replaced] if replaced else ()),
         ),
+        extra_states=found.parameters.extra_states,
         share=restored_share(metadata, local_state, found.parameters),
         replaces_live_values=bool(replaced),
     )

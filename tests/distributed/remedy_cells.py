@@ -370,6 +370,8 @@ REASONS: dict[str, str] = {
     "core/fqn.py cannot_slice: load_optimizer_states": "needs expert parallelism: test_experts.py follows it",
     "load/hook.py no_other_loader: arguments, command": "needs an object store: test_buckets.py follows it",
     "load/pretrained.py PretrainedLoad._weights: strict": "is of load_pretrained: test_pretrained.py follows it",
+    "planning/extra_states.py one_value_each: replicated_params": "needs a module that keeps extra state: "
+    "test_extra_states.py follows it",
     "storage/remote.py RemoteFolder.__init__: command": _ELSEWHERE,
     "tools/export.py selected.matching: command": _ELSEWHERE,
 }

@@ -55,6 +55,7 @@ from elastic_ckpt.formats.torch_archive.tensors import (
 )
 
 ARRAY, BUFFER, DTYPE, NAMESPACE = "numpy.ndarray", "numpy.frombuffer", "numpy.dtype", "types.SimpleNamespace"
+STREAM = "_io.BytesIO"
 #: Where this numpy has the functions that rebuild its arrays.
 MULTIARRAY: str = np.zeros(1).__reduce__()[0].__module__
 #: Classes of Python that are made of plain parts, where their result is wanted (:mod:`elastic_ckpt.formats.objects`).
@@ -179,6 +180,7 @@ def _closed_list() -> dict[str, Global]:
         **{path: _later(path, how="new") for path in (*_CLASSES, *_OF_TUPLES)},
         **{path: _later(path, (int, str), check=partial(check_member, path)) for path in _ENUMS},
         **{path: partial(_of_python, path) for path in PLAIN_CLASSES},
+        STREAM: _later(STREAM, how="new"),
     }
     for module in ("pathlib", "pathlib._local"):  # the second is Python 3.13's
         for cls in (pathlib.PosixPath, pathlib.PurePosixPath):
@@ -208,6 +210,8 @@ def set_state(target: Any, state: Any) -> None:
         _check_elements(dtype, data, shape)
     elif is_call and target.name == DTYPE and not is_users:
         _check_dtype(target, state)
+    elif is_call and target.name == STREAM and not is_users:
+        _check_stream(state)
     elif not is_users:
         is_namespace = is_call and target.name == NAMESPACE
         if not (is_namespace or is_new or kind in (argparse.Namespace, OrderedDict)):
@@ -224,6 +228,15 @@ def set_state(target: Any, state: Any) -> None:
 def is_attribute(key: Any, kind: type = argparse.Namespace) -> bool:
     """Whether a key of a state can be an attribute: none that Python or the class gives a meaning."""
     return type(key) is str and not key.startswith("__") and not hasattr(kind, key)
+
+
+def _check_stream(state: Any) -> None:
+    """The bytes of a stream, a position in them, and no attributes; from one behind them, writing would fill up."""
+    data, position, attributes = state
+    if type(data) not in (bytes, bytearray) or type(position) is not int or attributes:
+        raise pickle.UnpicklingError("a stream of something else than bytes")
+    if not 0 <= position <= len(data):
+        raise pickle.UnpicklingError(f"a stream of {len(data)} bytes at position {position}")
 
 
 def _check_dtype(target: Call, state: Any) -> None:

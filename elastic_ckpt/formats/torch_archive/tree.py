@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace as replaced
 from typing import Any
 
+from elastic_ckpt.core.extra_states import is_extra_state
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import LARGEST_KEY, Call, Global, refuse_errors
 from elastic_ckpt.formats.torch_archive.charges import COPIED_NBYTES, STEP_NBYTES, items_nbytes
@@ -35,10 +36,20 @@ _OWN_ENTRIES = frozenset(
 
 
 def own_entries(tree: Any) -> Any:
-    """What of a file's tree this package reads: of a model-states file's, all but the client state."""
+    """What of a file's tree is read piece by piece: all but the client state, and extra states of modules."""
     if type(tree) is not dict or "module" not in tree:
-        return tree
-    return {key: value for key, value in tree.items() if key in _OWN_ENTRIES}
+        return _without_extra_states(tree)
+    own = {key: value for key, value in tree.items() if key in _OWN_ENTRIES}
+    return {**own, "module": _without_extra_states(own["module"])}
+
+
+def _without_extra_states(entries: Any) -> Any:
+    """A state dict without what ``get_extra_state`` of modules returned: it is made whole, as the client state is."""
+    if not isinstance(entries, dict) or not any(type(key) is str and is_extra_state(key) for key in entries):
+        return entries
+    kept = OrderedDict((key, each) for key, each in entries.items() if type(key) is not str or not is_extra_state(key))
+    vars(kept).update(getattr(entries, "__dict__", {}))
+    return kept
 
 
 def check_tree(tree: Any) -> None:

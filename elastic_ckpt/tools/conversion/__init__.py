@@ -167,7 +167,7 @@ def _write_model_files(opened: OpenedCheckpoint, models: Sequence[str], place: P
     for path in models:
         written = place / plain_name(os.path.basename(path))
         unread = rewrite(path, written, trust_pickle=opened.config.trust_pickle, skip_unreadable=skips)
-        notes += [f"left out of the client state: {key}" for key in unread]
+        notes += [f"left out, since it cannot be read: {key}" for key in unread]
     return tuple(dict.fromkeys(notes))
 
 

@@ -5,15 +5,18 @@ Another loader runs whatever a pickle names. What is written names what this pac
 
 from __future__ import annotations
 
+import copy
 import errno
 import struct
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from elastic_ckpt.core.extra_states import is_extra_state
 from elastic_ckpt.errors import ElasticCkptError, Remedy
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.tree import refusals
@@ -42,14 +45,13 @@ def save(tree: Any, path: Path) -> None:
 
 
 def rewrite(source: str, target: Path, *, trust_pickle: bool, skip_unreadable: bool) -> list[str]:
-    """Write a model-states file anew; returns entries of its client state that are left out, with ``skip_unreadable``.
+    """Write a model-states file anew; returns what is left out of it, with ``skip_unreadable``.
 
     Memory: one storage. Raises what :func:`open_pickled` does, :class:`UnsafePickleError` or :class:`UnsupportedError`
     for what cannot be written, and :class:`OSError` if the target cannot be.
     """
     file = open_pickled(source, trust_pickle)
-    unread = [key for key, value in file.tree.items() if skip_unreadable and next(refusals(value), None) is not None]
-    tree = {key: value for key, value in file.tree.items() if key not in unread}
+    tree, unread = _without_unreadable(file.tree) if skip_unreadable else (file.tree, [])
     try:
         pickled, storages = pickled_tree(tree)
     except ElasticCkptError as error:
@@ -63,7 +65,25 @@ def rewrite(source: str, target: Path, *, trust_pickle: bool, skip_unreadable: b
             file.read_into(ref.byte_offset, memoryview(raw))
             _add(archive, f"data/{key}", raw)
         _add(archive, "version", _VERSION)
-    return [str(key) for key in unread]
+    return unread
+
+
+def _without_unreadable(tree: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
+    """A tree without entries of its client state, and extra states of modules, that are not made; and their names."""
+    kept, unread = dict(tree), list[str]()
+    places: list[tuple[dict[Any, Any], Mapping[Any, Any]]] = [
+        (kept, {key: value for key, value in tree.items() if key != "module"})
+    ]
+    if isinstance(tree.get("module"), dict):
+        kept["module"] = copy.copy(tree["module"])
+        extra = {key: value for key, value in tree["module"].items() if is_extra_state(str(key))}
+        places.append((kept["module"], extra))
+    for owner, entries in places:
+        for key, value in entries.items():
+            if next(refusals(value), None) is not None:
+                unread.append(str(key))
+                del owner[key]
+    return kept, unread
 
 
 def _add(archive: zipfile.ZipFile, name: str, raw: bytes | bytearray) -> None:

@@ -1,0 +1,175 @@
+"""Jobs with a module that keeps extra state (``get_extra_state``), of many kinds, saved and loaded at other topologies."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import elastic_ckpt
+from elastic_ckpt.errors import ElasticCkptError
+from tests.distributed import truth as oracle
+from tests.distributed.jobs import SPOILS, truth_of
+from tests.distributed.model import TinyLM, build_engine, close, train
+
+
+class Diary:
+    """A class of the user's own."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Diary) and self.text == other.text
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _stream(number: int) -> io.BytesIO:
+    """As older Transformer Engines save it."""
+    torch.save({"scale": torch.full((3,), float(number))}, stream := io.BytesIO())
+    stream.seek(0)
+    return stream
+
+
+#: What a module may keep, given a number that tells values apart.
+KINDS: dict[str, Callable[[int], Any]] = {
+    "dictionary": lambda number: {
+        "count": number,
+        "history": torch.arange(5.0) + number,
+        "nested": OrderedDict(rates=[0.5, (float(number), "text")], none=None),
+        "array": np.arange(3) * number,
+    },
+    "tensor": lambda number: torch.full((2, 3), float(number), dtype=torch.bfloat16).t(),
+    "stream": _stream,
+    "bytes": lambda number: bytearray([number, 2, 3]),
+    "number": lambda number: number,
+    "object": lambda number: Diary(f"day {number}"),
+    "none": lambda number: None,
+}
+
+
+class Gauge(nn.Module):
+    """Keeps a value beside its weights.
+
+    Args:
+        value: what it keeps.
+        refuses: whether it takes no other.
+    """
+
+    def __init__(self, value: Any, refuses: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.value = value
+        self.refuses = refuses
+        self.times_set = 0
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        if self.refuses:
+            raise KeyError("amax_history")
+        self.value = state
+        self.times_set += 1
+
+
+class GaugedLM(TinyLM):
+    """A model with such a module, which has a second name, and is itself inside of another."""
+
+    def __init__(self, gauge: nn.Module | None, seed: int = 7) -> None:
+        super().__init__(seed)
+        self.inner = nn.Module()
+        if gauge is not None:
+            self.inner.gauge = self.inner.same = gauge
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(tokens)
+        return loss + self.inner.gauge.weight.square().sum() if hasattr(self.inner, "gauge") else loss
+
+
+def _gauge(case: dict[str, Any], number: int) -> nn.Module | None:
+    """The module of a case; ``kind``: of its state, none without; ``module``: which."""
+    kinds = {"gauge": Gauge, "linear": _Linear, "none": lambda value: None}
+    made: nn.Module | None = kinds[case.get("module", "gauge")](KINDS[case["kind"]](number))
+    return made
+
+
+class _Linear(nn.Module):
+    """The weight alone."""
+
+    def __init__(self, _: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+
+def save_each(cases: list[dict[str, Any]]) -> None:
+    """Save a run whose module keeps ``kind``, another value on each rank if ``by_rank``."""
+    for case in cases:
+        number = 1 + dist.get_rank() if case.get("by_rank") else 1
+        engine = build_engine(case["setup"], GaugedLM(_gauge(case, number)))
+        train(engine, 0, 2)
+        engine.save_checkpoint(case["folder"], tag="step4")
+        oracle.relink(engine)
+        truth = oracle.gather(engine, oracle.state_keys(engine))
+        if dist.get_rank() == 0:
+            torch.save(truth, f"{case['folder']}/truth.pt")
+        close(engine)
+        dist.barrier()
+
+
+def load(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """Load into an engine whose module keeps another value, and takes it unless it ``refuses``.
+
+    ``arguments``: of the load; ``config``: of elastic_ckpt; ``expected``: of each rank, the number of the value that it
+    is to have; ``allows``: whether the user allows the class of the saved value.
+    """
+    if case.get("allows"):
+        torch.serialization.add_safe_globals([Diary])
+    elastic_ckpt.install()
+    gauge = _gauge({"kind": case["kind"], "module": case.get("module", "gauge")}, 77)
+    setup = replace(case["setup"], config=(("elastic_checkpoint", case.get("config", {})),))
+    engine = build_engine(setup, GaugedLM(gauge, seed=8))
+    train(engine, 50, 51)
+    if case.get("refuses"):
+        gauge.refuses = dist.get_rank() == 0
+    engine._config.load_universal_checkpoint = case.get("format") == "universal"
+    error = None
+    try:
+        engine.load_checkpoint(case["folder"], **case.get("arguments", {}))
+    except ElasticCkptError as raised:
+        error = raised
+    expected = case.get("expected", [1] * dist.get_world_size())[dist.get_rank()]
+    differences = {} if error else oracle.differences(engine, truth_of(case["folder"]))
+    report = engine.elastic_report
+    found = SimpleNamespace(
+        error=error,
+        value=_text(getattr(gauge, "value", None)),
+        expected=_text(KINDS[case["kind"]](expected + SPOILS)),
+        times_set=getattr(gauge, "times_set", 0),
+        differences=differences,
+        outcomes={}
+        if report is None
+        else {each.what: each.names for each in report.outcomes if each.role == "extra state"},
+        report=report,
+    )
+    torch.serialization.clear_safe_globals()
+    close(engine)
+    return [found]
+
+
+def _text(value: Any) -> str:
+    """All of a value, for a comparison."""
+    if isinstance(value, io.BytesIO):
+        return f"stream at {value.tell()}: {value.getvalue().hex()}"
+    if isinstance(value, Diary):
+        return value.text
+    return repr(value)
