@@ -44,6 +44,7 @@ from elastic_ckpt.formats.safetensors import DTYPES, METADATA, SUFFIX
 from elastic_ckpt.planning.state_errors import refuse_unreadable_states
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, plain, scalars_of, weights_by_name
+from elastic_ckpt.tools.module_files import refuse_lost_entries
 from elastic_ckpt.tools.opened import Folders, config_of, open_folder, seen_together
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
@@ -118,6 +119,8 @@ def export(
             metadata = replace(metadata, tensors=of_weights, replicas=copies)
         reader = LogicalReader(metadata, options)
         weights = selected(metadata, weights_by_name(reader), include, exclude)
+        if adapter is None:
+            refuse_lost_entries(opened, lambda name: _matches(name, include or [""]) and not _matches(name, exclude))
         # dcp and safetensors do not tell buffers from frozen parameters, or from any if there are no masters
         kept = {BUFFER, FROZEN} if opened.found.foreign and metadata.parameters else {BUFFER}
         of_set = weights if adapter is None else of_adapter(weights, adapter, source)
@@ -287,6 +290,10 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _as_json(value.tolist())  # whose numbers may be complex
     return value if value is None or isinstance(value, (int, float, str)) else str(value)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def selected(

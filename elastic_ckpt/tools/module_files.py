@@ -7,16 +7,17 @@ live model tells parameters from what a module makes of itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
 from elastic_ckpt.core.wrappers import without_hidden
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import ANOTHER_TAG, DamagedError, ElasticCkptError, Remedy
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.merging import index_layer
 from elastic_ckpt.formats.model_states import index_model_states
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.tools.inspection import ERROR, UNCHECKED, Finding
+from elastic_ckpt.tools.opened import OpenedCheckpoint
 
 _OF_LAYER = re.compile(r"(\d{1,6})\.(.+)")
 _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
@@ -36,6 +37,22 @@ def layer_findings(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
         mine = {layer: shapes[layer, rank] for layer, rank in shapes if rank == mp % tp}
         for name, expected in listed.items():
             yield from _of_name(found, name, expected, mine, mp % tp)
+
+
+def refuse_lost_entries(opened: OpenedCheckpoint, is_wanted: Callable[[str], object] = lambda _: True) -> None:
+    """Raise :class:`DamagedError` for buffers and frozen weights that the files of pipeline layers lack.
+
+    These are nowhere else, so that what is written of the rest would lack them without a word. ``is_wanted``: by name.
+    """
+    found = opened.found
+    findings = layer_findings(found, opened.config.trust_pickle)
+    trained = opened.metadata.parameters
+    lost = [each for each in findings if each.parameter not in trained and is_wanted(str(each.parameter))]
+    if lost:
+        problem = "files of pipeline layers lack buffers or frozen weights, or have them in another shape"
+        expected, remedy = "those that the model-states files list", (Remedy("restore the file"), ANOTHER_TAG)
+        names = sorted({str(each.parameter) for each in lost})
+        raise DamagedError(problem, lost[0].file, expected, lost[0].text, parameter=names, remedy=remedy)
 
 
 def odd_entries(found: CheckpointInfo, trust_pickle: bool = False) -> Iterator[Finding]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.tensor_fragment import fragment_address
+from safetensors.torch import load_file
 
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.detect import look_at
+from elastic_ckpt.tools.conversion import convert
+from elastic_ckpt.tools.conversion.dcp import convert_to_dcp
+from elastic_ckpt.tools.export import export
 from elastic_ckpt.tools.module_files import layer_findings
+from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.verification import verify
 from tests.attacks.seeds import TREES
 from tests.unpartitioned import Model, indexed, trained
@@ -68,6 +76,55 @@ def test_what_the_file_of_a_layer_lacks_is_found(change: str, tp: int, tmp_path:
     findings = [*layer_findings(_pipeline(tmp_path / "step", tp, (layer, apply)))]
     assert {(each.parameter, each.kind) for each in findings} == {expected}
     assert all(each.level == "error" for each in findings)
+
+
+def _with_optimizer(folder: Path, layer: dict[str, Any]) -> str:
+    """A pipeline of one layer, with ZeRO-1 on a single rank, and a buffer and a frozen weight in the layer's file."""
+    folder.mkdir()
+    slices = OrderedDict({"0.w": fragment_address(numel=6, start=0)})
+    optimizer = dict(TREES["zero1"]["optimizer_state_dict"])
+    states = {"step": torch.tensor(4.0), "exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6)}
+    groups = [{"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}]
+    optimizer |= {"base_optimizer_state": {"state": {0: states}, "param_groups": groups}, "group_paddings": [0]}
+    optimizer |= {"single_partition_of_fp32_groups": [torch.arange(6.0)], "partition_count": [1]}
+    optimizer |= {"param_slice_mappings": [slices]}
+    tree = {key: each for key, each in TREES["model"].items() if key not in ("args", "client", "rng_states")}
+    tree |= {"module": None, "buffer_names": ["0.steps"], "shared_params": {}, "lr_scheduler": None}
+    tree |= {"frozen_param_shapes": {"0.frozen": torch.Size((3,))}, "frozen_param_fragments": {}}
+    tree |= {"param_shapes": [OrderedDict({"0.w": torch.Size((6,))})], "dp_world_size": 1, "mp_world_size": 1}
+    tree |= {"ds_config": {"train_batch_size": 8, "zero_optimization": {"stage": 1}}}
+    torch.save(tree, folder / "mp_rank_00_model_states.pt")
+    partition = {"optimizer_state_dict": optimizer, "ds_version": "0.19.8"}
+    torch.save(partition, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    torch.save(layer, folder / "layer_00-model_states.pt")
+    return str(folder)
+
+
+LAYER = {"w": torch.arange(6.0), "steps": torch.ones(2), "frozen": torch.ones(3)}
+WRITES: dict[str, Callable[[str, Path], object]] = {
+    "convert": lambda folder, out: convert(open_folder(folder, None, ElasticConfig()), out),
+    "convert to DCP": lambda folder, out: convert_to_dcp(open_folder(folder, None, ElasticConfig()), out),
+    "export": export,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("lost", ["steps", "frozen", "shape", ""])
+def test_nothing_is_written_without_what_layers_alone_have(lost: str, write: str, tmp_path: Path) -> None:
+    layer = {key: each for key, each in LAYER.items() if key != lost}
+    if lost == "shape":
+        layer["frozen"] = torch.ones(4)
+    folder, out = _with_optimizer(tmp_path / "step4", layer), tmp_path / "out"
+    if not lost:
+        WRITES[write](folder, out)
+        return
+    with pytest.raises(DamagedError) as caught:
+        WRITES[write](folder, out)
+    name = "0.steps" if lost == "steps" else "0.frozen"
+    assert name in str(caught.value.parameter) and not out.exists()
+    if write == "export" and lost == "steps":
+        export(folder, out, include=["w$"])
+        assert set(load_file(out / "model.safetensors")) == {"0.w"}
 
 
 def test_files_that_cannot_be_read_are_left_to_who_reads_all(tmp_path: Path) -> None:

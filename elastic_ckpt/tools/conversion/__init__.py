@@ -39,6 +39,7 @@ from elastic_ckpt.storage import inherited, medium_of
 from elastic_ckpt.tools.conversion.rewriting import rewrite, save
 from elastic_ckpt.tools.conversion.states import quantized_states, read_quantized, refusals, shared_states
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, scalars_of
+from elastic_ckpt.tools.module_files import refuse_lost_entries
 from elastic_ckpt.tools.opened import OpenedCheckpoint
 from elastic_ckpt.tools.output_folder import WriteReport, is_for_checkpoints, output_folder
 
@@ -59,6 +60,7 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     target, started = target.absolute(), time.monotonic()
     metadata, found = opened.metadata, opened.found
     refuse_unconvertible(metadata)
+    refuse_lost_entries(opened)
     models = _model_files(opened)
     metadata = with_stacks(metadata)
     options = read_options(opened.config, medium_of(found.folder, opened.config.reading.storage))

@@ -28,6 +28,7 @@ from elastic_ckpt.report import progress_bar
 from elastic_ckpt.tools.conversion import refuse_unconvertible
 from elastic_ckpt.tools.conversion.states import replicated_states
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, plain, scalars_of
+from elastic_ckpt.tools.module_files import refuse_lost_entries
 from elastic_ckpt.tools.opened import OpenedCheckpoint
 from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
@@ -41,6 +42,7 @@ def convert_to_dcp(opened: OpenedCheckpoint, target: Path, progress: bool | None
     """Write a DCP folder. Memory beside metadata: the largest tensor, twice. Errors are those of ``convert``."""
     target, started, metadata = target.absolute(), time.monotonic(), opened.metadata
     refuse_unconvertible(metadata, "dcp")
+    refuse_lost_entries(opened)
     reader, adamw = LogicalReader(metadata, opened.config), _adamw_of(opened)
     tensors = {path: tensor for tensor in reader.tensors.values() for path in _paths_of(tensor, metadata)}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
