@@ -54,7 +54,7 @@ from elastic_ckpt.formats.classification import (
     classify,
     notes_and_warnings,
 )
-from elastic_ckpt.formats.known_states import check_scalars
+from elastic_ckpt.formats.known_states import STEP, check_scalars, check_value
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.saved_states import StatesOfOne, normal_groups, resolve_codebooks, with_group_step
 from elastic_ckpt.formats.shards import FlatShard
@@ -140,8 +140,10 @@ class MetadataBuilder:
         if len({id(flat.states.scalars) for flat in flats}) > 1:  # files share what they have in common
             of_ranks = merged((range(file, file + 1), values) for file, values in zip(files, saved, strict=True))
             states = replace(states, scalars=tuple(of_ranks.items()))
+        path = self._files[files[0]].path
         scalars = with_group_step(states.scalars, bool(states.tensors or first.swapped), group)
-        check_scalars(self._files[files[0]].path, scalars, self._options, shapes[0][0] if shapes else None)
+        check_value(path, STEP, dict(scalars).get(STEP, 0), self._options)
+        check_scalars(path, scalars, self._options, shapes[0][0] if shapes else None)
         replicated = []
         for key in (key for key, kind in kinds.items() if kind.kind == REPLICATED):
             ref, digests = states.tensors[key], [flat.states.digests.get(key) for flat in flats]
@@ -150,7 +152,7 @@ class MetadataBuilder:
             replicated.append(ReplicatedState(key, ref.dtype, ref.shape, files[0], ref.byte_offset, crc32, differs))
         for name, shape in shapes:
             if name in self.parameters:
-                problem, path = "this parameter is listed twice: it has two masters", self._files[files[0]].path
+                problem = "this parameter is listed twice: it has two masters"
                 raise DamagedError(problem, path, "every parameter in one flat tensor", "two", parameter=name)
             self.parameters[name] = SavedParameter(shape, number, scalars, tuple(replicated))
         if is_alone:

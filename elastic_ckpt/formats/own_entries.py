@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from elastic_ckpt.core.extra_states import is_extra_state
 from elastic_ckpt.core.text import counted
+from elastic_ckpt.core.values import is_number
 from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats.known_states import is_real, value_text
@@ -50,7 +51,7 @@ def is_list(value: Any, of: Callable[[Any], bool]) -> bool:
 
 
 def _is_real_number(value: Any) -> bool:
-    return is_real(value.dtype) if isinstance(value, TensorRef) else isinstance(value, (int, float))
+    return is_real(value.dtype) if isinstance(value, TensorRef) else is_number(value)
 
 
 def _is_mapping(value: Any, of: Callable[[Any], bool], keys: type = str) -> bool:
@@ -103,7 +104,7 @@ _TENSORS = Kind(
     "a dictionary of tensors by name", lambda value: _is_mapping(value, lambda each: isinstance(each, TensorRef))
 )
 _STAGE = Kind(f"a ZeRO stage from 0 to {_MOST_STAGE}", _is_stage)
-_FLAG = Kind("True or False", lambda value: isinstance(value, (bool, int, float, TensorRef)))
+_FLAG = Kind("True or False", lambda value: is_number(value) or isinstance(value, TensorRef))
 _TEXT = Kind("text", lambda value: isinstance(value, str))
 _SCALER = Kind("DeepSpeed's loss scaler", _is_scaler)
 _AUTOEP = Kind("a list with the places of the experts of each AutoEP layer", lambda value: is_list(value, _is_autoep))
@@ -146,7 +147,7 @@ _UNIVERSAL_OPTIMIZER: Mapping[str, Kind] = {
     "overflow": _FLAG.or_none(),
     "optimizer_state_dict": _DICT,
 }
-_SETTING = Kind("True or False", lambda value: isinstance(value, (bool, int))).or_none()
+_SETTING = Kind("True or False", lambda value: isinstance(value, int) and is_number(value)).or_none()
 _REAL = Kind("a real number", _is_real_number).or_none()
 _REALS = Kind("a real number, or some", lambda value: _REAL.fits(value) or is_list(value, _REAL.fits))
 #: Those of torch's own optimizers, and what bitsandbytes is told from torch by.
@@ -156,6 +157,8 @@ _HYPERPARAMETERS: Mapping[str, Kind] = {
     **dict.fromkeys(("lr", "initial_lr", "weight_decay", "momentum", "dampening"), _REAL),
     **dict.fromkeys(("betas", "eps"), _REALS),
     "name": _TEXT.or_none(),
+    # of some fused optimizers a count, and of others their own
+    "step": Kind("an integer of 64 bits, if one", lambda value: not isinstance(value, int) or is_number(value)),
 }
 #: Lists of which each has an item for each flat tensor of :data:`_PARTITIONS`.
 _PER_FLAT = ("group_paddings", "param_alignment_paddings", "param_slice_mappings")

@@ -8,17 +8,17 @@ from typing import Any
 
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import CONVERT_AGAIN
 from elastic_ckpt.formats.objects import materialise
-from elastic_ckpt.formats.own_entries import check_groups, check_numbered, check_optimizer_file
+from elastic_ckpt.formats.own_entries import check_groups, check_numbered, check_optimizer_file, malformed
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
 from elastic_ckpt.formats.saved_states import NESTED, StatesOfOne, read_groups, sort_states
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.universal_contents import CONTENTS, Contents, read_contents
 from elastic_ckpt.formats.universal_files import FILES, FileList, read_file_list
 from elastic_ckpt.formats.universal_states import NO_STATES, SHARED_STATES
-from elastic_ckpt.formats.values import plain_numbers
 
 #: Entries that belong to one rank's partition.
 _PARTITIONS = frozenset(
@@ -58,7 +58,7 @@ def index_optimizer(file: PickledFile, options: StateOptions) -> OptimizerFile:
     groups = check_groups(file, file.section("param_groups"))
     states = file.tree.get("optimizer_state_dict", {}).get("state", {})
     check_numbered(file, states)
-    scalars = {int(flat): plain_numbers(file, values) for flat, values in _scalars(states).items()}
+    scalars = {int(flat): _numbers_of(file, flat, values, options) for flat, values in _scalars(states).items()}
     return OptimizerFile(
         zero_stage=int(file.tree.get("zero_stage", 1)),
         groups=read_groups(file, groups),
@@ -72,6 +72,15 @@ def index_optimizer(file: PickledFile, options: StateOptions) -> OptimizerFile:
         file_list=read_file_list(file.tree.get(FILES), file.path),
         contents=read_contents(file.tree.get(CONTENTS), file.path),
     )
+
+
+def _numbers_of(file: PickledFile, flat: int, values: Mapping[str, Any], options: StateOptions) -> dict[str, Any]:
+    """The numbers of one flat tensor's states; :class:`DamagedError` for what counts no steps, or is no number."""
+    found = sort_states(file, dict(values), options)
+    odd = next((key for key in found.opaque if options.are_restored and options.layout(key) is None), None)
+    if odd is not None:
+        raise malformed(file, f"optimizer_state_dict / state / {flat} / {odd}", "a number", values[odd])
+    return {key: each.elements[0] if isinstance(each, TensorValue) else each for key, each in found.scalars}
 
 
 def common_optimizer_state(file: PickledFile) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.core.metadata import ITEMSIZE, is_floating
-from elastic_ckpt.core.values import LeftInFile, TensorValue
+from elastic_ckpt.core.values import LeftInFile, TensorValue, is_number
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile
@@ -128,6 +128,9 @@ def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, An
         return _named(file, leaf) if isinstance(leaf, (Size, Global, Call)) else _number_or_left(leaf)
 
     def plain(value: Any) -> Any:
+        large = _large_integer(value)
+        if large is not None:
+            return LeftInFile(f"an integer of {large.bit_length()} bits")
         is_made = isinstance(value, Call) and (value.is_users or value.name in _MADE)
         return _number_or_left(materialise(file, value)) if is_made else replace_leaves(value, real, charge=charge)
 
@@ -136,6 +139,22 @@ def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, An
     is_device = {key for key, value in group.items() if isinstance(value, Call) and value.name == "torch.device"}
     with file.kept_open():
         return {key: plain(value) for key, value in group.items() if key not in is_device}
+
+
+def _large_integer(value: Any) -> int | None:
+    """An integer beyond 64 bits in a value: it cannot be compared with other numbers, and one of 15,000 not printed."""
+    waiting = [value]
+    seen = {id(value)}
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, int) and not is_number(each):
+            return each
+        inner = [*each.values()] if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else ()
+        for one in inner:
+            if id(one) not in seen:
+                seen.add(id(one))
+                waiting.append(one)
+    return None
 
 
 def _number_or_left(value: Any) -> Any:

@@ -228,6 +228,17 @@ def test_nothing_is_counted_up_to_what_a_folder_claims(tmp_path: Path, what: str
     assert found.ok == (what in ("sub-parameters", "more expert-parallel ranks")), found.problems
 
 
+@pytest.mark.parametrize("step", [4, -1, True, 1 << 70, 10**400], ids=["4", "-1", "True", "2 ** 70", "10 ** 400"])
+def test_a_step_that_a_param_group_counts_is_one(tmp_path: Path, step: int) -> None:
+    """As NVIDIA apex's FusedAdam keeps it."""
+    group, states, *others = partition(["a"], [6], bias_correction=True, step=step)
+    del states["step"]
+    folder = {MODEL: model_states(), OPTIMIZER: optimizer_states((group, states, *others))}
+    found = read(written(folder, tmp_path))
+    assert found.ok == (step == 4), found.problems
+    assert found.ok or "step: " in str(found.findings[0])
+
+
 @pytest.mark.parametrize("numbers", [(0, 1, 3), (0, LARGE)])
 def test_layers_are_not_counted_up_to_that_of_a_name(tmp_path: Path, numbers: tuple[int, ...]) -> None:
     path = written(of_layers(*numbers), tmp_path)
