@@ -8,6 +8,7 @@ and pickle are read: what is needed is where its data begins. Source: ``metadata
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO, cast
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.metadata_builder import refuse_view
 from elastic_ckpt.formats.naming import DCP_METADATA
@@ -189,8 +191,15 @@ def _entries(
             if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
                 raise unreadable(path, f"a chunk of {sizes} at {offsets} of {name}, of shape {shape}")
             chunks[name, offsets] = sizes
-        if not entry.chunks and 0 not in shape:
-            raise unreadable(path, f"a tensor of shape {shape} without a chunk: {name}")
+        covered = sum(math.prod(checked_shape(chunk.sizes)) for chunk in entry.chunks)
+        if covered < math.prod(shape):  # which dcp.save refuses to write
+            problem = "the chunks of a tensor do not cover it, by this .metadata"
+            expected = f"chunks of the {math.prod(shape)} elements of shape {shape}"
+            remedy = (
+                "the save is incomplete, or two are mixed: restore the folder from its original, or take another tag"
+            )
+            found = f"{covered} elements in {counted(len(entry.chunks), 'chunk')}"
+            raise DamagedError(problem, path, expected, found, parameter=name, remedy=remedy)
     return tensors, chunks
 
 

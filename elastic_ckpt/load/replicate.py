@@ -14,6 +14,8 @@ from typing import Any
 from isal import isal_zlib
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.logs import logger_of
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, list_checkpoints
 from elastic_ckpt.load.nodes import SECRET_NBYTES, Node, identity_of, inside, own_address, words_of
@@ -22,6 +24,7 @@ from elastic_ckpt.storage.local import is_link, made_whole, version_of
 from elastic_ckpt.storage.peers import FileServer, Peers
 from elastic_ckpt.storage.view import REPLICAS, NodeListing, list_folders
 
+logger = logger_of(__name__)
 _DOING = "replicate a checkpoint"
 #: Bytes in memory at a time.
 _CHUNK_NBYTES = 8 << 20
@@ -79,7 +82,7 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
         copies: of each file, on as many other nodes.
         keep: how many tags stay in ``folder`` on each node, and copies of them: this one and older ones. ``None``: all.
 
-    Collective, over small messages alone; a node's first rank copies, with at most 8 MiB in memory at a time. Raises
+    Collective, over small messages alone; a node's first rank copies, with at most 16 MiB in memory at a time. Raises
     the same :class:`ElasticCkptError` on every rank if arguments differ, or a node has nothing to copy.
     """
     if _last:
@@ -140,7 +143,11 @@ def _start(
         return Replication(None, None, prune)
     listings, addresses = zip(*served, strict=True)
     mine = list(nodes).index(node)
-    sources = [(mine + 1 + step) % len(nodes) for step in range(min(copies, len(nodes) - 1))]
+    others = len(nodes) - 1
+    if copies > others and distributed.rank() == 0:
+        text = "elastic_ckpt replicates to %s, not %d: the job has no more nodes; files of lost ones may be lost"
+        logger.warning(text, counted(others, "other node"), copies)
+    sources = [(mine + 1 + step) % len(nodes) for step in range(min(copies, others))]
     wanted: dict[str, tuple[int, int, Entry]] = {}  # of what several nodes have, the newest
     for source in sources:
         for number, entry in enumerate(listings[source].entries[0]):
@@ -187,14 +194,21 @@ class _Pull(threading.Thread):
             raise DamagedError("a listing names a file that is not below its folder", path)
         self._refuse_links(path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        buffer, crc32 = memoryview(bytearray(min(_CHUNK_NBYTES, entry.nbytes))), 0
+        _refuse_without_space(path, entry.nbytes)
+        raw = bytearray(min(_CHUNK_NBYTES, entry.nbytes))
+        buffer, zeros = memoryview(raw), memoryview(bytes(len(raw)))
+        crc32 = 0
         with made_whole(path, entry.mtime_ns) as stream:
+            stream.truncate(entry.nbytes)
             while left := entry.nbytes - stream.tell():
                 count = self._peers.read_into(source, number, [buffer[:left]], stream.tell())
                 if not count:
                     raise DamagedError("the original ends early", path, f"{entry.nbytes} bytes", stream.tell())
                 crc32 = isal_zlib.crc32(buffer[:count], crc32)
-                stream.write(buffer[:count])
+                if raw.startswith(zeros[:count]):  # a hole of the original is none of memory here
+                    stream.seek(count, os.SEEK_CUR)
+                else:
+                    stream.write(buffer[:count])
             expected = self._peers.crc32(source, number, 0, entry.nbytes)
             if crc32 != expected:
                 raise DamagedError("a copy differs from its original", path, f"CRC32 {expected:08x}", f"{crc32:08x}")
@@ -204,6 +218,13 @@ class _Pull(threading.Thread):
         place, folder = os.path.dirname(self._folder), os.path.dirname(path)
         if os.path.realpath(folder) != os.path.join(os.path.realpath(place), os.path.relpath(folder, place)):
             raise ConfigError("replicate does not follow links", folder, "a folder", "a link", remedy="remove it")
+
+
+def _refuse_without_space(path: str, nbytes: int) -> None:
+    """Raise OSError for a file that is larger than the space for it: one of holes alone may claim any size."""
+    space = shutil.disk_usage(os.path.dirname(path))
+    if space.total and nbytes > space.free:
+        raise OSError(errno.ENOSPC, f"{nbytes} bytes, and {space.free} are free", path)
 
 
 def _prune(folder: str, tag: str, keep: int | None) -> None:

@@ -476,3 +476,23 @@ def test_values_are_read_of_what_is_wanted_alone(folder: Path) -> None:
     file = read_dcp_file(str(folder / name), name, contents, {"note"})
     assert file.values == {"note": "hello"} and len(file.byte_offsets) == len(items)
     assert [at == -1 for at in file.byte_offsets] == [item.sizes is None for item in items]
+
+
+@pytest.mark.parametrize("rows", [6, 1 << 40, 1 << 60])
+@pytest.mark.parametrize("name", ["first.weight", "last.weight", "ticks"])
+def test_a_tensor_that_is_larger_than_its_chunks_is_named(tmp_path: Path, rows: int, name: str) -> None:
+    """Not as one whose bytes are those of others."""
+    model, optimizer = state_dicts()
+    folder = save(tmp_path / "step-5", {"model": model, "optim": optimizer})
+
+    def grow(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata[f"model.{name}"]
+        entry.size = torch.Size((rows, *entry.size[1:]))
+
+    rewrite(folder, grow)
+    with pytest.raises(DamagedError, match="chunks of a tensor do not cover it") as caught:
+        read(folder)
+    assert caught.value.parameter == f"model.{name}" and caught.value.file == str(folder / ".metadata")
+    assert str(caught.value.found).endswith("in 1 chunk") and caught.value.remedy
+    (finding,) = verify(str(folder), None, ElasticConfig()).findings
+    assert finding.parameter == f"model.{name}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import pytest
 
 from elastic_ckpt import replicate
 from elastic_ckpt.errors import ConfigError, DamagedError
+from elastic_ckpt.load.replicate import _Pull
+from elastic_ckpt.storage import Entry
+from elastic_ckpt.storage.peers import FileServer, Peers
 
 
 @pytest.fixture
@@ -95,3 +100,53 @@ def test_wrong_arguments_are_refused(memory: Path, arguments: dict[str, Any]) ->
 def test_a_tag_that_is_not_there_is_refused(memory: Path) -> None:
     with pytest.raises(DamagedError, match="no files of the tag"):
         replicate(memory, "step5")
+
+
+@contextmanager
+def pulled(folder: Path, name: str) -> Iterator[Any]:
+    """The thread that copies a file of another node, and has ended."""
+    source = folder / "source" / name
+    status = source.stat()
+    entry = Entry(name, status.st_size, status.st_mtime_ns)
+    server = FileServer("127.0.0.1", SECRET, [(str(source), entry.nbytes)])
+    try:
+        pull = _Pull(str(folder / ".replicas"), "step1", {name: (0, 0, entry)}, Peers(SECRET, [server.address]))
+        pull.run()
+        yield pull
+    finally:
+        server.close()
+
+
+SECRET, MIB = bytes(32), 1 << 20
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 8 * MIB, 40 * MIB, 40 * MIB + 3])
+@pytest.mark.parametrize("at", [None, 0, 17 * MIB])
+def test_a_copy_has_the_bytes_and_the_holes_of_its_original(tmp_path: Path, nbytes: int, at: int | None) -> None:
+    source = tmp_path / "source" / "step1" / "file.pt"
+    source.parent.mkdir(parents=True)
+    with source.open("wb") as stream:
+        stream.truncate(nbytes)
+        if at is not None and at < nbytes:
+            stream.seek(at)
+            stream.write(b"abc")
+    with pulled(tmp_path, "step1/file.pt") as pull:
+        assert pull.error is None
+    copy = tmp_path / ".replicas" / "step1" / "file.pt"
+    assert copy.read_bytes() == source.read_bytes() and copy.stat().st_mtime_ns == source.stat().st_mtime_ns
+    assert copy.stat().st_blocks * 512 <= 9 * MIB
+
+
+def test_a_file_that_is_larger_than_the_space_for_it_is_refused_at_once(tmp_path: Path) -> None:
+    source = tmp_path / "source" / "step1" / "file.pt"
+    source.parent.mkdir(parents=True)
+    with source.open("wb") as stream:
+        stream.truncate(8 << 40)
+    with pulled(tmp_path, "step1/file.pt") as pull:
+        assert pull.error is not None and "free" in str(pull.error.found)
+    assert not list((tmp_path / ".replicas").rglob("*.pt*"))
+
+
+def test_more_copies_than_nodes_are_told(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replicate(memory, "step4", copies=3).wait()
+    assert "0 other nodes, not 3" in caplog.text
