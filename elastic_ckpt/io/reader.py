@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import chain, groupby
 from queue import SimpleQueue
 from typing import Any
@@ -23,7 +23,8 @@ from isal import isal_zlib
 
 from elastic_ckpt.core.checksums import PartialSum
 from elastic_ckpt.core.metadata import SourceFile
-from elastic_ckpt.core.read_plan import BroadcastRange, ReadPlan, RequantizeItem
+from elastic_ckpt.core.read_plan import BroadcastRange, ReadItem, ReadPlan, RequantizeItem
+from elastic_ckpt.core.state_kinds import COMPANIONS
 from elastic_ckpt.distributed import in_buckets, wait
 from elastic_ckpt.errors import DamagedError, SavedOverError, refuse_used_up
 from elastic_ckpt.io.coalesce import (
@@ -37,10 +38,13 @@ from elastic_ckpt.io.coalesce import (
     sort_reads,
     tasks,
 )
-from elastic_ckpt.io.staging import Prefault, StagingBuffers, requantize, use_devices
+from elastic_ckpt.io.staging import Prefault, StagingBuffers, refuse_odd_scales, requantize, use_devices
 from elastic_ckpt.report import ReadStats, progress_bar
 from elastic_ckpt.storage import Ranges, inherited, open_ranges, open_stream, size_of
 from elastic_ckpt.storage.local import first_bytes
+
+#: Keys of the scales of 8-bit blocks.
+_SCALES = frozenset(scales for scales, _ in COMPANIONS.values())
 
 
 class ReadSums:
@@ -111,7 +115,32 @@ def execute(
         for done in run(reader.requantize, parts):
             stats += done
             bar.update(done.nbytes)
+    _check_copied_scales(plan, tensors)
     return stats
+
+
+def _check_copied_scales(plan: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
+    """Judge the scales of 8-bit blocks that were copied as those of which values were made are judged."""
+    targets = {number for number, target in enumerate(plan.targets) if target.flat >= 0 and target.key in _SCALES}
+    for item in plan.items if targets else ():
+        if item.target in targets:
+            with _named(plan, item.target, [item]):
+                for row in map(item.row, range(item.rows)):
+                    scales = tensors[item.target].view(-1)[row.target_offset : row.target_stop]
+                    refuse_odd_scales(scales, row.byte_offset)
+
+
+@contextmanager
+def _named(plan: ReadPlan, number: int, sources: Sequence[ReadItem]) -> Iterator[None]:
+    """Names state and file in an error about values, which carry neither."""
+    try:
+        yield
+    except DamagedError as error:
+        if error.file is None:
+            target = plan.targets[number]
+            error.parameter = f"{target.key} of flat partition {target.flat}"
+            error.file = plan.files[sources[0].file].path
+        raise
 
 
 class _Reader:
@@ -149,14 +178,8 @@ class _Reader:
         return ReadStats(batch.read_nbytes, batch.calls, sum(item.nbytes for item, _ in batch.parts))
 
     def requantize(self, item: RequantizeItem) -> ReadStats:
-        try:
+        with _named(self._plan, item.target, item.sources):
             return requantize(item, self._tensors, self._read_bytes)
-        except DamagedError as error:
-            if error.file is None:  # values carry neither their state nor their file
-                target = self._plan.targets[item.target]
-                error.parameter = f"{target.key} of flat partition {target.flat}"
-                error.file = self._plan.files[item.sources[0].file].path
-            raise
 
     def _read_bytes(self, file: int, byte_offset: int, nbytes: int) -> bytearray:
         raw = bytearray(nbytes)

@@ -247,14 +247,19 @@ def _source(item: ReadItem, read: ReadBytes) -> tuple[torch.Tensor, torch.Tensor
         return raw, raw, None
     file, byte_offset, nbytes = scales_of(item)
     scales = torch.frombuffer(read(file, byte_offset, nbytes), dtype=torch.float32)
-    if not torch.isfinite(scales).all():
-        near = item.code.scales_offset if item.code.scales_file < 0 else byte_offset
-        found = f"{scales[~torch.isfinite(scales)][0].item()} near byte {near}"
-        remedy = "the run that saved it had diverged, or the file is damaged: take another tag"
-        raise DamagedError("the scale of an 8-bit block is not finite", None, "finite numbers", found, remedy=remedy)
+    refuse_odd_scales(scales, item.code.scales_offset if item.code.scales_file < 0 else byte_offset)
     within = item.code.position % item.code.format.numel
     scales = scales.repeat_interleave(item.code.format.numel)[within : within + item.numel]
     return decode(raw, scales, item.code.format.codebook), raw, scales
+
+
+def refuse_odd_scales(scales: torch.Tensor, byte_offset: int) -> None:
+    """Raise :class:`DamagedError` for scales of 8-bit blocks that are not finite; it names no file."""
+    is_finite = torch.isfinite(scales)
+    if not is_finite.all():
+        found = f"{scales[~is_finite][0].item()} near byte {byte_offset}"
+        remedy = "the run that saved it had diverged, or the file is damaged: take another tag"
+        raise DamagedError("the scale of an 8-bit block is not finite", None, "finite numbers", found, remedy=remedy)
 
 
 @lru_cache(maxsize=32)
