@@ -51,6 +51,7 @@ class Change:
         files: what happened to the files meanwhile: ``as saved``; ``without states``: those of the optimizer are gone;
             ``without latest``; ``without frozen``: the save left out what does not train.
         given: how the folder is named: ``folder``, or ``tag``, beside it.
+        format: ``native``; or ``universal``, as DeepSpeed's converter or ``elastic-ckpt convert`` makes it of that.
     """
 
     saves: Script = field(default_factory=Script)
@@ -60,11 +61,12 @@ class Change:
     arguments: str = "all"
     files: str = "as saved"
     given: str = "folder"
+    format: str = "native"
 
     @property
-    def is_at_saved_topology(self) -> bool:
+    def is_of_deepspeed(self) -> bool:
         """Whether DeepSpeed's own loader may be asked."""
-        return (self.saved_ranks, self.saves.stage) == (self.ranks, self.loads.stage)
+        return self.format != "native" or (self.saved_ranks, self.saves.stage) == (self.ranks, self.loads.stage)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -101,6 +103,7 @@ AXES: Mapping[str, tuple[int | str | bool, ...]] = {
 RANKS = (1, 2, 3, 4)
 FILES = ("as saved", "without states", "without latest", "without frozen")
 GIVEN = ("folder", "tag")
+FORMATS = ("native", "universal by DeepSpeed", "universal by convert")
 
 
 def change_of(text: str) -> Change:
@@ -141,6 +144,7 @@ def random_change(rng: random.Random, saved_ranks: int, ranks: int) -> Change:
             rng.choice(("all", "all", *LOADS)),
             rng.choice(("as saved", "as saved", *FILES)),
             rng.choice(("folder", "folder", *GIVEN)),
+            rng.choice(("native", "native", *FORMATS)),
         )
         if is_possible(change):
             return change
@@ -157,6 +161,10 @@ def is_possible(change: Change) -> bool:
     if change.saves.optimizer == "none":
         return False
     if change.files == "without latest" and change.given == "folder":
+        return False
+    if change.format != "native" and change.files in ("without states", "without latest"):
+        return False
+    if change.format == "universal by DeepSpeed" and change.saves.stage == 0:
         return False
     return _is_possible(change.saves) and _is_possible(change.loads)
 

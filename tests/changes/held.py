@@ -110,8 +110,10 @@ def wrong_of(
     now = held_by(run)
     truth = _of_live_ties(truth, now, run)
     if change.files == "without frozen":
-        kept = {name: weight for name, weight in truth.weights.items() if name in truth.masters}
-        truth = replace(truth, weights=kept)
+        # DeepSpeed leaves out the first name of what is tied, and saves it under the others
+        lost = truth.weights.keys() - truth.masters.keys()
+        lost = {name for name in lost if name not in truth.ties or not _is_as_saved(now.weights[name], name, truth)}
+        truth = replace(truth, weights={name: truth.weights[name] for name in truth.weights.keys() - lost})
     # without states, masters are rounded through the weights, as DeepSpeed does it
     is_rounded = not _restores_states(arguments) or change.files == "without states"
     wrong = _wrong_weights(now, truth, before, is_rounded, is_renamed)

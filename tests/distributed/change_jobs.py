@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from tests.changes.held import (
     wrong_of,
 )
 from tests.changes.scripts import live
+from tests.distributed.convert import convert_by_command, convert_each
 from tests.distributed.facts import on_all_ranks
 from tests.distributed.remedy_jobs import merged
 
 SAVE_AT = 4
 TAG = "step4"
+UNIVERSAL = "universal"
 #: What became of a change: DeepSpeed cannot build or save it; ours is right; refused, where nobody had to be right; refused,
 #: and a remedy that was followed is right.
 VOID, RIGHT, REFUSED, REMEDIED = "void", "right", "refused", "remedied"
@@ -53,10 +56,23 @@ def _saved(change: Change, folder: str, spoils: bool) -> str:
         run.close()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    words = ""
     if dist.get_rank() == 0:
         torch.save((spoiled(truth) if spoils else truth, later), os.path.join(folder, "truth.pt"))
         _lose_files(change, folder)
-    dist.barrier()
+        words = _converted(change, Path(folder))
+    return str(on_all_ranks(words)[0])
+
+
+def _converted(change: Change, folder: Path) -> str:
+    """Make a universal checkpoint, if that is what is loaded; an error's words, or none."""
+    if change.format == "native":
+        return ""
+    convert = convert_each if change.format == "universal by DeepSpeed" else convert_by_command
+    try:
+        convert([{"native": str(folder), "folder": str(folder / UNIVERSAL)}])
+    except (Exception, SystemExit) as error:
+        return f"{change.format}: {type(error).__name__}: {error}"
     return ""
 
 
@@ -89,7 +105,7 @@ class _Tried:
 def _judged(change: Change, folder: str) -> tuple[str, str]:
     alone = None
     try:
-        if change.is_at_saved_topology:
+        if change.is_of_deepspeed:
             elastic_ckpt.uninstall()
             alone = _tried(change, folder, Remedy(), is_ours=False)
         elastic_ckpt.install()
@@ -144,7 +160,12 @@ def _tried(change: Change, folder: str, remedy: Remedy, is_ours: bool) -> _Tried
     truth, later = torch.load(os.path.join(folder, "truth.pt"), weights_only=False)
     arguments = merged(dict(LOADS[change.arguments]), remedy.arguments)
     if change.given == "tag":
-        arguments.setdefault("tag", TAG)
+        arguments.setdefault("tag", TAG if change.format == "native" else f"{TAG}_universal")
+    if change.format != "native":
+        folder = os.path.join(folder, UNIVERSAL)
+        run.engine._config.load_universal_checkpoint = True
+        if not is_ours:  # which finds the only tag
+            arguments.setdefault("tag", f"{TAG}_universal")
     report = None
     try:
         path, client = run.engine.load_checkpoint(arguments.pop("load_dir", folder), **arguments)
