@@ -15,6 +15,7 @@ class Script:
     Attributes:
         stage, precision: of ZeRO; a key of ``tests.distributed.model.PRECISIONS``.
         wrapper: what wraps modules, or the whole model.
+        names: of two modules in each layer.
         frozen: which parameters do not train.
         groups: of the optimizer.
         tied: whether the head has the embedding's weights.
@@ -29,6 +30,7 @@ class Script:
     stage: int = 1
     precision: str = "fp32"
     wrapper: str = "none"
+    names: str = "plain"
     frozen: str = "none"
     groups: str = "one"
     tied: bool = False
@@ -89,6 +91,7 @@ AXES: Mapping[str, tuple[int | str | bool, ...]] = {
     "stage": (0, 1, 2, 3),
     "precision": ("fp32", "bf16"),
     "wrapper": ("none", "checkpointed", "compiled", "module", "peft"),
+    "names": ("plain", "other"),
     "frozen": ("none", "embedding", "norms", "base"),
     "groups": ("one", "decay", "reversed", "split", "empty"),
     "tied": (False, True),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.changes.draw import Change
-from tests.changes.scripts import Live, canonical
+from tests.changes.scripts import NAMES, Live, canonical
 from tests.distributed import truth as oracle
 
 
@@ -46,7 +46,7 @@ def held_by(run: Live) -> Held:
         keys = oracle.state_keys(engine) if any(oracle.base_of(engine).state.values()) else []
         if keys:
             oracle.relink(engine)
-        found = oracle.gather(engine, keys)
+        found = oracle.gather(engine, keys, may_lack=True)
     weights = oracle.low_precision(engine)
     extra = [module for module in engine.module.modules() if hasattr(module, "note")]
     aliases = _aliases(engine.module)
@@ -122,12 +122,30 @@ def wrong_of(
     for name, buffer in now.buffers.items():
         if name in truth.buffers and not torch.equal(buffer, truth.buffers[name]):
             wrong.append(f"buffer {name} is not as saved")
-    same_base = change.saves.quantized == change.loads.quantized
-    if now.base is not None and truth.base is not None and same_base and not torch.equal(now.base, truth.base):
+    has_base = truth.base is not None and change.files != "without frozen"
+    if has_base and now.base is not None and not torch.equal(now.base, truth.base):
         wrong.append("the quantized base is another")
     if now.extra is not None and truth.extra is not None and not torch.equal(now.extra, truth.extra):
         wrong.append("the module's own state is not as saved")
     return wrong
+
+
+def in_names_of(truth: Held, change: Change) -> Held:
+    """What was saved, as the live script names it."""
+    pairs = list(zip(NAMES[change.saves.names], NAMES[change.loads.names], strict=True))
+
+    def renamed(name: str) -> str:
+        for old, new in pairs:
+            name = name.replace(f".{old}.", f".{new}.")
+        return name
+
+    return replace(
+        truth,
+        weights={renamed(name): value for name, value in truth.weights.items()},
+        masters={renamed(name): value for name, value in truth.masters.items()},
+        states={(renamed(name), key): value for (name, key), value in truth.states.items()},
+        rates={renamed(name): value for name, value in truth.rates.items()},
+    )
 
 
 def _wrong_weights(now: Held, truth: Held, before: Held, is_rounded: bool, is_renamed: bool) -> list[str]:
@@ -148,7 +166,8 @@ def _wrong_weights(now: Held, truth: Held, before: Held, is_rounded: bool, is_re
         saved = truth.masters.get(name, truth.weights[name])
         if saved.shape != has.shape:
             rows = min(len(saved), len(has))
-            if not torch.equal(has[:rows].float(), saved[:rows].to(has.dtype).float()):
+            dtype = weight.dtype if is_rounded else has.dtype
+            if not torch.equal(has[:rows].to(dtype), saved[:rows].to(dtype)):
                 wrong.append(f"{name} has not its rows")
         elif not _is_as_saved(has, name, truth, weight.dtype if is_rounded else None):
             wrong.append(f"{name} is not as saved")

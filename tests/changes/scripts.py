@@ -20,6 +20,8 @@ from tests.changes.draw import Script
 from tests.distributed.model import PRECISIONS, STEP, Compiled
 
 WIDTH = 8
+#: Of a layer's linear module and norm.
+NAMES = {"plain": ("linear", "norm"), "other": ("dense", "scale")}
 #: Samples of one step, which all numbers of ranks and micro-batches divide.
 BATCH = 24
 _SMALLEST_VOCABULARY = 37
@@ -40,17 +42,18 @@ class Layer(nn.Module):
 
     def __init__(self, script: Script) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
+        self._linear, self._norm = NAMES[script.names]
+        self.add_module(self._linear, nn.Linear(WIDTH, WIDTH))
+        self.add_module(self._norm, nn.LayerNorm(WIDTH))
         ranks = _ADAPTERS[script.adapter]
         self.lora_a = nn.ModuleDict({name: nn.Linear(WIDTH, rank, bias=False) for name, rank in ranks.items()})
         self.lora_b = nn.ModuleDict({name: nn.Linear(rank, WIDTH, bias=False) for name, rank in ranks.items()})
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = self.linear(hidden)
+        out = self.get_submodule(self._linear)(hidden)
         for name, reduce in self.lora_a.items():
             out = out + self.lora_b[name](reduce(hidden))
-        return hidden + torch.tanh(self.norm(out))
+        return hidden + torch.tanh(self.get_submodule(self._norm)(out))
 
 
 class Noted(nn.Module):
@@ -148,7 +151,7 @@ def _freeze(script: Script, net: Net) -> None:
         is_frozen = {
             "none": False,
             "embedding": name.startswith("embedding"),
-            "norms": "norm" in name,
+            "norms": f".{NAMES[script.names][1]}." in name,
             "base": is_base,
         }[script.frozen]
         if is_frozen:

@@ -14,8 +14,10 @@ import elastic_ckpt
 from elastic_ckpt.errors import ElasticCkptError, Remedy
 from tests.changes.draw import LOADS, Change
 from tests.changes.held import (
+    Held,
     differences,
     held_by,
+    in_names_of,
     keeps_schedule,
     other_rates,
     rates_of,
@@ -23,7 +25,7 @@ from tests.changes.held import (
     unsaid_by,
     wrong_of,
 )
-from tests.changes.scripts import live
+from tests.changes.scripts import Live, live
 from tests.distributed.convert import convert_by_command, convert_each
 from tests.distributed.facts import on_all_ranks
 from tests.distributed.remedy_jobs import merged
@@ -131,7 +133,7 @@ def _followed(change: Change, folder: str, error: BaseException, must_load: bool
     remedies = error.remedies if isinstance(error, ElasticCkptError) else ()
     helped = []
     for remedy in remedies:
-        if (remedy.config or remedy.arguments) and not remedy.when and "trust_pickle" not in remedy.config:
+        if _can_follow(remedy, change):
             tried = _tried(change, folder, remedy, is_ours=True)
             if tried.error is None and tried.wrong:
                 return f"its remedy {remedy} leaves {'; '.join(tried.wrong[:4])}", str(error)
@@ -144,36 +146,26 @@ def _followed(change: Change, folder: str, error: BaseException, must_load: bool
     return REFUSED, f"{type(error).__name__}: {error}"
 
 
+def _can_follow(remedy: Remedy, change: Change) -> bool:
+    """Whether a program can, and what the remedy says must be true is."""
+    is_renamed = change.saves.names != change.loads.names
+    is_true = remedy.when == "" or (is_renamed and remedy.when == "if they were renamed")
+    return bool(remedy.config or remedy.arguments) and is_true and "trust_pickle" not in remedy.config
+
+
 class _CannotBuild(Exception):
     """The live script fails before it loads."""
 
 
 def _tried(change: Change, folder: str, remedy: Remedy, is_ours: bool) -> _Tried:
     """Build the script, train a step, load, and look. Collective."""
-    try:
-        run = live(change.loads, 8, dict(remedy.config))
-        if change.loads.optimizer != "none":
-            run.train(60, 61)
-        before = held_by(run)
-    except Exception as error:
-        raise _CannotBuild(f"{type(error).__name__}: {error}") from error
+    run, before = _built(change, remedy)
     truth, later = torch.load(os.path.join(folder, "truth.pt"), weights_only=False)
-    arguments = merged(dict(LOADS[change.arguments]), remedy.arguments)
-    if change.given == "tag":
-        arguments.setdefault("tag", TAG if change.format == "native" else f"{TAG}_universal")
-    if change.format != "native":
-        folder = os.path.join(folder, UNIVERSAL)
-        run.engine._config.load_universal_checkpoint = True
-        if not is_ours:  # which finds the only tag
-            arguments.setdefault("tag", f"{TAG}_universal")
-    report = None
+    if "rename" in remedy.config:
+        truth = in_names_of(truth, change)
+    arguments = _arguments(change, folder, remedy, is_ours)
     try:
-        path, client = run.engine.load_checkpoint(arguments.pop("load_dir", folder), **arguments)
-        if path is None:
-            raise FileNotFoundError("found no checkpoint")
-        report = run.engine.elastic_report if is_ours else None
-        if run.held is not None and "schedule" in (client or {}):
-            run.held.load_state_dict(client["schedule"])
+        _load(change, run, arguments)
     except Exception as error:
         # an engine that is taken apart differs by what DeepSpeed did to it
         changed = differences(held_by(run), before) if is_ours and isinstance(error, ElasticCkptError) else ()
@@ -182,14 +174,51 @@ def _tried(change: Change, folder: str, remedy: Remedy, is_ours: bool) -> _Tried
     keeps_rates = "param_groups" not in remedy.config and keeps_schedule(change, arguments)
     wrong = wrong_of(change, run, truth, before, arguments, bool(remedy.config))
     wrong += other_rates(rates_of(run), truth.rates) if keeps_rates else []
-    if report is not None:
-        wrong += unsaid_by(run, truth, report)
-    if change.loads.optimizer != "none":
-        try:
-            run.train(SAVE_AT, SAVE_AT + 1)
-        except Exception as error:
-            wrong.append(f"the next step raises {type(error).__name__}: {error}")
-        else:
-            wrong += other_rates(rates_of(run), later, "a step later") if keeps_rates else []
+    if is_ours and run.engine.elastic_report is not None:
+        wrong += unsaid_by(run, truth, run.engine.elastic_report)
+    wrong += _wrong_a_step_later(run, later if keeps_rates else {})
     run.close()
     return _Tried(None, tuple(next(filter(None, on_all_ranks(wrong)), wrong)))
+
+
+def _built(change: Change, remedy: Remedy) -> tuple[Live, Held]:
+    """The live script after a step of other data, and what it holds."""
+    try:
+        run = live(change.loads, 8, dict(remedy.config))
+        if change.loads.optimizer != "none":
+            run.train(60, 61)
+        return run, held_by(run)
+    except Exception as error:
+        raise _CannotBuild(f"{type(error).__name__}: {error}") from error
+
+
+def _arguments(change: Change, folder: str, remedy: Remedy, is_ours: bool) -> dict[str, Any]:
+    """Of the load, as the script calls it, with what a remedy adds."""
+    arguments = {"load_dir": folder, **LOADS[change.arguments]}
+    is_native = change.format == "native"
+    if not is_native:
+        arguments["load_dir"] = os.path.join(folder, UNIVERSAL)
+    if change.given == "tag" or not (is_native or is_ours):  # only ours finds the only tag
+        arguments["tag"] = TAG if is_native else f"{TAG}_universal"
+    return merged(arguments, remedy.arguments)
+
+
+def _load(change: Change, run: Live, arguments: dict[str, Any]) -> None:
+    if change.format != "native":
+        run.engine._config.load_universal_checkpoint = True
+    path, client = run.engine.load_checkpoint(**arguments)
+    if path is None:
+        raise FileNotFoundError("found no checkpoint")
+    if run.held is not None and "schedule" in (client or {}):
+        run.held.load_state_dict(client["schedule"])
+
+
+def _wrong_a_step_later(run: Live, later: dict[str, tuple[float, float]]) -> list[str]:
+    """Whether the script trains on, and at the rates of the run that was not interrupted."""
+    if run.script.optimizer == "none":
+        return []
+    try:
+        run.train(SAVE_AT, SAVE_AT + 1)
+    except Exception as error:
+        return [f"the next step raises {type(error).__name__}: {error}"]
+    return other_rates(rates_of(run), later, "a step later")

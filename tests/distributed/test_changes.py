@@ -37,6 +37,7 @@ AT_THREE_RANKS = [
     changed(RIGHT, 3, saved=TWO_RATES, stage=3, groups="split"),
     changed(RIGHT, 3, saved=Script(stage=1, scheduler="held", groups="decay"), groups="split"),
     changed(REMEDIED, 3, saved=Script(stage=3), more="module"),
+    changed(REMEDIED, 3, saved=Script(stage=2, groups="decay"), names="other"),
     changed(REMEDIED, 3, saved=Script(stage=1), rows=40),
     changed(REMEDIED, 3, saved=Script(stage=1), optimizer="sgd"),
     changed(REFUSED, 3, saved=Script(stage=2), adapter="wide", wrapper="module", scheduler="cosine"),

@@ -29,8 +29,11 @@ def state_keys(engine: Any) -> list[str]:
     return sorted(key for key, value in state.items() if torch.is_tensor(value) and value.dim())
 
 
-def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
-    """Masters, states, buffers, steps, hyperparameters, counters and scheduler of a whole job. Collective."""
+def gather(engine: Any, keys: list[str], may_lack: bool = False) -> dict[str, Any]:
+    """Masters, states, buffers, steps, hyperparameters, counters and scheduler of a whole job. Collective.
+
+    ``may_lack``: whether parameters may have no states, of which DeepSpeed's getters raise errors, on some ranks.
+    """
     truth: dict[str, Any] = {"masters": {}, "states": {}, "weights": {}}
     # BF16_Optimizer partitions without ZeRO too, as bf16 was trained until DeepSpeed 0.16
     # DeepSpeed 0.17.6 does not in ZeRO-1 either, for bf16 with gradients in fp32
@@ -44,7 +47,8 @@ def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
                 continue
             truth["masters"][name] = safe_get_full_fp32_param(param).clone()
             for key in keys:
-                truth["states"][name, key] = safe_get_full_optimizer_state(param, key).clone()
+                if not may_lack or has_state(param, key):
+                    truth["states"][name, key] = safe_get_full_optimizer_state(param, key).clone()
     # since DeepSpeed 0.18
     dtype = getattr(engine.optimizer, "master_weights_and_grads_dtype", torch.float32)
     if engine.zero_optimization_stage() == 3 and dtype != torch.float32:
@@ -59,6 +63,19 @@ def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
     truth["scheduler"] = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     truth["scale"] = loss_scale(engine)
     return truth
+
+
+def has_state(param: Any, key: str) -> bool:
+    """Whether all ranks that hold a piece of a parameter have this state of it. Collective."""
+    if hasattr(param, "_z3_optimizer"):
+        optimizer = param._z3_optimizer
+        sub_group, _, _ = optimizer.grad_position[optimizer.get_param_id(param)]
+        has = key in optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[sub_group]]
+    else:
+        has = param._hp_mapping is None or key in param._hp_mapping.optim_fragment
+    everyone = torch.tensor(int(has))
+    dist.all_reduce(everyone, dist.ReduceOp.MIN)
+    return bool(everyone)
 
 
 def is_full(param: Any) -> bool:
