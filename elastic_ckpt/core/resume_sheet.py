@@ -19,6 +19,8 @@ HYPERPARAMETERS, RNG, WEIGHTS, OPTIMIZER, LOSSES = "hyperparameters", "RNG", "we
 COMPONENTS = (CODE, PRECISION, BATCH, DATA, LR, HYPERPARAMETERS, RNG, WEIGHTS, OPTIMIZER, LOSSES)
 #: Losses of two runs are equal up to this fraction: other ranks sum in another order.
 _ROUNDING = 1e-3
+#: Deviations of a component, and characters of a value, that are told: a sheet may have any number of both.
+_MOST_TOLD, _LONGEST_TEXT = 64, 200
 Value = bool | int | float | str | None | list[bool | int | float]
 Group = Mapping[str, Value]
 
@@ -61,15 +63,28 @@ def compare_sheets(
     """
     found = [Deviation(CODE, each) for each in _changes(first.versions, second.versions)]
     pairs = ((PRECISION, first.precision, second.precision), (BATCH, first.global_batch, second.global_batch))
-    found += [Deviation(name, f"{mine} -> {other}") for name, mine, other in pairs if mine != other]
+    found += [Deviation(name, f"{_short(mine)} -> {_short(other)}") for name, mine, other in pairs if mine != other]
     if first.data is not None and second.data is not None:
         found += [Deviation(DATA, each) for each in _changes(first.data, second.data)]
     if first.groups and second.groups:
         found += dict.fromkeys(_compare_groups(first.groups, second.groups, sources))
     if kinds := [key for key in sorted(first.rng.keys() & second.rng.keys()) if first.rng[key] != second.rng[key]]:
-        found.append(Deviation(RNG, f"other states of {', '.join(kinds)}"))
+        found.append(Deviation(RNG, f"other states of {shortened(map(_short, kinds))}"))
     found += [Deviation(LOSSES, each) for each in _apart(first.losses, second.losses)]
-    return in_order(found)
+    return _shortened(in_order(found))
+
+
+def _shortened(found: Sequence[Deviation]) -> list[Deviation]:
+    """The first deviations of each component, and how many more there are."""
+    by_component: dict[str, list[Deviation]] = {}
+    for each in found:
+        by_component.setdefault(each.component, []).append(each)
+    kept: list[Deviation] = []
+    for component, every in by_component.items():
+        kept += every[:_MOST_TOLD]
+        if len(every) > _MOST_TOLD:
+            kept.append(Deviation(component, f"and {len(every) - _MOST_TOLD} more"))
+    return kept
 
 
 def _compare_groups(
@@ -125,7 +140,12 @@ def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[st
     for key in sorted(first.keys() & second.keys()):
         mine, other = first[key], second[key]
         if mine != other and repr(mine) != repr(other):
-            yield f"{key} {mine} -> {other}"
+            yield f"{_short(key)} {_short(mine)} -> {_short(other)}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
 def _apart(first: list[float], second: list[float]) -> Iterator[str]:

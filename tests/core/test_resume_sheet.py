@@ -154,3 +154,25 @@ def test_an_lr_goes_on_where_that_of_no_parameter_is_another(
     found = compare_sheets(with_groups(*saved), with_groups(*live), sources)
     assert [each.detail for each in found if each.component == LR] == said
     assert ("lr " in goes_on(with_groups(*saved), with_groups(*live), found)) == (not said)
+
+
+def test_sheets_of_any_size_are_told_apart_in_few_words() -> None:
+    """A file of a MiB may have as many param groups as it has room for, or one value of all its length."""
+    facts = {"step": 1, "world_size": 1, "global_batch": 8}
+    many = [
+        ResumeSheet(
+            **facts,
+            precision=letter * 100_000,
+            groups=[{"lr": number + at, "b": number + at} for at in range(20_000)],
+            data={f"{key}": f"{number}" * 9000 for key in range(300)},
+            rng={f"{key}": letter for key in range(5000)},
+            versions={"x" * 9000: letter},
+        )
+        for number, letter in enumerate("ab", 1)
+    ]
+    found = compare_sheets(*many)
+    assert len(found) < 300 and max(len(each.detail) for each in found) < 1000
+    lr = [each.detail for each in found if each.component == LR]
+    assert lr[0] == "lr 1 -> 2 (param group 0)"
+    assert lr[-1] == f"and {20_000 - (len(lr) - 1)} more"
+    assert {LR, PRECISION, DATA, RNG, HYPERPARAMETERS, CODE} == {each.component for each in found}
