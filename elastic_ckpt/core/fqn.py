@@ -178,6 +178,7 @@ class NumberedStates:
     #: stages, tied modules first, then layers by number.
     stages: Sequence[NumberedStates] = ()
     stage: int = 0  # of these states
+    may_be_folded: bool = False  # of a pipeline: whether a ``DualPipeVModule`` may have saved it
 
 
 #: The names, and notes on how they were inferred.

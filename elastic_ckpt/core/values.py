@@ -225,6 +225,7 @@ class Features:
     expert_groups: tuple[str, ...] = ()  # param groups of experts, which show the expert-parallel degree
     one_bit: bool = False
     mics: int = 0  # ranks in a MiCS shard group; 0 without MiCS
+    zenflow: bool = False  # of a saved run: a live engine with it is refused, whatever the checkpoint
 
     def __or__(self, other: Features) -> Features:
         return Features(
@@ -232,10 +233,11 @@ class Features:
             tuple(sorted({*self.expert_groups, *other.expert_groups})),
             self.one_bit or other.one_bit,
             max(self.mics, other.mics),
+            self.zenflow or other.zenflow,
         )
 
     @property
     def names(self) -> str:
-        """Those that only DeepSpeed's own loader restores, in words; empty where there is none."""
+        """Those that elastic_ckpt does not restore, in words; empty where there is none."""
         names = ["a 1-bit optimizer"] * self.one_bit + [f"MiCS (mics_shard_size {self.mics})"] * (self.mics > 0)
-        return ", ".join(names)
+        return ", ".join([*names, *["ZenFlow"] * self.zenflow])

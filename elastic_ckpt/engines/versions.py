@@ -120,6 +120,8 @@ runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3
     sub_group_to_group_id parameter_offload refresh_fp32_params() swap_optimizer params_in_nvme_and_cpu
     averaged_gradients micro_step_id unflatten dp_process_group
     0.18.9: use_muon save_muon_momentum_buffer_in_memory
+    0.18.9, momenta in memory: muon_momentum_buffer_partitioned_groups_flat
+    offload ratio: subgroup_to_device partial_offload
     NVMe offload: _swappable_optimizer_subgroup(sub_group_id) optimizer_swapper fp16_partitioned_groups_flat_numel
     NVMe offload: _optimizer_states_and_gradient_swap_in(sub_group_id,timer_names)
     NVMe offload: _reassign_or_swap_out_partitioned_parameters(sub_group_id)

@@ -28,6 +28,7 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.adapter import EngineAdapter, ReadPart, partitions_of
+from elastic_ckpt.engines.kept_apart import give_momenta, refuse_kept_apart
 from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, schema_of
 from elastic_ckpt.engines.versions import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
 from elastic_ckpt.errors import UnsupportedError
@@ -232,6 +233,8 @@ class Zero3Adapter(EngineAdapter):
                 partition.data = values.data
         if self.masters and not (exact_masters or self._swaps):
             optimizer.refresh_fp32_params()
+        if self.masters and plan.restores_states:
+            give_momenta(optimizer)
         for param in self.param_names:
             param.ds_secondary_tensor = None  # type: ignore[attr-defined]
         if persistent := self._offload.persistent_parameters:  # in the same order on every rank
@@ -273,20 +276,13 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
     Raises :class:`UnsupportedError` naming a feature that cannot be restored, or what DeepSpeed lacks for it.
     """
     optimizer, features = engine.optimizer, compat.live_features(engine).names
-    # Twin-Flow: a second base optimizer updates some sub-groups; its states are neither saved nor loaded
-    partly_offloaded = getattr(optimizer, "offload_optimizer", False) and getattr(optimizer, "partial_offload", 1.0) < 1
-    # Muon's momentum in DeepSpeed's own buffers, beside the optimizer's state
-    keeps_muon_apart = getattr(optimizer, "use_muon", False) and optimizer.save_muon_momentum_buffer_in_memory
     for present, what in (
         (features, features),
         (isinstance(engine, DeepSpeedHybridEngine), "the hybrid engine"),
-        (getattr(engine, "zenflow", False), "ZenFlow"),
-        (partly_offloaded, "partly offloaded optimizer states (offload_optimizer.ratio < 1)"),
-        (getattr(optimizer, "offloaded_states", None), "engine.offload_states() in effect"),
-        (keeps_muon_apart, '"save_muon_momentum_buffer_in_memory"'),
     ):
         if present:
             raise UnsupportedError(f"the live engine uses {what}, which is not supported yet")
+    refuse_kept_apart(engine)
     kind = type(optimizer)  # exactly: a subclass (MiCS, ZenFlow) lays out or updates its partitions differently
     zero3 = kind in (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeRoOffload)
     plain = engine.zero_optimization_stage() == 0 and isinstance(optimizer, torch.optim.Optimizer)

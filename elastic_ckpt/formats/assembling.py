@@ -241,7 +241,9 @@ def numbered_stages(
     for tp_rank, members in enumerate(zip(*grid.stages, strict=True)):
         of_rank = [layer for layer in layers if layer.tp_rank == tp_rank]
         models, files = with_layers([ranks[mp].model for mp in members], of_rank, options.live_names)
-        numbered = [numbered_states(model, states[mp], options) for mp, model in zip(members, models, strict=True)]
+        folds = models[0].may_be_folded(len(members))
+        pairs = zip(members, models, strict=True)
+        numbered = [replace(numbered_states(model, states[mp], options), may_be_folded=folds) for mp, model in pairs]
         for number, (mp, model) in enumerate(zip(members, models, strict=True)):
             found[mp] = StageFiles(model, files, numbered, number)
     return found
@@ -262,6 +264,8 @@ def _fit_together(
     refuse_features(features, models[0].path)
     numbers = _own_flats(found, mp, rank, grid)
     if optimizers:
+        if options.with_states:
+            shards.refuse_states_apart(models[0].zero, models[0].counters.get("global_steps", 0), optimizers)
         optimizers = shards.with_own_padding(optimizers)
         _check_belong_together(models, optimizers, numbers)
         own = grid.own_file(options.coordinates) if len(models) > 1 else None

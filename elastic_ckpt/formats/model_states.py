@@ -12,6 +12,7 @@ param group. All number their parameters. Sources: ``fp16/unfused_optimizer.py``
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -112,6 +113,7 @@ class ModelShard(SourceFile):
     alignment: int  # declared padding: the multiple that ZeRO-3's partitions were padded to, in elements; 1: none
     features: Features  # what only DeepSpeed's own loader restores
     optimizer: UnpartitionedState | None  # if it was not partitioned (ZeRO stage 0)
+    micro_batches: int | None = None  # per step, as the config says
     without_states: bool = False  # whether no file has any (:func:`saved_without_states`)
     lacks_names: bool = False  # lacks :data:`_ADDED_IN_0_19_4`, which assembling.py finds
     stated: StatedDegrees = field(default_factory=StatedDegrees)
@@ -126,6 +128,15 @@ class ModelShard(SourceFile):
     #: Digests of what modules keep beside parameters and buffers, by name.
     extra_states: Mapping[str, bytes] = field(default_factory=dict)
     schedule: tuple[Fact, ...] | None = None  # of the lr scheduler, which ``engine.step`` steps, if the engine had one
+
+    def may_be_folded(self, stages: int) -> bool:
+        """Whether a ``DualPipeVModule`` of so many ranks may have saved it.
+
+        DeepSpeed has it since 0.19.8, and refuses to run it on less than two micro-batches a stage.
+        """
+        release = tuple(int(number) for number in re.findall(r"\d{1,9}", self.ds_version)[:3])
+        is_new = not release or release >= (0, 19, 8)
+        return is_new and (self.micro_batches is None or self.micro_batches >= 2 * stages)
 
     @property
     def has_schedule(self) -> bool:
@@ -171,6 +182,7 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
         counters={key: file.section(key) for key in COUNTERS[:1] + COUNTERS[2:]} | read_counters(file),
         ds_version="" if lacks_names else str(file.section("ds_version")),
         zero=dict(config_section(file, "zero_optimization")),
+        micro_batches=positive_int(saved_config(file) or {}, "gradient_accumulation_steps"),
         alignment=positive_int(config_section(file, CONFIG_KEY), "align_partitions") or 1,
         features=features_in(file),
         optimizer=index_unpartitioned(file, options),

@@ -113,12 +113,14 @@ def features_in(file: PickledFile) -> Features:
     experts, states = tree.get("num_experts") or (), base_state(file).get("state")
     keys = [set(each) for each in states.values() if isinstance(each, Mapping)] if isinstance(states, Mapping) else []
     optimizer = str(config_section(file, "optimizer").get("type", "")).lower()
-    mics = config_section(file, "zero_optimization").get("mics_shard_size", 0)
+    zero = config_section(file, "zero_optimization")
+    mics = zero.get("mics_shard_size", 0)
     return Features(
         experts=tuple(experts) if isinstance(experts, (list, tuple)) else (experts,),
         expert_groups=tuple(sorted({str(group.get("name")) for group in base_groups(file) if group.get("moe")})),
         one_bit=optimizer in ONE_BIT_OPTIMIZERS or any(_ONE_BIT_STATES & each for each in keys),
         mics=max(mics, 0) if isinstance(mics, int) else 0,
+        zenflow=isinstance(zero.get("zenflow"), Mapping),
     )
 
 
@@ -152,6 +154,10 @@ def base_state(file: PickledFile) -> Mapping[str, Any]:
 
 def refuse_features(features: Features, file: str) -> None:
     """Raise :class:`UnsupportedError` for what cannot be restored at another topology, by name."""
+    if features.zenflow:
+        problem = "the checkpoint was saved with ZenFlow, whose selective optimizer's states are in no file"
+        without = Remedy("lets DeepSpeed go on without them, at the topology of the save", config={"mode": "off"})
+        raise UnsupportedError(problem, file, 'a run without "zenflow"', "ZenFlow", remedy=without)
     if features.names:
         problem = f"the checkpoint was saved with {features.names}, whose states are not laid out as ZeRO's"
         remedy = "resume it with the number of ranks, the layout and the optimizer that saved it"

@@ -11,6 +11,7 @@ state in ``<state>-<id>.tensor.swp``: raw fp32, padded at the end. Its tensors i
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,13 +23,13 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import Features
 from elastic_ckpt.core.wrappers import without_hidden
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
+from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.model_states import refuse_old, refuse_own_kind
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.own_entries import check_base_state, check_own_entries, malformed, text_of
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
-from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
+from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config, section_of
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, settings, sort_states, with_strangers
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.storage import exists, file_names, is_folder, open_stream, size_of
@@ -193,6 +194,26 @@ def other_save_than_model(shard: OptimizerShard, problem: str, expected: str, fo
     """The error for an optimizer-states file that does not fit the parameters in the model-states file."""
     remedy = "model-states and optimizer-states files are of different saves: restore the folder from its original"
     return LayoutError(problem, shard.path, expected, found, remedy=remedy)
+
+
+def refuse_states_apart(zero: Mapping[str, Any], steps: int, shards: Sequence[OptimizerShard]) -> None:
+    """Raise :class:`LayoutError` for states that a second optimizer kept, which DeepSpeed does not save.
+
+    With ``offload_optimizer.ratio`` below 1 (Twin-Flow), one on the accelerator updates some sub-groups; SuperOffload's
+    is a process of its own. ``zero`` is the saved config's ``zero_optimization``, ``steps`` the counted ones.
+    """
+    offload = section_of(zero, "offload_optimizer")
+    ratio = offload.get("ratio", 1.0)
+    entries: dict[str, Any] = {"super_offload": True} if offload.get("super_offload") is True else {}
+    entries |= {"ratio": ratio} if isinstance(ratio, (int, float)) and ratio < 1 else {}
+    for shard in shards if entries and steps else ():
+        stateless = [not (flat.states.tensors or flat.states.scalars or flat.swapped) for flat in shard.flats]
+        lost = [str(number) for number, flat in enumerate(shard.flats) if stateless[number] and flat.master.numel]
+        if lost:
+            problem = "optimizer states of some sub-groups are in no file: DeepSpeed saves none of a second optimizer, "
+            problem += f'which "offload_optimizer": {json.dumps(entries)} makes'
+            expected = f"states of {counted(len(shard.flats), 'sub-group')}"
+            raise LayoutError(problem, shard.path, expected, "none of " + listed(lost), remedy=WITHOUT_STATES)
 
 
 def with_own_padding(shards: Sequence[OptimizerShard]) -> list[OptimizerShard]:

@@ -30,6 +30,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from elastic_ckpt import distributed
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat
+from elastic_ckpt.engines.kept_apart import kept_apart
 from elastic_ckpt.engines.schedule_kinds import strange_entry
 from elastic_ckpt.engines.schedule_states import is_of_another_scheduler
 from elastic_ckpt.errors import (
@@ -187,6 +188,7 @@ class _Comparison:
             # unknown which parameters the states belong to
             (self.with_states and not arguments.load_module_strict and without_zero)
             or compat.swaps_states(engine)
+            or kept_apart(engine) is not None
             or (self.stage < 3 and compat.sharded_base_weights(engine))  # one rank's shard, on every rank
             or is_folder(self.found.path(SWAPPED_FOLDER))
             # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one lacks

@@ -4,6 +4,10 @@ Without ZeRO, each stage of a ``PipelineModule`` numbers the states of its own p
 were on which stage. Within a stage, its tied modules come first, then its layers in the order of the pipeline. So where
 the live stages hold as many parameters of the same shapes as the saved ones, the numbers are theirs. Elsewhere, the
 saved numbers of parameters and their shapes must leave exactly one way to divide the layers into stages.
+
+Stages are consecutive layers, but for those of a ``DualPipeVModule`` (since DeepSpeed 0.19.8): of ``P`` ranks, rank
+``r`` has stages ``r`` and ``2 * P - 1 - r``, and numbers what is in both. No file says which of the two classes saved
+it, so that live stages of either count only where those of the other do not fit, or saved values tell.
 """
 
 from __future__ import annotations
@@ -12,13 +16,13 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 
 from elastic_ckpt.core.fqn import NamedStates, NumberedStates, RenameRules, rename
 from elastic_ckpt.core.local_state import TIED_MODULES, LiveGroup, LiveStage, LocalState
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.wrappers import wrapped_otherwise
-from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WEIGHTS_ALONE, UnsupportedError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, BY_DEEPSPEED, WEIGHTS_ALONE, MismatchError, UnsupportedError
 from elastic_ckpt.planning.live_names import name_states, named_in_order
 
 _OWNER = re.compile(rf"{re.escape(TIED_MODULES)}[^.]+\.|[^.]+\.")
@@ -71,11 +75,14 @@ def _name_stages(
     division = _Division.of(stages, live, rules)
     on_live = division.on_live_stages()
     if on_live is not None and not (division.skips(on_live) or division.lacks(on_live)):
+        if division.fits_otherwise(on_live):
+            raise _of_either_class(stages)
         return on_live
     only = division.only_one()
     if only is None and on_live is not None:
         # some train no more, or others do now, too: not both at once, as where layers are on other stages
-        return None if division.skips(on_live) and division.lacks(on_live) else on_live
+        is_other = not division.is_consecutive() or (division.skips(on_live) and division.lacks(on_live))
+        return None if is_other else on_live
     return only
 
 
@@ -108,12 +115,31 @@ class _Division:
 
     def on_live_stages(self) -> Sequence[NamedStates] | None:
         """The names of all members if each stage had what the live one has; ``None`` if they do not fit."""
-        if len(self.live) != len(self.stages):
+        if len(self.live) != len(self.stages) or not (self.is_consecutive() or self.stages[0].may_be_folded):
             return None
         pairs = enumerate(self.live)
         named = [self._named(number, stage.names.union(*stage.groups), stage.groups) for number, stage in pairs]
         found = [each for each in named if each is not None]
         return found if len(found) == len(named) else None
+
+    def fits_otherwise(self, named: Sequence[NamedStates]) -> bool:
+        """Whether what each stage numbers fits a division too that is not the live one.
+
+        Of consecutive layers there is no other, so that only DualPipeV's are looked at, and of live ones of DualPipeV
+        all. Not where saved values are compared, which tell.
+        """
+        first = self.stages[0]
+        if first.compared or not first.may_be_folded or len(self.stages) == 1:
+            return False
+        others = self._ways(folded=True) if self.is_consecutive() else self.ways()
+        return any(_members(way) != _members(named) for way in others)
+
+    def is_consecutive(self) -> bool:
+        """Whether the live stages are consecutive layers, not DualPipeV's."""
+        position = {name: at for at, name in enumerate(self.stages[0].weights)}
+        own = ([position[name] for name in each.names if not name.startswith(TIED_MODULES)] for each in self.live)
+        bounds = [(min(each), max(each)) for each in own if each]
+        return all(before[1] < after[0] for before, after in pairwise(bounds))
 
     def skips(self, named: Sequence[NamedStates]) -> bool:
         """Whether states of some saved members are nobody's."""
@@ -125,58 +151,84 @@ class _Division:
         return not placed.issuperset(self._trained())
 
     def only_one(self) -> Sequence[NamedStates] | None:
-        """The names of all members if a single division gives each stage what it numbers; ``None`` if others do too.
+        """The names of all members if a single division gives each stage what it numbers; ``None`` if others do too."""
+        ways = self.ways()
+        return ways[0] if len(ways) == 1 else None
+
+    def ways(self) -> Sequence[Sequence[NamedStates]]:
+        """The divisions that give each stage what it numbers, two at most of each class of pipeline.
 
         The order within a group must be the model's: of no other is it known how it continues over stages.
         """
+        consecutive = self._ways(folded=False)
+        if not self.stages[0].may_be_folded or len(self.stages) == 1:
+            return consecutive
+        return [*consecutive, *(way for way in self._ways(folded=True) if way not in consecutive)]
+
+    def _ways(self, folded: bool) -> list[list[NamedStates]]:
+        """Two :meth:`ways` at most, of consecutive layers, or ``folded`` as DualPipeV's."""
         group_of = self._trained()
         first = self.stages[0]
         position = {name: at for at, name in enumerate(first.weights)}
         orders = ([position[name] for name in group] for stage in self.live for group in stage.groups)
         if not all(order == sorted(order) for order in orders):
-            return None
+            return []
         owned: dict[str, list[str]] = {}
         for name in filter(group_of.__contains__, first.weights):
             owner = _OWNER.match(name)
             owned.setdefault(owner.group() if owner else name, []).append(name)
         tied = {owner: names for owner, names in owned.items() if owner.startswith(TIED_MODULES)}
         if len(tied) > _MOST_TIED:
-            return None
+            return []
         layers = [names for owner, names in owned.items() if owner not in tied]
-        found: dict[tuple[int, frozenset[str]], list[list[NamedStates]]] = {(0, frozenset()): [[]]}
+        # by the layers that are left and the tied modules that are placed
+        found: dict[tuple[range, frozenset[str]], list[list[NamedStates]]] = {
+            (range(len(layers)), frozenset()): [[]],
+        }
         for number in range(len(self.stages)):
-            longer: dict[tuple[int, frozenset[str]], list[list[NamedStates]]] = {}
-            for (start, used), ways in found.items():
-                for end, owners, named in self._next(number, layers, tied, start, group_of):
-                    kept = longer.setdefault((end, used | owners), [])
-                    kept += [[*way, named] for way in ways][: 2 - len(kept)]
+            longer: dict[tuple[range, frozenset[str]], list[list[NamedStates]]] = {}
+            for (left, used), ways in found.items():
+                for rest, owners, named in self._next(number, layers, tied, left, group_of, folded):
+                    kept = longer.setdefault((rest, used | owners), [])
+                    kept += [way for way in ([*each, named] for each in ways) if way not in kept][: 2 - len(kept)]
             found = longer
-        ways = found.get((len(layers), frozenset(tied)), [])
-        return ways[0] if len(ways) == 1 else None
+        return [way for (left, used), ways in found.items() if not left and len(used) == len(tied) for way in ways][:2]
 
     def _next(
         self,
         number: int,
         layers: Sequence[Sequence[str]],
         tied: Mapping[str, Sequence[str]],
-        start: int,
+        left: range,
         group_of: Mapping[str, int],
-    ) -> Iterator[tuple[int, frozenset[str], NamedStates]]:
-        """The ways to continue with this stage: the end of its layers, its tied modules, the names of its members."""
+        folded: bool,
+    ) -> Iterator[tuple[range, frozenset[str], NamedStates]]:
+        """The ways to go on with this stage: the layers that are left then, its tied modules, its members' names."""
         for owners in chain.from_iterable(combinations(tied, count) for count in range(len(tied) + 1)):
-            names = [name for owner in owners for name in tied[owner]]
-            left = self._size(number) - self._sum(number, names)
-            end = start
-            while left > 0 and end < len(layers):
-                names += layers[end]
-                left -= self._sum(number, layers[end])
-                end += 1
-            if left:
-                continue
-            groups = [[name for name in names if group_of[name] == group] for group in range(len(self.groups) or 1)]
-            named = self._named(number, frozenset(names), groups if self.groups else ())
-            if named is not None and {*chain.from_iterable(named[0])} == {*names}:
-                yield end, frozenset(owners), named
+            of_tied = [name for owner in owners for name in tied[owner]]
+            size = self._size(number) - self._sum(number, of_tied)
+            for rest in self._shares(number, layers, left, size, folded):
+                of_layers = chain(range(left.start, rest.start), range(rest.stop, left.stop))
+                names = [*of_tied, *chain.from_iterable(layers[each] for each in of_layers)]
+                groups = [[name for name in names if group_of[name] == group] for group in range(len(self.groups) or 1)]
+                named = self._named(number, frozenset(names), groups if self.groups else ())
+                if named is not None and {*chain.from_iterable(named[0])} == {*names}:
+                    yield rest, frozenset(owners), named
+
+    def _shares(
+        self, number: int, layers: Sequence[Sequence[str]], left: range, size: int, folded: bool
+    ) -> Iterator[range]:
+        """The layers that are left if this stage has some of ``size``, from the front; ``folded``: from both ends."""
+        for start in range(left.start, left.stop + 1):
+            missing = size - sum(self._sum(number, layers[each]) for each in range(left.start, start))
+            stop = left.stop
+            while folded and missing > 0 and stop > start:
+                stop -= 1
+                missing -= self._sum(number, layers[stop])
+            if missing == 0:
+                yield range(start, stop)
+            if missing <= 0 and not folded:
+                return
 
     def _trained(self) -> dict[str, int]:
         """Saved name of each parameter that trains -> number of its live param group; all without a live model."""
@@ -210,6 +262,23 @@ class _Division:
         """What these parameters count in :meth:`_size`."""
         stage = self.stages[number]
         return sum(math.prod(stage.weights[name]) for name in names) if stage.is_flat else len(names)
+
+
+def _members(division: Sequence[NamedStates]) -> list[list[list[str | None]]]:
+    """The names alone."""
+    return [[list(group) for group in members] for members, _ in division]
+
+
+def _of_either_class(stages: Sequence[NumberedStates]) -> MismatchError:
+    """The error for states that two divisions fit; no :class:`UnsupportedError`, since DeepSpeed goes by position."""
+    problem = (
+        "without ZeRO, each pipeline rank numbers its optimizer states, and they fit two divisions of the layers: "
+    )
+    problem += "that of a PipelineModule and that of a DualPipeVModule, or two of the latter"
+    expected = "layers of shapes that tell them apart, fp16 or bf16, ZeRO-1, or an optimizer of named_parameters()"
+    found = f"{counted(len(stages), 'pipeline rank')} of layers of the same shapes, saved by DeepSpeed 0.19.8 or later"
+    itself = replace(BY_DEEPSPEED, when="if the class of the pipeline and its partition_method are those of the save")
+    return MismatchError(problem, stages[0].path, expected, found, remedy=(itself, WEIGHTS_ALONE))
 
 
 def _not_known(numbered: NumberedStates, live: LocalState | None) -> UnsupportedError:

@@ -316,8 +316,8 @@ def build(parallel: Parallel, seed: int = 7, config: dict[str, Any] | None = Non
     optimizer = FusedAdam(groups) if parallel.kind == "bloom" else torch.optim.AdamW(groups)
     rows = GLOBAL_BATCH // parallel.dp
     settings = {
-        "train_micro_batch_size_per_gpu": micro_batch_size(rows),
-        "gradient_accumulation_steps": rows // micro_batch_size(rows),
+        "train_micro_batch_size_per_gpu": micro_batch_size(rows, parallel),
+        "gradient_accumulation_steps": rows // micro_batch_size(rows, parallel),
         "zero_optimization": {"stage": parallel.stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -39,6 +39,8 @@ from tests.distributed.parallel_layers import (
 )
 from tests.distributed.parallel_layouts import cut_of, piece_of, whole_shape
 
+#: Since DeepSpeed 0.19.8.
+DualPipeVModule = getattr(deepspeed.pipe, "DualPipeVModule", PipelineModule)
 TOKENS = 61
 #: A model that is in bf16 by itself, of whose precision DeepSpeed is told nothing.
 NATIVE = "bf16_model"
@@ -50,10 +52,10 @@ class Parallel:
     """One kind of engine.
 
     Attributes:
-        kind: ``megatron`` (Megatron Core), ``pipeline`` (DeepSpeed's), ``3d`` (that with tensor parallel layers) or
-            ``autotp`` (DeepSpeed shards a plain model).
-        style: of ``megatron``: ``llama`` or ``gpt``; of ``pipeline`` and ``3d``: how layers are partitioned; of
-            ``autotp``: ``llama``, ``tied``, ``uneven``, ``fused`` or ``fused_uneven``.
+        kind: ``megatron`` (Megatron Core), ``pipeline`` (DeepSpeed's), ``dualpipev`` (that, of which each rank has two
+            stages), ``3d`` (a pipeline with tensor parallel layers) or ``autotp`` (DeepSpeed shards a plain model).
+        style: of ``megatron``: ``llama`` or ``gpt``; of pipelines: how layers are partitioned; of ``autotp``:
+            ``llama``, ``tied``, ``uneven``, ``fused`` or ``fused_uneven``.
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
         stage: ZeRO stage.
@@ -183,17 +185,20 @@ def pipeline_model(parallel: Parallel) -> tuple[nn.Module, Any]:
         LayerSpec(nn.LayerNorm, HIDDEN),
         TiedLayerSpec("embed", Vocabulary, parallel.rows, group, forward_fn=logits),
     ]
-    return PipelineModule(layers, topology=topology, loss_fn=mean_loss, partition_method=parallel.style), None
+    kind = DualPipeVModule if parallel.kind == "dualpipev" else PipelineModule
+    return kind(layers, topology=topology, loss_fn=mean_loss, partition_method=parallel.style), None
 
 
-def micro_batches(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(rows: torch.Tensor, parallel: Parallel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """What a pipeline takes in a step."""
-    for part in rows.split(micro_batch_size(len(rows))):
+    for part in rows.split(micro_batch_size(len(rows), parallel)):
         yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
 
 
-def micro_batch_size(rows: int) -> int:
-    """Of a pipeline: several of them where there are enough rows."""
+def micro_batch_size(rows: int, parallel: Parallel) -> int:
+    """Of a pipeline: several of them where there are enough rows; DualPipeV wants four for two ranks."""
+    if parallel.kind == "dualpipev":
+        return max(1, rows // (2 * parallel.pp))
     return 3 if rows % 3 == 0 else 2
 
 
@@ -256,6 +261,7 @@ def autotp_loss(engine: Any, rows: torch.Tensor) -> torch.Tensor:
 MODELS = {
     "megatron": megatron_model,
     "pipeline": pipeline_model,
+    "dualpipev": pipeline_model,
     "3d": pipeline_model,
     "autotp": autotp_model,
 }
@@ -341,8 +347,8 @@ def build(parallel: Parallel, seed: int = 7, config: dict[str, Any] | None = Non
     optimizer = build_optimizer(module, members, parallel.optimizer)
     rows = GLOBAL_BATCH // parallel.dp
     settings = {
-        "train_micro_batch_size_per_gpu": rows if parallel.kind in LOSSES else micro_batch_size(rows),
-        "gradient_accumulation_steps": 1 if parallel.kind in LOSSES else rows // micro_batch_size(rows),
+        "train_micro_batch_size_per_gpu": rows if parallel.kind in LOSSES else micro_batch_size(rows, parallel),
+        "gradient_accumulation_steps": 1 if parallel.kind in LOSSES else rows // micro_batch_size(rows, parallel),
         "zero_optimization": {"stage": parallel.stage},
         "steps_per_print": 1000,  # a pipeline of DeepSpeed 0.15 divides by it
         "zero_allow_untested_optimizer": True,
@@ -377,7 +383,7 @@ def train(engine: Any, parallel: Parallel, first: int, last: int) -> list[float]
             engine.backward(loss)
             engine.step()
         else:
-            loss = engine.train_batch(micro_batches(rows))
+            loss = engine.train_batch(micro_batches(rows, parallel))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (place_of(parallel, dist.get_rank()).dp, float(loss)))
         if parallel.kind in LOSSES:

@@ -106,6 +106,14 @@ def drop_states_of_one(copy: Path) -> None:
     edits(lambda tree: tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].pop(0))(copy)
 
 
+def say_second_optimizer(tree: dict[str, Any]) -> None:
+    """As DeepSpeed saves what a second optimizer updates on the accelerator: the config, and no states."""
+    zero = {**tree["ds_config"]["zero_optimization"], "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    tree["ds_config"] = {**tree["ds_config"], "zero_optimization": zero}
+    states = tree.get("optimizer_state_dict", {}).get("optimizer_state_dict", {}).get("state", {})
+    states.pop(0, None)
+
+
 def another_step(tree: dict[str, Any]) -> None:
     tree["global_steps"] += 1
 
@@ -240,6 +248,9 @@ CELLS: dict[str, Case] = {
     "a hyperparameter of each rank": Case(
         UNKNOWN, Cell("", UNKNOWN, holds=(MADE_ANEW,)), "UnsupportedError", change=differently
     ),
+    "states that a second optimizer kept": Case(
+        ZERO3, Cell("", ZERO3), "LayoutError", change=edits(say_second_optimizer, *MODELS3, RANK0, RANK1)
+    ),
     "states of one of several": Case(SPLIT, Cell("", ZERO3), "DamagedError", change=drop_states_of_one),
     "a loss scaler with a text for a scale": Case(PLAIN, Cell("", PLAIN), "DamagedError", change=edits(break_scaler)),
     "a loss scaler without a scale": Case(PLAIN, Cell("", PLAIN), "LayoutError", change=edits(lose_scale)),
@@ -368,10 +379,12 @@ REASONS: dict[str, str] = {
     "cli/plan.py plan: command": _ELSEWHERE,
     "cli/plan.py plan: load_optimizer_states": "of a command: test_cli_plan.py follows it",
     "core/fqn.py cannot_slice: load_optimizer_states": "needs expert parallelism: test_experts.py follows it",
+    "formats/saved_config.py refuse_features: mode": "needs ZenFlow, which needs CUDA",
     "load/hook.py no_other_loader: arguments, command": "needs an object store: test_buckets.py follows it",
     "load/pretrained.py PretrainedLoad._weights: strict": "is of load_pretrained: test_pretrained.py follows it",
     "planning/extra_states.py one_value_each: replicated_params": "needs a module that keeps extra state: "
     "test_extra_states.py follows it",
+    "planning/stage_names.py _of_either_class: load_module_only": "of pipelines: test_dualpipev.py follows it",
     "storage/remote.py RemoteFolder.__init__: command": _ELSEWHERE,
     "tools/export.py selected.matching: command": _ELSEWHERE,
 }

@@ -9,6 +9,8 @@ from tests.distributed.model import Setup
 from tests.distributed.optimizer_expectations import Exact
 
 SCATTERED = (("reduce_scatter", False),)
+#: Momenta in ZeRO-3's own buffers, which DeepSpeed's own loader does not fill.
+IN_MEMORY = (*SCATTERED, ("save_muon_momentum_buffer_in_memory", True))
 #: ZeRO-2 keeps momenta of whole parameters, the others as much as the partition; with ``torch_adam``, the auxiliary
 #: optimizer counts its steps in tensors.
 EVERY = [
@@ -16,6 +18,7 @@ EVERY = [
     Setup(2, "bf16", optimizer="muon"),
     Setup(1, optimizer="muon_torch_adam"),
     Setup(3, optimizer="muon_torch_adam", zero=SCATTERED),
+    Setup(3, optimizer="muon_torch_adam", zero=IN_MEMORY),
     Setup(1, "bf16_fp32acc", optimizer="muon_torch_adam"),
 ]
 

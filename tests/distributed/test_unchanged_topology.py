@@ -33,7 +33,6 @@ from tests.distributed.unchanged_configurations import (
     ROUTING,
     SAMPLING,
     SCHEDULERS,
-    TWIN_FLOW,
     WITHOUT_STATES,
     Configuration,
     configurations,
@@ -166,7 +165,6 @@ TWO_RANKS = [
         "bf16",
         optimizer="cpuadam",
         zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "sub_group_size": 150},
-        left=TWIN_FLOW,
     ),
     *configurations("random-ltd", [1, 3], config={"data_efficiency": {"enabled": True, **ROUTING}}),
     # below ZeRO-3 the first rank's is saved alone

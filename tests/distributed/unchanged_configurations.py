@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 #: Why DeepSpeed's own loader runs.
-DISKS, TWIN_FLOW = "each node has files of its own", "partly offloaded"
+DISKS = "each node has files of its own"
 DIARY = "a layout that cannot be resharded"
 
 CPU = {"offload_optimizer": {"device": "cpu"}}

@@ -13,7 +13,7 @@ import pytest
 from elastic_ckpt.core.fqn import NumberedStates
 from elastic_ckpt.core.local_state import LiveGroup, LiveStage, LocalState, ModelLayout
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.planning.stage_names import StateNames
 
 #: Key of the tied module, of which a layer may be an occurrence.
@@ -36,12 +36,14 @@ class Pipeline:
         cut: where its stages end.
         frozen: layers that do not train.
         by_dim: whether matrices and vectors are groups of their own.
+        folded: whether each rank has two stages, as DualPipeV's.
     """
 
     layers: tuple[Mapping[str, Shape] | None, ...]
     cut: tuple[int, ...]
     frozen: frozenset[int] = frozenset()
     by_dim: bool = False
+    folded: bool = False
 
     @property
     def weights(self) -> dict[str, Shape]:
@@ -54,12 +56,17 @@ class Pipeline:
         return {f"{layer}.{key}": shape for key, shape in (self.layers[layer] or {}).items()}
 
     @property
-    def stages(self) -> list[range]:
-        """The layers of each stage."""
-        return [range(start, stop) for start, stop in zip((0, *self.cut), (*self.cut, len(self.layers)), strict=True)]
+    def stages(self) -> list[list[int]]:
+        """The layers of each pipeline rank."""
+        bounds = zip((0, *self.cut), (*self.cut, len(self.layers)), strict=True)
+        stages = [list(range(start, stop)) for start, stop in bounds]
+        half = len(stages) // 2
+        if not self.folded:
+            return stages
+        return [first + second for first, second in zip(stages[:half], stages[: half - 1 : -1], strict=True)]
 
-    def groups(self, stage: range) -> Groups:
-        """The members of each param group on a stage, as ``PipelineModule.parameters()`` has them."""
+    def groups(self, stage: Sequence[int]) -> Groups:
+        """The members of each param group on a rank, as ``PipelineModule.parameters()`` has them."""
         names = [f"{TIED}weight"] if any(self.layers[layer] is None for layer in stage) else []
         names += [name for layer in stage if layer not in self.frozen for name in self.of(layer)]
         if not self.by_dim:
@@ -79,7 +86,9 @@ class Pipeline:
         several = tuple(stages) if len(stages) > 1 else ()
         return LocalState(0, "AdamW", (), (), (), groups, model, stages=several)
 
-    def numbered(self, flat: bool = False, idle: frozenset[str] = frozenset()) -> list[NumberedStates]:
+    def numbered(
+        self, flat: bool = False, idle: frozenset[str] = frozenset(), may_be_folded: bool = False
+    ) -> list[NumberedStates]:
         """What is saved of each stage; ``idle`` parameters never had a gradient."""
         weights, found = self.weights, []
         for stage in self.stages:
@@ -88,7 +97,8 @@ class Pipeline:
             ]
             if flat:
                 shapes = [[(sum(math.prod(weights[name]) for name in group),)] for group in self.groups(stage)]
-            found.append(NumberedStates("file", [{}] * len(shapes), shapes, flat, weights))
+            states = NumberedStates("file", [{}] * len(shapes), shapes, flat, weights, may_be_folded=may_be_folded)
+            found.append(states)
         return [replace(each, stages=found, stage=number) for number, each in enumerate(found)]
 
 
@@ -100,7 +110,7 @@ def named(saved: Pipeline, live: Pipeline | None, **more: bool | frozenset[str])
     for each in stages:
         try:
             names = name(replace(each, stages=stages[0].stages))
-        except UnsupportedError as error:
+        except (UnsupportedError, MismatchError) as error:
             assert error.remedy and "load_module_only=True" in str(error)
             return None
         assert names is not None
@@ -205,3 +215,46 @@ def test_the_error_counts_what_stages_have() -> None:
     with pytest.raises(UnsupportedError) as raised:
         StateNames(of_blocks(5, 3).live())(replace(saved.numbered()[0], weights={}, stages=saved.numbered()[:1]))
     assert "stages of [4] parameters, [6, 4] parameters in the live ones" in str(raised.value)
+
+
+def folded(pipeline: Pipeline, rng: random.Random) -> Pipeline:
+    """The same as DualPipeV's on two ranks, or on one; if it cannot be, as it is."""
+    counts = [count for count in (1, 3) if count < len(pipeline.layers)]
+    cuts = sorted(rng.sample(range(1, len(pipeline.layers)), rng.choice(counts)))
+    found = replace(pipeline, cut=tuple(cuts), folded=True)
+    return found if all(any(found.groups(stage)) for stage in found.stages) else pipeline
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_pipelines_of_either_class_are_named_as_they_were_saved_or_not_at_all(flat: bool) -> None:
+    """Whichever class is live."""
+    known = Counter[bool]()
+    for seed in range(400):
+        rng = random.Random(seed)
+        pipeline = drawn(rng)
+        if not any(pipeline.groups(range(len(pipeline.layers)))):
+            continue
+        consecutive, dual = cut(pipeline, rng), folded(pipeline, rng)
+        for saved in (consecutive, dual):
+            for live in (consecutive, dual, cut(pipeline, rng), folded(pipeline, rng)):
+                found = named(saved, live, flat=flat, may_be_folded=True)
+                assert found in (None, truth(saved)), (seed, saved, live)
+                known[found is not None] += 1
+    assert known[True] > 2 * known[False], known
+
+
+@pytest.mark.parametrize("live", [of_blocks(4, 2), replace(of_blocks(4, 1, 2, 3), folded=True)])
+def test_layers_of_one_shape_may_be_those_of_either_class(live: Pipeline) -> None:
+    for saved in (of_blocks(4, 2), replace(of_blocks(4, 1, 2, 3), folded=True)):
+        with pytest.raises(MismatchError, match="DualPipeVModule"):
+            StateNames(live.live())(saved.numbered(may_be_folded=True)[0])
+    older = of_blocks(4, 2)
+    assert named(older, live) == truth(older), "of DeepSpeed before 0.19.8"
+
+
+@pytest.mark.parametrize("live", [of_blocks(4, 2), replace(of_blocks(4, 1, 2, 3), folded=True)])
+def test_saved_values_tell_the_class(live: Pipeline) -> None:
+    """Where masters are compared with the weights, what is live is taken."""
+    stages = [replace(each, compared=True) for each in live.numbered(may_be_folded=True)]
+    found = StateNames(live.live())(replace(stages[0], stages=stages))
+    assert found is not None and [tuple(group) for group in found[0]] == list(truth(live)[0])

@@ -290,7 +290,8 @@ def _with_state(data: Any, state: Any) -> Any:
     if is_call:
         data.steps.append(("state", [attributes]))
         return data
-    swap_id = attributes.get("ds_id")
+    # Muon's momenta that stay in memory are marked: they name what a swapped tensor would, and hold their values
+    swap_id = attributes.get("ds_id") if attributes.get("swappable") is not False else None
     return replace(data, swap_id=swap_id if isinstance(swap_id, str) else data.swap_id, attributes=attributes)
 
 
