@@ -136,8 +136,9 @@ def test_a_layer_without_a_chunk_is_damage_and_a_chunk_of_two_layers_unknown(tmp
         metadata.state_dict_metadata[STACKED].chunks.pop()
 
     rewrite(folder, lose)
-    with pytest.raises(DamagedError, match="1 layer "):
+    with pytest.raises(DamagedError, match="do not cover it") as caught:
         read(folder)
+    assert caught.value.parameter == STACKED
     rewrite(folder, lambda m: m.state_dict_metadata.update({STACKED: replace_size(m.state_dict_metadata[STACKED])}))
     with pytest.raises(UnsupportedError, match=r"has not one layer[^$]*remedy"):
         read(folder)
