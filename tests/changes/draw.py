@@ -25,6 +25,7 @@ class Script:
         more: a module or a buffer that others do not have.
         optimizer, scheduler: ``none``: without one; a scheduler may be ``held`` by the script, which restores it.
         accumulation: micro-batches of a step.
+        stages: of a ``PipelineModule``; 0: the model is none.
     """
 
     stage: int = 1
@@ -41,6 +42,7 @@ class Script:
     optimizer: str = "adamw"
     scheduler: str = "step"
     accumulation: int = 1
+    stages: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Change:
     @property
     def is_of_deepspeed(self) -> bool:
         """Whether DeepSpeed's own loader may be asked."""
-        return self.format != "native" or (self.saved_ranks, self.saves.stage) == (self.ranks, self.loads.stage)
+        saved = (self.saved_ranks, self.saves.stage, self.saves.stages)
+        return self.format != "native" or saved == (self.ranks, self.loads.stage, self.loads.stages)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -102,6 +105,16 @@ AXES: Mapping[str, tuple[int | str | bool, ...]] = {
     "optimizer": ("adamw", "sgd", "none"),
     "scheduler": ("step", "lambda", "cosine", "sequential", "held", "none"),
     "accumulation": (1, 2),
+    "stages": (0, 1, 2),
+}
+#: Those of a model that is no pipeline, and of one that is.
+_PLAIN_AXES = {axis: choices for axis, choices in AXES.items() if axis != "stages"}
+_PIPELINE_AXES: Mapping[str, tuple[int | str | bool, ...]] = {
+    "stage": (0, 1),
+    "optimizer": ("adamw", "sgd"),
+    "scheduler": ("step", "lambda", "cosine", "sequential", "none"),
+    "stages": (1, 2),
+    **{axis: AXES[axis] for axis in ("precision", "names", "adapter", "rows", "accumulation")},
 }
 RANKS = (1, 2, 3, 4)
 FILES = ("as saved", "without states", "without latest", "without frozen")
@@ -132,11 +145,12 @@ def _not_plain(chosen: Change | Script, plain: Change | Script) -> dict[str, obj
 def random_change(rng: random.Random, saved_ranks: int, ranks: int) -> Change:
     """A script that is odd in some ways, and the same with one or two changes."""
     while True:
-        saves = _odd(rng)
-        changed = rng.sample(sorted(AXES), rng.choice((0, 1, 1, 2)))
+        axes = _PIPELINE_AXES if rng.random() < 0.2 else _PLAIN_AXES
+        saves = _odd(rng, axes)
+        changed = rng.sample(sorted(axes), rng.choice((0, 1, 1, 2)))
         if "stage" not in changed and rng.random() < 0.3:
             changed.append("stage")
-        loads = replace(saves, **{axis: rng.choice(AXES[axis]) for axis in changed})  # type: ignore[arg-type]
+        loads = replace(saves, **{axis: rng.choice(axes[axis]) for axis in changed})  # type: ignore[arg-type]
         if loads.optimizer == "none":
             loads = replace(loads, scheduler="none")
         change = Change(
@@ -153,33 +167,44 @@ def random_change(rng: random.Random, saved_ranks: int, ranks: int) -> Change:
             return change
 
 
-def _odd(rng: random.Random) -> Script:
+def _odd(rng: random.Random, axes: Mapping[str, tuple[int | str | bool, ...]]) -> Script:
     """Most axes keep their default, so that odd choices meet in twos and threes."""
-    chosen = {axis: rng.choice(choices) for axis, choices in AXES.items() if axis == "stage" or rng.random() < 0.3}
+    always = ("stage", "stages")
+    chosen = {axis: rng.choice(choices) for axis, choices in axes.items() if axis in always or rng.random() < 0.3}
     return Script(**chosen)  # type: ignore[arg-type]
 
 
 def is_possible(change: Change) -> bool:
     """Whether a person would do it, as far as is known beforehand; what fails with DeepSpeed alone counts for nothing."""
-    if change.saves.optimizer == "none":
-        return False
-    if change.files == "without latest" and change.given == "folder":
-        return False
-    if change.format != "native" and change.files in ("without states", "without latest"):
-        return False
-    if change.format == "universal by DeepSpeed" and change.saves.stage == 0:
-        return False
-    return _is_possible(change.saves) and _is_possible(change.loads)
+    is_native = change.format == "native"
+    saves = change.saves
+    impossible = (
+        saves.optimizer == "none",
+        change.files == "without latest" and change.given == "folder",
+        change.files in ("without states", "without latest") and not is_native,
+        change.format == "universal by DeepSpeed" and saves.stage == 0,
+        (saves.stages == 0) != (change.loads.stages == 0),  # other names, and another script
+        change.saved_ranks % max(saves.stages, 1) != 0,
+        change.ranks % max(change.loads.stages, 1) != 0,
+    )
+    return not any(impossible) and _is_possible(saves) and _is_possible(change.loads)
 
 
 def _is_possible(script: Script) -> bool:
     if script.optimizer == "none" and (script.stage in (1, 2) or script.scheduler != "none"):
         return False  # DeepSpeed wants one
+    if script.stages and not _is_possible_pipeline(script):
+        return False
     if script.frozen == "base" and script.adapter == "none" and script.more != "module":
         return False  # nothing would train
     if script.quantized != "none" and (script.stage == 3 or script.precision != "fp32"):
         return False
     return not (script.tied and script.frozen == "embedding" and script.groups == "one" and script.adapter == "wide")
+
+
+def _is_possible_pipeline(script: Script) -> bool:
+    plain = asdict(Script())
+    return all(value == plain[axis] or value in _PIPELINE_AXES.get(axis, ()) for axis, value in asdict(script).items())
 
 
 def simpler(change: Change) -> Iterator[Change]:

@@ -11,6 +11,7 @@ import torch
 from tests.changes.draw import Change
 from tests.changes.scripts import NAMES, Live, canonical
 from tests.distributed import truth as oracle
+from tests.distributed.facts import on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def _wrong_states(now: Held, truth: Held, is_renamed: bool) -> list[str]:
                 wrong.append(f"{at} is left over")
         elif saved.shape == value.shape and not torch.equal(value, saved) and not (at[0] in new and is_zero):
             wrong.append(f"{at} is not as saved")
-    missing = {name for name, _ in truth.states} & now.masters.keys() - {name for name, _ in now.states}
+    missing = {name for name, _ in truth.states} & now.masters.keys() - {name for name, _ in now.states} - new
     wrong += [f"{name} has no states" for name in sorted(missing)]
     if now.steps != truth.steps:
         wrong.append(f"{now.steps} steps in place of {truth.steps}")
@@ -247,14 +248,24 @@ def other_rates(now: Mapping[str, Any], saved: Mapping[str, Any], when: str = ""
 
 
 def unsaid_by(run: Live, truth: Held, report: Any) -> list[str]:
-    """Parameters of one side alone that the report does not name."""
-    said = {canonical(name) for each in report.outcomes if each.what != "restored" for name in each.names}
+    """Parameters of one side alone that the report does not name. Collective."""
+    told = {name for each in report.outcomes if each.what != "restored" for name in each.names}
+    said = {canonical(name) for names in on_all_ranks(told) for name in names}
     is_weight = {name for name in truth.weights if not name.startswith("base.")}
-    live_names = {
-        name for names in _aliases(run.engine.module).values() for name in names if not name.startswith("base.")
-    }
+    mine = {name for names in _aliases(run.engine.module).values() for name in names if not name.startswith("base.")}
+    live_names = set().union(*on_all_ranks(mine))
     unsaid = [f"{name} is not restored, and the report does not say so" for name in live_names - is_weight - said]
     return unsaid + [f"{name} is not taken, and the report does not say so" for name in is_weight - live_names - said]
+
+
+def of_all_stages(mine: Held) -> Held:
+    """What all ranks hold: those of a pipeline's stages have other layers. Collective."""
+    everyone = on_all_ranks(mine)
+    united = {
+        name: {at: value for held in everyone for at, value in getattr(held, name).items()}
+        for name in ("weights", "masters", "states", "rates", "buffers")
+    }
+    return replace(mine, **united)
 
 
 def spoiled(truth: Held) -> Held:

@@ -12,6 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import lr_scheduler as schedulers
@@ -102,6 +103,22 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def _mean_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def _pipeline(script: Script, seed: int) -> PipelineModule:
+    """The same layers, a stage of them on this rank."""
+    torch.manual_seed(seed)
+    layers = [
+        LayerSpec(nn.Embedding, script.rows, WIDTH),
+        LayerSpec(Layer, script),
+        LayerSpec(Layer, script),
+        LayerSpec(nn.Linear, WIDTH, script.rows, bias=False),
+    ]
+    return PipelineModule(layers, num_stages=script.stages, loss_fn=_mean_loss, partition_method="uniform")
+
+
 class Held(nn.Module):
     """A model in an attribute of another module."""
 
@@ -145,7 +162,7 @@ def canonical(name: str) -> str:
     return _PREFIXES.sub("", _INFIXES.sub("", name))
 
 
-def _freeze(script: Script, net: Net) -> None:
+def _freeze(script: Script, net: nn.Module) -> None:
     for name, param in net.named_parameters():
         is_base = "lora_" not in name and not name.startswith("extra")
         is_frozen = {
@@ -222,6 +239,11 @@ class Live:
         for step in range(first, last):
             generator = torch.Generator().manual_seed(1000 + step)
             tokens = torch.randint(0, _SMALLEST_VOCABULARY, (BATCH, 6), generator=generator)
+            if self.script.stages:
+                degree = ranks // self.script.stages
+                parts = tokens[self.engine.grid.get_data_parallel_rank() :: degree].chunk(self.script.accumulation)
+                self.engine.train_batch(iter([(part[:, :-1], part[:, 1:]) for part in parts]))
+                continue
             for part in tokens[dist.get_rank() :: ranks].chunk(self.script.accumulation):
                 self.engine.backward(self.engine(part))
                 with STEP():
@@ -238,7 +260,7 @@ class Live:
 def live(script: Script, seed: int, section: dict[str, Any] | None = None) -> Live:
     """The script's engine; ``section``: ``"elastic_checkpoint"``. Collective."""
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16, torch.bfloat16]
-    net = Net(script, seed)
+    net = _pipeline(script, seed) if script.stages else Net(script, seed)
     _freeze(script, net)
     named = {name: param for name, param in net.named_parameters() if param.requires_grad}
     groups = param_groups(script, named)
@@ -249,13 +271,14 @@ def live(script: Script, seed: int, section: dict[str, Any] | None = None) -> Li
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": script.accumulation,
         "zero_optimization": {"stage": script.stage},
+        "steps_per_print": 1000,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **PRECISIONS[script.precision],
         **({} if section is None else {"elastic_checkpoint": section}),
     }
     engine = deepspeed.initialize(
-        model=wrapped(script, net),
+        model=wrapped(script, net) if isinstance(net, Net) else net,
         optimizer=optimizer,
         lr_scheduler=None if is_held else scheduler,
         config=config,

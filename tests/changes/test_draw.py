@@ -19,7 +19,7 @@ from tests.changes.draw import (
     reduced,
 )
 
-CHANGES = [random_change(random.Random(seed), 2, 3) for seed in range(1500)]
+CHANGES = [random_change(random.Random(seed), 2, 4) for seed in range(1500)]
 
 
 def test_all_choices_of_all_axes_are_drawn_on_both_sides() -> None:

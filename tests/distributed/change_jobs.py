@@ -19,6 +19,7 @@ from tests.changes.held import (
     held_by,
     in_names_of,
     keeps_schedule,
+    of_all_stages,
     other_rates,
     rates_of,
     spoiled,
@@ -52,9 +53,9 @@ def _saved(change: Change, folder: str, spoils: bool) -> str:
         run.engine.save_checkpoint(
             folder, tag=TAG, client_state=client, exclude_frozen_parameters=change.files == "without frozen"
         )
-        truth = held_by(run)
+        truth = of_all_stages(held_by(run))
         run.train(SAVE_AT, SAVE_AT + 1)
-        later = rates_of(run)
+        later = {name: rates for mine in on_all_ranks(rates_of(run)) for name, rates in mine.items()}
         run.close()
     except Exception as error:
         return f"{type(error).__name__}: {error}"

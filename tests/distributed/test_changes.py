@@ -30,6 +30,8 @@ AT_TWO_RANKS = [
     changed(REMEDIED, saved=Script(), tied=True),
     changed(RIGHT, saved=LORA, wrapper="checkpointed"),
     changed(REMEDIED, saved=LORA, adapter="both"),
+    changed(RIGHT, saved=Script(stage=0, precision="bf16", stages=2), stages=1),
+    changed(RIGHT, saved=Script(stages=1), stages=2),
 ]
 AT_THREE_RANKS = [
     changed(RIGHT, 3, saved=Script(stage=2, wrapper="module", quantized="four"), wrapper="peft"),

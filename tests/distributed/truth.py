@@ -66,7 +66,7 @@ def gather(engine: Any, keys: list[str], may_lack: bool = False) -> dict[str, An
 
 
 def has_state(param: Any, key: str) -> bool:
-    """Whether all ranks that hold a piece of a parameter have this state of it. Collective."""
+    """Whether all ranks that hold a piece of a parameter have this state of it. Collective in its data-parallel group."""
     if hasattr(param, "_z3_optimizer"):
         optimizer = param._z3_optimizer
         sub_group, _, _ = optimizer.grad_position[optimizer.get_param_id(param)]
@@ -74,7 +74,7 @@ def has_state(param: Any, key: str) -> bool:
     else:
         has = param._hp_mapping is None or key in param._hp_mapping.optim_fragment
     everyone = torch.tensor(int(has))
-    dist.all_reduce(everyone, dist.ReduceOp.MIN)
+    dist.all_reduce(everyone, dist.ReduceOp.MIN, group=getattr(param, "_dp_group", None))
     return bool(everyone)
 
 
