@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from tests.changes.draw import Script
 from tests.distributed.model import PRECISIONS, STEP, Compiled
+from tests.distributed.parallel_models import forget_groups
 
 WIDTH = 8
 #: Of a layer's linear module and norm.
@@ -259,6 +260,7 @@ class Live:
 
 def live(script: Script, seed: int, section: dict[str, Any] | None = None) -> Live:
     """The script's engine; ``section``: ``"elastic_checkpoint"``. Collective."""
+    forget_groups()  # of a pipeline before
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16, torch.bfloat16]
     net = _pipeline(script, seed) if script.stages else Net(script, seed)
     _freeze(script, net)
