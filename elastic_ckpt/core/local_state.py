@@ -186,6 +186,7 @@ class LocalState:
     family: str | None = None  # optimizers that keep the same states under other names; ``None`` if there are none
     defaults: frozenset[str] = frozenset()  # hyperparameters that this optimizer knows
     others: frozenset[str] = frozenset()  # entries of the module's state dict that hooks make
+    own_entries: frozenset[str] = frozenset()  # of these, what a module loads in a way of its own
     quantization: tuple[
         QuantizationEntry, ...
     ] = ()  # of its frozen weights, below ZeRO-3; these are in ``others``, too

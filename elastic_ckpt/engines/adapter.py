@@ -35,7 +35,7 @@ from elastic_ckpt.engines.compat import base_optimizer, has_optimizer, sharded_b
 from elastic_ckpt.engines.coordinates import LiveFQNs, model_of, stacked_experts
 from elastic_ckpt.engines.extra_states import takers
 from elastic_ckpt.engines.optimizers import OptimizerParam, StateSchema, dtype_name, tensor_of
-from elastic_ckpt.engines.quantization import quantization_entries
+from elastic_ckpt.engines.quantization import loaded_by_modules, quantization_entries
 from elastic_ckpt.errors import UnsupportedError
 
 #: Executes (part of) a plan: reads into one tensor per target.
@@ -151,6 +151,7 @@ class EngineAdapter(ABC):
             family=self.schema.family,
             defaults=frozenset(self.base.defaults),
             others=self._others,
+            own_entries=loaded_by_modules(self._engine.module, self._others),
             quantization=self.quantization,
             flats=tuple(flats),
             fragments=tuple(fragments),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from elastic_ckpt.core.local_state import QuantizationEntry
+from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.engines.optimizers import dtype_name
 
 
@@ -42,6 +43,16 @@ def quantization_entries(
         crc32 = None if is_live else _crc32(tensor)
         entries.append(QuantizationEntry(name, described[name], dtype_name(tensor), tuple(tensor.shape), crc32))
     return tuple(entries), in_memory
+
+
+def loaded_by_modules(model: torch.nn.Module, entries: Iterable[str]) -> frozenset[str]:
+    """Those of some entries, neither parameters nor buffers, that a module loads in a way of its own, as HQQ's does."""
+    owners = {
+        without_hidden(path)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
+    }
+    return frozenset(name for name in entries if name.rpartition(".")[0] in owners)
 
 
 def _crc32(tensor: torch.Tensor) -> int:

@@ -368,6 +368,8 @@ def module_tensors(
             add(name, FROZEN, ref, 0)
         elif ref.numel and ref in of_buffers:  # DeepSpeed does not list a submodule's second name
             add(name, BUFFER, ref, number)
+        elif ref.numel and weight_of(name) is not None:  # whole on each rank, beside a weight that is partitioned
+            add(name, FROZEN, ref, number)
     if not is_zero3:
         # exclude_frozen_parameters removes only the first name of tied frozen weights
         for alias, name in source.shared.items():

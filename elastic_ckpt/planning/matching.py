@@ -29,7 +29,7 @@ from elastic_ckpt.planning.near_names import (
     propose_renames,
     saved_shapes,
 )
-from elastic_ckpt.planning.quantization import compare_quantization
+from elastic_ckpt.planning.quantization import compare_quantization, without_their_weights
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
 _EXCLUDED = (
@@ -86,7 +86,7 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     of_quantized = _described(metadata, local_state)
     # ZeRO-2 and 3 list frozen parameters, even if there are none, unless they are excluded. At lower stages a save
     # without them looks like a model without any; of tied ones it keeps the second name
-    listed_frozen = frozen - metadata.aliases.keys() - of_quantized.keys() - of_live
+    listed_frozen = frozen - metadata.aliases.keys() - of_quantized.keys() - of_live - local_state.own_entries
     if not metadata.source.frozen_recorded and local_state.model.ties.keys() >= listed_frozen:
         excluded = missing[FROZEN] & {w.name for w in local_state.wholes if w.key == FROZEN and not w.trains}
         missing[FROZEN] -= excluded
@@ -94,6 +94,8 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     unexpected = {n for n in chain(trained, frozen, buffers) if n not in elsewhere and n not in here}  # often thousands
     lost = set().union(*missing.values())
     left_out |= of_quantized.keys() & unexpected  # with their weights
+    restored_frozen = {name for name, key in found if key == FROZEN}
+    left_out |= without_their_weights(metadata, local_state, unexpected - left_out, restored_frozen, excluded)
     unexpected -= left_out
     unexpected |= extra.unexpected
     of_hooks = unexpected & local_state.others
@@ -101,7 +103,7 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
         raise _made_by_hooks(metadata, of_hooks, lost)
     if strict and (lost or unexpected):
         trains = live.union(whole.name for whole in local_state.wholes if whole.key == FROZEN and whole.trains)
-        matches = bool(trains & (restored | {name for name, key in found if key == FROZEN}))
+        matches = bool(trains & (restored | restored_frozen))
         remedies = _ways_of(metadata, local_state, lost, unexpected, trains, matches)
         problem = "model and checkpoint do not have the same parameters and buffers"
         expected = "in the model but not in the checkpoint: " + listed(lost)
@@ -161,8 +163,10 @@ def _described(metadata: CheckpointMetadata, local_state: LocalState) -> dict[st
         )
         problem += "parameter nor buffer"
         expected = "frozen quantized weights that are left out of the save, as their model makes them again"
-        remedy = Remedy("save with exclude_frozen_parameters=True: such checkpoints load at every topology")
-        raise metadata.error(UnsupportedError, problem, saved, expected, listed(saved), (remedy, AT_ITS_TOPOLOGY))
+        remedy = [Remedy("save with exclude_frozen_parameters=True: such checkpoints load at every topology")]
+        if local_state.zero_stage == 3:  # nor does DeepSpeed's own loader restore them there
+            raise metadata.error(MismatchError, problem, saved, expected, listed(saved), remedy)
+        raise metadata.error(UnsupportedError, problem, saved, expected, listed(saved), (*remedy, AT_ITS_TOPOLOGY))
     return described
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from elastic_ckpt.core.local_state import LocalState, QuantizationEntry
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata
 from elastic_ckpt.core.quantized_weights import weight_of
-from elastic_ckpt.errors import MismatchError, Remedy, UnsupportedError, listed
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, Remedy, UnsupportedError, listed
 
 _AS_SAVED = Remedy(
     "quantize the base as the saved run did (quant_type, block size, double quantization), of the same weights, as "
@@ -46,6 +46,32 @@ def compare_quantization(metadata: CheckpointMetadata, local_state: LocalState, 
         problem = "a frozen weight was quantized in another way, or of other values, than the live one"
         expected = "the live model's own, which a load cannot replace: " + listed(differing)
         raise metadata.error(MismatchError, problem, differing, expected, "others in the checkpoint", _AS_SAVED)
+
+
+def without_their_weights(
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
+    saved: Collection[str],
+    restored: Collection[str],
+    excluded: Collection[str],
+) -> set[str]:
+    """Of ``saved`` entries that modules load in a way of their own, those whose frozen weights were left out.
+
+    Raises :class:`UnsupportedError` for those whose weights are ``restored``: only the module knows what they mean, and
+    without them the weights have other values. Those of modules without frozen weights are left to the caller.
+    """
+    of_module: dict[str, set[str]] = {}
+    for whole in local_state.wholes:
+        if whole.key == FROZEN:
+            of_module.setdefault(whole.name.rpartition(".")[0], set()).add(whole.name)
+    own = {name: of_module.get(name.rpartition(".")[0], set()) for name in local_state.own_entries.intersection(saved)}
+    needed = sorted(name for name, weights in own.items() if not weights.isdisjoint(restored))
+    if needed:
+        problem = "frozen weights were saved of a module that keeps what describes them in entries of its own, which "
+        problem += "only the module can load"
+        expected = "frozen weights of parameters and buffers alone, or a save without frozen weights"
+        raise metadata.error(UnsupportedError, problem, needed, expected, listed(needed), (_EXCLUDE, AT_ITS_TOPOLOGY))
+    return {name for name, weights in own.items() if weights and weights.issubset(excluded)}
 
 
 def _is_equal(metadata: CheckpointMetadata, entry: QuantizationEntry) -> bool:

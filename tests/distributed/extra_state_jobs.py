@@ -6,12 +6,15 @@ import io
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import elastic_ckpt
@@ -19,6 +22,8 @@ from elastic_ckpt.errors import ElasticCkptError
 from tests.distributed import truth as oracle
 from tests.distributed.jobs import SPOILS, truth_of
 from tests.distributed.model import TinyLM, build_engine, close, train
+
+WIDTH = 4
 
 
 class Diary:
@@ -173,3 +178,60 @@ def _text(value: Any) -> str:
     if isinstance(value, Diary):
         return value.text
     return repr(value)
+
+
+class _Layer(nn.Linear):
+    """A layer of a pipeline that keeps a number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.gauge = Gauge(number)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values) + self.gauge.weight.sum()
+
+
+def _pipeline(stages: int, first: int, stage: int) -> Any:
+    """An engine of four such layers; the first and the last are one module, which is tied, and keeps ``first``."""
+    synchronized = ["weight", "bias", "gauge.weight"]
+    tied = partial(TiedLayerSpec, "tie", _Layer, first, tied_weight_attr=synchronized)
+    specs = [tied(), LayerSpec(_Layer, first + 1), LayerSpec(_Layer, first + 2), tied()]
+    model = PipelineModule(specs, num_stages=stages, loss_fn=nn.MSELoss(), seed_layers=True, partition_method="uniform")
+    config = {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 12 // (dist.get_world_size() // stages),
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 1000,
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    rows = config["train_micro_batch_size_per_gpu"]
+    engine.train_batch(iter([(torch.ones(rows, WIDTH), torch.zeros(rows, WIDTH))]))
+    return engine
+
+
+def _kept(engine: Any) -> dict[str, Any]:
+    """By name, what the modules of this stage keep."""
+    state = engine.module.state_dict()
+    return {name: value for name, value in state.items() if name.endswith("._extra_state")}
+
+
+def save_pipeline(case: dict[str, Any]) -> None:
+    """Save one of two stages."""
+    engine = _pipeline(2, 1, case["setup"].stage)
+    engine.save_checkpoint(case["folder"], tag="step4")
+    dist.barrier()
+
+
+def load_pipeline(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """Load into a pipeline of other ``stages``, whose modules keep other numbers, of ``setup``."""
+    elastic_ckpt.install()
+    engine = _pipeline(case["stages"], 50, case["setup"].stage)
+    before = _kept(engine)
+    engine.load_checkpoint(case["folder"])
+    report = engine.elastic_report
+    restored = [
+        name for each in report.outcomes if (each.role, each.what) == ("extra state", "restored") for name in each.names
+    ]
+    found = SimpleNamespace(before=before, after=_kept(engine), restored=sorted(restored), shift=49 + SPOILS)
+    return [found]

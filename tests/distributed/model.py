@@ -206,6 +206,36 @@ class QuantizedLoraLM(LoraLM):
         return 0
 
 
+class _Packed(nn.Module):
+    """Stands in for HQQ's ``HQQLinear``: codes are a frozen parameter, and what they mean is in entries of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(64, 64)
+        self.scale = weight.abs().amax(1, keepdim=True) / 127
+        self.W_q = nn.Parameter((weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values @ (self.W_q * self.scale.to(values.dtype)).t()
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        found[f"{prefix}scale"] = self.scale
+        return found
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
+        self.scale = state.pop(f"{prefix}scale")
+        super()._load_from_state_dict(state, prefix, metadata, strict, *lists)
+
+
+class PackedLM(LoraLM):
+    """A frozen base with such a module, of other values in each run."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
+        self.packed = _Packed()
+
+
 class DoublyQuantizedLM(QuantizedLoraLM):
     """A base that is computed with, whose scales are quantized, too."""
 
@@ -338,6 +368,7 @@ BUILDERS = {
         QuantizedLoraLM,
         DoublyQuantizedLM,
         QuantizedLM,
+        PackedLM,
         RandomDoublyQuantizedLM,
         HollowLM,
         RenamedLM,

@@ -162,3 +162,18 @@ def test_a_module_that_takes_no_such_state_is_named_on_every_rank(cell: Cell, fa
         assert each.error.parameter == NAMES[0]
         assert "amax_history" in each.error.found and "set_extra_state of Gauge" in each.error.expected
         assert each.report is None
+
+
+def pipeline(saved_stage: int, stages: int, stage: int, ranks: int) -> Cell:
+    save = Save(Setup(saved_stage), ranks=4, job="extra_state_jobs.save_pipeline")
+    name = f"ZeRO-{saved_stage} of 2 stages to ZeRO-{stage} of {stages} on {ranks} ranks"
+    return Cell(name, save, "extra_state_jobs.load_pipeline", ranks, {"setup": Setup(stage), "stages": stages})
+
+
+@cells([pipeline(1, 4, 1, 4), pipeline(1, 1, 0, 2), pipeline(0, 2, 1, 2), pipeline(0, 4, 0, 4)])
+def test_layers_of_a_pipeline_get_theirs_on_any_stage(cell: Cell, facts: list[Any]) -> None:
+    names = {name for each in facts for name in each.after}
+    assert names == {"1.gauge._extra_state", "2.gauge._extra_state", "tied_modules.tie.gauge._extra_state"}
+    for each in facts:
+        assert each.after == {name: number - each.shift for name, number in each.before.items()}
+        assert set(each.restored) == names

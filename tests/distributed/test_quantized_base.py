@@ -58,8 +58,8 @@ ROUNDING = 1e-4
             **{"continue": True},
         )
         for model in ("QuantizedLM", "DoublyQuantizedLM")
-        for source in STAGES
-        for target, ranks in ((source, 2), (STAGES[(source.stage + 1) % 3], 3))
+        for source in (*STAGES, Setup(3))
+        for target, ranks in ((STAGES[source.stage % 3], 2), (STAGES[(source.stage + 1) % 3], 3))
     ]
 )
 def test_a_base_that_was_saved_comes_back_with_what_describes_it(cell: Cell, facts: list[Loaded]) -> None:
@@ -100,4 +100,46 @@ def refused(source: Setup, target: Setup, saved: str, live: str, *words: str) ->
     ]
 )
 def test_a_base_that_was_quantized_otherwise_is_refused(cell: Cell, facts: list[Refused]) -> None:
+    cell.expected.check(facts)
+
+
+ZERO3 = Setup(3)
+
+
+@cells(
+    [
+        Cell(
+            f"ZeRO-{source.stage} to ZeRO-{target.stage} on {ranks} ranks, {'strict' if strict else 'not strict'}",
+            Save(source, more={"model": "QuantizedLM"}),
+            "refusal_jobs.refuse",
+            ranks,
+            {"setup": target, "model": "QuantizedLM", "arguments": {"load_module_strict": strict}},
+            expected=Refuses("MismatchError", ("four.weight.absmax", "eight.SCB", "exclude_frozen_parameters=True")),
+            fits=(Save(ZERO3, more=LEFT_OUT), {"setup": ZERO3, **MODEL, "arguments": NOT_STRICT}),
+        )
+        for source, target, ranks in ((ZERO3, ZERO3, 2), (ZERO3, ZERO3, 3), (STAGES[1], ZERO3, 2))
+        for strict in (True, False)
+    ]
+)
+def test_a_saved_base_is_refused_by_name_under_zero3(cell: Cell, facts: list[Refused]) -> None:
+    """Of which plain DeepSpeed says the same, by an error of torch's or of bitsandbytes'."""
+    cell.expected.check(facts)
+
+
+@cells(
+    [
+        crossing(
+            Save(ZERO3, more=LEFT_OUT),
+            target,
+            ranks,
+            "changed",
+            Resumes(says=SAYS),
+            fresh=[*FRESH, "embedding.weight"],
+            arguments=NOT_STRICT,
+            **MODEL,
+        )
+        for target, ranks in ((ZERO3, 2), (STAGES[2], 3))
+    ]
+)
+def test_adapters_of_zero3_come_back_over_the_models_own_quantized_base(cell: Cell, facts: list[Loaded]) -> None:
     cell.expected.check(facts)
