@@ -219,6 +219,31 @@ def test_what_is_missing_or_mixed_is_named(cell: Cell, facts: list[Refused]) -> 
     check(refused, "DamagedError", cell.expected)
 
 
+def leave_moments_stale(copy: Path) -> None:
+    """Moments of stacked experts are one rank's, and not noted as of experts.
+
+    So an older converter of DeepSpeed may have left them, for AutoEP in ZeRO-1 and 2.
+    """
+    changed = 0
+    for path in copy.glob("step4_universal/zero/*experts*/exp_avg*.pt"):
+        tree = torch.load(path, weights_only=False)
+        mine = tree["param"][: len(tree["param"]) // 2]
+        torch.save({"param": mine.clone(), "cat_dim": 0}, path)
+        changed += 1
+    assert changed
+
+
+@cells(
+    [
+        Cell("stale moments", BY_DEEPSPEED[0], "expert_jobs.refuse", 2, {"run": run}, leave_moments_stale)
+        for run in [Experts(2, 1, 2, autoep=True)]
+    ]
+)
+def test_moments_of_one_rank_are_not_those_of_all_experts(cell: Cell, facts: list[Refused]) -> None:
+    (refused,) = facts
+    check(refused, "MismatchError", r"experts\.w\d.*convert the native checkpoint again")
+
+
 #: In number, with routers of other shapes, or in another number of layers.
 OTHER_MODELS = [Experts(2, 2, 2, "fp32", experts=experts) for experts in ((4, 4), (8, 8), (4,))]
 
