@@ -19,6 +19,7 @@ import torch
 
 from elastic_ckpt.core.boxed_tensor import BoxedTensor
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import UnsupportedError, listed
 
 #: Modules of torch that load their entries in a way of their own, which comes to the same, and that of all others.
@@ -32,6 +33,7 @@ class LiveWeights:
     metadata: CheckpointMetadata
     missing: frozenset[str]  # entries of the module's state dict
     unexpected: frozenset[str]  # saved weights, under the names that they would have in the module
+    mismatched: frozenset[tuple[str, Shape, Shape]] = frozenset()  # left out for their shapes: saved, and live
     rules: tuple[Any, ...] = ()  # those of Transformers that were used, which save_pretrained reverts
 
 
@@ -61,7 +63,7 @@ def live_weights(
     tensors = {(name, FROZEN): replace(tensor, name=name) for name, tensor in found.items()}
     names = {name: tensor.name for name, tensor in found.items()}
     named = replace(metadata, tensors=tensors, saved_names=names)
-    return LiveWeights(named, frozenset(state.keys() - found.keys()), frozenset(unexpected), used)
+    return LiveWeights(named, frozenset(state.keys() - found.keys()), frozenset(unexpected), rules=used)
 
 
 def _converted(
@@ -138,11 +140,26 @@ def without_ignored(module: Any, missing: set[str], unexpected: set[str]) -> tup
     return info.missing_keys, info.unexpected_keys
 
 
+def without_other_shapes(weights: LiveWeights, module: Any) -> LiveWeights:
+    """The weights without those that have another shape in the module. Local."""
+    entries = module.state_dict(keep_vars=True)
+    kept, mismatched = {}, set()
+    for (name, key), tensor in weights.metadata.tensors.items():
+        live = tuple(getattr(entries[name], "ds_shape", entries[name].shape))
+        if tensor.shape == live:
+            kept[name, key] = tensor
+        else:
+            mismatched.add((name, tensor.shape, live))
+    metadata = replace(weights.metadata, tensors=kept)
+    return replace(weights, metadata=metadata, mismatched=frozenset(mismatched))
+
+
 def mark_as_initialized(module: Any, weights: LiveWeights) -> None:
     """Keep Transformers from initializing what was loaded, and tell it what saves it as it was."""
     if pretrained_model(module):
+        not_loaded = weights.missing | {name for name, *_ in weights.mismatched}
         for name, tensor in module.state_dict(keep_vars=True).items():
-            if name not in weights.missing:
+            if name not in not_loaded:
                 tensor._is_hf_initialized = True
         module._weight_conversions = list(weights.rules)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.text import counted
-from elastic_ckpt.errors import NotFoundError, Remedy, UnsupportedError
+from elastic_ckpt.errors import DamagedError, NotFoundError, Remedy, UnsupportedError, listed
 from elastic_ckpt.formats.metadata_builder import refuse_view
 from elastic_ckpt.formats.pickled import open_file, refuse_unmade
 from elastic_ckpt.formats.safetensors import (
     INDEX_SUFFIX,
     SUFFIX,
     WeightsFile,
+    check_index,
     info_of,
     metadata_of,
     read_header,
@@ -30,17 +32,26 @@ _CHOICES = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}", "pytorch_model.bin", f"pyt
 
 
 def read_weights(
-    folder: str, paths: Sequence[str] | None, trust_pickle: bool, tied: Collection[str] = ()
+    folder: str,
+    paths: Sequence[str] | None,
+    trust_pickle: bool,
+    tied: Collection[str] = (),
+    index: Mapping[str, str] | None = None,
 ) -> list[WeightsFile]:
     """What each file of a folder holds: of those that ``from_pretrained`` takes, unless ``paths`` names them. Local.
 
-    ``tied``: names that an index may list though no file has them. Raises :class:`NotFoundError` if there are no
+    ``tied``: names that an index may list though no file has them; ``index``: which of ``paths`` has which tensor, by
+    the names of files, if an index of the folder says so. Raises :class:`NotFoundError` if there are no
     weights, :class:`DamagedError` if a file is missing or damaged or the index disagrees with them,
     :class:`UnsupportedError` or :class:`UnsafePickleError` for what cannot be read by its bytes.
     """
     read = partial(_read_file, trust_pickle=trust_pickle)
     if paths is not None:
-        return [read(absolute(path)) for path in paths]
+        check_names(folder, index or {})
+        files = [read(absolute(path)) for path in paths]
+        if index:
+            check_index(_path_of_index(folder), index, files, tied)
+        return files
     if not is_folder(folder):
         raise no_folder(folder)
     names = set(file_names(folder))
@@ -56,6 +67,22 @@ def read_weights(
 def weights_metadata(folder: str, files: Sequence[WeightsFile]) -> CheckpointMetadata:
     """The weights in these files, under the names that they have there."""
     return replace(metadata_of(info_of(folder), files), aliases={})
+
+
+def check_names(folder: str, index: Mapping[str, str]) -> None:
+    """Raise :class:`DamagedError` if the index of a folder names files that are not in it. Local."""
+    outside = {file for file in index.values() if os.path.basename(file) != file}
+    if outside:
+        problem, expected = "the index names files that are not in its folder", "names of files beside the index"
+        names = [name for name, file in index.items() if file in outside]
+        raise DamagedError(problem, _path_of_index(folder), expected, listed(outside), parameter=names)
+
+
+def _path_of_index(folder: str) -> str:
+    """The only index in a folder; the folder, if it has several."""
+    info = info_of(folder)
+    names = [name for name in file_names(folder) if ".index." in name and name.endswith(".json")]
+    return info.path(names[0]) if len(names) == 1 else info.folder
 
 
 def no_folder(folder: str) -> NotFoundError:

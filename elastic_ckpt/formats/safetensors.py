@@ -151,6 +151,12 @@ def read_indexed(
         if any(os.path.basename(file) != file for file in index.values()):
             raise ValueError("a file that is not in this folder")
     files = [read(found.path(file)) for file in sorted(set(index.values()))]
+    check_index(path, index, files, tied)
+    return files
+
+
+def check_index(path: str, index: Mapping[str, str], files: Sequence[WeightsFile], tied: Collection[str]) -> None:
+    """Raise :class:`DamagedError` unless files have the tensors that an index names; but those that are ``tied``."""
     tied = {*tied, *(alias for file in files for alias in file.metadata)}  # some indexes list them
     there = {(name, os.path.basename(file.path)) for file in files for name in file.tensors}
     differ = {name for name, _ in there.symmetric_difference(index.items())}
@@ -158,7 +164,6 @@ def read_indexed(
     if differ:
         problem = "the index does not belong to these files: they have other tensors than it names"
         raise DamagedError(problem, path, "each tensor in the file that the index names", parameter=differ)
-    return files
 
 
 def _groups_and_scalars(

@@ -18,16 +18,23 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, read_config
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.metadata import FROZEN
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.text import printable
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.coordinates import LiveFQNs, stacked_experts
 from elastic_ckpt.engines.modules import ModuleAdapter
-from elastic_ckpt.engines.pretrained_names import LiveWeights, live_weights, mark_as_initialized, without_ignored
+from elastic_ckpt.engines.pretrained_names import (
+    LiveWeights,
+    live_weights,
+    mark_as_initialized,
+    without_ignored,
+    without_other_shapes,
+)
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, Remedy, UnsupportedError, listed, printable_errors
 from elastic_ckpt.formats.pickled import collector_off
-from elastic_ckpt.formats.pretrained import no_folder, read_weights, weights_metadata
+from elastic_ckpt.formats.pretrained import check_names, no_folder, read_weights, weights_metadata
 from elastic_ckpt.formats.safetensors import WeightsFile
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.load import flow
@@ -94,7 +101,9 @@ class PretrainedLoad:
     config: ElasticConfig
     strict: bool = False
     paths: Sequence[str] | None = None  # of the folder's files, where known
+    index: Mapping[str, str] | None = None  # which of ``paths`` has which tensor, if an index says so
     rules: Sequence[Any] | None = None  # of Transformers for names, where others than its own are asked for
+    ignores_shapes: bool = False  # what has another shape in the module is not loaded
     ds_config: Mapping[str, Any] | None = None  # of a module on the meta device
 
     @printable_errors()
@@ -143,7 +152,7 @@ class PretrainedLoad:
         tied = {name for names in local_state.model.ties.items() for name in (names[0], *names[1])}
 
         def read() -> tuple[list[WeightsFile], str, list[bytes]]:
-            files = read_weights(self.folder, self.paths, self.config.trust_pickle, tied)
+            files = read_weights(self.folder, self.paths, self.config.trust_pickle, tied, self.index)
             return files, self.folder, self._digests([file.path for file in files])
 
         files, folder, digests = distributed.broadcast("read the folder's metadata", read)
@@ -165,6 +174,7 @@ class PretrainedLoad:
 
     def _own(self, files: Sequence[WeightsFile], folder: str, digests: Sequence[bytes]) -> list[WeightsFile]:
         """Rank 0's files where this rank has them: nodes may have caches of their own. Local."""
+        check_names(self.folder, self.index or {})
         paths = self.paths or [os.path.join(self.folder, os.path.basename(file.path)) for file in files]
         paths = [file.path for file in files] if is_url(self.folder) else [os.path.abspath(path) for path in paths]
         if distributed.rank() and self._digests(paths) != digests:
@@ -184,12 +194,14 @@ class PretrainedLoad:
         model, metadata = local_state.model, rename_saved(weights_metadata(self.folder, files), self.config.rename)
         fqns = {} if self.engine is None else LiveFQNs(self.engine).experts
         weights = live_weights(metadata, self.module, self.rules, fqns)
+        if self.paths is not None:
+            weights = self._of_live_shapes(weights)
         saved = {name for name, _ in weights.metadata.tensors}
         ties = ({name, *others} for name, others in model.ties.items())
         tied = {name for names in ties if names & saved for name in names}
         unexpected = weights.unexpected - model.elsewhere  # on other pipeline stages
         weights = replace(weights, missing=weights.missing - tied, unexpected=unexpected)
-        if not saved:
+        if not saved and self.paths is None:  # from_pretrained initializes all, and warns
             problem = "no weight of this folder is in the live model"
             expected, found = "weights such as " + listed(weights.missing), listed(weights.unexpected)
             raise MismatchError(problem, self.folder, expected, found, remedy="give the folder of this model")
@@ -207,6 +219,26 @@ class PretrainedLoad:
             )
             raise MismatchError(problem, self.folder, expected, found, remedy=ways)
         return weights
+
+    def _of_live_shapes(self, weights: LiveWeights) -> LiveWeights:
+        """Without weights of other shapes, if ``from_pretrained`` is to ignore them; else they are an error. Local."""
+        kept = without_other_shapes(weights, self.module)
+        if kept.mismatched and not self.ignores_shapes:
+            saved, live = ({name: shapes[side] for name, *shapes in kept.mismatched} for side in (0, 1))
+            first = min(saved)
+            problem = "weights have other shapes in the files than in the model"
+            expected, found = f"{first} of {live[first]}", f"{first} of {saved[first]}"
+            anew = "initializes these anew, as for another number of labels"
+            remedy = (
+                Remedy("give the folder of this model, or build the model with the sizes it was saved with"),
+                Remedy(anew, arguments={"ignore_mismatched_sizes": True}, function="from_pretrained"),
+            )
+            paths = (
+                weights.metadata.files[chunk.file].path for chunk in weights.metadata.tensors[first, FROZEN].chunks
+            )
+            file = next(paths, self.folder)
+            raise MismatchError(problem, file, expected, found, parameter=saved, remedy=remedy)
+        return kept
 
     def _reported(self, weights: LiveWeights) -> tuple[set[str], set[str]]:
         """The names that the folder and the module lack, as ``from_pretrained`` reports them. Local."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import Init
@@ -18,7 +18,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, read_config
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.engines.pretrained_names import own_loaders
-from elastic_ckpt.errors import MismatchError, UnforeseenError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.errors import UnforeseenError, UnsupportedError
 from elastic_ckpt.load.pretrained import PretrainedLoad
 from elastic_ckpt.patches import unwrap, wrap
 
@@ -26,7 +26,7 @@ logger = logger_of(__name__)
 _MODELING = "transformers.modeling_utils"
 _METHOD, _PARAMETERS = "_load_pretrained_model", ["model", "state_dict", "checkpoint_files", "load_config"]
 #: What Transformers' own way may know how to load.
-_LEFT = (UnsupportedError, UnsafePickleError, MismatchError, UnforeseenError)
+_LEFT = (UnsupportedError, UnforeseenError)
 
 
 def watch_pretrained() -> None:
@@ -83,17 +83,26 @@ def _load_pretrained_model(
     if why == "":
         return own_way()
     if why is None:
-        folder = os.path.dirname(checkpoint_files[0])
-        load = PretrainedLoad(None, model, folder, configs[0], paths=checkpoint_files, rules=load_config.weight_mapping)
+        index = (load_config.sharded_metadata or {}).get("weight_map", {})
+        folder, rules = _folder_of(checkpoint_files, index), load_config.weight_mapping
+        load = PretrainedLoad(None, model, folder, configs[0], paths=checkpoint_files, index=index, rules=rules)
+        load.ignores_shapes = load_config.ignore_mismatched_sizes
         try:
             _, weights = load.run()
         except _LEFT as error:
             why = error.problem
         else:
-            return LoadStateDictInfo({*weights.missing}, {*weights.unexpected}, set(), [], {}, set()), None
+            mismatched: set[Any] = {*weights.mismatched}
+            return LoadStateDictInfo({*weights.missing}, {*weights.unexpected}, mismatched, [], {}, set()), None
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves these weights to Transformers: %s", why)
     return own_way()
+
+
+def _folder_of(files: Sequence[str], index: Mapping[str, str]) -> str:
+    """Where the first of the files is, or the index that names it, which may lead out of its folder."""
+    first = min(index.values(), default=os.path.basename(files[0]))
+    return os.path.dirname(files[0].removesuffix(first)) or os.path.dirname(files[0])
 
 
 def _objections(
@@ -104,8 +113,8 @@ def _objections(
         yield "they are quantized"
     if state_dict is not None or not files or not all(file.endswith((".safetensors", ".bin")) for file in files):
         yield "they are not in files of safetensors or torch.save"
-    if load_config.ignore_mismatched_sizes or load_config.device_map is not None:
-        yield "ignore_mismatched_sizes or device_map is given"
+    if load_config.device_map is not None:
+        yield "a device_map is given"
     if ds_config.get("tensor_parallel", {}).get("autotp_size", 1) > 1:
         yield "AutoTP is on"
     yield from own_loaders(model)

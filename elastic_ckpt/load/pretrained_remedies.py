@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from elastic_ckpt.errors import ANOTHER_TAG, AT_ITS_DTYPE, DamagedError, ElasticCkptError, Remedy
 
-_FUNCTION = "load_pretrained"
+_FUNCTIONS = ("load_pretrained", "from_pretrained")
 #: For files that are damaged, and for all that does not fit the model, where nothing else is known.
 _COPY_AGAIN = Remedy("copy the folder again from its original")
 _BEFORE_THE_ENGINE = Remedy("load the weights with from_pretrained, before deepspeed.initialize")
@@ -26,8 +26,8 @@ def with_ways_for_weights(error: ElasticCkptError) -> ElasticCkptError:
 
 
 def _followed(error: ElasticCkptError) -> Iterator[Remedy]:
-    """The remedies that a call of ``load_pretrained`` can follow."""
+    """The remedies that a call of ``load_pretrained`` or of ``from_pretrained`` can follow."""
     for remedy in error.remedies:
-        is_of_checkpoints = bool(remedy.arguments) and remedy.function != _FUNCTION
+        is_of_checkpoints = bool(remedy.arguments) and remedy.function not in _FUNCTIONS
         if not (is_of_checkpoints or remedy.at_saved_topology or remedy in (ANOTHER_TAG, AT_ITS_DTYPE)):
             yield remedy

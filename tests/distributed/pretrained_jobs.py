@@ -255,8 +255,42 @@ def _from_pretrained(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
     """The model, what is said of it, and its whole weights and buffers, each of the dtype that it has."""
     torch.manual_seed(3)
     with zero3(case):
-        made = class_of(case).from_pretrained(given(case), output_loading_info=True)
+        arguments = {"config": config_of(case)} if "config" in case else {}
+        arguments |= case.get("arguments", {})
+        made = class_of(case).from_pretrained(given(case), output_loading_info=True, **arguments)
     return made, whole(made[0])
+
+
+def refused_by_hook(case: Case) -> list[Refused]:
+    """Try ``from_pretrained`` under ZeRO-3 with elastic_ckpt installed; the error."""
+    close_kept()
+    kinds, texts, remedies = (), "loaded without an error", ()
+    try:
+        with noting_loads():
+            _from_pretrained(case)
+    except elastic_ckpt.ElasticCkptError as error:
+        kinds, texts, remedies = tuple(each.__name__ for each in type(error).__mro__), str(error), error.remedies
+    return [Refused(case, kinds, frozenset([texts]), frozenset(), (), remedies)]
+
+
+def follow_hook(case: Case) -> list[tuple[Refused, dict[str, str], frozenset[str]]]:
+    """The same; then with the arguments that the error names: what differs from a model without ZeRO; what is new."""
+    (tried,) = refused_by_hook(case)
+    (remedy,) = (each for each in tried.remedies if each.arguments)
+    assert remedy.function == "from_pretrained"
+    model, info = class_of(case).from_pretrained(
+        given(case), config=config_of(case), output_loading_info=True, **remedy.arguments
+    )
+    with noting_loads() as (loads, _):
+        (_, found_info), found = _from_pretrained({**case, "arguments": remedy.arguments})
+    assert loads
+    new = {name for name, *_ in info["mismatched_keys"]}
+    wrong = {} if found_info["mismatched_keys"] == info["mismatched_keys"] else {"": str(found_info)}
+    wrong |= {name: "not finite" for name in new if not found[name].isfinite().all()}
+    expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kept = {name: each.detach().to(found[name].dtype) for name, each in expected.items() if name not in new}
+    wrong |= weights_apart({name: found[name] for name in kept}, kept)
+    return [(tried, wrong, frozenset(new))]
 
 
 def refused(case: Case) -> list[Refused]:

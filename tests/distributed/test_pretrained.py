@@ -109,6 +109,19 @@ def test_from_pretrained_takes_this_path_by_itself_under_zero_3(cell: Cell, fact
 OFF = Setup(3, config=(("elastic_checkpoint", {"pretrained": "off"}),))
 
 
+def leave_nothing_known(folder: Path) -> None:
+    """Weights of names that the model lacks."""
+    archive({"weight": torch.ones(3)})(folder)
+
+
+@cells([hooked("foreign", LLAMA, 2, LLAMA_CASE, LLAMA, leave_nothing_known)])
+def test_weights_of_another_model_are_all_initialized_as_transformers_does(
+    cell: Cell, facts: list[Hooked], saves: Saves
+) -> None:
+    for each in facts:
+        assert len(each.loads) == 1 and each.differences == {}
+
+
 @cells(
     [
         hooked("switched off", LLAMA, 2, {**LLAMA_CASE, "setup": OFF}, None),
@@ -149,22 +162,15 @@ ELSEWHERE = {**LLAMA_CASE, "elsewhere": "elsewhere"}
 
 @cells(
     [
-        hooked("other values on the second rank", LLAMA, 2, ELSEWHERE, None, double_elsewhere),
-        hooked("other files on the second rank", LLAMA, 2, ELSEWHERE, None, join_elsewhere),
         hooked("names of checkpoints", LLAMA, 2, {**LLAMA_CASE, "setup": RENAMING}, LLAMA),
         hooked("an adapter", ADAPTER, 2, LLAMA_CASE, LLAMA),
     ]
 )
-def test_files_that_differ_between_ranks_names_of_checkpoints_and_adapters_are_no_mixtures(
-    cell: Cell, facts: list[Hooked], saves: Saves
-) -> None:
-    loads = [] if cell.expected is None else [str(saves.folder(cell.expected))]
+def test_names_of_checkpoints_and_adapters_are_no_mixtures(cell: Cell, facts: list[Hooked], saves: Saves) -> None:
     for each in facts:
-        assert each.differences == {} and each.loads == loads
+        assert each.differences == {} and each.loads == [str(saves.folder(cell.expected))]
         kept = [keys for keys in each.expected_keys if keys is not None]
         assert len(kept) == (cell.save == ADAPTER) and all("lora" in key for keys in kept for key in keys), kept
-    if not loads:
-        assert [sum("ranks have different files" in line for line in each.said) for each in facts[:1]] == [1]
 
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
@@ -182,6 +188,37 @@ def cut(folder: Path) -> None:
 def rename_in_index(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model.norm.weight", "model.norm.scale"))
+
+
+def edit_index(edit: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
+    """Change which tensor is in which file, by the index."""
+
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        edit(index["weight_map"])
+        path.write_text(json.dumps(index))
+
+    return change
+
+
+def lead_out(folder: Path) -> None:
+    """An index that leads out of its folder, and into it again."""
+    edit_index(lambda index: index.update({name: f"../{folder.name}/{file}" for name, file in index.items()}))(folder)
+
+
+def save_twice(folder: Path) -> None:
+    """One more tensor in the last shard, with other values than it has in its own."""
+    shard = shard_of(folder)
+    weights = safetensors.torch.load_file(shard)
+    name, file = next(pair for pair in index_of(folder).items() if pair[1] != shard.name)
+    other = 2 * safetensors.torch.load_file(folder / file)[name]
+    safetensors.torch.save_file({**weights, name: other}, shard, {"format": "pt"})
+
+
+def index_of(folder: Path) -> dict[str, str]:
+    index: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return index
 
 
 def list_what_is_tied(folder: Path) -> None:
@@ -323,3 +360,68 @@ def test_a_folder_without_all_weights_of_a_meta_module_is_refused(cell: Cell, fa
     said, is_untouched = facts[0]
     assert said.startswith("MismatchError: this folder lacks weights of a module that was on the meta device")
     assert "model.layers.2." in said and is_untouched
+
+
+HOOK = "refused_by_hook"
+
+
+@cells(
+    [
+        wrong("cut", "DamagedError", "truncated or unreadable", cut, job=HOOK),
+        wrong("index that leads out", "DamagedError", "not in its folder", lead_out, job=HOOK),
+        wrong(
+            "index of more",
+            "DamagedError",
+            "index does not belong",
+            edit_index(lambda index: index.update(more=index[WEIGHT])),
+            job=HOOK,
+        ),
+        wrong(
+            "index of less",
+            "DamagedError",
+            "index does not belong",
+            edit_index(lambda index: index.pop(WEIGHT)),
+            job=HOOK,
+        ),
+        wrong("in two shards", "DamagedError", "index does not belong", save_twice, job=HOOK),
+        wrong(
+            "other values", "MismatchError", "/elsewhere on rank 1", double_elsewhere, job=HOOK, elsewhere="elsewhere"
+        ),
+        wrong(
+            "other files",
+            "MismatchError",
+            "ranks have different files",
+            join_elsewhere,
+            job=HOOK,
+            elsewhere="elsewhere",
+        ),
+        wrong("integers", "MismatchError", "dtype of this weight", with_dtype("I32"), job=HOOK),
+        wrong(
+            "wider", "MismatchError", "other shapes", with_config(hidden_size=32, head_dim=4), job=HOOK, config="config"
+        ),
+    ]
+)
+def test_from_pretrained_refuses_wrong_folders_on_every_rank(cell: Cell, facts: list[Refused]) -> None:
+    cell.expected.check(facts)
+    assert [each.kinds[0] for each in facts] == [cell.expected.error] * cell.ranks
+    assert len({each.texts for each in facts}) == 1 and all(each.remedies for each in facts)
+
+
+@cells(
+    [
+        wrong(
+            "more words",
+            "MismatchError",
+            "other shapes",
+            with_config(vocab_size=70),
+            job="follow_hook",
+            config="config",
+        )
+    ]
+)
+def test_what_has_another_shape_is_initialized_if_from_pretrained_is_to_ignore_it(
+    cell: Cell, facts: list[tuple[Refused, dict[str, str], frozenset[str]]]
+) -> None:
+    cell.expected.check([tried for tried, _, _ in facts])
+    for _, differences, new in facts:
+        assert differences == {} and new == {"model.embed_tokens.weight", "lm_head.weight"}

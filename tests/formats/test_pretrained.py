@@ -73,6 +73,29 @@ def test_an_archive_of_other_things_is_refused(content: object, error: type[Exce
     assert raised.value.file == str(tmp_path / "pytorch_model.bin")
 
 
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"a": "../w.bin"}, "not in its folder"),
+        ({"a": "/w.bin"}, "not in its folder"),
+        ({"a": "w.bin", "b": "w.bin"}, "does not belong"),
+        ({"b": "w.bin"}, "does not belong"),
+        ({"a": "v.bin"}, "does not belong"),
+    ],
+)
+def test_files_that_from_pretrained_has_chosen_are_held_against_its_index(
+    index: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    paths = [str(tmp_path / "w.bin")]
+    torch.save({"a": torch.ones(1)}, paths[0])
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    assert read_weights(str(tmp_path), paths, False, index={"a": "w.bin"})
+    assert read_weights(str(tmp_path), paths, False, {"b"}, {"a": "w.bin", "b": "w.bin"})
+    with pytest.raises(DamagedError, match=words) as raised:
+        read_weights(str(tmp_path), paths, False, index=index)
+    assert raised.value.file == str(tmp_path / "pytorch_model.bin.index.json")
+
+
 def test_an_index_that_disagrees_and_a_tensor_in_two_files_are_refused(tmp_path: Path) -> None:
     for number in (1, 2):
         torch.save({"a": torch.ones(1)}, tmp_path / f"part{number}.bin")
