@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import shortened
 
-#: The sheet's file in the folder of a tag; how much of it is read, and how many losses are in it.
-SHEET, MOST_SHEET_NBYTES, MOST_LOSSES = "elastic_resume.json", 1 << 20, 64
+#: The sheet's file in the folder of a tag; how much of it is read, and how many losses and files are in it.
+SHEET, MOST_SHEET_NBYTES, MOST_LOSSES, MOST_FILES = "elastic_resume.json", 1 << 20, 64, 1 << 12
 #: Components of a run, causes before what follows from them.
 CODE, PRECISION, BATCH, DATA, LR = "code versions", "precision", "batch", "data order", "lr"
 HYPERPARAMETERS, RNG, WEIGHTS, OPTIMIZER, LOSSES = "hyperparameters", "RNG", "weights", "optimizer", "losses"
@@ -40,6 +40,7 @@ class ResumeSheet(BaseModel):
     rng: dict[str, str] = {}  # digests of rank 0's generators
     versions: dict[str, str] = {}
     losses: list[float] = Field([], max_length=MOST_LOSSES)  # of the last steps, if the script hands them over
+    files: dict[str, str] = {}  # digests of what files hold, by name, of a save without optimizer partitions
 
 
 @dataclass(frozen=True)

@@ -365,6 +365,11 @@ def replaced_loads(engine: Any, folder: str, read: Callable[[str], Any]) -> Iter
             del files.load
 
 
+def saves_in_foreground(engine: Any) -> bool:
+    """Whether ``save_checkpoint`` returns when its files are whole: with torch's writer. Others may write on."""
+    return type(getattr(engine, "checkpoint_engine", None)).__name__ == "TorchCheckpointEngine"
+
+
 def commit_pending_save(engine: Any) -> None:
     """Commit a save of this engine that is still being written in the background, as the next step would. Collective.
 

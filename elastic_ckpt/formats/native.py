@@ -48,6 +48,7 @@ from elastic_ckpt.formats.saved_config import (
     read_training_state,
     section_of,
 )
+from elastic_ckpt.formats.saved_files import refuse_other_files
 from elastic_ckpt.formats.shards import OptimizerShard, index_shard
 from elastic_ckpt.storage import open_stream
 
@@ -96,6 +97,8 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
         files = assemble(found, [*compress(mp_ranks, kept)], indexed, options, name_states, opened, lacking)
         note = f"left out: files of another save of this tag, on other ranks, which may be removed: {listed(left)}"
         own, for_all = _own_state(files, options.coordinates)
+        if options.check_shards and paths[0] in opened:  # one rank reads the sheet for all
+            refuse_other_files(found.folder, int(own.counters["global_steps"]), indexed)
 
         def read_state(at: int) -> TrainingState:
             path, grid = paths[at], files.grid

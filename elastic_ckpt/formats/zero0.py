@@ -11,7 +11,7 @@ experts of that rank, by number. Weights are in the model-states file and in the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -20,9 +20,9 @@ from elastic_ckpt.core.chunks import group_rules
 from elastic_ckpt.core.counts import first_apart
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.fqn import ExpertRank, NamedStates, NameStates, NumberedStates, expert_name
-from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SourceFile
+from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SourceFile
 from elastic_ckpt.core.text import counted
-from elastic_ckpt.errors import LayoutError, MissingFilesError, UnsupportedError
+from elastic_ckpt.errors import LayoutError, MissingFilesError, MixedSavesError, Remedy, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.classification import RankStates, compare_lengths
 from elastic_ckpt.formats.merging import ExpertShard, LayerShard
@@ -68,6 +68,7 @@ def unpartitioned_metadata(
     sources: list[_Source] = []
     notes: list[str] = []
     layers: list[LayerShard] = []
+    of_first: _Crc32s = {}
     for ep_rank, state in enumerate(all_states):
         shard, mine, files = model, None, dict[str, int]()
         if optimizers:
@@ -86,9 +87,13 @@ def unpartitioned_metadata(
         notes += [note for note in more if note not in notes]
         if stage is not None:
             layers, files = stage.files_of(chain.from_iterable(names), first_file=1)
+        of_experts = {name for name in shard.weights if name in shard.stacked or expert_name(name)}
         if ep_rank:  # dense parameters are in each of these files
-            of_experts = {name for name in shard.weights if name in shard.stacked or expert_name(name)}
+            if options.check_shards:
+                _refuse_other_states(all_states[0], state, _state_crc32s(state, names, of_experts), of_first)
             names = [[name if name in of_experts else None for name in group] for group in names]
+        else:
+            of_first = _state_crc32s(state, names, of_experts)
         of_groups = [_flats(shard, state, group, members) for group, members in enumerate(names)]
         sources.append(_Source(shard, state, first + ep_rank, files, of_groups))
     files_of_all = [model, *optimizers, *experts, *layers]
@@ -142,6 +147,53 @@ class _Source:
     file: int  # of the optimizer
     weights: Mapping[str, int]  # parameter -> file of its weight, if that is not the model's
     groups: Sequence[Sequence[_Flat]]
+
+
+#: CRC32s of the states, and of the master, of dense parameters; by the first one's name where several share one tensor.
+_Crc32s = dict[str, dict[str, int]]
+
+
+def _state_crc32s(
+    state: UnpartitionedState, names: Sequence[Sequence[str | None]], of_experts: Collection[str]
+) -> _Crc32s:
+    """What the checksums of an optimizer's file tell of the states of dense parameters, as far as they are known."""
+    known = {(offset, nbytes): crc32 for offset, nbytes, crc32 in state.records if crc32}
+    found: _Crc32s = {}
+    for group, members in enumerate(names):
+        masters = state.masters[group] if state.masters else [None] * len(state.members[group])
+        for name, number, master in zip(members, state.members[group], masters, strict=False):  # a flat one has several
+            if name is None or name in of_experts:
+                continue
+            saved = state.states.get(number)
+            refs = {} if saved is None else dict(saved.tensors)
+            if master is not None:
+                refs[MASTER] = master
+            records = {key: (ref.byte_offset, ref.numel * ITEMSIZE[ref.dtype]) for key, ref in refs.items()}
+            found[name] = {key: known[record] for key, record in records.items() if record in known}
+    return found
+
+
+def _refuse_other_states(
+    first: UnpartitionedState, other: UnpartitionedState, of_other: _Crc32s, of_first: _Crc32s
+) -> None:
+    """Raise :class:`MixedSavesError` for the file of an expert-parallel rank with other states of a dense parameter."""
+    for name, mine in of_first.items():
+        theirs = of_other.get(name, mine)
+        keys = [key for key in mine if mine[key] != theirs.get(key, mine[key])]
+        if not keys:
+            continue
+        problem = "expert-parallel ranks have saved other optimizer states of a parameter that they all have"
+        raise MixedSavesError(
+            problem,
+            other.path,
+            f"{', '.join(keys)} as in {first.path}",
+            "other values, by their checksums",
+            parameter=name,
+            remedy=(
+                Remedy("take another tag", when="if the file is of another run"),
+                Remedy("loads the first rank's", when="if ranks drifted apart", config={"verify": "bytes"}),
+            ),
+        )
 
 
 def _flats(model: ModelShard, state: UnpartitionedState, group: int, members: Sequence[str | None]) -> list[_Flat]:

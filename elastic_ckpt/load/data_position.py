@@ -17,7 +17,7 @@ from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.detect import saved_entry
 from elastic_ckpt.load.flow import LoadCall, as_partial_load_error
 from elastic_ckpt.load.installation import install
-from elastic_ckpt.load.resume_sheet import write_sheet
+from elastic_ckpt.load.resume_sheet import files_before_save, write_sheet
 
 logger = logger_of(__name__)
 
@@ -51,9 +51,10 @@ def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
             arguments["client_state"] = {**(arguments.get("client_state") or {}), POSITION_KEY: position}
         except MismatchError as error:  # a save without it is better than none
             logger.warning("elastic_ckpt saves no data position: %s", error)
+    before = files_before_save(engine, arguments)
     with compat.recorded_counts(engine, is_within_step(engine)):
         result = original(*given.args, **given.kwargs)
-    write_sheet(engine, arguments)
+    write_sheet(engine, arguments, before)
     return result
 
 

@@ -27,9 +27,10 @@ from elastic_ckpt.core.resume_sheet import LOSSES, MOST_LOSSES, RNG, SHEET, Resu
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.coordinates import coordinates_of
 from elastic_ckpt.engines.data_position import registered
+from elastic_ckpt.formats.saved_files import digests_of_save, versions_in
 from elastic_ckpt.formats.sheet import read_sheet
 from elastic_ckpt.load.trainer_hook import splits_batches
-from elastic_ckpt.storage.local import made_whole
+from elastic_ckpt.storage.local import Version, made_whole
 
 logger = logger_of(__name__)
 #: Packages of which a run's results may depend on the version, if it has imported them.
@@ -37,25 +38,45 @@ _PACKAGES = ("torch", "deepspeed", "elastic_ckpt", "numpy", "transformers", "acc
 _DIGEST_NBYTES, _MOST_SCRIPT_NBYTES = 8, 1 << 20
 
 
-def write_sheet(engine: Any, given: Mapping[str, Any]) -> None:
+def files_before_save(engine: Any, given: Mapping[str, Any]) -> dict[str, Version] | None:
+    """On rank 0, what is in the folder of a save that begins; ``None``: what it writes cannot be told afterwards.
+
+    ``given``: arguments of ``save_checkpoint``. Local.
+    """
+    if distributed.rank() or not compat.saves_in_foreground(engine):
+        return None
+    with suppress(Exception):  # of a folder that cannot be listed, nothing is noted; the save says what is wrong
+        return versions_in(_folder_of(engine, given))
+    return None
+
+
+def write_sheet(engine: Any, given: Mapping[str, Any], before: Mapping[str, Version] | None = None) -> None:
     """Write the sheet of a save that has ended, on rank 0, or warn; ``given``: arguments of ``save_checkpoint``. Local.
 
-    Losses are those under ``"losses"`` in the client state.
+    Losses are those under ``"losses"`` in the client state. ``before``: as of :func:`files_before_save`.
     """
     if distributed.rank():
         return
-    tag, client_state = given.get("tag"), given.get("client_state")
-    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed has it
-    path = os.path.join(given["save_dir"], tag, SHEET)
+    client_state = given.get("client_state")
+    folder = _folder_of(engine, given)
+    path = os.path.join(folder, SHEET)
     try:
         if not read_config(compat.ds_config(engine)).sheet:
             return
         losses = client_state.get("losses") if isinstance(client_state, Mapping) else None
-        text = json.dumps(sheet_of(engine, losses).model_dump())
+        files = {} if before is None else digests_of_save(folder, before)
+        text = json.dumps({**sheet_of(engine, losses).model_dump(), "files": files})
         with made_whole(path) as stream:
             stream.write(text.encode())
     except Exception as error:  # what was saved is whole without it
         logger.warning("elastic_ckpt could not write the resume sheet %s: %s", path, error)
+
+
+def _folder_of(engine: Any, given: Mapping[str, Any]) -> str:
+    """The folder of the tag that ``save_checkpoint`` writes."""
+    tag = given.get("tag")
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed has it
+    return os.path.join(given["save_dir"], tag)
 
 
 def compare_run(

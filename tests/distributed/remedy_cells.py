@@ -380,6 +380,8 @@ REASONS: dict[str, str] = {
     "cli/plan.py plan: load_optimizer_states": "of a command: test_cli_plan.py follows it",
     "core/fqn.py cannot_slice: load_optimizer_states": "needs expert parallelism: test_experts.py follows it",
     "formats/saved_config.py refuse_features: mode": "needs ZenFlow, which needs CUDA",
+    "formats/saved_files.py refuse_other_files: verify": "needs a save without ZeRO: test_saved_files.py follows it",
+    "formats/zero0.py _refuse_other_states: verify": "needs expert parallelism: test_saved_files.py follows it",
     "load/hook.py no_other_loader: arguments, command": "needs an object store: test_buckets.py follows it",
     "load/pretrained.py PretrainedLoad._weights: strict": "is of load_pretrained: test_pretrained.py follows it",
     "load/pretrained.py PretrainedLoad._of_live_shapes: ignore_mismatched_sizes": "is of from_pretrained: "
