@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -50,6 +51,7 @@ _COSTS: Mapping[bytes, int] = MappingProxyType({b"{": 250, b"[": 90, b":": 160, 
 _COST_OF_ASCII, _COST_OF_OTHERS = 7, 10
 _MOST_MEMORY_NBYTES = 1 << 30
 _MOST_DIGITS = 21  # of integers, with a sign
+_MOST_DEPTH = 128  # of containers in param groups, as in pickles
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,8 @@ def _groups_and_scalars(
     with named_errors(of_optimizer[0].path, _EXPECTED):
         groups = parse_json(facts.get("param_groups", "[]").encode())
         scalars = parse_json(facts.get("scalars", "{}").encode())
+        if _is_deeper(groups, _MOST_DEPTH):  # whoever compares values recurses into them
+            raise ValueError(f"param groups with values that are nested more than {_MOST_DEPTH} deep")
         members = [name for group in groups for name in group["params"]]
         if not all(isinstance(name, str) for name in members) or len(set(members)) < len(members):
             raise ValueError("param groups whose params are not names, or have one twice")
@@ -187,6 +191,19 @@ def _groups_and_scalars(
         for key, value in values.items():
             check_value(of_optimizer[0].path, key, value, options, name)
     return groups, scalars
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether lists and dictionaries of a JSON value are nested in more than ``most`` of them."""
+    level = [value]
+    for _ in range(most):
+        containers = [each.values() if isinstance(each, dict) else each for each in level if _is_container(each)]
+        level = list(chain.from_iterable(containers))
+    return any(map(_is_container, level))
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (dict, list))
 
 
 def _owners(files: Sequence[WeightsFile]) -> dict[tuple[bool, str], int]:

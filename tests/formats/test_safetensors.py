@@ -139,6 +139,8 @@ FACTS = {
     "params that are no names": {"param_groups": '[{"params": [1]}]'},
     "a name twice": {"param_groups": '[{"params": ["a"]}, {"params": ["a"]}]'},
     "no JSON": {"param_groups": "["},
+    "a deep value": {"param_groups": '[{"params": ["a"], "lr": ' + "[" * 600 + "]" * 600 + "}]"},
+    "a deep dictionary": {"param_groups": '[{"params": ["a"], "lr": ' + '{"a":' * 127 + "1" + "}" * 127 + "}]"},
     "depth": {"scalars": "[" * 100_000},
     "a list of steps": {"scalars": '{"a": {"step": [3.0]}}'},
     "scalars that are a list": {"scalars": "[1]"},
@@ -199,3 +201,14 @@ def test_an_index_of_another_save_is_refused(tmp_path: Path, weights: tuple[str,
 def test_the_name_of_the_library_is_no_tied_name(tmp_path: Path) -> None:
     save_file({"pt": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert read(tmp_path).metadata.aliases == {}
+
+
+def test_a_hyperparameter_may_be_as_deep_as_in_a_pickle(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    name = next(iter(TENSORS))
+    groups = f'[{{"params": ["{name}"], "lr": {"[" * 126}1{"]" * 126}}}]'
+    write(tmp_path / "optimizer.safetensors", {"__metadata__": {"param_groups": groups}})
+    value = read(tmp_path).metadata.groups[0]["lr"]
+    while isinstance(value, (list, tuple)):
+        (value,) = value
+    assert value == 1
