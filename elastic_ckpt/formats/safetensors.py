@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any
 
@@ -51,6 +52,7 @@ _COSTS: Mapping[bytes, int] = MappingProxyType({b"{": 250, b"[": 90, b":": 160, 
 _COST_OF_ASCII, _COST_OF_OTHERS = 7, 10
 _MOST_MEMORY_NBYTES = 1 << 30
 _MOST_DIGITS = 21  # of integers, with a sign
+_FEW_DIGITS = 19  # fewer are within 64 bits
 _MOST_DEPTH = 128  # of containers in param groups, as in pickles
 
 
@@ -134,11 +136,15 @@ def read_header(path: str) -> WeightsFile:
             start, stop = (8 + nbytes + offset for offset in checked_shape(entry["data_offsets"], name))
             if start != position or stop - start != math.prod(shape) * ITEMSIZE[dtype]:
                 raise ValueError(f"{name} of {dtype} and shape {shape} from byte {start} to {stop}, after {position}")
-            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-            tensors[name], position = TensorRef(dtype, shape, strides, start), stop
+            tensors[name], position = TensorRef(dtype, shape, _strides(shape), start), stop
         if position != size:
             raise ValueError(f"{size} bytes, where the header's tensors end at byte {position}")
     return WeightsFile(path, size, tensors, metadata)
+
+
+def _strides(shape: Shape) -> tuple[int, ...]:
+    """Elements between neighbours in each dimension of a contiguous tensor."""
+    return tuple(accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] if shape else ()
 
 
 def read_indexed(
@@ -305,6 +311,8 @@ def parse_json(text: bytes) -> Any:
 
 
 def _integer(digits: str) -> int:
+    if len(digits) < _FEW_DIGITS:
+        return int(digits)  # as almost every one of the millions that a header may have
     if len(digits) > _MOST_DIGITS or not is_number(value := int(digits)):
         raise ValueError(f"an integer of {len(digits)} digits")
     return value
