@@ -205,9 +205,13 @@ def wait(work: Any) -> None:
 def _post(doing: str, error: Exception) -> CommunicationError:
     """The failure that was posted first: this one, if none was."""
     failure, _ = _failure(doing, error, rank())
-    remedy = "a rank failed, died or hangs: see the others' logs, then start the job again"
-    mine = CommunicationError(f"a collective failed: {failure.problem}", **failure.details | {"remedy": remedy})
-    mine = failure if isinstance(failure, CommunicationError) else mine
+    if isinstance(failure, CommunicationError):
+        mine = failure
+    elif failure is error:  # found by this rank, not in a collective
+        mine = CommunicationError(failure.problem, **failure.details)
+    else:
+        remedy = "a rank failed, died or hangs: see the others' logs, then start the job again"
+        mine = CommunicationError(f"a collective failed: {failure.problem}", **failure.details | {"remedy": remedy})
     try:
         posted = _ask_store(lambda store: store.compare_set(_key, "", pickle.dumps(mine).hex()))
         if rank() == 0:  # whose process most often has the store: let the others look before it ends

@@ -15,11 +15,10 @@ reader has made. Whether they can be made is known before anything is loaded, on
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -28,14 +27,11 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from elastic_ckpt import distributed
-from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.kept_apart import kept_apart
 from elastic_ckpt.engines.schedule_kinds import strange_entry
 from elastic_ckpt.engines.schedule_states import is_of_another_scheduler
 from elastic_ckpt.errors import (
-    CommunicationError,
-    ElasticCkptError,
     UnforeseenError,
     UnknownLayoutError,
     UnsupportedError,
@@ -44,7 +40,6 @@ from elastic_ckpt.formats import CheckpointInfo, MetadataOptions, saved_config
 from elastic_ckpt.formats.flat_facts import counted_steps, partition_numels, steps_of_flats
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
-from elastic_ckpt.formats.objects import read_objects
 from elastic_ckpt.formats.own_entries import check_own_entries, module_entries
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, open_pickled
 from elastic_ckpt.formats.same_save import compare_counts
@@ -53,9 +48,9 @@ from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.archive import screen
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.load.entries_read import can_read_layers, can_read_model, can_read_partition, can_take_scaler
-from elastic_ckpt.load.flow import LoadCall, as_partial_load_error
+from elastic_ckpt.load.flow import LoadCall
 from elastic_ckpt.load.metadata import read_checkpoint
-from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream, seen_through
+from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream
 
 #: What DeepSpeed's loader opens in the folder of a tag, with what its ``fast`` writer appends.
 _OPENED = re.compile(r".*(?:model|optim)_states\.pt(?:-\d+\.\d+)?")
@@ -89,31 +84,6 @@ def refuse_other_saves(call: LoadCall, found: CheckpointInfo) -> None:
     options = MetadataOptions.of(call.config, with_states=call.arguments.restores_states, with_client_state=False)
     with suppress(UnsupportedError, UnknownLayoutError, UnforeseenError):  # which DeepSpeed's own loader restores
         read_checkpoint(found, options, rename=call.config.rename)
-
-
-def objects_for_deepspeed(call: LoadCall) -> AbstractContextManager[None]:
-    """Gives DeepSpeed's loader the objects of each file that it opens, unless the config trusts pickles."""
-    if call.config.trust_pickle:
-        return nullcontext()
-    return compat.replaced_loads(call.engine, os.fspath(call.arguments.load_dir), read_objects)
-
-
-def load_by_deepspeed(call: LoadCall, is_universal: bool, own: Callable[[], Any]) -> Any:
-    """What DeepSpeed's own loader returns; what it raises is the cause of a :class:`PartialLoadError`."""
-    in_its_mode = compat.universal_flag(call.engine, is_universal)
-    on_all_ranks = distributed.together("load the checkpoint", agrees=False)
-    try:
-        with seen_through(None), in_its_mode, objects_for_deepspeed(call), on_all_ranks:
-            return own()
-    except CommunicationError as error:
-        # by an error of ours, which this rank alone has, the ranks would go on in different ways
-        cause = None if isinstance(error.__cause__, ElasticCkptError) else error.__cause__
-        raise as_partial_load_error(error) from cause
-    except ElasticCkptError:
-        raise
-    except Exception as error:
-        problem = f"DeepSpeed's own loader failed: {type(error).__name__}: {one_line(str(error))}"
-        raise as_partial_load_error(UnforeseenError(problem, call.arguments.load_dir)) from error
 
 
 def at_saved_topology(engine: Any, found: CheckpointInfo) -> bool:

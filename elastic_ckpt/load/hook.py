@@ -27,7 +27,6 @@ from elastic_ckpt.load.fallback import (
     at_saved_topology,
     check_objects,
     deepspeed_loads_it_right,
-    load_by_deepspeed,
     on_own_disks,
     refuse_other_saves,
 )
@@ -35,6 +34,7 @@ from elastic_ckpt.load.flow import LoadCall, Prepared, as_partial_load_error, ex
 from elastic_ckpt.load.framework_arguments import calling_framework, in_words_of
 from elastic_ckpt.load.installation import with_flags
 from elastic_ckpt.load.older import refuse_proven
+from elastic_ckpt.load.own_loader import load_by_deepspeed
 from elastic_ckpt.load.pretrained_hook import unwatch_pretrained, watch_pretrained
 from elastic_ckpt.load.publishing import publish_refusal
 from elastic_ckpt.load.retries import RetryPolicy
