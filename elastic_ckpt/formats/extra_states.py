@@ -15,6 +15,7 @@ from elastic_ckpt.core.extra_states import SavedExtraState, is_extra_state
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.own_entries import checked_tree, module_entries
+from elastic_ckpt.formats.packed_states import refuse_packed
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.calls import Call
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
@@ -146,16 +147,25 @@ def settle(
     return found
 
 
-def made_extra_states(file: PickledFile) -> dict[str, Any]:
-    """Each value in a file by its name there, or the error that says why it is not made."""
+def made_extra_states(file: PickledFile, trust_pickle: bool = False) -> dict[str, Any]:
+    """Each value in a file by its name there, or the error that says why it is not made.
+
+    Unless the file is trusted, those with bytes are not, which a module may unpickle.
+    """
     made: dict[str, Any] = {}
     with file.kept_open():
         for entry, value in extra_states_in(file).items():
             if value is None:
                 continue
             try:
-                made[entry] = materialise(file, value)
+                one = {entry: materialise(file, value)}
+                if not trust_pickle:
+                    refuse_packed(file.path, one)
+                made |= one
             except ElasticCkptError as error:
+                if error.parameter:
+                    made[entry] = error
+                    continue
                 problem = f"the extra state of a module (get_extra_state): {error.problem}"
                 details = {**error.details, "file": file.path, "parameter": entry}
                 made[entry] = type(error)(problem, **details)

@@ -18,6 +18,7 @@ import numpy as np
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, Remedy, UnsafePickleError, UnsupportedError, refuse_used_up
 from elastic_ckpt.formats.numpy_objects import make_numpy, set_array_state, set_dtype_state
+from elastic_ckpt.formats.packed_states import refuse_packed
 from elastic_ckpt.formats.pickled import PickledFile, open_whole, unreadable
 from elastic_ckpt.formats.rebuilt_tensors import REBUILT, make_wrapper
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, Size, refuse_errors, unsafe_error
@@ -58,7 +59,11 @@ def read_objects(path: str) -> Any:
     For loaders that would unpickle the file themselves. Raises what :func:`open_pickled` and :func:`materialise` do.
     """
     file = open_whole(path)
-    return materialise(file, file.tree)
+    made = materialise(file, file.tree)
+    if isinstance(made, Mapping):
+        module = made.get("module")
+        refuse_packed(path, module if isinstance(module, Mapping) else made)
+    return made
 
 
 def materialise_entries(

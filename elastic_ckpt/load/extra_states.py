@@ -40,7 +40,7 @@ def read_extra_states(
     def read_mine() -> dict[str, bytes]:
         """What others want of the files that this rank reads."""
         mine = [path for path, ranks in readers.items() if ranks[0] == distributed.rank()]
-        made.update({path: made_extra_states(open_file(path, trust_pickle)) for path in mine})
+        made.update({path: made_extra_states(open_file(path, trust_pickle), trust_pickle) for path in mine})
         return {path: distributed.pack(made[path]) for path in mine if len(readers[path]) > 1}
 
     if readers:  # the same on all ranks

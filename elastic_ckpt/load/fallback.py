@@ -34,9 +34,11 @@ from elastic_ckpt.engines.schedule_states import is_of_another_scheduler
 from elastic_ckpt.errors import (
     UnforeseenError,
     UnknownLayoutError,
+    UnsafePickleError,
     UnsupportedError,
 )
 from elastic_ckpt.formats import CheckpointInfo, MetadataOptions, saved_config
+from elastic_ckpt.formats.extra_states import made_extra_states
 from elastic_ckpt.formats.flat_facts import counted_steps, partition_numels, steps_of_flats
 from elastic_ckpt.formats.model_states import MASTER_ENTRIES
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
@@ -72,8 +74,17 @@ def check_objects(found: CheckpointInfo, own_files: bool) -> None:
             path = found.path(name)
             with named_errors(path), open_stream(path) as stream:
                 screen(stream)
+            if name.endswith("model_states.pt"):
+                _refuse_unsafe_extra_states(open_pickled(path))
 
     distributed.all_gather("read the files for DeepSpeed's own loader", check_mine)
+
+
+def _refuse_unsafe_extra_states(file: PickledFile) -> None:
+    """Raise what stands in the way of a value that DeepSpeed's loader would give to a module."""
+    for value in made_extra_states(file).values():
+        if isinstance(value, UnsafePickleError):
+            raise value
 
 
 def refuse_other_saves(call: LoadCall, found: CheckpointInfo) -> None:

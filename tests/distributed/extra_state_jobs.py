@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,6 +57,8 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "tensor": lambda number: torch.full((2, 3), float(number), dtype=torch.bfloat16).t(),
     "stream": _stream,
     "bytes": lambda number: bytearray([number, 2, 3]),
+    # as Transformer Engine saves it
+    "packed": lambda number: torch.frombuffer(bytearray(pickle.dumps({"scale": number})), dtype=torch.uint8),
     "number": lambda number: number,
     "object": lambda number: Diary(f"day {number}"),
     "none": lambda number: None,

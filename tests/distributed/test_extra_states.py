@@ -11,6 +11,9 @@ from tests.distributed.model import Setup
 OURS = "convert.convert_by_command"
 NAMES = ("inner.gauge._extra_state", "inner.same._extra_state")
 STAGES = [Setup(stage) for stage in range(4)]
+#: Of bytes, which a module may unpickle.
+PACKED = ("stream", "bytes", "packed")
+TRUSTED = {"trust_pickle": True}
 READ = [kind for kind in KINDS if kind not in ("object", "none")]
 
 
@@ -25,7 +28,8 @@ def loaded(
     """A load of what a module keeps; ``fits``: entries of a case that is not refused."""
     kind = save.more["kind"]
     name = f"{kind}, {save.name} to {target.name}-dp{ranks}{note and ', '}{note}"
-    told = {"setup": target, "kind": kind, "format": save.format, **case}
+    trusted = {"config": TRUSTED} if kind in PACKED else {}
+    told = {"setup": target, "kind": kind, "format": save.format, **trusted, **case}
     instead = None if fits is None else (save, {**told, **fits})
     return Cell(name, save, "extra_state_jobs.load", ranks, told, fits=instead)
 
@@ -112,6 +116,20 @@ def test_a_class_of_the_users_is_refused_by_name(cell: Cell, facts: list[Any]) -
         assert each.error.parameter == NAMES[0]
         assert "extra_state_jobs.Diary" in each.error.found
         assert {"trust_pickle": True} in [remedy.config for remedy in each.error.remedies]
+        assert (each.times_set, each.report) == (0, None), "the engine is as it was"
+
+
+@cells(
+    [
+        loaded(saved(STAGES[stage], kind), STAGES[target], ranks, "not trusted", fits={"config": TRUSTED}, config={})
+        for kind, stage, target, ranks in (("stream", 1, 1, 2), ("bytes", 3, 2, 3), ("packed", 2, 3, 3))
+    ]
+)
+def test_bytes_that_a_module_may_unpickle_are_refused_by_name(cell: Cell, facts: list[Any]) -> None:
+    for each in facts:
+        assert type(each.error).__name__ == "UnsafePickleError", each.error
+        assert each.error.parameter == NAMES[0] and "may unpickle" in each.error.problem
+        assert [remedy.config for remedy in each.error.remedies] == [TRUSTED]
         assert (each.times_set, each.report) == (0, None), "the engine is as it was"
 
 

@@ -98,7 +98,7 @@ def test_a_name_is_one_by_its_last_part_alone() -> None:
 
 
 def test_streams_come_back_at_their_position(tmp_path: Path) -> None:
-    made = made_extra_states(file_of(tmp_path, {"s": stream(b"abcdef", 4)}))[NAME]["s"]
+    made = made_extra_states(file_of(tmp_path, {"s": stream(b"abcdef", 4)}), trust_pickle=True)[NAME]["s"]
     assert type(made) is io.BytesIO
     assert (made.getvalue(), made.tell()) == (b"abcdef", 4)
 
