@@ -90,7 +90,7 @@ def _lose_files(change: Change, folder: str) -> None:
 
 def load_each(arguments: dict[str, Any]) -> list[tuple[str, str]]:
     """Load each change's folder as its script does; what became of it, or what is wrong, and more words."""
-    return [_judged(change, folder) for change, folder in arguments["changes"]]
+    return [_judged(change, folder, arguments["asks_deepspeed"]) for change, folder in arguments["changes"]]
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ class _Tried:
         return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
 
-def _judged(change: Change, folder: str) -> tuple[str, str]:
+def _judged(change: Change, folder: str, asks_deepspeed: bool) -> tuple[str, str]:
     alone = None
     try:
-        if change.is_of_deepspeed:
+        if asks_deepspeed and change.is_of_deepspeed:
             elastic_ckpt.uninstall()
             alone = _tried(change, folder, Remedy(), is_ours=False)
         elastic_ckpt.install()
