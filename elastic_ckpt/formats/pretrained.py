@@ -98,16 +98,17 @@ def _read_file(path: str, trust_pickle: bool) -> WeightsFile:
     file = open_file(path, trust_pickle)
     refuse_unmade(file)
     if not isinstance(file.tree, Mapping):
-        raise _other_than_weights(path, type(file.tree).__name__)
+        raise other_than_weights(path, type(file.tree).__name__)
     tensors = {}
     for name, ref in file.tree.items():
         if not isinstance(name, str) or not isinstance(ref, TensorRef):
-            raise _other_than_weights(path, f"{type(ref).__name__} under {str(name)[:100]!r}")
+            raise other_than_weights(path, f"{type(ref).__name__} under {str(name)[:100]!r}")
         refuse_view(name, "this weight", ref, path, _CONTIGUOUS)
         tensors[name] = ref
     return WeightsFile(**file.facts, tensors=tensors)
 
 
-def _other_than_weights(path: str, found: str) -> UnsupportedError:
+def other_than_weights(path: str, found: str) -> UnsupportedError:
+    """The error for a file of ``torch.save`` that is no state dict."""
     problem, expected = "this file does not hold weights alone", "the state dict of a module: a tensor for each name"
     return UnsupportedError(problem, path, expected, found, remedy="save module.state_dict() alone")

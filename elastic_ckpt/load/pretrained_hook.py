@@ -10,16 +10,21 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, read_config
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.engines.pretrained_names import own_loaders
-from elastic_ckpt.errors import UnforeseenError, UnsupportedError
+from elastic_ckpt.errors import ElasticCkptError, Remedy, UnforeseenError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.formats.objects import read_objects
+from elastic_ckpt.formats.pretrained import other_than_weights
 from elastic_ckpt.load.pretrained import PretrainedLoad
+from elastic_ckpt.load.pretrained_remedies import with_ways_for_weights
 from elastic_ckpt.patches import unwrap, wrap
 
 logger = logger_of(__name__)
@@ -91,12 +96,64 @@ def _load_pretrained_model(
             _, weights = load.run()
         except _LEFT as error:
             why = error.problem
+        except UnsafePickleError as error:
+            raise _with_ways(error) from error.__cause__
         else:
             mismatched: set[Any] = {*weights.mismatched}
             return LoadStateDictInfo({*weights.missing}, {*weights.unexpected}, mismatched, [], {}, set()), None
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves these weights to Transformers: %s", why)
-    return own_way()
+    # quantized weights, which every rank reads whole, are neither partitioned nor compared
+    if not (state_dict is not None or load_config.is_quantized or configs[0].trust_pickle):
+        try:
+            state_dict = _unpickled(checkpoint_files or ())
+        except ElasticCkptError as error:
+            raise _with_ways(with_ways_for_weights(error)) from error.__cause__
+    info, offload_index = own_way()
+    # of what rank 0 alone copies
+    everybodys = distributed.all_gather("load the weights by Transformers", lambda: info.error_msgs)
+    info.error_msgs = list(dict.fromkeys(chain.from_iterable(everybodys)))
+    return info, offload_index
+
+
+def _with_ways(error: ElasticCkptError) -> ElasticCkptError:
+    """The same error; of a file that may run code, with the ways of ``from_pretrained``."""
+    if isinstance(error, UnsafePickleError):
+        trusted, both = "if you trust whoever wrote the file", {"weights_only": False}
+        error.remedies = (
+            Remedy("save the weights alone, as safetensors"),
+            Remedy(when=trusted, config={"pretrained": "off"}, arguments=both, function="from_pretrained"),
+        )
+    return error
+
+
+def _unpickled(files: Sequence[str]) -> dict[Any, Any] | None:
+    """What Transformers would unpickle, made by this package's reader: on rank 0, tensors without values on others.
+
+    ``None`` for files of another kind. Collective.
+    """
+    if not files or not all(file.endswith(".bin") for file in files):
+        return None
+    made: dict[Any, Any] = {}
+
+    def make() -> dict[Any, tuple[tuple[int, ...], torch.dtype] | None]:
+        for file in files:
+            content = read_objects(file)
+            if not isinstance(content, Mapping):
+                raise other_than_weights(file, type(content).__name__)
+            made.update(content)
+        return {
+            name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+            for name, value in made.items()
+        }
+
+    outlines = distributed.broadcast("read weights for Transformers", make)
+    if distributed.rank() == 0:
+        return made
+    return {
+        name: None if outline is None else torch.empty(outline[0], dtype=outline[1], device="meta")
+        for name, outline in outlines.items()
+    }
 
 
 def _folder_of(files: Sequence[str], index: Mapping[str, str]) -> str:

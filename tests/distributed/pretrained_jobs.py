@@ -44,12 +44,14 @@ class Hooked:
         differences: by kind and name.
         said: what it logged, from warnings up.
         expected_keys: what Transformers' own way was given under that name, each time that it was taken.
+        given: whether that was given a state dict.
     """
 
     loads: list[str]
     differences: dict[str, str]
     said: list[str]
     expected_keys: list[Any]
+    given: list[bool]
 
 
 class Largest(TorchDispatchMode):
@@ -208,13 +210,14 @@ def hooked(case: Case) -> list[Hooked]:
     close_kept()
     (_, other_info), others = _from_pretrained(case)
     keys: list[Any] = []
+    dicts: list[bool] = []
     own = transformers.PreTrainedModel._load_pretrained_model
     with pytest.MonkeyPatch.context() as patch, noting_loads() as (loads, said):
-        patch.setattr(transformers.PreTrainedModel, own.__name__, staticmethod(_noting(own, keys)))
+        patch.setattr(transformers.PreTrainedModel, own.__name__, staticmethod(_noting(own, keys, dicts)))
         (_, info), weights = _from_pretrained(case)
     wrong = weights_apart(weights, others)
     wrong |= {} if info["missing_keys"] == other_info["missing_keys"] else {"missing": str(info["missing_keys"])}
-    return [Hooked(loads, wrong, said, keys)]
+    return [Hooked(loads, wrong, said, keys, dicts)]
 
 
 def weights_apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -224,10 +227,11 @@ def weights_apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     return oracle.compare({"weights": found}, {"weights": expected})
 
 
-def _noting(own: Any, keys: list[Any]) -> Any:
+def _noting(own: Any, keys: list[Any], dicts: list[bool]) -> Any:
     @wraps(own)
     def load(*given: Any, **named: Any) -> Any:
         keys.append(named.get("expected_keys"))
+        dicts.append(given[1] is not None)
         return own(*given, **named)
 
     return load
@@ -271,6 +275,17 @@ def refused_by_hook(case: Case) -> list[Refused]:
     except elastic_ckpt.ElasticCkptError as error:
         kinds, texts, remedies = tuple(each.__name__ for each in type(error).__mro__), str(error), error.remedies
     return [Refused(case, kinds, frozenset([texts]), frozenset(), (), remedies)]
+
+
+def errors_of_transformers(case: Case) -> list[str]:
+    """What ``from_pretrained`` raises with elastic_ckpt installed, of any kind."""
+    close_kept()
+    try:
+        with noting_loads():
+            _from_pretrained(case)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    return ["loaded without an error"]
 
 
 def follow_hook(case: Case) -> list[tuple[Refused, dict[str, str], frozenset[str]]]:

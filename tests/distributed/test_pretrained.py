@@ -253,6 +253,33 @@ def weight_in_archive(convert: Callable[[torch.Tensor], torch.Tensor]) -> Callab
     return change
 
 
+def with_entry(entry: Any) -> Callable[[Path], None]:
+    """All weights in a file of ``torch.save``, with one more entry."""
+
+    def change(folder: Path) -> None:
+        names = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+        archive({**names, "more": entry})(folder)
+
+    return change
+
+
+def listed_weights(folder: Path) -> None:
+    empty(folder)
+    torch.save([torch.ones(1)], folder / "pytorch_model.bin")
+
+
+def cut_archive(folder: Path) -> None:
+    with_entry(torch.ones(1))(folder)
+    path = folder / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def wide_view(folder: Path) -> None:
+    """A view, which is left to Transformers, beside the configuration of a wider model."""
+    weight_in_archive(transposed)(folder)
+    with_config(hidden_size=32, head_dim=4)(folder)
+
+
 def transposed(weight: torch.Tensor) -> torch.Tensor:
     """The same values in the other order in memory."""
     return weight.t().contiguous().t()
@@ -396,6 +423,10 @@ HOOK = "refused_by_hook"
             elsewhere="elsewhere",
         ),
         wrong("integers", "MismatchError", "dtype of this weight", with_dtype("I32"), job=HOOK),
+        wrong("code", "UnsafePickleError", "safe globals", with_entry(print), job=HOOK),
+        wrong("code elsewhere", "UnsafePickleError", "weights_only", with_entry(print), job=HOOK, model="OwnLoader"),
+        wrong("a list", "UnsupportedError", "does not hold weights alone", listed_weights, job=HOOK),
+        wrong("cut archive", "DamagedError", "truncated", cut_archive, job=HOOK, model="OwnLoader"),
         wrong(
             "wider", "MismatchError", "other shapes", with_config(hidden_size=32, head_dim=4), job=HOOK, config="config"
         ),
@@ -425,3 +456,23 @@ def test_what_has_another_shape_is_initialized_if_from_pretrained_is_to_ignore_i
     cell.expected.check([tried for tried, _, _ in facts])
     for _, differences, new in facts:
         assert differences == {} and new == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@cells(
+    [
+        hooked("a text", LLAMA, 2, LLAMA_CASE, None, with_entry("text")),
+        hooked("a view", LLAMA, 2, LLAMA_CASE, None, weight_in_archive(transposed)),
+    ]
+)
+def test_what_transformers_gets_of_an_archive_is_made_here(cell: Cell, facts: list[Hooked]) -> None:
+    for each in facts:
+        assert each.differences == {} and not each.loads
+        assert each.given == [True]
+
+
+@cells(
+    [Cell("wider", LLAMA, "pretrained_jobs.errors_of_transformers", 2, {**LLAMA_CASE, "config": "config"}, wide_view)]
+)
+def test_what_transformers_finds_on_rank_0_is_an_error_on_every_rank(cell: Cell, facts: list[str]) -> None:
+    assert len(facts) == cell.ranks and len(set(facts)) == 1
+    assert "RuntimeError" in facts[0] and "size mismatch" in facts[0]
