@@ -50,7 +50,11 @@ def read_weights(
         check_names(folder, index or {})
         files = [read(absolute(path)) for path in paths]
         if index:
-            check_index(_path_of_index(folder), index, files, tied)
+            # Transformers loads what files have and their index does not list, too
+            unlisted = {
+                name: os.path.basename(file.path) for file in files for name in file.tensors.keys() - index.keys()
+            }
+            check_index(_path_of_index(folder), {**unlisted, **index}, files, tied)
         return files
     if not is_folder(folder):
         raise no_folder(folder)

@@ -403,13 +403,6 @@ HOOK = "refused_by_hook"
             edit_index(lambda index: index.update(more=index[WEIGHT])),
             job=HOOK,
         ),
-        wrong(
-            "index of less",
-            "DamagedError",
-            "index does not belong",
-            edit_index(lambda index: index.pop(WEIGHT)),
-            job=HOOK,
-        ),
         wrong("in two shards", "DamagedError", "index does not belong", save_twice, job=HOOK),
         wrong(
             "other values", "MismatchError", "/elsewhere on rank 1", double_elsewhere, job=HOOK, elsewhere="elsewhere"
