@@ -37,7 +37,7 @@ endless.append(endless)
         np.frombuffer(b"abc", dtype="S1"),
         [endless, b"x"],
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_bytes_are_found(value: Any) -> None:
     assert has_bytes(value)
@@ -59,7 +59,7 @@ def test_bytes_are_found(value: Any) -> None:
         endless,
         SimpleNamespace(number=3),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_nothing_else_is_taken_for_them(value: Any) -> None:
     assert not has_bytes(value)
