@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from elastic_ckpt.core.extra_states import is_extra_state
 from elastic_ckpt.errors import Remedy, UnsafePickleError
@@ -38,6 +37,8 @@ def refuse_packed(path: str, entries: Mapping[Any, Any]) -> None:
 
 def has_bytes(value: Any) -> bool:
     """Whether a value is or contains bytes, or is itself an array or a tensor of them."""
+    import torch  # noqa: PLC0415  who makes values has it
+
     if isinstance(value, torch.Tensor):
         return value.dtype in (torch.uint8, torch.int8) and value.numel() > 0
     if isinstance(value, np.ndarray):
@@ -60,4 +61,4 @@ def _parts_of(node: Any) -> Iterable[Any]:
         return [*node.keys(), *node.values()]
     if isinstance(node, (list, tuple, set, frozenset)):
         return node
-    return list(vars(node).values()) if hasattr(node, "__dict__") and not isinstance(node, torch.Tensor) else ()
+    return list(getattr(node, "__dict__", {}).values())
