@@ -39,7 +39,7 @@ def train(case: dict[str, Any]) -> list[Hooked]:
     expected = run(case["folder"], case["scratch"])
     with noting_loads() as (loads, said):
         weights = run(case["folder"], case["scratch"])
-    return [Hooked(loads, weights_apart(weights, expected), said, [])]
+    return [Hooked(loads, weights_apart(weights, expected), said, [], [])]
 
 
 def _save_adapter(folder: str, adapter: Path) -> None:
