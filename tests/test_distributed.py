@@ -95,6 +95,20 @@ def test_a_process_alone_has_nobody_to_tell_of_its_failure() -> None:
         raise KeyError("nobody thought of it")
 
 
+def test_what_a_rank_found_by_itself_is_no_failed_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed.time, "sleep", lambda _: None)
+    try:
+        distributed.begin_load()
+        with pytest.raises(CommunicationError, match=r"^the file is cut") as caught, together("look", agrees=False):
+            raise DamagedError("the file is cut", "a.pt", remedy="copy it again")
+        assert caught.value.file == "a.pt" and "copy it again" in str(caught.value)
+        assert "died or hangs" not in str(caught.value)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_load_is_not_told_of_what_failed_in_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(distributed, "world_size", lambda: 2)  # and the other rank waits

@@ -51,7 +51,7 @@ class Change:
 
     Attributes:
         saved_ranks, ranks: that save and that load.
-        loads: a key of :data:`LOADS`: arguments of the load.
+        arguments: of the load, a key of :data:`LOADS`.
         files: what happened to the files meanwhile: ``as saved``; ``without states``: those of the optimizer are gone;
             ``without latest``; ``without frozen``: the save left out what does not train.
         given: how the folder is named: ``folder``, or ``tag``, beside it.
@@ -197,9 +197,7 @@ def _is_possible(script: Script) -> bool:
         return False
     if script.frozen == "base" and script.adapter == "none" and script.more != "module":
         return False  # nothing would train
-    if script.quantized != "none" and (script.stage == 3 or script.precision != "fp32"):
-        return False
-    return not (script.tied and script.frozen == "embedding" and script.groups == "one" and script.adapter == "wide")
+    return script.quantized == "none" or (script.stage < 3 and script.precision == "fp32")
 
 
 def _is_possible_pipeline(script: Script) -> bool:

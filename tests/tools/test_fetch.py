@@ -98,9 +98,13 @@ def test_work_grows_with_the_number_of_objects(tmp_path: Path, monkeypatch: pyte
 
         __hash__ = Entry.__hash__
 
+    small = [f"step4/{number}.json" for number in range(20)]
     names = [f"step4/{number}_optim_states.pt" for number in range(200)] + ["a/" * 500 + "x.distcp"]
-    monkeypatch.setattr(RemoteFolder, "entries", lambda *_: [Counted(name, 1, 1, "version") for name in names])
-    assert set(fetch(URL, tmp_path / "here", {}).left) == set(names)
+    listed = [Counted(name, 1, 1, "version") for name in [*small, *names]]
+    monkeypatch.setattr(RemoteFolder, "entries", lambda *_: listed)
+    monkeypatch.setattr("elastic_ckpt.tools.fetch._is_current", lambda *_: True)
+    fetched = fetch(URL, tmp_path / "here", {})
+    assert (set(fetched.names), set(fetched.left)) == (set(small), set(names))
     assert compared == []
 
 
