@@ -143,7 +143,8 @@ def without_ignored(module: Any, missing: set[str], unexpected: set[str]) -> tup
 def without_other_shapes(weights: LiveWeights, module: Any) -> LiveWeights:
     """The weights without those that have another shape in the module. Local."""
     entries = module.state_dict(keep_vars=True)
-    kept, mismatched = {}, set()
+    kept = {}
+    mismatched = set()
     for (name, key), tensor in weights.metadata.tensors.items():
         live = tuple(getattr(entries[name], "ds_shape", entries[name].shape))
         if tensor.shape == live:

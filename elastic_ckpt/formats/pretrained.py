@@ -77,7 +77,8 @@ def check_names(folder: str, index: Mapping[str, str]) -> None:
     """Raise :class:`DamagedError` if the index of a folder names files that are not in it. Local."""
     outside = {file for file in index.values() if os.path.basename(file) != file}
     if outside:
-        problem, expected = "the index names files that are not in its folder", "names of files beside the index"
+        problem = "the index names files that are not in its folder"
+        expected = "names of files beside the index"
         names = [name for name, file in index.items() if file in outside]
         raise DamagedError(problem, _path_of_index(folder), expected, listed(outside), parameter=names)
 

@@ -47,8 +47,10 @@ class EntryCount:
     def refuse_if_used_up(self) -> None:
         """Raise it also where an earlier one was caught."""
         if self.entries > self.most:
-            problem, expected = "this folder has more files than any checkpoint", f"at most {self.most} below it"
-            found, remedy = f"{self.entries} and more", "move what is no part of it, or give the folder of one tag"
+            problem = "this folder has more files than any checkpoint"
+            expected = f"at most {self.most} below it"
+            found = f"{self.entries} and more"
+            remedy = "move what is no part of it, or give the folder of one tag"
             raise UnsupportedError(problem, self.folder, expected, found, remedy=remedy)
 
 
@@ -161,7 +163,8 @@ def _listed(folder: _Folder, count: EntryCount) -> tuple[list[str], list[_Folder
     folders: list[_Folder] = []
     for entry in _entries(folder.path, count):
         try:
-            is_folder, is_link = entry.is_dir(), entry.is_symlink()
+            is_folder = entry.is_dir()
+            is_link = entry.is_symlink()
         except OSError:  # a loop of links
             is_folder = is_link = False
         if not is_folder:

@@ -282,7 +282,8 @@ def differences(now: Held, before: Held) -> tuple[str, ...]:
     """What of an engine is not as it was."""
     found = []
     for kind in ("weights", "masters", "states", "buffers"):
-        then, here = getattr(before, kind), getattr(now, kind)
+        then = getattr(before, kind)
+        here = getattr(now, kind)
         found += [f"{kind} {at}" for at in then if at not in here or not torch.equal(then[at], here[at])]
     if now.rates != before.rates:
         found.append("rates")

@@ -213,7 +213,8 @@ def _scheduler(script: Script, optimizer: Any) -> Any:
     if script.scheduler == "cosine":
         return schedulers.CosineAnnealingLR(optimizer, 9)
     if script.scheduler == "sequential":
-        first, second = schedulers.ConstantLR(optimizer), schedulers.ExponentialLR(optimizer, 0.9)
+        first = schedulers.ConstantLR(optimizer)
+        second = schedulers.ExponentialLR(optimizer, 0.9)
         return schedulers.SequentialLR(optimizer, [first, second], [3])
     if script.scheduler in ("step", "held"):
         return schedulers.StepLR(optimizer, step_size=3, gamma=0.5)
