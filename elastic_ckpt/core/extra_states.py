@@ -6,7 +6,10 @@ load. It may be of any kind: numbers, dictionaries, bytes, tensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from elastic_ckpt.errors import listed
 
 #: The role of these in a report.
 EXTRA_STATE = "extra state"
@@ -29,6 +32,22 @@ class SavedExtraState:
 
     path: str  # of the file that has it
     entry: str  # its name there
-    is_none: bool  # whether the module kept nothing
+    digest: bytes  # of the value; empty: the module kept nothing
     #: File of another rank that saved another value, where no file is this rank's own.
     other: str | None = None
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the module kept nothing."""
+        return not self.digest
+
+
+def kept_in(saved: Mapping[str, SavedExtraState]) -> list[str]:
+    """Names of the extra states that are something."""
+    return sorted(name for name, state in saved.items() if not state.is_none)
+
+
+def left_out_note(saved: Mapping[str, SavedExtraState]) -> tuple[str, ...]:
+    """The note of a file format that has no place for extra states; none if the checkpoint has none."""
+    names = kept_in(saved)
+    return (f"extra states of modules (get_extra_state) are left out: {listed(names)}",) if names else ()

@@ -22,7 +22,7 @@ from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 from elastic_ckpt.formats.values import read_bytes
 
 _DIGEST_NBYTES = 16
-#: Of a module that kept nothing.
+#: The digest of a module that kept nothing.
 NONE = b""
 
 
@@ -143,7 +143,7 @@ def settle(
     found: dict[str, SavedExtraState] = {}
     for name, (first, *others) in of_name.items():
         other = next((each.path for each in others if each.digest != first.digest), None)
-        found[name] = SavedExtraState(first.path, first.entry, first.digest == NONE, other)
+        found[name] = SavedExtraState(first.path, first.entry, first.digest, other)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastic_ckpt.core.extra_states import SavedExtraState
+from elastic_ckpt.core.extra_states import SavedExtraState, kept_in
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import MismatchError, Remedy, listed
@@ -31,7 +31,7 @@ class ExtraStateMatching:
 def match_extra_states(metadata: CheckpointMetadata, model: ModelLayout) -> ExtraStateMatching:
     """Match saved and live names, as ``load_state_dict`` of torch does."""
     saved, live = metadata.extra_states, model.extra_states
-    kept = {name for name, state in saved.items() if not state.is_none}
+    kept = set(kept_in(saved))
     return ExtraStateMatching(
         restored={name: state for name, state in saved.items() if name in live},
         missing=frozenset(name for name, keeps in live.items() if keeps and name not in saved),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.extra_states import kept_in
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata
@@ -28,6 +29,7 @@ from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import OpenedCheckpoint, locate, open_checkpoint
 
 DIFFERS, MISSING = "differs", "missing"
+_EXTRA_STATES = "extra states of modules"
 _LOSS_SCALE = "loss scale"
 _MIB = 1 << 20
 #: Of each side, why it is without optimizer states; ``None``: it has them.
@@ -256,7 +258,24 @@ def _facts(first: OpenedCheckpoint, second: OpenedCheckpoint) -> Iterator[tuple[
     scales = [state.loss_scale for state in training]
     values = (None if scale is None else scale.values.get("cur_scale") for scale in scales)
     yield _LOSS_SCALE, _fact(_LOSS_SCALE, "", *values)
+    yield from _of_extra_states(left, right)
     yield "lr scheduler", _fact("lr scheduler", "", *(repr(state.lr_scheduler) for state in training))
+
+
+def _of_extra_states(left: CheckpointMetadata, right: CheckpointMetadata) -> Iterator[tuple[str, Difference | None]]:
+    """What modules kept beside parameters and buffers; other formats than DeepSpeed's own have no place for it."""
+    if left.source.foreign or right.source.foreign:
+        return
+    of_left, of_right = kept_in(left.extra_states), kept_in(right.extra_states)
+    for name in sorted({*of_left, *of_right}):
+        if name not in of_right:
+            yield _EXTRA_STATES, Difference(name, "", MISSING, "the second checkpoint does not have it")
+        elif name not in of_left:
+            yield _EXTRA_STATES, Difference(name, "", MISSING, "the first checkpoint does not have it")
+        elif left.extra_states[name].digest != right.extra_states[name].digest:
+            yield _EXTRA_STATES, Difference(name, "", DIFFERS, "the values of get_extra_state differ")
+        else:
+            yield _EXTRA_STATES, None
 
 
 def _not_understood(first: CheckpointMetadata, second: CheckpointMetadata) -> tuple[list[Difference], list[str]]:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.extra_states import left_out_note
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
@@ -127,6 +128,7 @@ def export(
         tensors = {name: (tensor, _dtype_of(tensor, dtype, kept)) for name, tensor in of_set.items()}
         sets = {"model" if adapter is None else "adapter_model": tensors}
         notes = (*metadata.notes, *metadata.warnings, *reader.notes, *_notes(metadata, tensors, kept))
+        notes += left_out_note(metadata.extra_states)
         facts: dict[str, str] = {}
         if optimizer:
             names = {tensor.name for tensor in of_set.values()}

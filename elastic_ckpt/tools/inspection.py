@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.chunks import ChunkSource, PartitionedChunks
+from elastic_ckpt.core.extra_states import kept_in
 from elastic_ckpt.core.fqn import expert_name
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.text import one_line
@@ -50,7 +51,7 @@ class Finding:
     """A problem of a checkpoint, or a fact worth knowing, with details as far as they are known."""
 
     level: Level  # ``"error"`` if a load would be refused or lose something, ``"unchecked"`` if that cannot be told
-    kind: str  # one word for programs, stable; ``"no-checksum"`` and ``"reader"`` are notes alone
+    kind: str  # one word for programs, stable; ``"extra-state"``, ``"no-checksum"`` and ``"reader"`` are notes alone
     text: str
     parameter: str | None = None  # or buffer, or state
     file: str | None = None  # its path
@@ -131,6 +132,21 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
         yield of_error(error, kind, ERROR if isinstance(error, DamagedError) else UNCHECKED)
     for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
         yield Finding(NOTE, "reader", note)
+    yield from _extra_state_findings(metadata)
+
+
+def _extra_state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
+    """What modules kept beside parameters and buffers, of which ranks may have saved several values."""
+    names = kept_in(metadata.extra_states)
+    if names:
+        text = "modules' own state (get_extra_state), which a load gives back to them by set_extra_state"
+        yield Finding(NOTE, "extra-state", text, listed(names), metadata.source.folder)
+    for name in names:
+        saved = metadata.extra_states[name]
+        if saved.other is not None:
+            text = 'ranks saved different values: a load on other ranks needs "replicated_params": "first"'
+            same, other = f"the value in {os.path.basename(saved.path)}", f"another in {os.path.basename(saved.other)}"
+            yield Finding(NOTE, "extra-state", text, name, metadata.source.folder, same, other)
 
 
 def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:

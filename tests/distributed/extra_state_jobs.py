@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
+import shutil
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +21,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
+from typer.testing import CliRunner
 
 import elastic_ckpt
+from elastic_ckpt.cli import app
 from elastic_ckpt.errors import ElasticCkptError
 from tests.distributed import truth as oracle
 from tests.distributed.jobs import SPOILS, truth_of
@@ -181,6 +187,36 @@ def _text(value: Any) -> str:
     if isinstance(value, Diary):
         return value.text
     return repr(value)
+
+
+def look_at(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """What the commands say of a save whose module keeps a number: notes, and a comparison with another number."""
+    folder = Path(case["folder"])
+    with tempfile.TemporaryDirectory() as name:
+        other = Path(name, "other")
+        shutil.copytree(folder, other)
+        for path in other.glob("*/*model_states.pt"):
+            saved = torch.load(path, weights_only=False)
+            for entry in [entry for entry in saved["module"] if entry.endswith("inner.gauge._extra_state")]:
+                saved["module"][entry] += 1 + SPOILS
+            torch.save(saved, path)
+        inspected = _ran("inspect", folder, "--json")
+        verified = _ran("verify", folder, "--json")
+        compared = _ran("diff", folder, other, "--json")
+        found = SimpleNamespace(
+            inspected=[each["parameter"] for each in inspected["findings"] if each["kind"] == "extra-state"],
+            verified=[each["parameter"] for each in verified["notes"] if each["code"] == "extra-state"],
+            differences=[(each["name"], each["what"]) for each in compared["differences"]],
+            same=_ran("diff", folder, folder, "--json")["kinds"]["extra states of modules"],
+            exported=_ran("export", folder, Path(name, "weights"), "--json")["notes"],
+            converted=_ran("convert", folder, Path(name, "dcp"), "--to", "dcp", "--json")["notes"],
+        )
+    return [found]
+
+
+def _ran(command: str, *words: object) -> Any:
+    """The answer of a command."""
+    return json.loads(CliRunner().invoke(app, [command, *map(str, words)], catch_exceptions=False).stdout)
 
 
 class _Layer(nn.Linear):

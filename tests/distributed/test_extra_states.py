@@ -195,3 +195,19 @@ def test_layers_of_a_pipeline_get_theirs_on_any_stage(cell: Cell, facts: list[An
     for each in facts:
         assert each.after == {name: number - each.shift for name, number in each.before.items()}
         assert set(each.restored) == names
+
+
+@cells(
+    [
+        Cell(f"of {save.name}, by_rank={by_rank}", save, "extra_state_jobs.look_at", 1, {"by_rank": by_rank})
+        for by_rank, save in ((False, saved(STAGES[1], "number")), (True, saved(STAGES[3], "number", by_rank=True)))
+    ]
+)
+def test_commands_say_what_modules_keep(cell: Cell, facts: list[Any]) -> None:
+    (each,) = facts
+    named = [", ".join(NAMES), *(NAMES if cell.case["by_rank"] else ())]
+    assert (each.inspected, each.verified) == (named, named)
+    assert each.differences == [(NAMES[0], "differs")]
+    assert (each.same["equal"], each.same["differs"]) == (2, 0)
+    assert [note for note in each.exported if "extra states" in note and NAMES[0] in note]
+    assert [note for note in each.converted if "extra states" in note and NAMES[0] in note]

@@ -74,5 +74,8 @@ def test_one_that_refuses_is_named() -> None:
 
 
 def test_files_are_read_for_values_alone() -> None:
-    wanted = {name: SavedExtraState(f"file of {name}", name, name == "none") for name in ("b", "a", "none")}
+    wanted = {
+        name: SavedExtraState(f"file of {name}", name, b"" if name == "none" else b"kept")
+        for name in ("b", "a", "none")
+    }
     assert files_of(wanted) == ("file of a", "file of b")

@@ -20,7 +20,9 @@ EMPTY = CheckpointMetadata(SourceFacts("native", "/saved", "step4", 1, 2, "0.19.
 def saved(**states: Any) -> CheckpointMetadata:
     """Of each name, whether nothing was kept, or the file of another rank with another value."""
     made = {
-        name: SavedExtraState("/saved/first", name, each is None, each if isinstance(each, str) else None)
+        name: SavedExtraState(
+            "/saved/first", name, b"" if each is None else b"kept", each if isinstance(each, str) else None
+        )
         for name, each in states.items()
     }
     return replace(EMPTY, extra_states=made)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
+from elastic_ckpt.core.extra_states import left_out_note
 from elastic_ckpt.core.metadata import WEIGHTS, CheckpointMetadata
 from elastic_ckpt.core.values import common, differing
 from elastic_ckpt.errors import ElasticCkptError, listed
@@ -53,6 +54,7 @@ def convert_to_dcp(opened: OpenedCheckpoint, target: Path, progress: bool | None
     ):
         warnings.simplefilter("ignore")  # of a save without a process group
         notes = (*metadata.notes, *reader.notes, *reader.compare_copies(), *_notes_on(metadata, adamw))
+        notes += left_out_note(metadata.extra_states)
         planner = _Planner(tensors, reader, bar.update)
         # without copying ahead, DCP writes each tensor before it asks for the next; other threads would lose errors
         writer = dcp.FileSystemWriter(place, thread_count=1, sync_files=False, per_thread_copy_ahead=0)
