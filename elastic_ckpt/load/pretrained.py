@@ -16,6 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, read_config
+from elastic_ckpt.core.adopted_names import adopt_names
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import FROZEN
@@ -192,6 +193,8 @@ class PretrainedLoad:
     def _weights(self, files: Sequence[WeightsFile], local_state: LocalState) -> LiveWeights:
         """The folder's weights under live names. Local."""
         model, metadata = local_state.model, rename_saved(weights_metadata(self.folder, files), self.config.rename)
+        if self.paths is None:  # from_pretrained knows no wrappers
+            metadata = adopt_names(metadata, self.module.state_dict(keep_vars=True).keys())
         fqns = {} if self.engine is None else LiveFQNs(self.engine).experts
         weights = live_weights(metadata, self.module, self.rules, fqns)
         if self.paths is not None:

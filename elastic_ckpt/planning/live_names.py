@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import chain, groupby
 from types import MappingProxyType
 
+from elastic_ckpt.core.adopted_names import adopt_names
 from elastic_ckpt.core.fqn import (
     ExpertName,
     ExpertRank,
@@ -25,12 +26,10 @@ from elastic_ckpt.core.fqn import (
     RenameRules,
     expert_name,
     rename,
-    with_names,
 )
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.wrappers import wrapped_otherwise
 from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, MismatchError, Remedy, listed
 
@@ -279,16 +278,9 @@ def _unnamed(numbered: NumberedStates, live: Sequence[LiveGroup], fitting: Seque
 
 
 def adopt_wrappers(metadata: CheckpointMetadata, live: LocalState) -> CheckpointMetadata:
-    """Rename what the live model has under the same name but for wrappers (:mod:`elastic_ckpt.core.wrappers`)."""
-    tensors = (name for name, _ in metadata.tensors)
-    saved = {*metadata.parameters, *tensors, *metadata.aliases, *metadata.extra_states}
+    """Rename what the live model has under the same name but for wrappers."""
     extra = {*live.model.extra_states, *live.model.extra_states_elsewhere}
     trained = (flat.members for flat in live.flats)
     wholes = (whole.name for whole in live.wholes)
     others = live.others | extra
-    renamed = wrapped_otherwise(saved, live.model.names.union(wholes, others, *trained, *live.model.ties.values()))
-    if not renamed:
-        return metadata
-    old, new = min(renamed.items())
-    notes = [f"wrapped otherwise: {counted(len(renamed), 'name')} of the checkpoint, as {old}, which is {new} here"]
-    return with_names(metadata, lambda name: renamed.get(name, name), notes)
+    return adopt_names(metadata, live.model.names.union(wholes, others, *trained, *live.model.ties.values()))

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.adopted_names import adopt_names, all_names
 from elastic_ckpt.core.extra_states import kept_in
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.core.text import counted
-from elastic_ckpt.core.values import left_in_file
+from elastic_ckpt.core.values import TrainingState, left_in_file
 from elastic_ckpt.errors import ElasticCkptError, LayoutError, MismatchError, MissingFilesError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences, find_drift, united, without_untrained
@@ -105,10 +106,16 @@ def compare(
 
     Raises :class:`ElasticCkptError` if one cannot be read, or its tensor-parallel shards cannot be joined.
     """
-    sides = [_Side(opened, why is not None) for opened, why in zip((first, second), without, strict=True)]
+    left_metadata = first.metadata
+    right_metadata = adopt_names(second.metadata, all_names(left_metadata), "in A")
+    sides = [
+        _Side(left_metadata, first.config, without[0] is not None),
+        _Side(right_metadata, second.config, without[1] is not None),
+    ]
     for side, other in (sides, reversed(sides)):
         side.adopt(other)
     left_out, notes = _leave_out_states(sides, without)
+    notes += right_metadata.notes[len(second.metadata.notes) :]
     left, right = (side.tensors for side in sides)
     lacking = [Difference(*key, MISSING, "the second checkpoint does not have it") for key in left if key not in right]
     lacking += [Difference(*key, MISSING, "the first checkpoint does not have it") for key in right if key not in left]
@@ -122,13 +129,14 @@ def compare(
             bar.update(left[key].nbytes)
             if difference is not None:
                 differing.append(difference)
-    facts = list(_facts(first, second))
+    training = (first.checkpoint.training_state, second.checkpoint.training_state)
+    facts = list(_facts(left_metadata, right_metadata, training))
     if any(without):
         facts = [(kind, fact) for kind, fact in facts if kind != _LOSS_SCALE]  # which is in optimizer-states files
     other_facts = [(kind, fact) for kind, fact in facts if fact is not None]
     equal = Counter(key for _, key in both) - Counter(each.key for each in differing)
     equal += Counter(kind for kind, fact in facts if fact is None)
-    one_sided, not_compared = ([], []) if any(without) else _not_understood(first.metadata, second.metadata)
+    one_sided, not_compared = ([], []) if any(without) else _not_understood(left_metadata, right_metadata)
     notes += [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
     of_tensors = (*lacking, *differing, *one_sided, *left_out)
     return Comparison(
@@ -183,10 +191,10 @@ def _is_rounded(sides: Sequence[_Side], key: tuple[str, str]) -> bool:
 
 
 class _Side:
-    def __init__(self, opened: OpenedCheckpoint, is_alone: bool = False) -> None:
+    def __init__(self, metadata: CheckpointMetadata, config: ElasticConfig, is_alone: bool = False) -> None:
         #: Whether it has weights alone, for want of files or names.
         self.is_alone = is_alone
-        self.reader = LogicalReader(opened.metadata, opened.config, _ONE_CHUNK)
+        self.reader = LogicalReader(metadata, config, _ONE_CHUNK)
         self.notes = (*self.reader.notes, *self.reader.compare_copies())
         self.tensors = dict(self.reader.tensors)
 
@@ -235,9 +243,10 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
     return Difference(*key, DIFFERS, f"{left.dtype} and {right.dtype}", 0.0)
 
 
-def _facts(first: OpenedCheckpoint, second: OpenedCheckpoint) -> Iterator[tuple[str, Difference | None]]:
+def _facts(
+    left: CheckpointMetadata, right: CheckpointMetadata, training: tuple[TrainingState, TrainingState]
+) -> Iterator[tuple[str, Difference | None]]:
     """Facts beside the tensors: the kind of each, and a difference, or ``None`` where they agree."""
-    left, right = first.metadata, second.metadata
     names = [name for name in left.parameters if name in right.parameters]
     shared = [(name, left.parameters[name], right.parameters[name]) for name in names]
     for name, *saved in shared:
@@ -252,7 +261,6 @@ def _facts(first: OpenedCheckpoint, second: OpenedCheckpoint) -> Iterator[tuple[
             of_degree = key == "name" and group.get("moe")  # ep_size_2
             if not (str(key).startswith("_ds_") or of_degree):
                 yield "hyperparameters", _fact(f"param group {pair[0]}", str(key), group.get(key), other.get(key))
-    training = [opened.checkpoint.training_state for opened in (first, second)]
     for key in ("global_steps", "global_samples", "skipped_steps"):
         yield "counters", _fact(key, "counter", *(state.counters.get(key) for state in training))
     scales = [state.loss_scale for state in training]

@@ -198,7 +198,7 @@ def look_at(case: dict[str, Any]) -> list[SimpleNamespace]:
         for path in other.glob("*/*model_states.pt"):
             saved = torch.load(path, weights_only=False)
             for entry in [entry for entry in saved["module"] if entry.endswith("inner.gauge._extra_state")]:
-                saved["module"][entry] += 1 + SPOILS
+                saved["module"][entry] += 1 - SPOILS
             torch.save(saved, path)
         inspected = _ran("inspect", folder, "--json")
         verified = _ran("verify", folder, "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain, product
+from typing import Any
 
 from tests.distributed import model as models
 from tests.distributed.cells import Cell, Save, cells, crossing
@@ -50,3 +51,19 @@ def wrapped(save: Save, target: Setup, live: str, ranks: int = 3) -> Cell:
 )
 def test_weights_and_states_come_back_whatever_wraps_the_modules(cell: Cell, facts: list[Loaded]) -> None:
     cell.expected.check(facts)
+
+
+@cells(
+    [
+        Cell(
+            f"{saved} to {live}", Save(Z1, more={"model": saved}), "wrapper_jobs.go_on", 1, {"setup": Z1, "live": live}
+        )
+        for saved, live in (("TinyLM", "CompiledLM"), ("CompiledLM", "HeldLM"), ("HeldLM", "TinyLM"))
+    ]
+)
+def test_diff_and_load_pretrained_know_wrappers_as_a_load_does(cell: Cell, facts: list[Any]) -> None:
+    (each,) = facts
+    assert each.differences == ()
+    assert each.equal > len(NAMES["TinyLM"])
+    assert [note for note in each.notes if SAYS in note]
+    assert (each.apart, each.keys) == ([], ((), ()))
