@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -63,6 +63,29 @@ class Table(Protocol[Case]):
 
     def read(self, text: str) -> Case:
         """A case as it was written."""
+
+
+def plainest(case: Case, simpler: Callable[[Case], Iterable[Case]], fails: Callable[[Case], bool]) -> Case:
+    """The case without all that it can lose, one thing after another, and still fail."""
+    while (found := next(filter(fails, simpler(case)), None)) is not None:
+        case = found
+    return case
+
+
+def plainest_with_outcome(
+    case: Case, outcome: Outcome, simpler: Callable[[Case], Iterable[Case]], run: Callable[[Case], Outcome]
+) -> tuple[Case, Outcome]:
+    """The plainest case that fails, and how it failed; ``outcome`` is that of the given one."""
+    last = outcome
+
+    def fails(other: Case) -> bool:
+        nonlocal last
+        now = run(other)
+        if now.wrong:
+            last = now
+        return bool(now.wrong)
+
+    return plainest(case, simpler, fails), last
 
 
 def table_of(name: str, **options: Any) -> Table[Any]:

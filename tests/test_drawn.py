@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests import drawn
-from tests.drawn import Outcome, draw, report_of, table_of
+from tests.drawn import Outcome, draw, plainest_with_outcome, report_of, table_of
 
 
 class Numbers:
@@ -26,9 +26,7 @@ class Numbers:
         return [Outcome(Counter(), f"{each} is wrong") if each >= 70 else Outcome(Counter(good=1)) for each in cases]
 
     def reduced(self, case: int, outcome: Outcome, run: Callable[[int], Outcome]) -> tuple[int, Outcome]:
-        while (now := run(case - 1)).wrong:
-            case, outcome = case - 1, now
-        return case, outcome
+        return plainest_with_outcome(case, outcome, lambda other: [other - 10, other - 1], run)
 
     def written(self, case: int) -> str:
         return str(case)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 
 
@@ -217,14 +217,3 @@ def simpler(change: Change) -> Iterator[Change]:
     for each in fields(Change):
         if each.name not in ("saves", "loads") and getattr(change, each.name) != each.default:
             yield replace(change, **{each.name: each.default})
-
-
-def reduced(change: Change, fails: Callable[[Change], bool]) -> Change:
-    """The change with as little to it as it needs to fail."""
-    while True:
-        for candidate in simpler(change):
-            if is_possible(candidate) and fails(candidate):
-                change = candidate
-                break
-        else:
-            return change

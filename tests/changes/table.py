@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.changes.draw import RANKS, Change, as_json, change_of, is_possible, random_change, reduced
+from tests.changes.draw import RANKS, Change, as_json, change_of, is_possible, random_change, simpler
 from tests.distributed.change_jobs import REFUSED, REMEDIED, RIGHT, VOID
 from tests.distributed.launch import run_ranks
-from tests.drawn import Outcome
+from tests.drawn import Outcome, plainest_with_outcome
 
 #: Changes of one set of processes, and seconds that it gets for each.
 _CHANGES, _SECONDS = 16, 12
@@ -76,15 +76,7 @@ class Table:
 
     def reduced(self, case: Change, outcome: Outcome, run: Callable[[Change], Outcome]) -> tuple[Change, Outcome]:
         """The change with as little to it as it needs to fail."""
-        last = [outcome]
-
-        def fails(other: Change) -> bool:
-            now = run(other) if is_possible(other) else Outcome(Counter())
-            if now.wrong:
-                last.append(now)
-            return bool(now.wrong)
-
-        return reduced(case, fails), last[-1]
+        return plainest_with_outcome(case, outcome, lambda other: filter(is_possible, simpler(other)), run)
 
     def written(self, case: Change) -> str:
         """As JSON."""

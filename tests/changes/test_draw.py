@@ -16,8 +16,9 @@ from tests.changes.draw import (
     as_json,
     change_of,
     random_change,
-    reduced,
+    simpler,
 )
+from tests.drawn import plainest
 
 CHANGES = [random_change(random.Random(seed), 2, 4) for seed in range(1500)]
 
@@ -45,5 +46,5 @@ def test_a_change_is_read_as_it_was_written() -> None:
 def test_a_failing_change_is_reduced_to_what_it_needs() -> None:
     saves = Script(stage=3, groups="decay", tied=True, more="buffer")
     change = Change(saves, replace(saves, scheduler="none", frozen="norms"), 4, 3, "not strict", given="tag")
-    shortest = reduced(change, lambda other: other.saves.tied and other.loads.frozen == "norms")
+    shortest = plainest(change, simpler, lambda other: other.saves.tied and other.loads.frozen == "norms")
     assert shortest == Change(Script(tied=True), Script(tied=True, frozen="norms"))

@@ -95,14 +95,3 @@ def simpler(flow: Flow) -> Iterator[Flow]:
     for field in fields(flow):
         if getattr(flow, field.name) != field.default:
             yield replace(flow, **{field.name: field.default})
-
-
-def reduced(flow: Flow, fails: Callable[[Flow], bool]) -> Flow:
-    """The flow with as few choices as it needs to fail."""
-    while True:
-        for candidate in simpler(flow):
-            if fails(candidate):
-                flow = candidate
-                break
-        else:
-            return flow

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tests.distributed.flow_jobs import REFUSED, RIGHT, VOID
 from tests.distributed.launch import run_ranks
-from tests.drawn import Outcome
-from tests.flows.draw import EngineFlow, Flow, TrainerFlow, flow_of, random_flow, reduced
+from tests.drawn import Outcome, plainest_with_outcome
+from tests.flows.draw import EngineFlow, Flow, TrainerFlow, flow_of, random_flow, simpler
 from tests.flows.parts import choices, is_possible
 
 #: Flows of one set of processes by their kind, and seconds that it gets for each.
@@ -60,15 +60,7 @@ class Table:
 
     def reduced(self, case: Flow, outcome: Outcome, run: Callable[[Flow], Outcome]) -> tuple[Flow, Outcome]:
         """The flow with as few choices as it needs to fail."""
-        last = [outcome]
-
-        def fails(other: Flow) -> bool:
-            now = run(other) if is_possible(other) else Outcome(Counter())
-            if now.wrong:
-                last.append(now)
-            return bool(now.wrong)
-
-        return reduced(case, fails), last[-1]
+        return plainest_with_outcome(case, outcome, lambda other: filter(is_possible, simpler(other)), run)
 
     def written(self, case: Flow) -> str:
         """As JSON."""

@@ -7,7 +7,8 @@ from dataclasses import fields
 
 import pytest
 
-from tests.flows.draw import KINDS, EngineFlow, Flow, flow_of, random_flow, reduced
+from tests.drawn import plainest
+from tests.flows.draw import KINDS, EngineFlow, Flow, flow_of, random_flow, simpler
 from tests.flows.parts import choices, is_possible
 
 FLOWS = {
@@ -31,5 +32,5 @@ def test_a_flow_is_read_as_it_was_written(kind: type[Flow]) -> None:
 
 def test_a_failing_flow_is_reduced_to_what_it_needs() -> None:
     flow = EngineFlow(3, 0, "bf16", "sgd", "none", "plain", "LoraLM", trained=1)
-    shortest = reduced(flow, lambda other: other.stage == 0 and other.client == "plain")
+    shortest = plainest(flow, simpler, lambda other: other.stage == 0 and other.client == "plain")
     assert shortest == EngineFlow(stage=0, client="plain")
