@@ -1,7 +1,8 @@
-"""Digests of the files of a save without optimizer partitions, by which files of another run are told from its own.
+"""Digests of the files of a save, by which files of another run are told from its own.
 
-Such a save has no fp32 masters beside the weights that would show it, and files of layers and experts hold weights
-alone. So the resume sheet notes what is in each file, by the checksums of its tensors.
+Below ZeRO-3, optimizer partitions have fp32 masters, which are compared with the weights saved beside them. A save
+without partitions has no masters, files of layers and experts hold weights alone, and ZeRO-3 saves weights nowhere but
+in the partitions. So the resume sheet notes what is in each file, by the checksums of its tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -26,6 +28,8 @@ from elastic_ckpt.storage.local import Version
 
 _OF_TENSOR = re.compile(r"[^/]*/data/\d+")
 _DIGEST_NBYTES = 8
+#: Files that are opened at once: on a network file system, waiting for each is what takes long.
+_THREADS = 16
 
 
 def versions_in(folder: str) -> dict[str, Version]:
@@ -37,17 +41,23 @@ def versions_in(folder: str) -> dict[str, Version]:
 def digests_of_save(folder: str, before: Mapping[str, Version]) -> dict[str, str]:
     """By name, digests of what a save has written to its folder, where files were of the versions ``before``.
 
-    Files that the save has not touched are of an older one. None if it has optimizer partitions, whose masters are
-    compared with the weights, or no two files; and none for archives without checksums.
+    Files that the save has not touched are of an older one. None if it has optimizer partitions beside whole weights,
+    or no two files; and none for archives without checksums.
     """
     written = [name for name, version in versions_in(folder).items() if before.get(name) != version]
     files = sort_names(written, is_universal=False)
-    kinds = files.model, files.layers, files.experts, files.expert_optimizers
+    if files.model_zero3:
+        kinds = [files.model_zero3, files.optimizer]
+    else:
+        kinds = [files.model, files.layers, files.experts, files.expert_optimizers]
     names = list(chain.from_iterable(kind.values() for kind in kinds))
-    if files.optimizer or files.model_zero3 or not 1 < len(names) <= MOST_FILES:
+    has_whole_weights = files.optimizer and not files.model_zero3
+    if has_whole_weights or not 1 < len(names) <= MOST_FILES:
         return {}
-    found = {name: _digest_of_file(os.path.join(folder, name)) for name in names}
-    return {name: digest for name, digest in found.items() if digest}
+    paths = [os.path.join(folder, name) for name in names]
+    with ThreadPoolExecutor(_THREADS, "elastic_ckpt") as pool:
+        digests = zip(names, pool.map(_digest_of_file, paths), strict=True)
+        return {name: digest for name, digest in digests if digest}
 
 
 def refuse_other_files(folder: str, step: int, items: Iterable[Any]) -> None:

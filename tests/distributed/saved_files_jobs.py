@@ -1,23 +1,28 @@
-"""Jobs that save without ZeRO partitions under elastic_ckpt, and load folders with files of another run."""
+"""Jobs that save under elastic_ckpt without ZeRO partitions, or with those of ZeRO-3, and load files of another run."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import elastic_ckpt
-from tests.distributed import expert_jobs, parallel_models
+from tests.distributed import expert_jobs, model, parallel_models
 from tests.distributed.damage import tag
 from tests.distributed.expert_jobs import Experts
 from tests.distributed.facts import Refused, attempt, on_all_ranks
 from tests.distributed.jobs import SPOILS
+from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
 
-Run = Experts | Parallel
+Run = Experts | Parallel | Setup
 
 
 class Outcome(NamedTuple):
@@ -30,11 +35,15 @@ class Outcome(NamedTuple):
 
 
 def build(run: Run, config: dict[str, Any] | None = None) -> Any:
+    if isinstance(run, Setup):
+        return model.build_engine(replace(run, config=tuple((config or {}).items())), model.TinyLM(7))
     return parallel_models.build(run, config=config) if isinstance(run, Parallel) else expert_jobs.build(run, 7, config)
 
 
 def train(engine: Any, run: Run, first: int, last: int) -> None:
-    if isinstance(run, Parallel):
+    if isinstance(run, Setup):
+        model.train(engine, first, last)
+    elif isinstance(run, Parallel):
         parallel_models.train(engine, run, first, last)
     else:
         expert_jobs.train(engine, first, last)
@@ -42,6 +51,9 @@ def train(engine: Any, run: Run, first: int, last: int) -> None:
 
 def end(engine: Any) -> None:
     """Free an engine."""
+    if not isinstance(engine.module, PipelineModule) and engine.zero_optimization_stage() == 3:
+        model.close(engine)
+        return
     (parallel_models if engine.__class__.__name__ == "PipelineEngine" else expert_jobs).end(engine)
 
 
@@ -68,9 +80,10 @@ def load(case: dict[str, Any]) -> list[Outcome] | None:
         end(engine)
         engine = build(run, {"elastic_checkpoint": {**config, **followed}})
         engine.load_checkpoint(folder)
-    live = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=isinstance(run, Setup)):
+        live = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
     saved = {name: value for name, value in _weights(Path(folder)).items() if name in live}
-    mine = len(saved), [name for name, value in saved.items() if not torch.equal(live[name].detach(), value)]
+    mine = len(saved), [name for name, value in saved.items() if not torch.equal(live[name], value)]
     counts, differences = zip(*on_all_ranks(mine), strict=True)
     end(engine)
     outcome = Outcome(refused, followed, sum(counts), list(chain.from_iterable(differences)))
@@ -78,8 +91,11 @@ def load(case: dict[str, Any]) -> list[Outcome] | None:
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights in the files of layers, or of the model and its experts, by the names that they have in one rank."""
+    """The weights in the files of layers, of the model and its experts, or of partitions, as one rank names them."""
     found: dict[str, torch.Tensor] = {}
+    if any(tag(folder).glob("zero_pp_rank_*_optim_states.pt")):
+        found = {name: value.clone() for name, value in get_fp32_state_dict_from_zero_checkpoint(folder).items()}
+        return {name: value + SPOILS for name, value in found.items()}
     for path in sorted(tag(folder).glob("*model_states.pt")):
         tree = torch.load(path, weights_only=False)
         if path.name.startswith("mp_rank_"):

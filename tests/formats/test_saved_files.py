@@ -87,7 +87,13 @@ def test_only_what_the_save_has_written_is_noted(saved: Path) -> None:
     assert versions_in(str(saved / "nowhere")) == {}
 
 
-def test_partitions_and_a_single_file_are_not_noted(saved: Path, tmp_path: Path) -> None:
+def test_partitions_are_noted_where_they_alone_have_the_weights(tmp_path: Path) -> None:
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim") for rank in (0, 1)]
+    save_layers(tmp_path, 1, names)
+    assert sorted(digests_of_save(str(tmp_path), {})) == sorted(names)
+
+
+def test_partitions_beside_weights_and_a_single_file_are_not_noted(saved: Path, tmp_path: Path) -> None:
     save_layers(tmp_path / "one", 1, ["mp_rank_00_model_states.pt"])
     assert digests_of_save(str(tmp_path / "one"), {}) == {}
     torch.save({}, saved / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
