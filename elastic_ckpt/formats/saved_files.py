@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.metadata import SourceFile
@@ -47,10 +46,9 @@ def digests_of_save(folder: str, before: Mapping[str, Version]) -> dict[str, str
     written = [name for name, version in versions_in(folder).items() if before.get(name) != version]
     files = sort_names(written, is_universal=False)
     if files.model_zero3:
-        kinds = [files.model_zero3, files.optimizer]
+        names = [*files.model_zero3.values(), *files.optimizer.values()]
     else:
-        kinds = [files.model, files.layers, files.experts, files.expert_optimizers]
-    names = list(chain.from_iterable(kind.values() for kind in kinds))
+        names = [*files.model.values(), *files.layers.values(), *files.of_experts]
     has_whole_weights = files.optimizer and not files.model_zero3
     if has_whole_weights or not 1 < len(names) <= MOST_FILES:
         return {}
