@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's own tests pass without elastic_ckpt, and of these with it: a table in docs/versions.md."""
+"""Which of DeepSpeed's own tests pass without elastic_ckpt, and of these with it: a table in docs/compatibility.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Nightly: DeepSpeed's own tests of checkpoints, without and with elastic_ckpt installed; the table goes to docs/versions.md.
+# Nightly: DeepSpeed's own tests of checkpoints, without and with elastic_ckpt installed; the table goes to docs/compatibility.md.
 #   bash launch/deepspeed_tests.sh FOLDER      a checkout of DeepSpeed's repository of the installed version
 #   bash launch/deepspeed_tests.sh FOLDER -k latest      other arguments go to pytest
 # They take an hour or two on 2 cores. pytest is installed once, below MATRIX_FOLDER (.matrix).
@@ -24,4 +24,4 @@ for ELASTIC in 0 1; do
     (cd "$tests" && "$PYTHON" -m pytest -q -p launch.deepspeed_plugin -p no:cacheprovider --timeout 600 "${@:2}" unit/checkpoint) \
         || true # many fail for want of a GPU
 done
-"$PYTHON" launch/deepspeed_table.py "$folder/outcomes-0" "$folder/outcomes-1" docs/versions.md
+"$PYTHON" launch/deepspeed_table.py "$folder/outcomes-0" "$folder/outcomes-1" docs/compatibility.md

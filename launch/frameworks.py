@@ -1,4 +1,4 @@
-"""Trains with a framework by its line in docs/frameworks.md, and resumes on other numbers of ranks; see frameworks.sh.
+"""Trains with a framework by its line in docs/launchers.md, and resumes on other numbers of ranks; see frameworks.sh.
 
 ``python launch/frameworks.py NAME FOLDER``, in the environment of the framework.
 """
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 REPO = Path(__file__).resolve().parents[1]
-PAGE = REPO / "docs" / "frameworks.md"
+PAGE = REPO / "docs" / "launchers.md"
 GLOBAL_BATCH, STEPS, SAVED_STEP = 12, 6, 3
 #: Samples, and words of each: none is padded, so that a mean over ranks is one over samples.
 SAMPLES, LENGTH, WORDS = 96, 8, 57
@@ -92,7 +92,7 @@ def main(name: str, folder: Path) -> None:
     """Two ranks save and train on; others resume."""
     work = folder / "runs" / name
     make_inputs(work)
-    page = (REPO / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    page = (REPO / "docs" / "launchers.md").read_text(encoding="utf-8")
     (line,) = re.findall(rf"^.*{EXEC}{name}.*$", page, re.MULTILINE)
     plain, run = line.replace(EXEC, ""), re.sub(rf"{EXEC}(\S+)", r"python -m elastic_ckpt.run $(which \1)", line)
     before = train(name, work, plain, 2, None)

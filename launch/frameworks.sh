@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Nightly: LLaMA-Factory, ms-swift, TRL and axolotl train by the commands of docs/frameworks.md, save, and resume on other
+# Nightly: LLaMA-Factory, ms-swift, TRL and axolotl train by the commands of docs/launchers.md, save, and resume on other
 # numbers of ranks, on CPU processes:   bash launch/frameworks.sh FOLDER [NAME ...]
 # Ray Train's worker groups (the name "ray") run by tests/integration/test_controllers.py.
 # Each gets an environment of its own below FOLDER, kept between calls, that sees the installed torch and DeepSpeed.

@@ -2,9 +2,9 @@
 # Load checkpoints on the supported versions of DeepSpeed, torch and Python (tests/distributed/test_versions.py):
 #   bash launch/matrix.sh               three versions of DeepSpeed
 #   bash launch/matrix.sh --all         nightly: eight versions, other versions of torch and Python, and more features
-#                                       (test_versions_features.py); writes docs/versions.md
+#                                       (test_versions_features.py); writes docs/compatibility.md
 #   bash launch/matrix.sh --releases    ZeRO, pipelines, experts and universal checkpoints on every release of DeepSpeed
-#                                       since 0.14.5, or again on those named; writes docs/versions.md
+#                                       since 0.14.5, or again on those named; writes docs/compatibility.md
 # Versions are installed once, below MATRIX_FOLDER (.matrix). An environment needs pythonX.Y on PATH, or is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -77,8 +77,8 @@ for versions in "${environments[@]}"; do
 done
 
 if [[ ${1:-} == --all ]]; then
-    "$PYTHON" launch/matrix_table.py "$results" docs/versions.md --all
+    "$PYTHON" launch/matrix_table.py "$results" docs/compatibility.md --all
 elif [[ ${1:-} == --releases && -e $results/deepspeed-0.14.5.xml ]]; then # not a few alone
-    "$PYTHON" launch/matrix_table.py "$results" docs/versions.md --releases
+    "$PYTHON" launch/matrix_table.py "$results" docs/compatibility.md --releases
 fi
 exit $failed

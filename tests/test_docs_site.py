@@ -44,7 +44,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     [
         ("launchers.md", "[x](../launch/torchrun.sh)", "[x](repository/launch/torchrun.sh)"),
         ("benchmarks.md", "[x](../benchmarks/README.md)", "[x](measuring.md)"),
-        ("CHANGELOG.md", "[x](docs/support.md)", "[x](support.md)"),
+        ("CHANGELOG.md", "[x](docs/compatibility.md)", "[x](compatibility.md)"),
         ("CODE_OF_CONDUCT.md", "[x](SECURITY.md)", "[x](SECURITY.md)"),
         ("megatron.md", "[x](tensor-parallel.md#rules)", "[x](tensor-parallel.md#rules)"),
         ("index.md", "![x](images/scatter.svg)", "![x](images/scatter.svg)"),

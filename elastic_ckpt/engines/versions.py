@@ -58,7 +58,7 @@ class Requirement(NamedTuple):
         return -1 if release[: len(oldest)] < oldest else int(release[: len(newest)] > newest)
 
 
-#: What ``launch/matrix.sh`` runs with ``--all`` and ``--releases``, and docs/versions.md shows.
+#: What ``launch/matrix.sh`` runs with ``--all`` and ``--releases``, and docs/compatibility.md shows.
 REQUIREMENTS = (
     Requirement("Python", "3.10", "3.13"),
     Requirement("torch", "2.4", "2.15"),

@@ -35,7 +35,7 @@ _CELL = {"sp": 1, "data": False}
 _MORE_STEPS = 3
 #: Where DeepSpeed's optimizers keep the parameters of each flat partition: ZeRO-1 and 2, bf16 and ZeRO-3.
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
-#: What happened: DeepSpeed alone does not complete it; all is right; refused as docs/limitations.md says.
+#: What happened: DeepSpeed alone does not complete it; all is right; refused as docs/compatibility.md says.
 VOID, RIGHT, REFUSED = "void", "right", "refused"
 
 

@@ -1,4 +1,4 @@
-"""Every kind of damage in every kind of checkpoint: what finds it, as ``docs/verification.md`` has it."""
+"""Every kind of damage in every kind of checkpoint: what finds it, as ``docs/how-a-load-goes.md`` has it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.distributed.facts import Refused
 from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
 
-PAGE = Path(__file__).parents[2] / "docs" / "verification.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-a-load-goes.md"
 
 
 class Layout(NamedTuple):
@@ -115,7 +115,8 @@ def damaged(layout: str, kind: str) -> Cell:
 
 def page() -> dict[str, dict[str, str]]:
     """The page's table: by kind of damage and column, what it says."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    section = PAGE.read_text(encoding="utf-8").partition("\n## What finds which damage\n")[2]
+    lines = section.partition("\n## ")[0].splitlines()
     rows = [[word.strip() for word in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
     columns = next(row for row in rows if row[0] == "damage")
     return {row[0]: dict(zip(columns[1:], row[1:], strict=True)) for row in rows if row != columns}

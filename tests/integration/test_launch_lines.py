@@ -1,4 +1,4 @@
-"""The lines of docs/frameworks.md that start a script of the Trainer, as they are written there."""
+"""The lines of docs/launchers.md that start a script of the Trainer, as they are written there."""
 
 from __future__ import annotations
 
