@@ -1,4 +1,4 @@
-"""Scripts of ``examples/`` and the recipes that use them: each is run as its page says, and prints what the page shows."""
+"""Scripts of ``examples/`` and the sections that use them: each is run as its page says, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from tests.blocks import REPO, blocks
 from tests.integration.pages import EQUAL, Walk, walk
 from tests.storage.buckets import serve_bucket
 
+#: Sections about losses that are not the same.
+HYPERPARAMETERS = "Change lr, betas or weight decay in mid-run"
+LOSS_JUMPED = "My loss jumped"
 #: Pages whose commands are executed, or one of their sections: loads of elastic_ckpt, and those of them whose tensors are
 #: compared: not those of ranks with shards or experts of their own, nor what DeepSpeed did not save.
 PAGES = [
-    ("examples.md", "Accelerate", 1, 1),
-    ("examples.md", "PyTorch Lightning", 1, 1),
-    ("examples.md", "A bucket", 1, 1),
-    ("examples.md", "Disks of nodes", 1, 1),
-    ("recipe-fewer-nodes.md", "", 1, 1),
-    ("recipe-slurm.md", "", 1, 0),
-    ("recipe-8bit.md", "", 2, 2),
-    ("recipe-hyperparameters.md", "", 2, 2),
-    ("recipe-experts.md", "", 1, 0),
-    ("recipe-fsdp.md", "", 1, 0),
-    ("recipe-loss-jumped.md", "", 1, 1),
+    ("tutorial.md", "Accelerate", 1, 1),
+    ("tutorial.md", "PyTorch Lightning", 1, 1),
+    ("tutorial.md", "A bucket", 1, 1),
+    ("tutorial.md", "Disks of nodes", 1, 1),
+    ("huggingface.md", "16 GPUs to 8 tonight", 1, 1),
+    ("megatron-slurm.md", "", 1, 0),
+    ("optimizer-states.md", "8-bit Adam on another number of ranks", 2, 2),
+    ("optimizer-states.md", HYPERPARAMETERS, 2, 2),
+    ("experts.md", "Change the degree, step by step", 1, 0),
+    ("dcp.md", "From FSDP2 to DeepSpeed and back, step by step", 1, 0),
+    ("resume-sheet.md", LOSS_JUMPED, 1, 1),
 ]
 #: Rounding of sums in another order over a few steps, and of what the Trainer prints.
 ROUNDING = 2e-3
@@ -60,7 +63,7 @@ def test_a_page_does_what_it_says(
     assert printed.count("elastic_ckpt: checkpoint restored") == loads
     counts = [int(count) for count in re.findall(EQUAL.format(r"(\d+)"), printed)]
     assert len(counts) == compared and all(count >= 12 for count in counts)
-    if page not in ("recipe-loss-jumped.md", "recipe-hyperparameters.md"):  # about losses that are not the same
+    if section not in (HYPERPARAMETERS, LOSS_JUMPED):
         of_several = [losses for losses in done.losses() if len(losses) > 1]
         assert len(of_several) >= 4
         assert all(max(losses) - min(losses) < ROUNDING for losses in of_several), of_several
