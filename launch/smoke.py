@@ -62,6 +62,7 @@ def try_everything(checkpoint: str) -> None:
     assert run("elastic-ckpt --version").strip() == elastic_ckpt.__version__
     run("elastic-ckpt plan no-such-folder --dp 4", exit_code=3)
     run("elastic-ckpt verify no-such-folder", exit_code=3)
+    assert not list((package / "docs").glob("*.py")), "only the pages are data"
     run("python -m elastic_ckpt --help")
     elastic_ckpt.install()
     save(checkpoint)
@@ -71,6 +72,8 @@ def try_everything(checkpoint: str) -> None:
 def try_commands(checkpoint: str, has_torch: bool) -> None:
     """Try the command line without DeepSpeed, and what says that it is missing."""
     assert find_spec("deepspeed") is None and (find_spec("torch") is not None) == has_torch
+    assert "troubleshooting" in run("elastic-ckpt docs", without_torch=True)
+    assert "DamagedError" in run("elastic-ckpt docs troubleshooting#damagederror", without_torch=True)
     for command in _READ_METADATA:
         run(f"elastic-ckpt {command.format(checkpoint)}", without_torch=True)
     for command in _READ_TENSORS:

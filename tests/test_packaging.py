@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
 import time
 from importlib.metadata import metadata, version
 from pathlib import Path
@@ -16,6 +18,7 @@ from setuptools.config.pyprojecttoml import read_configuration
 
 import elastic_ckpt
 from elastic_ckpt.engines.versions import REQUIREMENTS
+from elastic_ckpt.sharding.rules import Preset
 
 REPO = Path(__file__).parents[1]
 WORKFLOWS = sorted((REPO / ".github" / "workflows").glob("*.yml"))
@@ -45,6 +48,29 @@ def test_the_metadata_states_the_supported_versions() -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (Path(elastic_ckpt.__file__).parent / "py.typed").is_file()
+
+
+_BUILD = """
+import json
+from setuptools import distutils
+from distutils.core import run_setup
+build = run_setup("setup.py", ["build_py"], stop_after="commandline").get_command_obj("build_py")
+build.include_package_data = False  # looking for these writes a folder
+build.ensure_finalized()
+print(json.dumps([build.get_outputs(include_bytecode=False), build.build_lib]))
+"""
+
+
+def test_the_wheel_has_the_presets_and_the_pages_but_no_script_of_the_site() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD], cwd=REPO, capture_output=True, text=True, timeout=120, check=True
+    )
+    outputs, root = json.loads(done.stdout.splitlines()[-1])
+    built = {os.path.relpath(path, root) for path in outputs}
+    pages = {f"elastic_ckpt/docs/{path.name}" for path in (REPO / "docs").glob("*.md")}
+    assert {each for each in built if each.startswith("elastic_ckpt/docs/")} == pages
+    assert {f"elastic_ckpt/configs/rules/{name}.json" for name in Preset.names()} <= built
+    assert {"elastic_ckpt/__init__.py", "elastic_ckpt/py.typed", "elastic_ckpt/cli/docs.py"} <= built
 
 
 def steps_of(workflow: Path) -> list[dict[str, Any]]:

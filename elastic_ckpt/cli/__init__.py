@@ -24,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 
 _MODULES = {
+    "docs": ("docs",),
     "fetch": ("fetch",),
     "environment": ("disable", "doctor", "enable", "exec"),
     "inspect": ("inspect", "latest", "verify"),

@@ -47,7 +47,7 @@ Replicated = Annotated[
 console = SafeConsole()
 error_console = SafeConsole(stderr=True)
 #: Columns of a report that is no wider, if the output is no terminal; more than any has.
-_WIDTH, _WIDEST = 80, 1_000_000
+WIDTH, _WIDEST = 80, 1_000_000
 #: What a call of torch's, which a script may make, would have read.
 _ALLOWED = re.compile(r"; add_safe_globals\(\[[^\]]*\]\)")
 #: Command -> its flag that leaves optimizer states out, whether it is given as itself, and in words.
@@ -150,7 +150,7 @@ def tell(answer: Answer, as_json: bool) -> None:
             if isinstance(part, str):
                 console.print(escape(part), soft_wrap=True, highlight=False)
             else:
-                wide.width = wide.width if has_width else max(_WIDTH, SafeConsole(width=_WIDEST).measure(part).maximum)
+                wide.width = wide.width if has_width else max(WIDTH, SafeConsole(width=_WIDEST).measure(part).maximum)
                 wide.print(part)
     if answer.exit_code:
         raise typer.Exit(answer.exit_code)
