@@ -114,4 +114,4 @@ def walk(page: str, section: str, walk: Walk) -> None:
 def _is_below(block: Block, section: str) -> bool:
     """Whether the last heading above a block is this one; all are below no heading."""
     above = block.page.read_text(encoding="utf-8").splitlines()[: block.line]
-    return not section or next(line for line in reversed(above) if line.startswith("## ")) == f"## {section}"
+    return not section or next((line for line in reversed(above) if line.startswith("## ")), "") == f"## {section}"
