@@ -14,7 +14,7 @@ PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((REPO / 
 
 def test_every_page_has_a_title() -> None:
     titles = page_titles()
-    assert list(titles) == list(PAGES)
+    assert list(titles) == sorted(PAGES)
     assert titles["troubleshooting"] == "Troubleshooting" and titles["dcp"] == "torch.distributed.checkpoint"
     for name, title in titles.items():
         assert title != name and topic_text(name).startswith("# "), name
