@@ -28,7 +28,7 @@ _NO_NULL = r"^[^\x00]*$"
 _FOR_ANY_LOADER = {"mode", "pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
 _FOR_ANY_LOADER |= {"sheet", _SECRET := "storage_options"}  # whose values are never printed
 #: Options that others have, and why these are none here.
-_LEFT_OUT = {"readers_per_node": "leave it out: it hardly pays once reads are merged (docs/compatibility.md)"}
+_LEFT_OUT = {"readers_per_node": "leave it out: it hardly pays once reads are merged (elastic-ckpt docs compatibility)"}
 #: A key of ``"states"`` about unknown states of at most so many elements.
 _THRESHOLD = re.compile(r"numel<=(\d{1,9})", re.ASCII)
 

@@ -22,8 +22,8 @@ from elastic_ckpt.core.text import NamesText, printable, printable_lines, whole_
 
 #: Of a process or machine that has used up its descriptors or its memory.
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-#: The page that has a section for each class.
-_HELP = "docs/troubleshooting.md"
+#: Opens the page that has a section for each class.
+_HELP = "elastic-ckpt docs troubleshooting"
 _DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
 
 

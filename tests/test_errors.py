@@ -7,6 +7,7 @@ import errno
 import json
 import pickle
 import re
+import subprocess
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from elastic_ckpt import errors
+from elastic_ckpt.cli import app
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
@@ -37,7 +40,6 @@ DETAILS: dict[str, Any] = {
     "remedy": "build the model as it was",
     "rank": 3,
 }
-PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ElasticCkptError)]
 
 
@@ -66,11 +68,23 @@ def test_there_are_the_kinds_that_the_documentation_names() -> None:
 def test_an_error_prints_its_problem_first_and_then_every_detail(kind: type[ElasticCkptError]) -> None:
     lines = str(kind("shape differs", **DETAILS)).splitlines()
     assert lines[0] == "shape differs"
-    assert lines.pop() == f"  see:       docs/troubleshooting.md#{kind.__name__.lower()}"
-    assert f"\n### {kind.__name__}\n" in PAGE.read_text(encoding="utf-8")
+    assert lines.pop() == f"  see:       elastic-ckpt docs troubleshooting#{kind.__name__.lower()}"
     assert [line.split(":", 1)[0].strip() for line in lines[1:]] == list(DETAILS)
     assert [line.split(":", 1)[1].strip() for line in lines[1:]] == [str(value) for value in DETAILS.values()]
     assert len({len(line) - len(line.split(":", 1)[1].lstrip()) for line in lines[1:]}) == 1, "values are aligned"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_line_of_an_error_is_a_command_that_opens_the_section_of_its_class(
+    kind: type[ElasticCkptError],
+) -> None:
+    command = str(kind("shape differs", **DETAILS)).splitlines()[-1].removeprefix("  see:").strip()
+    words = subprocess.run(["sh", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True).stdout
+    assert words.split() == command.split(), "a shell leaves it as it is"
+    program, *arguments = words.split()
+    shown = CliRunner().invoke(app, arguments)
+    assert program == "elastic-ckpt" and shown.exit_code == 0
+    assert shown.stdout.strip().startswith(f"{kind.__name__} ") and len(shown.stdout.splitlines()) > 2
 
 
 @pytest.mark.parametrize(

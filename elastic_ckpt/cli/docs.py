@@ -46,7 +46,7 @@ def docs(
     try:
         text = topic_text(topic)
     except UnknownTopicError as error:
-        nearest = f"The nearest: {', '.join(error.nearest)}" if error.nearest else "elastic-ckpt docs lists the pages"
+        nearest = f"The nearest: {', '.join(error.nearest)}" if error.nearest else "All pages: elastic-ckpt docs"
         problem = f"there is no topic {printable(topic)!r}. {nearest}."
         raise typer.BadParameter(problem, param_hint="TOPIC") from None
     tell(Answer({"topic": topic, "text": text}, parts_of(text)), as_json)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import elastic_ckpt
 from elastic_ckpt.cli import app
 from elastic_ckpt.tools.documentation import page_titles, topic_text
 from tests.hostile_text import controls_in
+from tests.source import texts_in
 
 WIDTH = 80
+PACKAGE = Path(elastic_ckpt.__file__).parent
 
 
 def docs(*arguments: str, columns: str | None = None) -> Result:
@@ -62,4 +66,14 @@ def test_an_unknown_topic_is_wrong_usage_and_names_the_nearest() -> None:
     assert found.exit_code == 2 and controls_in(found.output, but="\n") == []
     told = json.loads(docs("trubleshooting", "--json").stdout)
     assert told["error"] == "UsageError" and "The nearest: troubleshooting" in told["problem"]
-    assert "elastic-ckpt docs lists the pages" in json.loads(docs("xyzzyqq", "--json").stdout)["problem"]
+    assert "All pages: elastic-ckpt docs" in json.loads(docs("xyzzyqq", "--json").stdout)["problem"]
+
+
+def test_every_topic_that_the_package_names_can_be_opened() -> None:
+    """Errors are read where the package is installed, and the repository is not at hand."""
+    texts = [text for path in PACKAGE.rglob("*.py") for text in texts_in(path.read_text(encoding="utf-8"))]
+    topics = {topic for text in texts for topic in re.findall(r"elastic-ckpt docs ([a-z][\w#-]*)", text)}
+    assert {"troubleshooting", "compatibility"} <= topics
+    for topic in topics:
+        assert docs(topic).exit_code == 0, topic
+    assert [text for text in texts if re.search(r"\bdocs/[\w-]+\.md\b", text)] == []
