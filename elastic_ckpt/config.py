@@ -65,8 +65,8 @@ class ElasticConfig(BaseModel):
 
     mode: Mode = Field(
         "auto",
-        description="auto: elastic_ckpt loads whatever it can restore, and leaves what only DeepSpeed's own loader can "
-        "restore to it; require: an error instead of DeepSpeed's own loader; off: always DeepSpeed's own loader",
+        description="auto: uses elastic_ckpt when it can, and falls back to DeepSpeed's own loader otherwise, where that "
+        "is known to be right; require: an error instead of DeepSpeed's own loader; off: always DeepSpeed's own loader",
     )
     pretrained: Literal["auto", "off"] = Field(
         "auto",
@@ -87,8 +87,8 @@ class ElasticConfig(BaseModel):
     on_damage: Literal["error", "previous"] | Annotated[int, Field(ge=0)] = Field(
         "error",
         description="when the checkpoint is damaged or incomplete, or latest names none: error: refuse it; previous: "
-        "load the newest complete checkpoint of load_dir that is older, and log as an error which steps are lost. A "
-        "number is the same, for checkpoints at most so many steps older. What may be of two saves is always refused",
+        "load the newest complete checkpoint of load_dir that is older, and log as an error which steps are lost. An "
+        "integer N does the same, going back at most N steps. What may be of two saves is always refused",
     )
     fallback_dirs: list[Annotated[str, Field(min_length=1, pattern=_NO_NULL)]] = Field(
         [],
@@ -141,8 +141,8 @@ class ElasticConfig(BaseModel):
     states: dict[str, Literal["replicated", "elementwise", "fresh"]] = Field(
         dict.fromkeys(NON_SHARD_KEYS, "replicated"),
         description="layouts of optimizer states by their exact names, in addition to the default. The key "
-        '"numel<=256" is about all states of unknown layout that have at most so many elements, but for those that are '
-        "as long as each partition or parameter beside them. "
+        '"numel<=256" matches every state of unknown layout with at most 256 elements, unless the state is as long as '
+        "the partition or parameter that it belongs to. "
         "replicated: never sharded, the same tensor for every partition; elementwise: sharded like their parameters; "
         "fresh: not restored, nor is a hyperparameter of that name",
     )
@@ -153,9 +153,9 @@ class ElasticConfig(BaseModel):
     )
     on_change: Literal["warn", "error"] = Field(
         "warn",
-        description="what to do if a load changes what is trained: the global batch or the number of micro-batches per "
-        "step is another; resharding splits 8-bit blocks, which are requantized with an error of at most 0.7 % of the "
-        "largest value of the block; or an engine with bf16_master_weights_and_grads rounds fp32 masters",
+        description="what to do when a load alters training: a different global batch or number of micro-batches per "
+        "step; 8-bit blocks that resharding splits, which are requantized with an error of at most 0.7 % of the "
+        "largest value of the block; or fp32 masters that an engine with bf16_master_weights_and_grads rounds",
     )
     align_partitions: int = Field(
         0,
