@@ -65,8 +65,9 @@ class ElasticConfig(BaseModel):
 
     mode: Mode = Field(
         "auto",
-        description="auto: uses elastic_ckpt when it can, and falls back to DeepSpeed's own loader otherwise, where that "
-        "is known to be right; require: an error instead of DeepSpeed's own loader; off: always DeepSpeed's own loader",
+        description="auto: uses elastic_ckpt when it can, and otherwise falls back to DeepSpeed's own loader, where "
+        "that is known to be right; require: an error instead of DeepSpeed's own loader; off: always DeepSpeed's own "
+        "loader",
     )
     pretrained: Literal["auto", "off"] = Field(
         "auto",
