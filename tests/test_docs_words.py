@@ -55,3 +55,9 @@ def test_a_page_has_none_of_the_words(page: Path) -> None:
 def test_code_and_what_is_printed_are_no_prose() -> None:
     text = "Bit by bit.\n```\nanew\n```\n`refused by name` <!-- anew --> [here](anew.md)\nThe list goes on with that.\n"
     assert found_in(text) == ["1: 'Bit by bit', rather bit for bit", "6: 'goes on with', rather continues"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_installs_from_an_index(page: Path) -> None:
+    """There is none that has the package: a checkout, or a wheel."""
+    assert re.findall(r"pip install \S*elastic_ckpt(?!-)\S*", page.read_text(encoding="utf-8")) == []
