@@ -9,15 +9,17 @@ from typing import Annotated
 
 import typer
 
+from elastic_ckpt import __version__
 from elastic_ckpt.cli import app
 from elastic_ckpt.cli.output import EXIT_FOUND, Answer, AsJson, os_errors_end_the_command, tell
 from elastic_ckpt.config import VARIABLE, Mode
 from elastic_ckpt.engines import versions
+from elastic_ckpt.engines.accelerator import find_accelerator
 from elastic_ckpt.load import installation
 from elastic_ckpt.load.installation._elastic_ckpt_flag import FLAGS, MODES
 from elastic_ckpt.report import literal, table
 
-_VERDICTS = {-1: "too old", 0: "tried", 1: "not tried"}
+_VERDICTS = {-1: "too old", 0: "tested", 1: "not tested"}
 #: As shells end where a file is no command, and where there is none.
 _EXIT_NOT_EXECUTABLE, _EXIT_NO_COMMAND = 126, 127
 
@@ -36,25 +38,34 @@ def with_value(words: list[str]) -> list[str]:
 def doctor(as_json: AsJson = False) -> None:
     """Check that the installed versions of DeepSpeed, torch and Python are supported.
 
+    It also shows the version of elastic_ckpt, and the accelerator that DeepSpeed chooses here: on a login node, this is
+    often the CPU.
+
     Exit code 1: elastic_ckpt.install() would fail.
     """
-    found: dict[str, tuple[str | None, str, str]] = {}  # version, range that was tried, verdict
+    found: dict[str, tuple[str | None, str, str]] = {}  # version, tested range, verdict
     for each in versions.REQUIREMENTS:
         verdict = "not installed" if each.found is None else _VERDICTS[each.compare(each.found)]
         found[each.name] = (each.found, f"{each.oldest} to {each.newest}", verdict)
-    ok = all(verdict in ("tried", "not tried") for *_, verdict in found.values())
+    missing = [name for name, (installed, *_) in found.items() if installed is None]
+    accelerator = None if missing else find_accelerator()
+    is_broken = accelerator is not None and accelerator.is_broken
+    ok = all(verdict in ("tested", "not tested") for *_, verdict in found.values()) and not is_broken
     bugs, enabled = versions.known_bugs(found["DeepSpeed"][0]), installation.enabled()
     variable = os.environ.get(VARIABLE)
-    document = {"ok": ok, "versions": found, "known_bugs": bugs, "enabled": enabled, "variable": variable}
-    rows = [(name, installed or "-", *more) for name, (installed, *more) in found.items()]
-    facts = [("known bug", literal(bug)) for bug in bugs]
-    if missing := [name for name, (installed, *_) in found.items() if installed is None]:
+    document = {"ok": ok, "version": __version__, "versions": found, "accelerator": accelerator}
+    document |= {"known_bugs": bugs, "enabled": enabled, "variable": variable}
+    rows = [("elastic_ckpt", __version__, "", "")]
+    rows += [(name, installed or "-", *more) for name, (installed, *more) in found.items()]
+    facts = [("accelerator", literal(accelerator or ""))]
+    facts += [("known bug", literal(bug)) for bug in bugs]
+    if missing:
         works = "all commands" if "torch" not in missing else "all commands except convert, diff and export"
         facts += [("works", f"{works}; an engine needs {' and '.join(missing)}: {literal(versions.INSTALL)}")]
     facts += [("enabled", "\n".join(map(literal, enabled)) or "no (elastic-ckpt enable)")]
     if variable is not None:
         facts += [(VARIABLE, literal(f"{variable}{', which turns it off' * (variable == '0')}"))]
-    tables = table("Versions", "", "found", "tried", "", rows=rows), table("Environment", rows=facts)
+    tables = table("Versions", "", "found", "tested", "", rows=rows), table("Environment", rows=facts)
     tell(Answer(document, tables, exit_code=0 if ok else EXIT_FOUND), as_json)
 
 

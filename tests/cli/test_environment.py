@@ -9,23 +9,47 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from elastic_ckpt.cli import app
+import elastic_ckpt
+from elastic_ckpt.cli import app, environment
 from elastic_ckpt.engines import versions
+from elastic_ckpt.engines.accelerator import Accelerator
+
+
+@pytest.fixture(autouse=True)
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed is not imported for each test."""
+    monkeypatch.setattr(environment, "find_accelerator", lambda: Accelerator("cuda", ("H200",) * 8))
 
 
 def test_the_versions_of_the_tests_are_supported() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
-    found = json.loads(result.stdout[result.stdout.index("{") :])
+    found = json.loads(result.stdout)
     assert result.exit_code == 0 and found["ok"]
     verdicts = {name: verdict for name, (_, _, verdict) in found["versions"].items()}
-    assert verdicts == {"Python": "tried", "torch": "tried", "DeepSpeed": "tried"}
+    assert verdicts == {"Python": "tested", "torch": "tested", "DeepSpeed": "tested"}
+
+
+def test_its_own_version_and_the_accelerator_are_shown() -> None:
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert found["version"] == elastic_ckpt.__version__
+    assert (found["accelerator"]["name"], len(found["accelerator"]["devices"])) == ("cuda", 8)
+    lines = CliRunner().invoke(app, ["doctor"]).stdout.splitlines()
+    assert any(line.split()[1:4:2] == ["elastic_ckpt", elastic_ckpt.__version__] for line in lines)
+    assert any("accelerator" in line and "cuda, 8 x H200" in line for line in lines)
+
+
+def test_a_deepspeed_that_fails_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Accelerator(None, problem="DeepSpeed fails with ImportError: libcudart", is_broken=True)
+    monkeypatch.setattr(environment, "find_accelerator", lambda: broken)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1 and "not known: DeepSpeed fails with ImportError: libcudart" in result.output
 
 
 def test_a_newer_version_and_known_bugs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "REQUIREMENTS", (versions.Requirement("DeepSpeed", "0.1", "0.2"),))
     monkeypatch.setattr(versions, "KNOWN_BUGS", (("0", "99", "it hums"),))
     result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 0 and "not tried" in result.output and "it hums" in result.output
+    assert result.exit_code == 0 and "not tested" in result.output and "it hums" in result.output
 
 
 def test_a_version_that_is_too_old_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
