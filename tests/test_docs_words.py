@@ -1,4 +1,4 @@
-"""README and docs/ use the words of their readers, and none of those in ``docs_words.txt``."""
+"""README, CONTRIBUTING and docs/ use the words of their readers, and none of those in ``docs_words.txt``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.blocks import REPO
 
 LIST = Path(__file__).with_name("docs_words.txt")
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 #: What is not prose: blocks that are shown or printed, comments, code, and where a link leads.
 _NOT_PROSE = re.compile(r"^ *```.*?^ *```$|<!--.*?-->|`[^`\n]+`|\]\([^)\n]*\)", re.MULTILINE | re.DOTALL)
 
