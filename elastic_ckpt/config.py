@@ -275,7 +275,8 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
         first = min(error.errors(), key=lambda each: each["type"] not in ("extra_forbidden", "invalid_key"))
         path = [str(word) for word in first["loc"]]
         is_inside = path[0] == "reading" and len(path) > 1
-        fields, key = (Reading if is_inside else ElasticConfig).model_fields, path[is_inside]
+        fields = (Reading if is_inside else ElasticConfig).model_fields
+        key = path[is_inside]
         if key not in fields:
             problem = f'unknown key "{key}" under ' + '"reading" of ' * is_inside + f'"{CONFIG_KEY}"'
             nearest = get_close_matches(key, fields, n=1, cutoff=0.0)[0]

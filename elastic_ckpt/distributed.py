@@ -116,7 +116,9 @@ def _exchange(doing: str, work: Callable[[], T], src: int | None) -> list[T]:
     if world_size() == 1:
         with agree(doing):
             return [work()]
-    message, inline, cause = b"", inline_nbytes(world_size()), None
+    message = b""
+    inline = inline_nbytes(world_size())
+    cause = None
     if src in (None, rank()):
         try:
             message = pickle.dumps((None, work()))
@@ -344,7 +346,8 @@ def in_buckets(items: Iterable[T], nbytes: Iterable[int], most_nbytes: int = _BU
     for item, more in zip(items, nbytes, strict=True):
         if bucket and total + more > most_nbytes:
             yield bucket
-            bucket, total = [], 0
+            bucket = []
+            total = 0
         bucket.append(item)
         total += more
     if bucket:

@@ -40,7 +40,8 @@ def mpu() -> SimpleNamespace:
         raise ElasticCkptError("Megatron's model parallelism is not initialised", remedy=remedy)
     if (size := parallel_state.get_context_parallel_world_size()) > 1:
         problem = "DeepSpeed does not average gradients over Megatron's context parallel ranks"
-        expected, found = "context_parallel_size=1", f"context_parallel_size={size}"
+        expected = "context_parallel_size=1"
+        found = f"context_parallel_size={size}"
         remedy = "train long sequences with DeepSpeed's own sequence parallelism instead"
         raise ElasticCkptError(problem, None, expected, found, remedy=remedy)
     made = SimpleNamespace()

@@ -70,8 +70,10 @@ class ReadStats:
     worst_error: float = 0.0  # of these, as a fraction of the new block's scale
 
     def __add__(self, other: ReadStats) -> ReadStats:
-        nbytes, staged = self.nbytes + other.nbytes, self.staged_nbytes + other.staged_nbytes
-        calls, blocks = self.calls + other.calls, self.blocks + other.blocks
+        nbytes = self.nbytes + other.nbytes
+        staged = self.staged_nbytes + other.staged_nbytes
+        calls = self.calls + other.calls
+        blocks = self.blocks + other.blocks
         return ReadStats(nbytes, calls, staged, blocks, max(self.worst_error, other.worst_error))
 
 
@@ -180,7 +182,8 @@ class LoadReport:
 
     def table(self) -> Table:
         """The report as a rich table."""
-        source, now = self.source, topology_text(self.zero_stage, self.live)
+        source = self.source
+        now = topology_text(self.zero_stage, self.live)
         by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
         done = ", ".join(_shown(outcome) for outcome in self.outcomes if outcome.what == "restored")
         rows = [("from", f"{source.format} {source.folder}"), ("saved", f"{saved_topology(source)}{by}")]
@@ -269,7 +272,9 @@ def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:
 
 def _shown(outcome: Outcome) -> str:
     """An outcome in the table: what is restored by number, with its names only if it was frozen; else with a reason."""
-    name, count, names = title(outcome.role), len(outcome.names), shortened(outcome.names, _NAMES_SHOWN)
+    name = title(outcome.role)
+    count = len(outcome.names)
+    names = shortened(outcome.names, _NAMES_SHOWN)
     if outcome.what != "restored":
         return f"{name}{names and ' '}{names}: {outcome.reason}"
     return f"{name} {count}" + (f" ({names})" if outcome.role == FROZEN else "") if count else name
@@ -284,7 +289,8 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
     """Bytes and seconds over all ranks: least and most, if they differ."""
     if not ranks:
         return []
-    opened, files = sum(work.files_opened for work in ranks), _span([work.files_read for work in ranks], "{:,}".format)
+    opened = sum(work.files_opened for work in ranks)
+    files = _span([work.files_read for work in ranks], "{:,}".format)
     rows = [("files", f"{opened:,} opened for metadata, {files} read per rank")]
     rows += [("read per rank", _span([work.read.nbytes for work in ranks], size))]
     if asked := [work.requests for work in ranks if work.requests is not None]:
@@ -304,5 +310,6 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
 
 
 def _span(numbers: Sequence[int], text: Callable[[int], str]) -> str:
-    least, most = text(min(numbers)), text(max(numbers))
+    least = text(min(numbers))
+    most = text(max(numbers))
     return most if least == most else f"{least} to {most}"

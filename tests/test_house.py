@@ -32,7 +32,7 @@ def test_every_public_name_can_be_imported() -> None:
 
 def test_no_file_outgrows_its_room() -> None:
     too_long = {str(path): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert {path: lines for path, lines in too_long.items() if lines > 400} == {}
+    assert {path: lines for path, lines in too_long.items() if lines > 450} == {}
     assert len(list(PACKAGE.glob("*.py"))) <= 8
 
 

@@ -59,7 +59,8 @@ def compute_elastic_config(
     """
     section = _section(ds_config)
     micro_batches: list[int] = section["micro_batch_sizes"]
-    is_by_node, known = float(section["version"]) == 0.2, os.environ.get("WORLD_SIZE", "")
+    is_by_node = float(section["version"]) == 0.2
+    known = os.environ.get("WORLD_SIZE", "")
     ranks = world_size or (int(known) if is_by_node and known.isnumeric() else 0)
     if not ranks and (is_by_node or return_microbatch):
         problem = "this elasticity section needs a world_size, for version 0.2 or the micro-batch"
@@ -88,7 +89,8 @@ def _section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(number, int) and number > 0 for number in numbers):
         expected = "max_train_batch_size, a list micro_batch_sizes, and numbers of 1 or more"
         raise ConfigError('the "elasticity" section is wrong', None, expected, dict(given))
-    parallel, node = section["model_parallel_size"], section["num_gpus_per_node"]
+    parallel = section["model_parallel_size"]
+    node = section["num_gpus_per_node"]
     is_by_node, is_first = (float(section["version"]) == version for version in (0.2, 0.1))
     if section["max_gpus"] < section["min_gpus"] or not (is_by_node or is_first) or (is_first and parallel > 1):
         expected = "version 0.1 or 0.2 (with model_parallel_size above 1: 0.2), and max_gpus not below min_gpus"
@@ -101,7 +103,8 @@ def _section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _by_node(section: Mapping[str, Any], ranks: int) -> tuple[int, list[int]]:
     """Version 0.2: the batch for whole nodes; where these do not fit, the largest (or smallest) for so many ranks."""
-    node, largest = section["num_gpus_per_node"], section["max_train_batch_size"]
+    node = section["num_gpus_per_node"]
+    largest = section["max_train_batch_size"]
     per_node = node // section["model_parallel_size"]  # data-parallel ranks
     batch, nodes = _most_divisible(section, node, per_node)
     valid = [number * per_node for number in nodes]
@@ -116,7 +119,8 @@ def _by_node(section: Mapping[str, Any], ranks: int) -> tuple[int, list[int]]:
 
 def _most_divisible(section: Mapping[str, Any], node: int, per_node: int) -> tuple[int, list[int]]:
     """The batch, of one data-parallel rank a node, that most numbers of nodes divide; and these numbers."""
-    micro_batches, prefers_larger = section["micro_batch_sizes"], section["prefer_larger_batch"]
+    micro_batches = section["micro_batch_sizes"]
+    prefers_larger = section["prefer_larger_batch"]
     largest = int(section["max_train_batch_size"] / per_node)
     if max(micro_batches) > largest:
         raise ConfigError("a micro-batch is above the largest batch", None, f"at most {largest}", max(micro_batches))
@@ -124,7 +128,8 @@ def _most_divisible(section: Mapping[str, Any], node: int, per_node: int) -> tup
     candidates = {
         base * _HIGHLY_COMPOSITE[bisect_right(_HIGHLY_COMPOSITE, max(largest // base, 1)) - 1] for base in bases
     }
-    least, most = int(section["min_gpus"] / node) or 1, int(section["max_gpus"] / node) or largest // min(micro_batches)
+    least = int(section["min_gpus"] / node) or 1
+    most = int(section["max_gpus"] / node) or largest // min(micro_batches)
     valid = {batch: _numbers_of_ranks(batch, micro_batches, least, most) for batch in candidates}
     best = max(candidates, key=lambda batch: (len(valid[batch]), batch if prefers_larger else -batch))
     return best, valid[best]

@@ -80,13 +80,15 @@ class BoxedTensor:
 
     def narrow(self, dim: int, start: int, length: int) -> BoxedTensor:
         """The elements ``[start, start + length)`` of a dimension."""
-        itemsize, found = ITEMSIZE[self.dtype], list[Box]()
+        itemsize = ITEMSIZE[self.dtype]
+        found = list[Box]()
         for box in self.boxes:
             low = max(box.offsets[dim], start)
             width = min(box.offsets[dim] + box.sizes[dim], start + length) - low
             if width <= 0:
                 continue
-            inner, rows = math.prod(box.sizes[dim + 1 :]) * itemsize, math.prod(box.sizes[:dim])
+            inner = math.prod(box.sizes[dim + 1 :]) * itemsize
+            rows = math.prod(box.sizes[:dim])
             if width == box.sizes[dim]:
                 found.append(replace(box, offsets=(*box.offsets[:dim], low - start, *box.offsets[dim + 1 :])))
                 continue

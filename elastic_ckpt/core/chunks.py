@@ -127,7 +127,8 @@ def placements(rules: Iterable[PartitionRule], rank: int) -> Iterator[Placement]
     """What one rank's flat partition has of each parameter, in flat order."""
     for index, rule in enumerate(rules):
         left = rank * rule.step - rule.shift
-        start, stop = max(left, 0), min(left + rule.step, rule.numel)
+        start = max(left, 0)
+        stop = min(left + rule.step, rule.numel)
         if start < stop:
             yield Placement(index, FlatRange(start, stop), rule.start + start - left)
 
@@ -171,16 +172,20 @@ class PartitionedChunks:
         return self.flat.blocks
 
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
-        numel, step, shift = self.rule.numel, self.rule.step, self.rule.shift
+        numel = self.rule.numel
+        step = self.rule.step
+        shift = self.rule.shift
         found: list[StorageChunk] = []
         for plane in range(start // numel, -(-stop // numel)):
             before = plane * numel
-            first, last = (max(start - before, 0) + shift) // step, (min(stop - before, numel) - 1 + shift) // step
+            first = (max(start - before, 0) + shift) // step
+            last = (min(stop - before, numel) - 1 + shift) // step
             found += [self._chunk(plane, rank) for rank in range(first, last + 1)]
         return found
 
     def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
-        ranks, before = self.rule.ranks, self.files_before
+        ranks = self.rule.ranks
+        before = self.files_before
         own = self.flat.files[ranks.start : ranks.stop]
         mine = sorted(ranks.start + own.index(file - before) for file in files if file - before in own)
         return (self._chunk(plane, rank) for plane in range(self.flat.planes) for rank in mine)
@@ -192,12 +197,16 @@ class PartitionedChunks:
         return numel == self.flat.planes * self.rule.numel
 
     def _chunk(self, plane: int, rank: int) -> StorageChunk:
-        rule, flat = self.rule, self.flat
-        left, before = rank * rule.step - rule.shift, plane * rule.numel
+        rule = self.rule
+        flat = self.flat
+        left = rank * rule.step - rule.shift
+        before = plane * rule.numel
         right = left + rule.step
-        start, stop = left if left > 0 else 0, right if right < rule.numel else rule.numel
+        start = left if left > 0 else 0
+        stop = right if right < rule.numel else rule.numel
         position = rule.start + start - left
-        offsets, code = flat.byte_offsets, None
+        offsets = flat.byte_offsets
+        code = None
         base = offsets[rank] if len(offsets) > 1 else offsets[0]
         offset = base + (plane * flat.numel + position) * flat.itemsize
         if flat.blocks is not None:
@@ -260,7 +269,8 @@ class BoxChunks:
         numel = math.prod(box.sizes[last:])
 
         def first(run: int) -> int:
-            at, stride = box.offsets[last] * inner if self.shape else 0, math.prod(self.shape[last:])
+            at = box.offsets[last] * inner if self.shape else 0
+            stride = math.prod(self.shape[last:])
             for dim in range(last - 1, -1, -1):
                 run, index = divmod(run, box.sizes[dim])
                 at += (box.offsets[dim] + index) * stride
@@ -330,13 +340,15 @@ class QuantizedChunks:
         return self.format if self.runs else None
 
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
-        found, offset = list[StorageChunk](), self.scales_offset
+        found = list[StorageChunk]()
+        offset = self.scales_offset
         for run in self.runs:
             blocks = run.blocks(self.format.numel)
             first_scale = offset - blocks.start * _SCALE_NBYTES
             offset += len(blocks) * _SCALE_NBYTES
             for row in run.within(start, stop):
-                at, position = run.start + row * run.stride, run.position + row * run.numel
+                at = run.start + row * run.stride
+                position = run.position + row * run.numel
                 code = BlockCode(self.format, position, first_scale, self.scales_file, run.origin)
                 found.append(StorageChunk(FlatRange(at, at + run.numel), self.file, self.byte_offset + at, code))
         return sorted(found, key=lambda chunk: chunk.range.start)

@@ -28,7 +28,8 @@ class FlatRange:
 
     def intersect(self, other: FlatRange) -> FlatRange | None:
         """The elements in both ranges, or ``None`` where they share none."""
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        start = max(self.start, other.start)
+        stop = min(self.stop, other.stop)
         return FlatRange(start, stop) if start < stop else None
 
 
@@ -43,7 +44,8 @@ class Placement:
 
 def group_offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> list[int]:
     """Offset of each parameter in a ZeRO-1/2 flat group, in elements; ``paddings``: ``param_alignment_paddings``."""
-    offsets, position = [], 0
+    offsets = []
+    position = 0
     for index, numel in enumerate(numels):
         offsets.append(position)
         position += numel + (paddings[index] if paddings else 0)

@@ -235,7 +235,8 @@ def sliced(
     shapes: Sequence[tuple[str, Sequence[int]]], rules: Iterable[PartitionRule], stacked: Mapping[str, Sequence[int]]
 ) -> tuple[list[tuple[str, Shape]], list[PartitionRule]]:
     """FQNs and shapes, and how ZeRO partitions each, with the slices of ``stacked`` parameters (experts in each)."""
-    found, found_rules = [], []
+    found = []
+    found_rules = []
     for (name, shape), rule in zip(shapes, rules, strict=True):
         parts = list(slices(name, shape, stacked.get(name, ())))
         found += [(part.name, part.shape) for part in parts] or [(name, tuple(shape))]
@@ -248,7 +249,8 @@ def sliced(
 def cannot_slice(key: str, name: str) -> UnsupportedError:
     """The error for a state of a stacked parameter that has no part for each expert."""
     problem = f"optimizer state {key!r} is kept for stacked experts as a whole, and cannot be divided among them"
-    expected, remedy = "states with one value for each element", (WITHOUT_STATES, AT_ITS_TOPOLOGY)
+    expected = "states with one value for each element"
+    remedy = (WITHOUT_STATES, AT_ITS_TOPOLOGY)
     return UnsupportedError(problem, None, expected, key, parameter=name, remedy=remedy)
 
 
@@ -258,7 +260,8 @@ def with_slices(metadata: CheckpointMetadata, with_states: bool = True) -> Check
     Raises :class:`LayoutError` for another number of experts, and ``with_states`` :class:`UnsupportedError` for a state
     without slices, which is left out else.
     """
-    parameters, tensors = dict(metadata.parameters), dict(metadata.tensors)
+    parameters = dict(metadata.parameters)
+    tensors = dict(metadata.tensors)
     for name, number in metadata.stacked.items():
         saved = parameters.pop(name, None)
         if saved is None:
@@ -286,7 +289,8 @@ def _sliced(tensor: TensorMetadata, wanted: FlatRange, numel: int) -> Iterator[S
     """The chunks of a range of each plane of a tensor, whose planes have ``numel`` elements."""
     (source,) = tensor.sources
     for plane in range(math.prod(tensor.shape) // max(numel, 1)):
-        start, stop = plane * numel + wanted.start, plane * numel + wanted.stop
+        start = plane * numel + wanted.start
+        stop = plane * numel + wanted.stop
         to_slice = plane * wanted.numel - start
         for chunk in source.within(start, stop) if wanted.numel else ():
             inside = FlatRange(max(chunk.range.start, start), min(chunk.range.stop, stop))
@@ -302,7 +306,8 @@ def with_stacks(metadata: CheckpointMetadata) -> CheckpointMetadata:
 
     Raises :class:`DamagedError` if the slices of one do not have the same states.
     """
-    parameters, tensors = dict(metadata.parameters), dict(metadata.tensors)
+    parameters = dict(metadata.parameters)
+    tensors = dict(metadata.tensors)
     keys: dict[str, list[str]] = {}
     for part, key in metadata.tensors:
         keys.setdefault(part, []).append(key)
@@ -322,8 +327,10 @@ def with_stacks(metadata: CheckpointMetadata) -> CheckpointMetadata:
 
 def _joined(name: str, parts: Sequence[TensorMetadata], dims: int) -> TensorMetadata:
     """Slices of so many dimensions, one after the other in each plane."""
-    first, number = parts[0], len(parts)
-    planes, shape = first.shape[: len(first.shape) - dims], first.shape[len(first.shape) - dims :]
+    first = parts[0]
+    number = len(parts)
+    planes = first.shape[: len(first.shape) - dims]
+    shape = first.shape[len(first.shape) - dims :]
     numel = math.prod(shape)
     chunks: list[StorageChunk] = []
     for expert, part in enumerate(parts):

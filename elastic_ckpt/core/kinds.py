@@ -90,7 +90,8 @@ def strange_value(name: str, live: Any, saved: Any, may_be_infinite: bool = Fals
     Where the live run has nothing, or an empty list, anything but a function or a class may be. Numbers must be finite
     where the live one is, unless they ``may_be_infinite``.
     """
-    was, now = kind_of(saved), kind_of(live)
+    was = kind_of(saved)
+    now = kind_of(live)
     if now == NOTHING:
         return Strange(name, "a value", described(saved)) if callable(saved) else None
     if was != now:

@@ -172,7 +172,8 @@ class DerivedTensors(Mapping[Place, TensorMetadata]):
     """Tensors that ``make`` makes of other places' when they are first asked for, given both places."""
 
     def __init__(self, sources: Mapping[Place, Place], make: Callable[[Place, Place], TensorMetadata]) -> None:
-        self._sources, self._made = sources, cache(lambda place: make(place, sources[place]))
+        self._sources = sources
+        self._made = cache(lambda place: make(place, sources[place]))
 
     def __getitem__(self, place: Place) -> TensorMetadata:
         return self._made(place)
@@ -251,7 +252,8 @@ class StateFacts:
     missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __or__(self, other: StateFacts) -> StateFacts:
-        opaque, damaged = {**other.opaque, **self.opaque}, {**other.damaged, **self.damaged}
+        opaque = {**other.opaque, **self.opaque}
+        damaged = {**other.damaged, **self.damaged}
         return StateFacts(opaque, damaged, self.fresh | other.fresh, {**other.missing, **self.missing})
 
 

@@ -194,7 +194,9 @@ class _Automaton:
 
     def match(self, name: str, is_whole: bool) -> tuple[bool, int]:
         """Whether a name begins with a match, or is one (``is_whole``); what that took."""
-        active, is_match, steps = self._first, self._always, 1
+        active = self._first
+        is_match = self._always
+        steps = 1
         for index, char in enumerate(name):
             if is_match and not is_whole:
                 return True, steps
@@ -261,7 +263,8 @@ class _Automaton:
             parts = [self._sequence([*each], at_start, at_end) for each in value[1]]
             made = parts[0]
             for part in parts[1:]:
-                first, last = made.first | part.first, made.last | part.last
+                first = made.first | part.first
+                last = made.last | part.last
                 made = _Part(first, last, made.may_be_empty or part.may_be_empty)
             return made
         if kind in (_parser.MAX_REPEAT, _parser.MIN_REPEAT):

@@ -79,7 +79,8 @@ class ReadItem:
 
     def _part(self, skipped: int, distance: int, numel: int) -> ReadItem:
         code = self.code and replace(self.code, position=self.code.position + skipped)
-        byte_offset, target_offset = self.byte_offset + skipped * ITEMSIZE[self.dtype], self.target_offset + distance
+        byte_offset = self.byte_offset + skipped * ITEMSIZE[self.dtype]
+        target_offset = self.target_offset + distance
         return ReadItem(self.file, byte_offset, self.target, target_offset, numel, self.dtype, code=code)
 
 
@@ -104,7 +105,8 @@ def join_items(items: Iterable[ReadItem]) -> list[ReadItem]:
             behind = last.file, last.target, last.target_offset + last.numel, last.dtype, last.rows * item.rows, code
             if behind == (item.file, item.target, item.target_offset, item.dtype, 1, item.code):
                 joined.pop()
-                place, numel = (last.file, last.byte_offset, last.target, last.target_offset), last.numel + item.numel
+                place = (last.file, last.byte_offset, last.target, last.target_offset)
+                numel = last.numel + item.numel
                 item = ReadItem(*place, numel, last.dtype, code=last.code)  # noqa: PLW2901
         joined.append(item)
         end = item.byte_offset + item.numel * ITEMSIZE[item.dtype]

@@ -97,7 +97,8 @@ def _compare_groups(
     elif sources is None:
         sources = [[number] for number in range(len(second))]
     if sources is None:
-        before, after = _rates(first), _rates(second)
+        before = _rates(first)
+        after = _rates(second)
         if before and after and (before != after or len(before) > 1):  # whose is whose is not known
             yield Deviation(LR, f"{shortened(before)} -> {shortened(after)}, in other param groups")
         return
@@ -139,7 +140,8 @@ def goes_on(saved: ResumeSheet, live: ResumeSheet, deviations: Iterable[Deviatio
 def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
     """Values of the keys that both have, where they are not equal; NaN is equal to itself, and 1 to 1.0."""
     for key in sorted(first.keys() & second.keys()):
-        mine, other = first[key], second[key]
+        mine = first[key]
+        other = second[key]
         if mine != other and repr(mine) != repr(other):
             yield f"{_short(key)} {_short(mine)} -> {_short(other)}"
 
@@ -152,7 +154,8 @@ def _short(value: Any) -> str:
 def _apart(first: list[float], second: list[float]) -> Iterator[str]:
     """The first of the last losses that differ by more than rounding."""
     for back in range(min(len(first), len(second)), 0, -1):
-        mine, other = first[-back], second[-back]
+        mine = first[-back]
+        other = second[-back]
         if not abs(mine - other) <= _ROUNDING * max(abs(mine), abs(other)) and repr(mine) != repr(other):
             yield f"{mine:g} -> {other:g}, number {back} from the end"
             return

@@ -288,7 +288,8 @@ def declared_by(info: Any) -> DeclaredSpecs:
 def _declared(info: Mapping[str, Any]) -> DeclaredSpecs:
     specs = [ShardSpec(pattern=pattern, **kind) for key, kind in _LISTS for pattern in _patterns(info.get(key))]
     of_fused = _specs_of_fused(info)
-    dims, recorded = {spec.pattern: spec.cut_dim for spec in of_fused}, dict[tuple[int, str], Any]()
+    dims = {spec.pattern: spec.cut_dim for spec in of_fused}
+    recorded = dict[tuple[int, str], Any]()
     affine = info.get("affine_map") or {}
     if affine.get("version", _AFFINE_VERSION) != _AFFINE_VERSION:
         raise ValueError(f"affine_map of version {affine['version']}, of which only {_AFFINE_VERSION} is known")
@@ -386,9 +387,12 @@ def _ranges(pieces: Sequence[Mapping[str, Any]], shape: Shape, dim: int) -> tupl
         tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(shape)))
         for sizes in (shape, (*shape[:dim], width, *shape[dim + 1 :]))
     )
-    inner, found, position = max(strides[dim], 1), [], 0
+    inner = max(strides[dim], 1)
+    found = []
+    position = 0
     for piece in sorted(pieces, key=lambda piece: int(piece["dest"][0])):
-        (source_offset, source_strides), (dest_offset, dest_strides) = piece["source"], piece["dest"]
+        (source_offset, source_strides) = piece["source"]
+        (dest_offset, dest_strides) = piece["dest"]
         start, rest = divmod(int(source_offset), inner)
         size = int(piece["shape"][dim])
         if rest or tuple(source_strides) != strides or tuple(dest_strides) != shard_strides:

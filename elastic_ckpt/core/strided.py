@@ -36,7 +36,8 @@ class StridedCopy:
 
     def part(self, row: int, rows: int, column: int, width: int) -> StridedCopy:
         """Some rows, and some of their columns."""
-        source, target = row * self.source_stride + column, row * self.target_stride + column
+        source = row * self.source_stride + column
+        target = row * self.target_stride + column
         strides = (self.source_stride, self.target_stride) if rows > 1 else (0, 0)
         return StridedCopy(self.source + source, self.target + target, width, rows, *strides).joined()
 
@@ -53,14 +54,18 @@ class StridedCopy:
 
 def clip_target(copy: StridedCopy, wanted: FlatRange) -> Iterator[StridedCopy]:
     """The parts of a copy, at most three, whose target elements are in a range, sorted by target."""
-    start, stop = wanted.start - copy.target, wanted.stop - copy.target
-    width, stride, last = copy.width, max(copy.target_stride, 1), copy.rows - 1
+    start = wanted.start - copy.target
+    stop = wanted.stop - copy.target
+    width = copy.width
+    stride = max(copy.target_stride, 1)
+    last = copy.rows - 1
     if not copy.numel or start >= stop:
         return
     if start <= 0 and last * copy.target_stride + width <= stop:
         yield copy.joined()
         return
-    first, last = max(-(-(start - width + 1) // stride), 0), min((stop - 1) // stride, last)
+    first = max(-(-(start - width + 1) // stride), 0)
+    last = min((stop - 1) // stride, last)
     if first > last:
         return
 
@@ -175,19 +180,23 @@ def reshard(source: TPLayout, target: TPLayout, rank: int) -> ShardSources:
     The target has the shape of the source except in the sharded dimension, whose end may differ (padding of a
     vocabulary). Raises :class:`ValueError` if no saved shard has some elements, and the dimension is not the first.
     """
-    inner, rows = target.inner, target.rows
+    inner = target.inner
+    rows = target.rows
     copies: list[ShardCopy] = []
     missing: list[FlatRange] = []
     for start, stop, position in target.placed(rank):
-        to_live, at = position - start, start
+        to_live = position - start
+        at = start
         for left, right, holders in _segments(source):
-            low, high = max(left, start), min(right, stop)
+            low = max(left, start)
+            high = min(right, stop)
             if low >= high or not holders:
                 continue
             if low > at:
                 missing.append(FlatRange((at + to_live) * inner, (low + to_live) * inner))
             shard, offset = holders[0]
-            places, width = ((offset + low - left) * inner, (low + to_live) * inner), (high - low) * inner
+            places = ((offset + low - left) * inner, (low + to_live) * inner)
+            width = (high - low) * inner
             copy = StridedCopy(*places, width, rows, source.size(shard) * inner, target.size(rank) * inner)
             _append(copies, shard, copy.part(0, rows, 0, width))
             at = high
@@ -202,7 +211,8 @@ def _append(copies: list[ShardCopy], shard: int, copy: StridedCopy) -> None:
     """Append a copy, or join it to the last one, which it continues in each row."""
     if copies and copies[-1][0] == shard:
         last = copies[-1][1]
-        source, target = last.source + last.width, last.target + last.width
+        source = last.source + last.width
+        target = last.target + last.width
         if replace(last, source=source, target=target, width=copy.width) == copy:
             copies[-1] = shard, replace(last, width=last.width + copy.width).joined()
             return
@@ -214,7 +224,8 @@ Overlap = tuple[ShardCopy, ShardCopy]  # the same elements in two saved shards; 
 
 def duplicates(layout: TPLayout) -> tuple[Overlap, ...]:
     """The elements that several ranks hold: each replica paired with that of the first rank."""
-    inner, rows = layout.inner, layout.rows
+    inner = layout.inner
+    rows = layout.rows
 
     def copy(rank: int, offset: int, numel: int) -> ShardCopy:
         copy = StridedCopy(offset * inner, 0, numel, rows, layout.size(rank) * inner, numel)

@@ -51,7 +51,8 @@ class DataPosition:
 
     def bind(self, count: Callable[[], Trained], replicas: tuple[int, int] | None) -> None:
         """Take the count of an engine, and its data-parallel ranks unless others were given. For ``register``."""
-        consumed, self._replicas = self.samples_consumed, self._replicas or replicas
+        consumed = self.samples_consumed
+        self._replicas = self._replicas or replicas
         if self._replicas is None:
             problem = "which ranks share their samples is not known: sequence-parallel ranks are not adjacent"
             raise ConfigError(problem, remedy="give the sampler num_replicas and rank")
@@ -77,9 +78,11 @@ class DataPosition:
 
     def check(self, state: Any) -> None:
         """Raise the error of :meth:`load_state_dict`, if there is one."""
-        consumed, facts = state.get("samples_consumed") if isinstance(state, Mapping) else None, self.facts()
+        consumed = state.get("samples_consumed") if isinstance(state, Mapping) else None
+        facts = self.facts()
         if not isinstance(consumed, int) or consumed < 0:
-            problem, expected = "this is not a data position", 'a "samples_consumed" of 0 or more'
+            problem = "this is not a data position"
+            expected = 'a "samples_consumed" of 0 or more'
             raise MismatchError(problem, None, expected, repr(state)[:200])
         differ = sorted(key for key in facts if state.get(key, facts[key]) != facts[key])
         if differ and consumed != self.samples_consumed:

@@ -43,7 +43,9 @@ class ElasticSampler(DataPosition, Sampler[int]):
         self.length = dataset if isinstance(dataset, int) else len(dataset)
         if self.length < 1:
             raise ValueError(f"a dataset of {self.length} samples")
-        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
         self.is_drained = False  # the last iterator has given all of its epoch
 
     def __len__(self) -> int:
@@ -88,7 +90,8 @@ class ElasticSampler(DataPosition, Sampler[int]):
         After an iterator that has given everything it is the next epoch, even if the last samples were in flight, or
         were dropped by the loader (``drop_last``).
         """
-        trained, latest = self._trained(), self._anchors[-1]
+        trained = self._trained()
+        latest = self._anchors[-1]
         in_flight = (trained.in_flight or 0) * trained.micro_batch
         position = self.position_at(trained.samples + in_flight)
         end = self.end_of_epoch(latest.consumed)
@@ -129,7 +132,9 @@ class _Indices(Iterator[int]):
     def _start(self, position: int) -> None:
         sampler = self._sampler
         epoch, offset = divmod(position, sampler.length)
-        self._position, self.loads, self._given = position, sampler.loads, 0
+        self._position = position
+        self.loads = sampler.loads
+        self._given = 0
         (self._ranks, rank), order = sampler.replicas, sampler.order(epoch)
         count = sampler.share(sampler.length - offset)
         places = torch.arange(count) * self._ranks + offset + rank

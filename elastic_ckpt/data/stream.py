@@ -42,7 +42,9 @@ class ElasticStream(DataPosition, IterableDataset[Any]):
         rank: int | None = None,
     ) -> None:
         super().__init__(num_replicas, rank)
-        self._documents, self._pack, self._batch_size = documents, pack, batch_size
+        self._documents = documents
+        self._pack = pack
+        self._batch_size = batch_size
         #: By samples consumed, that number and the documents in them; workers write it.
         self._used = torch.zeros(_REMEMBERED, 2, dtype=torch.int64).share_memory_()
 
@@ -55,7 +57,8 @@ class ElasticStream(DataPosition, IterableDataset[Any]):
         super().check(state)
         documents = state.get("documents_consumed")
         if not isinstance(documents, int) or documents < 0:
-            problem, expected = "the saved data position is none in a stream", 'a "documents_consumed" of 0 or more'
+            problem = "the saved data position is none in a stream"
+            expected = 'a "documents_consumed" of 0 or more'
             raise MismatchError(problem, None, expected, repr(state)[:200])
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,7 +67,8 @@ class ElasticStream(DataPosition, IterableDataset[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a document; the number of samples before it tells nothing where others are packed now."""
         super().load_state_dict(state)
-        documents, samples = state["documents_consumed"], state["samples_consumed"]
+        documents = state["documents_consumed"]
+        samples = state["samples_consumed"]
         self._used[samples % _REMEMBERED] = torch.tensor([samples, documents])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,9 +76,12 @@ class ElasticStream(DataPosition, IterableDataset[Any]):
         return {**self.__dict__, "_count": None if self._count is None else partial(Trained, **vars(self._count()))}
 
     def __iter__(self) -> Iterator[Any]:
-        trained, (ranks, rank), worker = self._trained(), self.replicas, get_worker_info()
+        trained = self._trained()
+        (ranks, rank) = self.replicas
+        worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        size, loads = (self._batch_size or max(trained.micro_batch // ranks, 1)) * ranks, self.loads
+        size = (self._batch_size or max(trained.micro_batch // ranks, 1)) * ranks
+        loads = self.loads
         samples = self.position_at(trained.samples + (trained.in_flight or 0) * trained.micro_batch)
         documents = self._documents_in(samples)
         source = self._documents(documents) if callable(self._documents) else islice(self._documents, documents, None)
@@ -84,7 +91,8 @@ class ElasticStream(DataPosition, IterableDataset[Any]):
             if len(every) < size:
                 return
             for _, ended in every:
-                samples, documents = samples + 1, documents + ended
+                samples = samples + 1
+                documents = documents + ended
                 self._used[samples % _REMEMBERED] = torch.tensor([samples, documents])
             for sample, _ in every[rank::ranks] if block % workers == number else ():
                 self.refuse_if_older(loads)

@@ -49,7 +49,8 @@ def main(args: Any) -> None:
 
     Raises :class:`ElasticCkptError` if the checkpoint is not whole, or cannot be converted.
     """
-    config, target = read_config({}), Path(os.path.abspath(args.output_folder))
+    config = read_config({})
+    target = Path(os.path.abspath(args.output_folder))
     found = locate(args.input_folder, None)
     if args.strict and (findings := verify(found.folder, None, config).problems):
         more = f" (and {len(findings) - 1} more findings: elastic-ckpt verify)" if len(findings) > 1 else ""

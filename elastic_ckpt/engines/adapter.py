@@ -97,9 +97,11 @@ class EngineAdapter(ABC):
         #: The experts' slices of stacked parameters; of any other, all of it.
         self._parts: dict[torch.nn.Parameter, list[ExpertSlice]] = {}
         self.frozen: dict[str, Any] = {}
-        fqns_of_experts, owned = set(self._fqns.experts.values()), set(chain(*members))
+        fqns_of_experts = set(self._fqns.experts.values())
+        owned = set(chain(*members))
         for param, name in self.param_names.items():
-            shape, is_stacked = tuple(getattr(param, "ds_shape", param.shape)), name in self._stacked
+            shape = tuple(getattr(param, "ds_shape", param.shape))
+            is_stacked = name in self._stacked
             parts = [ExpertSlice(name, shape, FlatRange(0, math.prod(shape)))]
             if is_stacked:
                 parts = list(slices(name, shape, self._stacked[name]))
@@ -129,9 +131,12 @@ class EngineAdapter(ABC):
         flats: list[FlatPartition] = []
         fragments: list[Fragment] = []
         for index, params in enumerate(self.members):
-            names, param = self._names_of(params), self.param(index)
-            states, scalars = self.schema.states(param), self.schema.scalars(param)
-            dtype, replicated = dtype_name(param.master), self.replicated and self._can_send(param.master, *names)
+            names = self._names_of(params)
+            param = self.param(index)
+            states = self.schema.states(param)
+            scalars = self.schema.scalars(param)
+            dtype = dtype_name(param.master)
+            replicated = self.replicated and self._can_send(param.master, *names)
             flats.append(FlatPartition(index, param.group, param.numel, dtype, names, replicated, states, scalars))
             for at in self.placements(index):
                 for part in self._parts[params[at.index]]:
@@ -182,7 +187,8 @@ class EngineAdapter(ABC):
 
     def param(self, flat: int) -> OptimizerParam:
         """What the base optimizer updates in place of one flat partition."""
-        master, position = self.masters[flat], self._positions.get(id(self.masters[flat]), 0)
+        master = self.masters[flat]
+        position = self._positions.get(id(self.masters[flat]), 0)
         return OptimizerParam(master, master.numel(), self.groups[flat], position, self.keeps_touched)
 
     def _whole(self, name: str, key: str, tensor: Any) -> WholeTensor:
@@ -190,7 +196,8 @@ class EngineAdapter(ABC):
         partition = getattr(tensor, "ds_tensor", None)
         trains = key == FROZEN and not self.has_optimizer and tensor.requires_grad
         if partition is None:
-            mine, replicated = FlatRange(0, tensor.numel()), self._can_send(tensor, name)
+            mine = FlatRange(0, tensor.numel())
+            replicated = self._can_send(tensor, name)
             return WholeTensor(name, key, tuple(tensor.shape), mine, dtype_name(tensor), replicated, trains)
         mine = next((placement.range for placement in partitions_of([tensor])), FlatRange(0, 0))
         return WholeTensor(name, key, tuple(tensor.ds_shape), mine, dtype_name(partition), trains=trains)

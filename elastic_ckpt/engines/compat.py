@@ -73,7 +73,8 @@ def live_features(engine: Any) -> Features:
 
 def same_features(engine: Any, saved: Features) -> bool:
     """Whether a checkpoint has the features of the live engine, as DeepSpeed's own loader expects."""
-    live, dp = live_features(engine), engine.seq_dp_world_size
+    live = live_features(engine)
+    dp = engine.seq_dp_world_size
     # the files of a MiCS group that spans the job are those of ZeRO-3
     return replace(live, mics=live.mics or dp) == replace(saved, mics=saved.mics or dp)
 
@@ -140,7 +141,9 @@ def holds_gradients(engine: Any) -> bool:
     ZeRO keeps buffers from step to step, and tells by a number whether the next backward adds to them. ZeRO-3 raises it
     when the next forward begins, before 0.18.5 when the backward ends. Zeros add nothing.
     """
-    optimizer, stage, accumulated = engine.optimizer, engine.zero_optimization_stage(), False
+    optimizer = engine.optimizer
+    stage = engine.zero_optimization_stage()
+    accumulated = False
     if not has_optimizer(engine):
         return False
     if hasattr(optimizer, "fp32_groups_has_gradients"):  # BF16_Optimizer
@@ -294,7 +297,8 @@ def _write_record(engine: Any, record: Mapping[str, Any]) -> None:
 
 def _counts_ahead(engine: Any) -> dict[str, list[int]]:
     """By how many steps the optimizer's counts are ahead of the counters; none where they are as in a new run."""
-    base, scaler = base_optimizer(engine), loss_scaler(engine)
+    base = base_optimizer(engine)
+    scaler = loss_scaler(engine)
     # some keep entries of no parameter, which are numbers or tensors
     states = [state for state in getattr(base, "state", {}).values() if isinstance(state, dict) and state]
     counted = [each["step"] for each in states if "step" in each]
@@ -342,7 +346,9 @@ def replaced_loads(engine: Any, folder: str, read: Callable[[str], Any]) -> Iter
     That engine's own ``load``, which unpickles, is not called; without an optimizer, ZeRO-3 has no checkpoint engine.
     Parts of DeepSpeed call :func:`torch.load`, which is replaced for files below ``folder``, on this thread.
     """
-    files, original, thread = engine.checkpoint_engine, torch.load, threading.get_ident()
+    files = engine.checkpoint_engine
+    original = torch.load
+    thread = threading.get_ident()
     root = os.path.join(os.path.realpath(folder), "")
 
     def load(path: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -381,10 +387,12 @@ def commit_pending_save(engine: Any) -> None:
         return
 
     def is_pending() -> bool:
-        info, process = writer.commit_info, getattr(writer, "ckpt_process", None)
+        info = writer.commit_info
+        process = getattr(writer, "ckpt_process", None)
         if info is not None and process is not None and not process.is_alive():
             problem = "the last save of this engine is incomplete: the process that wrote it in the background has died"
-            file, found = os.path.join(info.save_dir, info.tag), f"exit code {process.exitcode}"
+            file = os.path.join(info.save_dir, info.tag)
+            found = f"exit code {process.exitcode}"
             remedy = "start the job again and load an older tag; the process's output says why it died"
             raise DamagedError(problem, file, found=found, remedy=remedy)
         return info is not None

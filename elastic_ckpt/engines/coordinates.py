@@ -81,7 +81,9 @@ def follow_topology(args: Any, coordinates: RankCoordinates, rank: int) -> Any:
     """A copy of saved arguments (of Megatron or gpt-neox) with the live topology; anything else is returned as is."""
     if not isinstance(args, (argparse.Namespace, dict)):
         return args
-    changed, tp, pp = copy.copy(args), coordinates.tp, coordinates.pp
+    changed = copy.copy(args)
+    tp = coordinates.tp
+    pp = coordinates.pp
     values = vars(changed) if isinstance(changed, argparse.Namespace) else changed
     of_pp = ("pipeline_model_parallel_size", "pipe_parallel_size", "transformer_pipeline_model_parallel_size")
     live = dict.fromkeys(("tensor_model_parallel_size", "model_parallel_size"), tp) | dict.fromkeys(of_pp, pp)
@@ -97,7 +99,8 @@ def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLa
 
     ``everybody``: :func:`model_of` of all ranks, unused without tensor, pipeline and expert parallelism.
     """
-    at, layouts = mine.coordinates, dict(mine.layouts)
+    at = mine.coordinates
+    layouts = dict(mine.layouts)
     stage = [
         other
         for other in sorted(everybody, key=lambda other: other.coordinates.tp_rank)
@@ -118,10 +121,12 @@ def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLa
 
 def coordinates_of(engine: Any, dp_group: Any) -> RankCoordinates:
     """A rank's coordinates, where ZeRO partitions over ``dp_group``."""
-    dp, dp_rank = dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group)
+    dp = dist.get_world_size(group=dp_group)
+    dp_rank = dist.get_rank(group=dp_group)
     if isinstance(engine, PipelineEngine):
         grid = engine.grid
-        tp, tp_rank = grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank()
+        tp = grid.get_slice_parallel_world_size()
+        tp_rank = grid.get_slice_parallel_rank()
         return RankCoordinates(dp, dp_rank, tp, tp_rank, grid.pipe_parallel_size, grid.get_stage_id())
     coordinates = RankCoordinates(dp, dp_rank)
     if (degree := int(engine.sequence_parallel_size)) > 1:
@@ -135,7 +140,8 @@ def coordinates_of(engine: Any, dp_group: Any) -> RankCoordinates:
         coordinates = replace(coordinates, sequence=sequence, sp_rank=groups._get_sequence_parallel_rank())
     if engine.has_moe_layers:
         largest = groups._get_max_expert_size_name()
-        ep, ep_rank = groups._get_expert_parallel_world_size(largest), groups._get_expert_parallel_rank(largest)
+        ep = groups._get_expert_parallel_world_size(largest)
+        ep_rank = groups._get_expert_parallel_rank(largest)
         coordinates = replace(coordinates, ep=ep, ep_rank=ep_rank)
     if engine.mpu is None:
         return coordinates
@@ -144,7 +150,8 @@ def coordinates_of(engine: Any, dp_group: Any) -> RankCoordinates:
         raise UnsupportedError("only DeepSpeed's PipelineModule is supported for pipeline parallelism", found=found)
     if engine.mp_world_size == 1:
         return coordinates
-    tp, tp_rank = bwc.bwc_tensor_model_parallel_world_size(engine.mpu), bwc.bwc_tensor_model_parallel_rank(engine.mpu)
+    tp = bwc.bwc_tensor_model_parallel_world_size(engine.mpu)
+    tp_rank = bwc.bwc_tensor_model_parallel_rank(engine.mpu)
     return replace(coordinates, tp=tp, tp_rank=tp_rank)
 
 
@@ -193,9 +200,11 @@ def _layout(tensor: torch.Tensor, owner: str, tp: int) -> LiveShards:
         is_cut = bool(getattr(tensor, "model_parallel", False))
     dim = -1 if is_cut is False else getattr(tensor, "partition_dim", None) if is_cut else None
     stride = max(int(getattr(tensor, "partition_stride", 1) or 1), 1) if is_cut else 1
-    record, recorded = autotp_record(tensor), None
+    record = autotp_record(tensor)
+    recorded = None
     entry = (record.get("conversion") or {}).get(AFFINE_MAP)
-    whole, sizes = tuple(record.get("logical_shape") or ()), record.get("sub_param_sizes") or ()
+    whole = tuple(record.get("logical_shape") or ())
+    sizes = record.get("sub_param_sizes") or ()
     if entry is not None:
         with suppress(CannotSplit):
             recorded = layout_of_affine(entry)

@@ -40,7 +40,8 @@ def saved_position(engine: Any) -> Mapping[str, Any] | None:
 def bind_sampler(engine: Any, sampler: DataPosition) -> None:
     """Let a sampler or stream count by an engine, from the position that this was loaded with, if any."""
     at = coordinates_of(engine, dp_group_of(engine))
-    degree, data_rank = at.data_degree, at.partition_rank // at.sequence.ranks_per_sample
+    degree = at.data_degree
+    data_rank = at.partition_rank // at.sequence.ranks_per_sample
     sampler.bind(lambda: trained(engine, degree), None if at.sequence.strided else (degree, data_rank))
     setattr(engine, _SAMPLER, sampler)
     if (position := saved_position(engine)) is not None:
@@ -74,7 +75,8 @@ def trained(engine: Any, data_degree: int) -> Trained:
 
 def samples_consumed(saved: TrainingState) -> int | None:
     """Samples that the run which saved a checkpoint had trained on; ``None`` if it does not tell."""
-    position, batch = saved.checkpoint.get(POSITION_KEY), saved.batch.global_batch
+    position = saved.checkpoint.get(POSITION_KEY)
+    batch = saved.batch.global_batch
     if isinstance(position, Mapping) and isinstance(position.get("samples_consumed"), int):
         return int(position["samples_consumed"])
     counted = counted_samples(saved)
@@ -83,7 +85,8 @@ def samples_consumed(saved: TrainingState) -> int | None:
 
 def counted_samples(saved: TrainingState) -> int | None:
     """DeepSpeed's own count, without AutoTP's ranks, which it multiplies it by; ``None`` if it is not saved."""
-    samples, batch = saved.counters.get("global_samples"), saved.batch.global_batch
+    samples = saved.counters.get("global_samples")
+    batch = saved.batch.global_batch
     if samples is None or batch is None:
         return samples
     config = saved.checkpoint.get("ds_config")
@@ -93,7 +96,8 @@ def counted_samples(saved: TrainingState) -> int | None:
 def _counted_batch(saved: TrainingState, config: Mapping[str, Any], batch: int) -> int:
     """The samples that DeepSpeed counted in a step: AutoTP's ranks are among those that its config knows, unless an
     ``mpu`` told them apart, whose steps count as many samples as a batch has."""
-    stated, section = config.get("train_batch_size"), config.get("tensor_parallel")
+    stated = config.get("train_batch_size")
+    section = config.get("tensor_parallel")
     if isinstance(stated, int) and stated >= 1:
         return stated
     degree = section.get("autotp_size") if isinstance(section, Mapping) else None

@@ -68,5 +68,6 @@ def give_momenta(optimizer: Any) -> None:
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         momentum = optimizer.optimizer.state.get(master, {}).get(MOMENTUM)
         if momentum is not None and number in own and own[number] is not momentum:
-            momentum.swappable, momentum.ds_id = own[number].swappable, own[number].ds_id
+            momentum.swappable = own[number].swappable
+            momentum.ds_id = own[number].ds_id
             own[number] = momentum

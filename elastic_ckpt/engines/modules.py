@@ -45,7 +45,8 @@ class ModuleAdapter(EngineAdapter):
             (any(isinstance(each, MoE) for each in module.modules()), "DeepSpeed's MoE layers", "their engine"),
         ):
             if present:
-                problem, names = f"pretrained weights cannot be loaded into {what}", ", ".join(without[:3])
+                problem = f"pretrained weights cannot be loaded into {what}"
+                names = ", ".join(without[:3])
                 raise UnsupportedError(problem, None, expected, parameter=names or None, remedy=f"give {expected}")
         self._partitioned: list[Any] = [param for param in params if hasattr(param, "ds_tensor")]
         group = next((param.ds_process_group for param in self._partitioned), dist.group.WORLD)
@@ -75,7 +76,8 @@ def _allocate_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any], 
     init = Init(config_dict_or_path=dict(ds_config))
     for param in [param for param in module.parameters() if param.is_meta]:
         dtype = init.dtype if param.is_floating_point() else param.dtype
-        value, attributes = torch.empty(1, dtype=dtype, device=init.local_device), dict(vars(param))
+        value = torch.empty(1, dtype=dtype, device=init.local_device)
+        attributes = dict(vars(param))
         other = torch.nn.Parameter(value.expand(param.shape), param.requires_grad)
         torch.utils.swap_tensors(param, other)
         undo.callback(torch.utils.swap_tensors, param, other)

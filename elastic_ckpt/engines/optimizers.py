@@ -75,8 +75,13 @@ class StateSchema:
         steps_in_group: bool = False,  # whether each param group also has a ``step`` entry, which stays 0
         known: tuple[()] | None = None,  # states and scalars without ``describe``: unknown, or ``()`` to be left alone
     ) -> None:
-        self._base, self.describe, self._known, self.family = base, describe, known, family
-        self.step, self._scalars, self._steps_in_group = step, scalars, steps_in_group
+        self._base = base
+        self.describe = describe
+        self._known = known
+        self.family = family
+        self.step = step
+        self._scalars = scalars
+        self._steps_in_group = steps_in_group
         self.optimizer = class_name(base)
         #: Whether weight decay is decoupled, if param groups do not record it: of DeepSpeed's and apex's optimizers.
         self.decoupled = bool(base.adam_w_mode) if describe and hasattr(base, "adam_w_mode") else None
@@ -106,7 +111,8 @@ class StateSchema:
         Tensors of the master's size are not filled: each element of a target is read or in a gap, and writing zeros
         first would write each page twice.
         """
-        master, state = param.master, self._base.state[param.master]
+        master = param.master
+        state = self._base.state[param.master]
         removed = {key: state.pop(key) for key in set(state) - {target.key for target in targets}}
         self._removed[master] = {key: value for key, value in removed.items() if getattr(value, "numel", int)() <= 1}
         for target in targets:
@@ -127,7 +133,8 @@ class StateSchema:
         Each has the type of the live one; where there is none, that which the live optimizer is known to make; of an
         unknown optimizer, the saved one.
         """
-        group, state = self._base.param_groups[param.group], self._base.state[param.master]
+        group = self._base.param_groups[param.group]
+        state = self._base.state[param.master]
         live = {**self._removed.pop(param.master, {}), **state}
         if self._steps_in_group:
             group.setdefault("step", 0)
@@ -143,7 +150,8 @@ class StateSchema:
                 state[key] = None
             elif self.step == TENSOR or self.step is None:
                 wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-                dtype, device = torch.float64 if wide else torch.float32, param.master.device if on_device else "cpu"
+                dtype = torch.float64 if wide else torch.float32
+                device = param.master.device if on_device else "cpu"
                 state[key] = torch.tensor(float(value), dtype=dtype, device=device)
             else:
                 (group if self.step == IN_GROUP else state)[key] = int(value)
@@ -202,7 +210,8 @@ def _deepspeed_muon(base: Any) -> StateSchema:
     """
     auxiliary = getattr(base, "aux_optimizer", None)
     if auxiliary is not None and class_name(auxiliary) not in KNOWN:
-        problem, name = "Muon's auxiliary optimizer is not a known one", class_name(auxiliary)
+        problem = "Muon's auxiliary optimizer is not a known one"
+        name = class_name(auxiliary)
         raise UnsupportedError(problem, None, "torch's Adam or AdamW, FusedAdam or DeepSpeedCPUAdam", name)
     of_auxiliary = None if auxiliary is None else KNOWN[class_name(auxiliary)](base)
     describe_auxiliary = _PLAIN_ADAM if of_auxiliary is None else of_auxiliary.describe
@@ -273,7 +282,8 @@ class BitsAndBytesSchema(StateSchema):
         quantized = {key for key in COMPANIONS if key in made and made[key].dtype == torch.uint8}
         if quantized and not master.is_contiguous():
             problem = "8-bit states of a parameter that is not contiguous have another order than its elements"
-            found, remedy = f"shape {tuple(master.shape)}, strides {master.stride()}", "ZeRO stage 1, 2 or 3"
+            found = f"shape {tuple(master.shape)}, strides {master.stride()}"
+            remedy = "ZeRO stage 1, 2 or 3"
             raise UnsupportedError(problem, expected="a contiguous parameter", found=found, remedy=remedy)
         if not {COMPANIONS[key][1] for key in quantized} <= self._codebooks.keys():
             least = probe.get_config(param.group, param.position, probe.param_groups[param.group])["min_8bit_size"]
@@ -289,7 +299,8 @@ class BitsAndBytesSchema(StateSchema):
                 layout = state_kinds.SCRATCH if key == "unorm_vec" else state_kinds.REPLICATED
                 states.append(LiveState(key, dtype_name(value), layout, shape=tuple(value.shape)))
                 continue
-            planes, blocks = value.numel() // max(param.numel, 1) or 1, None
+            planes = value.numel() // max(param.numel, 1) or 1
+            blocks = None
             if key in quantized:
                 scales, qmap = COMPANIONS[key]
                 block_numel = state_kinds.block_numel_of(param.numel, made[scales].numel() // planes)
@@ -302,7 +313,9 @@ class BitsAndBytesSchema(StateSchema):
         """A shallow copy of the live optimizer, and the state that it makes for a tensor in place of the master."""
         probe = object.__new__(type(self._base))
         probe.__dict__.update(self._base.__dict__)  # copy.copy would leave out what torch does not pickle
-        probe.state, probe.name2qmap, probe.is_paged = defaultdict(dict), {}, False
+        probe.state = defaultdict(dict)
+        probe.name2qmap = {}
+        probe.is_paged = False
         probe.param_groups = [dict(group) for group in self._base.param_groups]
         # get_config looks up overrides by them
         probe.param_groups[param.group]["params"] = [param.master] * (param.position + 1)
@@ -316,7 +329,8 @@ class BitsAndBytesSchema(StateSchema):
 
     def allocate(self, param: OptimizerParam, targets: Sequence[TargetTensor]) -> None:
         """Has bitsandbytes make the tensors, which shares its codebooks."""
-        state, group = self._base.state[param.master], self._base.param_groups[param.group]
+        state = self._base.state[param.master]
+        group = self._base.param_groups[param.group]
         live = [(state.get(target.key), target) for target in targets]
         if all(isinstance(it, torch.Tensor) and (it.numel(), dtype_name(it)) == (s.numel, s.dtype) for it, s in live):
             return

@@ -57,7 +57,9 @@ def live_weights(
     entries = module.state_dict(keep_vars=True).items()
     state = {fqns.get(name, name): each for name, each in entries if isinstance(each, torch.Tensor)}
     saved = {name: tensor for (name, _), tensor in metadata.tensors.items()}
-    found, unexpected, used = {name: saved[name] for name in saved if name in state}, saved.keys() - state.keys(), ()
+    found = {name: saved[name] for name in saved if name in state}
+    unexpected = saved.keys() - state.keys()
+    used = ()
     if pretrained_model(module):
         found, unexpected, used = _converted(saved, state, module, rules)
     tensors = {(name, FROZEN): replace(tensor, name=name) for name, tensor in found.items()}
@@ -77,12 +79,14 @@ def _converted(
         problem = "this version of Transformers does not say how it converts the names of weights"
         raise UnsupportedError(problem, expected=newer, found=str(error), remedy=f"install {newer}") from error
 
-    renaming, converting = core_model_loading.WeightRenaming, core_model_loading.WeightConverter
+    renaming = core_model_loading.WeightRenaming
+    converting = core_model_loading.WeightConverter
     rules = conversion_mapping.get_model_conversion_mapping(module) if rules is None else copy.deepcopy(rules)
     renamings = [rule for rule in rules if isinstance(rule, renaming)]
     converters = [rule for rule in rules if isinstance(rule, converting)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    prefix, rename = module.base_model_prefix, core_model_loading.rename_source_key
+    prefix = module.base_model_prefix
+    rename = core_model_loading.rename_source_key
     found: dict[str, TensorMetadata] = {}
     conversions: dict[str, Any] = {}
     unexpected: set[str] = set()
@@ -168,7 +172,8 @@ def mark_as_initialized(module: Any, weights: LiveWeights) -> None:
 def own_loaders(model: torch.nn.Module) -> Iterator[str]:
     """What in a model loads its entries in a way of its own. The same on every rank."""
     for name, module in model.named_modules():
-        where, loader = name or type(module).__name__, type(module)._load_from_state_dict
+        where = name or type(module).__name__
+        loader = type(module)._load_from_state_dict
         hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
         if loader.__module__ not in _KNOWN_LOADERS or hooks:
             yield f"{where} loads its entries in a way of its own"

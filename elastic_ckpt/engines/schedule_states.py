@@ -109,10 +109,12 @@ def _is_other(live: Any, saved: Any, takes_any: bool) -> bool:
         return False
     if not isinstance(saved, Mapping):
         return saved is not None and (takes_any or _class_of(live) is not None)
-    mine, other = _class_of(live), _class_of(saved)
+    mine = _class_of(live)
+    other = _class_of(saved)
     if mine and other:
         return mine != other or _are_other_nested(live, saved)
-    own, others = live.keys() - _OF_ANY, saved.keys() - _OF_ANY
+    own = live.keys() - _OF_ANY
+    others = saved.keys() - _OF_ANY
     if own & others or not (own or others):
         return False
     return bool(mine or other) or (takes_any and bool(own and others))
@@ -120,7 +122,8 @@ def _is_other(live: Any, saved: Any, takes_any: bool) -> bool:
 
 def _are_other_nested(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     """Whether states of sequences or chains have schedulers of other classes in them, or another number."""
-    inner, others = live.get(NESTED, ()), saved.get(NESTED, ())
+    inner = live.get(NESTED, ())
+    others = saved.get(NESTED, ())
     if not isinstance(others, (list, tuple)) or len(inner) != len(others):
         return True
     return any(_is_other(*pair, takes_any=True) for pair in zip(inner, others, strict=True))

@@ -267,16 +267,20 @@ def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple
     kind = "dynamic" if is_dynamic(live) else "static"
     shown = "" if scale is None else f"{scale.kind} scale of {scale.values['cur_scale']:g}"
     if scale is None:
-        what, why = "fresh", f"the checkpoint was not trained in fp16; the config's {kind} scale"
+        what = "fresh"
+        why = f"the checkpoint was not trained in fp16; the config's {kind} scale"
     elif not wanted:
-        what, why = "skipped", "not asked for"
+        what = "skipped"
+        why = "not asked for"
     elif live is None:
-        what, why = "ignored", f"the live engine does not train in fp16; saved: {shown}"
+        what = "ignored"
+        why = f"the live engine does not train in fp16; saved: {shown}"
     elif scale.kind != kind:
         what = "fresh"
         why = f"the checkpoint has a {shown}, the config a {kind} one of {live.cur_scale:g}, which counts"
     else:
-        what, why = "restored", shown
+        what = "restored"
+        why = shown
         changes += [(live, key, copy.deepcopy(value)) for key, value in scale.values.items() if hasattr(live, key)]
     return [Outcome("loss scale", what, (), why)], changes
 

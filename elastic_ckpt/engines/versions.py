@@ -53,7 +53,8 @@ class Requirement(NamedTuple):
 
     def compare(self, found: str) -> int:
         """-1 if a version is older than the range, 1 if it is newer, else 0."""
-        oldest, newest = Version(self.oldest).release, Version(self.newest).release
+        oldest = Version(self.oldest).release
+        newest = Version(self.newest).release
         release = Version(found).release
         return -1 if release[: len(oldest)] < oldest else int(release[: len(newest)] > newest)
 
@@ -82,13 +83,15 @@ def known_bugs(deepspeed: str | None) -> list[str]:
 def refuse_older() -> None:
     """Refuse versions older than the range (:class:`UnsupportedError`), before anything of DeepSpeed is imported."""
     for requirement in REQUIREMENTS:
-        name, found = requirement.name, requirement.found
+        name = requirement.name
+        found = requirement.found
         if found is None:
             problem = f"{name} is not installed, without which there is no engine to load into"
             raise UnsupportedError(problem, expected=requirement, found=f"no {name}", remedy=INSTALL)
         if requirement.compare(found) < 0:
             problem = f"this version of {name} is too old for elastic_ckpt"
-            found, remedy = f"{name} {found}", f"install {name} {requirement.oldest} or newer"
+            found = f"{name} {found}"
+            remedy = f"install {name} {requirement.oldest} or newer"
             raise UnsupportedError(problem, expected=requirement, found=found, remedy=remedy)
 
 
@@ -240,7 +243,8 @@ def needed() -> list[Privates]:
 
 def refuse_missing(engine: Any, uses: Collection[str]) -> None:
     """Refuse to load into an engine whose own objects lack a name that this needs (:class:`UnsupportedError`)."""
-    optimizer, module = engine.optimizer, engine.module
+    optimizer = engine.optimizer
+    module = engine.module
     writer = getattr(engine, "checkpoint_engine", None)
     objects = [engine, optimizer, module, writer, *getattr(optimizer, "__dict__", {}).values()]
     objects += module.modules() if EXPERTS in uses else ()
@@ -254,5 +258,6 @@ def refuse_missing(engine: Any, uses: Collection[str]) -> None:
     if lacking:
         problem = "this version of DeepSpeed lacks private names that elastic_ckpt needs to load into such an engine"
         remedy = "install a version of DeepSpeed that was tried (elastic-ckpt doctor), or a newer elastic_ckpt"
-        expected, found = ", ".join(lacking), f"DeepSpeed {installed('DeepSpeed')} without them"
+        expected = ", ".join(lacking)
+        found = f"DeepSpeed {installed('DeepSpeed')} without them"
         raise UnsupportedError(problem, expected=expected, found=found, remedy=remedy)

@@ -62,7 +62,8 @@ class Zero012Adapter(EngineAdapter):
     """
 
     def __init__(self, engine: Any, schema: StateSchema) -> None:
-        optimizer, trains = engine.optimizer, compat.has_optimizer(engine)
+        optimizer = engine.optimizer
+        trains = compat.has_optimizer(engine)
         lists = [getattr(optimizer, name) for name in LISTS.get(type(optimizer), ()) if trains]
         self._has_masters = bool(lists)
         if not lists:
@@ -74,7 +75,8 @@ class Zero012Adapter(EngineAdapter):
         groups: Iterable[int] = range(len(masters))
         if not self._has_masters or isinstance(optimizer, FP16_UnfusedOptimizer):
             groups = [number for number, of_group in enumerate(masters) for _ in of_group]
-            masters, members = [*chain(*masters)], [[param] for params in members for param in params]
+            masters = [*chain(*masters)]
+            members = [[param] for params in members for param in params]
         self._offsets = compat.flat_offsets(optimizer, members)
         # Muon orthogonalizes whole gradients on every rank that has some of their elements; offloaded, it gathers them
         self.keeps_touched = type(optimizer) in _KEEPS_TOUCHED and not optimizer.cpu_offload
@@ -96,10 +98,8 @@ class Zero012Adapter(EngineAdapter):
         numel = numel if self.keeps_touched else self.masters[flat].numel()
         if momentum.numel() != numel:
             problem = f"Muon's momentum in {type(self.optimizer).__name__} is not laid out as in known versions"
-            name, found = (
-                self._names_of(self.members[flat])[0],
-                f"{momentum.numel()} of DeepSpeed {deepspeed.__version__}",
-            )
+            name = self._names_of(self.members[flat])[0]
+            found = f"{momentum.numel()} of DeepSpeed {deepspeed.__version__}"
             raise UnsupportedError(problem, None, f"{numel} elements", found, parameter=name)
 
     def placements(self, flat: int) -> Iterable[Placement]:
@@ -137,7 +137,8 @@ class Zero012Adapter(EngineAdapter):
             for index, params in enumerate(self.members):
                 flat = self.masters[index].data.reshape(-1)
                 for placement in self.placements(index):
-                    param, start = params[placement.index], placement.flat_offset
+                    param = params[placement.index]
+                    start = placement.flat_offset
                     param.data.copy_(flat[start : start + param.numel()].view(param.shape))
             if not exact_masters:
                 optimizer.refresh_fp32_params()
@@ -153,7 +154,8 @@ class Zero3Adapter(EngineAdapter):
     """
 
     def __init__(self, engine: Any, schema: StateSchema) -> None:
-        optimizer, trains = engine.optimizer, compat.has_optimizer(engine)
+        optimizer = engine.optimizer
+        trains = compat.has_optimizer(engine)
         self._swaps = trains and compat.swaps_to_nvme(engine)
         self._offload = optimizer.parameter_offload if trains else optimizer
         masters = optimizer.fp32_partitioned_groups_flat if trains else ()
@@ -170,7 +172,8 @@ class Zero3Adapter(EngineAdapter):
         for state in (state for flat in found.flats for state in flat.states or () if self._swaps):
             if state.dtype != "float32" or state.layout != ELEMENTWISE or state.planes > 1:
                 problem = f"state {state.key} of {found.optimizer} is not one fp32 value an element, as NVMe needs it"
-                kind, remedy = f"{state.dtype}, {state.layout}", '"offload_optimizer": {"device": "cpu"}'
+                kind = f"{state.dtype}, {state.layout}"
+                remedy = '"offload_optimizer": {"device": "cpu"}'
                 raise UnsupportedError(problem, found=kind, remedy=remedy)
         return found
 
@@ -202,7 +205,8 @@ class Zero3Adapter(EngineAdapter):
             if swapped and plan.restores_states and plan.scalars[index] is None:
                 # never stepped: DeepSpeed's swapper lists what it has on disk
                 info = optimizer.optimizer_swapper.swap_params_info[optimizer.optimizer_swapper.parameter_id(master)]
-                info.tensors, info.has_state_tensors = info.tensors[:1], False
+                info.tensors = info.tensors[:1]
+                info.has_state_tensors = False
                 self.base.state.pop(master, None)
             if swapped:
                 optimizer._optimizer_states_and_gradient_swap_in(index, set())
@@ -275,7 +279,8 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
 
     Raises :class:`UnsupportedError` naming a feature that cannot be restored, or what DeepSpeed lacks for it.
     """
-    optimizer, features = engine.optimizer, compat.live_features(engine).names
+    optimizer = engine.optimizer
+    features = compat.live_features(engine).names
     for present, what in (
         (features, features),
         (isinstance(engine, DeepSpeedHybridEngine), "the hybrid engine"),

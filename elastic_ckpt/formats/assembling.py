@@ -140,7 +140,8 @@ def _experts_across(
     found: CheckpointInfo, ranks: Sequence[RankFiles], tp: int, options: MetadataOptions
 ) -> CheckpointMetadata | None:
     """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole."""
-    model, of_ranks = ranks[0].model, [rank.optimizers for rank in ranks]
+    model = ranks[0].model
+    of_ranks = [rank.optimizers for rank in ranks]
     flats = range(len(model.param_shapes)) if of_ranks[0] else ()
     numbers = [flat for flat in flats if partitioned.is_across(model, of_ranks[0], flat, tp)]
     if not numbers:
@@ -194,7 +195,8 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int],
     experts = chain.from_iterable(each.experts for each in ranks.values())
     of_others |= {name: ref.shape for expert in experts for name, ref in expert.weights.items()}
     for rank in (ranks[mp] for mp in members):
-        model, mine = rank.model, rank.optimizers
+        model = rank.model
+        mine = rank.optimizers
         slices = [shard.slice_names for shard in mine]
         if not slices or model.param_shapes or not all(slices):
             continue
@@ -259,7 +261,8 @@ def _fit_together(
     stage: StageFiles | None,
 ) -> CheckpointMetadata:
     """The metadata of one model-parallel rank, without the experts that its tensor-parallel ranks do not slice."""
-    models, optimizers = rank.models, rank.optimizers
+    models = rank.models
+    optimizers = rank.optimizers
     features = models[0].features | (optimizers[0].features if optimizers else Features())
     refuse_features(features, models[0].path)
     numbers = _own_flats(found, mp, rank, grid)
@@ -309,7 +312,8 @@ def _fit_together(
 
 def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> list[int]:
     """The flat tensors of one model-parallel rank without those of experts that its ranks do not slice."""
-    model, optimizers = rank.model, rank.optimizers
+    model = rank.model
+    optimizers = rank.optimizers
     numbers = list(range(len(model.param_shapes)))
     if not (rank.experts or model.features.experts):
         return numbers
@@ -317,7 +321,8 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
     few = 2 * len(rank.expert_optimizers) <= max(map(partitioned.degree_in_name, groups), default=0)
     if not optimizers and grid.tp > 1 and (model.stacked or few):
         problem = "without ZeRO, experts that tensor-parallel ranks do not slice are not supported"
-        expected, ep = "a save with ZeRO-1 or 2, or enable_expert_tensor_parallelism", len(rank.expert_optimizers)
+        expected = "a save with ZeRO-1 or 2, or enable_expert_tensor_parallelism"
+        ep = len(rank.expert_optimizers)
         have = f"optimizers of {counted(ep, 'expert-parallel rank')} at tensor-parallel degree {grid.tp}"
         raise UnsupportedError(problem, model.path, expected, have)
     own = [flat for flat in numbers if not (optimizers and partitioned.is_across(model, optimizers, flat, grid.tp))]
@@ -331,7 +336,8 @@ def _own_flats(found: CheckpointInfo, mp: int, rank: RankFiles, grid: Grid) -> l
 def missing_file(found: CheckpointInfo, name: str, have: str, parameters: Iterable[str] = ()) -> DamagedError:
     have_weights = name.endswith("optim_states.pt") and not found.files.model_zero3
     remedy = module_weights.RESTORE_OR_ALONE if have_weights else module_weights.RESTORE
-    problem, concerned = "a file of the checkpoint is missing", tuple(parameters) or None
+    problem = "a file of the checkpoint is missing"
+    concerned = tuple(parameters) or None
     return MissingFilesError(problem, found.path(name), name, have, parameter=concerned, remedy=remedy)
 
 

@@ -130,7 +130,8 @@ def refuse_unsupported_folder(found: CheckpointInfo) -> None:
     """Raise :class:`UnsupportedError` for some experts, :class:`DamagedError` for two files of one rank."""
     files = found.files
     if files.clashes:
-        problem, other = "duplicate shard for one rank: two saves are mixed in one folder", files.clashes[0]
+        problem = "duplicate shard for one rank: two saves are mixed in one folder"
+        other = files.clashes[0]
         expected = "files of one save: bf16_zero_pp_rank_* or zero_pp_rank_*, layer_NN-model_MM-* or layer_NN-*"
         raise DamagedError(problem, found.path(other), expected, f"{other} beside its counterpart")
     if files.of_experts and (files.layers or any(layer < 0 for layer, _, _ in files.experts)):
@@ -169,7 +170,8 @@ def refuse_swapped(file: PickledFile) -> None:
         return
     if is_another_file(file.root, stem) or exists(os.path.join(folder, f"{file.root}.pt")):
         problem = "this file was saved under the name of another one: files changed places, or one was copied"
-        expected, found = f"an archive that was saved as {name}", f"one that was saved as {file.root}.pt"
+        expected = f"an archive that was saved as {name}"
+        found = f"one that was saved as {file.root}.pt"
         restore = Remedy("give the file its own name back, or restore the right one")
         remedy = restore, Remedy(when="if it was renamed on purpose", config={"verify": "bytes"})
         raise DamagedError(problem, file.path, expected, found, remedy=remedy)

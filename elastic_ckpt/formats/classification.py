@@ -142,7 +142,8 @@ def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions)
         return SavedKind(FRESH)
     if options.layout(key) == REPLICATED:
         raise _contradiction(ranks, key, REPLICATED, f"8-bit codes of {ranks[0].numel} elements")
-    scales_key, planes = COMPANIONS[key][0], _planes(ranks, key)
+    scales_key = COMPANIONS[key][0]
+    planes = _planes(ranks, key)
     if planes is not None:
         block_numels = {_block_numel(states, key, planes) for states in ranks}
         if len(block_numels) == 1 and (block_numel := block_numels.pop()) is not None:
@@ -169,7 +170,8 @@ def _block_numel(rank: RankStates, key: str, planes: int) -> int | None:
 
 def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions, lengths: Lengths) -> SavedKind:
     """The kind of a state that is not quantized: as declared, else by its shape."""
-    word, planes = options.schema.get(key), _planes(ranks, key)
+    word = options.schema.get(key)
+    planes = _planes(ranks, key)
     if word == FRESH:
         return SavedKind(FRESH)
     if word == ELEMENTWISE:
@@ -219,7 +221,8 @@ def _by_shape(ranks: Sequence[RankStates], key: str, options: StateOptions, leng
 
 def _why_a_table(ranks: Sequence[RankStates], key: str, options: StateOptions) -> str:
     """Why a state as long as its partition may be a table all the same; empty if nothing suggests that."""
-    numel, digest = ranks[0].tensors[key].numel, _same_digest(ranks, key)
+    numel = ranks[0].tensors[key].numel
+    digest = _same_digest(ranks, key)
     if len(ranks) > 1 and digest is None:
         return ""
     if len(ranks) > 1 and _is_one_table(ranks, key):
@@ -239,7 +242,8 @@ def _planes(ranks: Sequence[RankStates], key: str) -> int | None:
 
 def _planes_of(states: RankStates, key: str) -> int | None:
     """Values per element of one rank's partition; ``None`` if its shape is not the partition's."""
-    shape, own = states.tensors[key].shape, states.shape
+    shape = states.tensors[key].shape
+    own = states.shape
     leading = shape[: len(shape) - len(own)]
     if leading + own != shape or len(leading) > 1 or (leading and not 1 < leading[0] <= MOST_VALUES):
         return None

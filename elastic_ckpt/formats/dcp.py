@@ -71,7 +71,8 @@ def dcp_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> 
     """How to read a DCP folder, of which one rank reads ``.metadata``."""
 
     def read_contents() -> tuple[DcpContents, CommonState | None]:
-        contents, common = read_dcp_metadata(found.folder), read_common_state(found.folder, options.trust_pickle)
+        contents = read_dcp_metadata(found.folder)
+        common = read_common_state(found.folder, options.trust_pickle)
         return (contents if common is None else unstacked(contents, found.path(DCP_METADATA))), common
 
     contents, common = once(read_contents)
@@ -80,7 +81,8 @@ def dcp_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) -> 
     else:
         entries = sort_megatron_entries(contents, found.folder)
     groups = frozenset(entry for group in entries.groups.values() for entry in group.values())
-    tensors, names = contents.tensors, list(contents.files)
+    tensors = contents.tensors
+    names = list(contents.files)
     # small entries, beside hyperparameters: scalar states, and the client state's objects
     states = {entry for entry in entries.states.values() if entry not in tensors or not tensors[entry][1]}
     replicated = _replicated_keys(entries, contents, options.states)
@@ -128,8 +130,11 @@ class _Builder(MetadataBuilder):
         common: CommonState,
     ) -> None:
         super().__init__(found, files, options.counting_states)
-        self._contents, self._entries, self._common = contents, entries, common
-        self._with_states, self._with_client_state = options.with_states, options.with_client_state
+        self._contents = contents
+        self._entries = entries
+        self._common = common
+        self._with_states = options.with_states
+        self._with_client_state = options.with_client_state
         self._fresh = frozenset(key for key, word in options.states.schema.items() if word == FRESH)
         self.opaque = {key: why for key, why in entries.opaque.items() if key not in self._fresh}
         self._values = {name: value for file in files for name, value in file.values.items()}
@@ -149,7 +154,8 @@ class _Builder(MetadataBuilder):
 
     def of_entries(self) -> CheckpointMetadata:
         """The metadata; which of the untrained weights are buffers, the live model tells."""
-        weights, states = self._entries.weights, self._entries.states
+        weights = self._entries.weights
+        states = self._entries.states
         members, groups = self._groups()
         for name, entry in weights.items():
             key = MASTER if name in members else FROZEN
@@ -164,7 +170,8 @@ class _Builder(MetadataBuilder):
             step = TensorValue("float32", (), (self._common.step,))
             self._scalars = {name: {_STEP: step} for name, _ in states}
         for name, group in members.items():
-            shape, scalars = self._shape_of(name), self._scalars.get(name, {})
+            shape = self._shape_of(name)
+            scalars = self._scalars.get(name, {})
             replicated = tuple(self._replicated.get(name, ()))
             self.parameters[name] = SavedParameter(shape, group, tuple(sorted(scalars.items())), replicated)
         # of weights alone, which are trained is not known
@@ -201,7 +208,9 @@ class _Builder(MetadataBuilder):
 
     def _groups_of(self, saved: Mapping[GroupKey, Mapping[str, str]]) -> tuple[dict[str, int], list[Mapping[str, Any]]]:
         """The param group of each trained parameter, and their hyperparameters; those saved by parameter are merged."""
-        weights, members, groups = self._entries.weights, dict[str, int](), list[Mapping[str, Any]]()
+        weights = self._entries.weights
+        members = dict[str, int]()
+        groups = list[Mapping[str, Any]]()
         for (_, key), entries in saved.items():
             for value in map(self._values.__getitem__, entries.values()):
                 if isinstance(value, ElasticCkptError):
@@ -262,7 +271,9 @@ class _Builder(MetadataBuilder):
 
     def _check_state(self, name: str, key: str, entry: str) -> None:
         """Raise :class:`DamagedError` for what no optimizer keeps under such a name."""
-        path, options, value = self._path_of(entry), self._options, self._values.get(entry)
+        path = self._path_of(entry)
+        options = self._options
+        value = self._values.get(entry)
         if isinstance(value, ElasticCkptError):
             raise value
         check_key(path, key, options, name)
@@ -288,7 +299,8 @@ class _Builder(MetadataBuilder):
         """A state that is never sharded, which one file has whole."""
         import torch  # noqa: PLC0415  for these alone
 
-        (dtype, shape), value = self._contents.tensors[entry], self._values.get(entry)
+        (dtype, shape) = self._contents.tensors[entry]
+        value = self._values.get(entry)
         boxes = self._boxes.get(entry, [])
         if len(boxes) != 1 or not isinstance(value, torch.Tensor):
             self.opaque[key] = f"{dtype} of shape {shape} in {len(boxes)} parts, for a state that is never sharded"
@@ -298,7 +310,8 @@ class _Builder(MetadataBuilder):
         self._replicated.setdefault(name, []).append(found)
 
     def _notes(self, dtypes: set[str]) -> Iterator[str]:
-        others, values = self._entries.others, self._values
+        others = self._entries.others
+        values = self._values
         unread = {entry: values[entry] for entry in others if isinstance(values.get(entry), ElasticCkptError)}
         yield from (f"not read: {entry} ({error.problem}: {error.found})" for entry, error in unread.items())
         client = f"in the client state under {CLIENT_KEY!r}"

@@ -188,7 +188,8 @@ def _refuse_copies(
         for name, entry in entries.items():
             if (shape := contents.tensors[entry][1]) and type(contents.paths[entry][-1]) is str:  # no item of a list
                 arrays[root][unwrapped(name)] = shape
-    names, shapes = arrays[model].keys(), sorted(arrays[model].values())
+    names = arrays[model].keys()
+    shapes = sorted(arrays[model].values())
 
     def is_copy(other: Mapping[str, Shape]) -> bool:  # or of the parameters alone
         return bool(other) and (names <= other.keys() or other.keys() <= names or sorted(other.values()) == shapes)
@@ -260,7 +261,8 @@ def read_common_state(folder: str, trust_pickle: bool) -> CommonState | None:
         steps = [part["state"]["common_step"] for part in parts if "common_step" in part.get("state", {})]
         steps += [group["step"] for group in groups if "step" in group]  # as the distributed optimizer keeps it
         run = vars(others["args"]) if isinstance(others.get("args"), Namespace) else {}
-        iteration, samples = others.get("iteration"), run.get("consumed_train_samples")
+        iteration = others.get("iteration")
+        samples = run.get("consumed_train_samples")
         return CommonState(
             distinct,
             max(map(float, steps), default=None),

@@ -180,14 +180,16 @@ def _entries(
         if entry.name.endswith(".BytesStorageMetadata"):
             chunks[name, None] = None
             continue
-        shape, dtype = checked_shape(entry.size, name), entry.properties.dtype.name.removeprefix("torch.")
+        shape = checked_shape(entry.size, name)
+        dtype = entry.properties.dtype.name.removeprefix("torch.")
         if dtype not in ITEMSIZE:
             problem = "a tensor has a dtype that is not supported"
             raise UnsupportedError(problem, None, ", ".join(ITEMSIZE), dtype, parameter=name)
         tensors[name] = dtype, shape
         budget.charge_objects(len(entry.chunks))  # many entries may share one list
         for chunk in entry.chunks:
-            offsets, sizes = checked_shape(chunk.offsets), checked_shape(chunk.sizes)
+            offsets = checked_shape(chunk.offsets)
+            sizes = checked_shape(chunk.sizes)
             if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
                 raise unreadable(path, f"a chunk of {sizes} at {offsets} of {name}, of shape {shape}")
             chunks[name, offsets] = sizes
@@ -240,7 +242,9 @@ def read_dcp_file(
     The value of an entry in ``groups``, a hyperparameter, is what :func:`.hyperparameters` makes of it:
     ``{"": value}``, or nothing. :class:`DamagedError` if the file is not what ``.metadata`` says.
     """
-    offsets, values, trees = array("q"), dict[str, Any](), Trees()
+    offsets = array("q")
+    values = dict[str, Any]()
+    trees = Trees()
     records: list[tuple[int, int, int]] = []
     with named_errors(path), open_stream(path) as stream, ExitStack() as kept:
         nbytes = size_of(stream)

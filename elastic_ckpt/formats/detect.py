@@ -58,7 +58,8 @@ def find_checkpoint(
         return choices[0]
     steps = [global_steps(each, trust_pickle) for each in choices]
     if choices[0].format == "universal" and None not in steps and steps[1] > steps[0]:  # type: ignore[operator]
-        choices, steps = choices[::-1], steps[::-1]
+        choices = choices[::-1]
+        steps = steps[::-1]
     note = f"loaded {choices[0].tag} (step {steps[0]}); {choices[1].tag} (step {steps[1]}) is there too"
     return replace(choices[0], notes=(note,))
 
@@ -68,7 +69,8 @@ def _unnamed(load_dir: str, may_take: bool) -> CheckpointInfo | None:
 
     Raises :class:`NotFoundError` if there is one that may not be taken, or there are several.
     """
-    itself, tags = look_at(load_dir, ""), list_tags(load_dir)
+    itself = look_at(load_dir, "")
+    tags = list_tags(load_dir)
     if itself is not None and not tags:
         if not may_take:
             raise _is_itself_a_tag(load_dir, itself)
@@ -180,7 +182,8 @@ def read_latest(load_dir: str, latest: str) -> str | None:
                 raise ValueError(f"more than {MOST_TAG_NBYTES:,} bytes, which is not a folder name")
             return text.decode().strip()
     except (DamagedError, ValueError) as error:
-        problem, expected = "the file that names the newest tag cannot be read", "the name of a tag (global_step100)"
+        problem = "the file that names the newest tag cannot be read"
+        expected = "the name of a tag (global_step100)"
         found = error.found if isinstance(error, DamagedError) else error
         remedy = f"load_checkpoint({load_dir!r}, tag=...), or write the tag into it"
         raise DamagedError(problem, path, expected, found, remedy=remedy) from error
@@ -188,18 +191,22 @@ def read_latest(load_dir: str, latest: str) -> str | None:
 
 def _misled(load_dir: str, latest: str, named: str) -> NotFoundError:
     """The error for a ``latest`` file that leads to no checkpoint."""
-    path, shown = copies_of(os.path.join(load_dir, latest))[0], repr(named)[:200]
-    wanted, tag = f"the tag {shown} that {path} names", named[:200] or None
+    path = copies_of(os.path.join(load_dir, latest))[0]
+    shown = repr(named)[:200]
+    wanted = f"the tag {shown} that {path} names"
+    tag = named[:200] or None
     if not named:
         wanted = f"the name of a tag in {path}, which is empty"
     elif _below(load_dir, named) is None:
-        wanted, tag = f"a tag below {load_dir}; {path} names {shown}, which is outside and is not followed", None
+        wanted = f"a tag below {load_dir}; {path} names {shown}, which is outside and is not followed"
+        tag = None
     return _no_such_tag(load_dir, wanted, tag)
 
 
 def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
     tags = list_tags(load_dir)
-    problem, file = "the checkpoint to load is not there", os.path.join(load_dir, tag or LATEST)
+    problem = "the checkpoint to load is not there"
+    file = os.path.join(load_dir, tag or LATEST)
     found = "checkpoints under the tags " + shortened(tags) if tags else f"no checkpoint in {load_dir}"
     by_tag = Remedy(arguments={"load_dir": load_dir, "tag": next(iter(tags), None)})
     remedy = by_tag if tags else Remedy("check the path")

@@ -51,7 +51,8 @@ class Grid:
         """
         if not self.has_ranks_of(coordinates):
             return None
-        saved, live = self.sequence.ranks_per_sample, coordinates.sequence.ranks_per_sample
+        saved = self.sequence.ranks_per_sample
+        live = coordinates.sequence.ranks_per_sample
         if self.partition_degree == coordinates.partition_degree and saved == live:
             return coordinates.partition_rank
         data_rank = coordinates.partition_rank // live  # shared by the ranks of a sequence-parallel group
@@ -71,7 +72,8 @@ def grid_of(
     Raises :class:`LayoutError` for missing ranks, :class:`UnsupportedError` if it is unknown which rank is which.
     """
     ranks = sorted(models)
-    first, last = models[ranks[0]], models[ranks[-1]]
+    first = models[ranks[0]]
+    last = models[ranks[-1]]
     stated = first.stated
     what = "tensor- and pipeline-parallel degree differ"
     refuse_other_saves([models[rank] for rank in ranks], lambda model: {what: model.stated.dimensions})

@@ -21,7 +21,8 @@ def find_leftovers(found: CheckpointInfo, indexed: Mapping[str, Any]) -> frozens
     left over if each of their files states another number or cannot be read, and each file of the ranks below that can
     be read states this one: files of a job whose ranks are counted otherwise stay.
     """
-    files, left = found.files, set[str]()
+    files = found.files
+    left = set[str]()
     zero_files = [*files.model_zero3.items(), *files.optimizer.items()]
     for mp in files.mp_ranks:
         ranks = _ranks_stated_by(indexed.get(files.model.get(mp) or files.model_zero3.get((0, mp), "")))

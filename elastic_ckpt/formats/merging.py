@@ -50,7 +50,8 @@ def merge_shards(ranks: Ranks) -> CheckpointMetadata:
     if len(ranks) == 1:
         return ranks[0]
     ranks = _with_empty_shards(ranks)
-    first, offsets = ranks[0], _offsets(ranks)
+    first = ranks[0]
+    offsets = _offsets(ranks)
     for other in ranks[1:]:
         _check_same_stage(first, other)
     places = {place: place for place in first.tensors}
@@ -117,7 +118,8 @@ def _with_empty_shards(ranks: Ranks) -> Ranks:
     holders = {name: rank for rank in reversed(ranks) for name in rank.parameters}
     completed = []
     for number, rank in enumerate(ranks):
-        parameters, tensors = dict(rank.parameters), dict(rank.tensors)
+        parameters = dict(rank.parameters)
+        tensors = dict(rank.tensors)
         for name in holders.keys() - rank.parameters.keys():
             layout = None
             with suppress(CannotSplit):
@@ -245,7 +247,8 @@ class LayerShard(SourceFile):
 
     def named(self, known: frozenset[str]) -> dict[str, TensorRef]:
         """Its tensors by FQN, some of which are ``known``; of a tied layer, by the tied module's name."""
-        tied, found = _tied_names(known), {}
+        tied = _tied_names(known)
+        found = {}
         for key, ref in self.weights.items():
             name = f"{self.layer}.{key}"
             found[name if name in known else tied.get(key, name)] = ref
@@ -319,7 +322,8 @@ def with_module_files(
 
     ``weights`` are of all ``tp`` tensor-parallel ranks: a file, its rank, and its tensors by FQN.
     """
-    files, numbers = list(metadata.files), {file.path: number for number, file in enumerate(metadata.files)}
+    files = list(metadata.files)
+    numbers = {file.path: number for number, file in enumerate(metadata.files)}
     shards: dict[str, list[tuple[int, int, TensorRef]]] = {}
     for file, tp_rank, named in weights:
         number = numbers.setdefault(file.path, len(files))

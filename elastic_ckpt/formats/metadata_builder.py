@@ -146,7 +146,8 @@ class MetadataBuilder:
         check_scalars(path, scalars, self._options, shapes[0][0] if shapes else None)
         replicated = []
         for key in (key for key, kind in kinds.items() if kind.kind == REPLICATED):
-            ref, digests = states.tensors[key], [flat.states.digests.get(key) for flat in flats]
+            ref = states.tensors[key]
+            digests = [flat.states.digests.get(key) for flat in flats]
             crc32 = 0 if digests[0] is None else digests[0].crc32
             differs = None in digests or len(set(digests)) > 1 or not ref.is_contiguous
             replicated.append(ReplicatedState(key, ref.dtype, ref.shape, files[0], ref.byte_offset, crc32, differs))
@@ -157,7 +158,8 @@ class MetadataBuilder:
             self.parameters[name] = SavedParameter(shape, number, scalars, tuple(replicated))
         if is_alone:
             refuse_view(shapes[0][0], f"{MASTER} of this parameter", first.master, self._files[files[0]].path)
-        partitioned, found = _Partitioned(shapes, rules, flats), {}
+        partitioned = _Partitioned(shapes, rules, flats)
+        found = {}
         for key in first.swapped:
             swapped = range(len(self._files), len(self._files) + len(flats))
             found[key] = self._partitioned(partitioned, key, [_SWAPPED] * len(flats), _PLAIN, swapped)
@@ -230,7 +232,8 @@ class MetadataBuilder:
     ) -> FlatTensors:
         """A state laid out as the partition; ``refs`` by rank."""
         dtype = self._one_dtype(partitioned, key, refs, files)
-        blocks, scales = None, array("q")
+        blocks = None
+        scales = array("q")
         if kind.block_numel:
             blocks = BlockFormat(kind.block_numel, COMPANIONS[key][0], self._codebooks[COMPANIONS[key][1]])
             scales = by_rank(flat.states.tensors[blocks.scales].byte_offset for flat in partitioned.flats)
@@ -239,7 +242,8 @@ class MetadataBuilder:
 
     def _add_touched(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], files: range) -> None:
         """Add whole parameters, one after the other; if several ranks saved one, the first rank's copy counts."""
-        dtype, offsets = self._one_dtype(partitioned, key, refs, files), [ref.byte_offset for ref in refs]
+        dtype = self._one_dtype(partitioned, key, refs, files)
+        offsets = [ref.byte_offset for ref in refs]
         for (name, shape), rule in zip(partitioned.shapes, partitioned.rules, strict=True):
             sources = chunks_of()
             for rank in reversed(rule.ranks):
@@ -254,7 +258,8 @@ class MetadataBuilder:
             if ref.dtype != dtype:
                 named = zip(partitioned.shapes, partitioned.rules, strict=True)
                 name = next((name for (name, _), rule in named if rank in rule.ranks), None)
-                problem, expected = f"ranks saved {key} of this parameter in different dtypes", f"{dtype}, as on others"
+                problem = f"ranks saved {key} of this parameter in different dtypes"
+                expected = f"{dtype}, as on others"
                 raise DamagedError(problem, self._files[files[rank]].path, expected, ref.dtype, parameter=name)
         return dtype
 
@@ -380,16 +385,20 @@ def module_tensors(
 
 def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_file: int) -> TensorMetadata:
     """A frozen parameter under ZeRO-3: each rank's file has its padded partition."""
-    refs, numel = [shard.frozen_fragments[name] for shard in models], math.prod(shape)
+    refs = [shard.frozen_fragments[name] for shard in models]
+    numel = math.prod(shape)
     first = refs[0]  # padding may have made partitions longer than need be
     rule = PartitionRule(numel, max(first.numel, per_parameter_numel(numel, len(models))))
     for rank in rule.ranks:
-        mine, ref = min(rule.step, numel - rank * rule.step), refs[rank]
+        mine = min(rule.step, numel - rank * rule.step)
+        ref = refs[rank]
         if mine > ref.numel or (ref.numel, ref.dtype) != (first.numel, first.dtype):
             problem = "a rank's part of this frozen parameter has the wrong size or dtype"
-            expected, found = f"{mine} elements of {first.dtype}", f"{ref.numel} of {ref.dtype}"
+            expected = f"{mine} elements of {first.dtype}"
+            found = f"{ref.numel} of {ref.dtype}"
             raise DamagedError(problem, models[rank].path, expected, found, parameter=name)
-    files, offsets = range(first_file, first_file + len(refs)), by_rank(ref.byte_offset for ref in refs)
+    files = range(first_file, first_file + len(refs))
+    offsets = by_rank(ref.byte_offset for ref in refs)
     flat = FlatTensors(files, offsets, rule.step, first.dtype, ITEMSIZE[first.dtype])
     sources = (PartitionedChunks(rule, flat),) if numel else chunks_of()
     return TensorMetadata(name, FROZEN, shape, first.dtype, sources)

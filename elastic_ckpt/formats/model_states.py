@@ -301,7 +301,8 @@ def index_unpartitioned(file: PickledFile, options: StateOptions, ep_rank: int =
     for master in chain.from_iterable(masters):
         if not master.is_contiguous:
             raise _damaged(file, "dense fp32 masters", str(master)[:200])
-    groups, numbered = state["param_groups"], {n: one for n, one in state["state"].items() if isinstance(n, int)}
+    groups = state["param_groups"]
+    numbered = {n: one for n, one in state["state"].items() if isinstance(n, int)}
     names = tuple(tuple(map(without_hidden, map(str, group.get("param_names") or ()))) for group in groups)
     return UnpartitionedState(
         **file.facts,

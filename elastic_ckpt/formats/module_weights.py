@@ -42,7 +42,8 @@ def of_model_files(found: CheckpointInfo, mp: int, model: ModelShard, with_state
     if found.files.of_weights_alone and not with_states:
         return weights_alone(found, model, int(model.zero.get("stage") or 0))
     name = f"*zero_pp_rank_0_mp_rank_{mp:02d}_optim_states.pt"
-    problem, remedy = "a file of the checkpoint is missing", [RESTORE]
+    problem = "a file of the checkpoint is missing"
+    remedy = [RESTORE]
     if zero3:
         problem = "optimizer-states files are missing, which under ZeRO-3 hold the weights too"
     elif with_states and not found.files.optimizer:
@@ -64,7 +65,8 @@ def with_weights_checked(
 
     ``models`` are by model-parallel rank; ``lacking``: optimizer-states files that are missing between others.
     """
-    first, names = models[0], frozenset(name for name, _ in metadata.tensors)
+    first = models[0]
+    names = frozenset(name for name, _ in metadata.tensors)
     _refuse_missing_ranks(metadata, models)
     _refuse_missing_layers(metadata, layers, names)
     trained = dict.fromkeys(name for model in models.values() for name, _ in chain.from_iterable(model.param_shapes))
@@ -116,10 +118,8 @@ def _refuse_missing_layers(metadata: CheckpointMetadata, layers: Sequence[LayerS
     every = set(range(metadata.source.tp))
     for number, present in sorted(ranks.items()):
         for rank in sorted(every - present):
-            problem, name = (
-                "a file of the checkpoint is missing",
-                f"layer_{number:02d}-model_{rank:02d}-model_states.pt",
-            )
+            problem = "a file of the checkpoint is missing"
+            name = f"layer_{number:02d}-model_{rank:02d}-model_states.pt"
             both = f"a file of each of {len(every)} tensor-parallel ranks", f"those of ranks {sorted(present)}"
             raise MissingFilesError(problem, os.path.join(metadata.source.folder, name), *both, remedy=RESTORE)
     for layer in layers:

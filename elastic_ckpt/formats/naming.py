@@ -102,7 +102,8 @@ def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
                     copies |= dict.fromkeys(others, first)
                 else:
                     clashes.append(first)
-    once, models = {*found["optimizer"].values(), *found["model_zero3"].values()}, found["model"].values()
+    once = {*found["optimizer"].values(), *found["model_zero3"].values()}
+    models = found["model"].values()
     for copy, name in copies.items():  # one save may have written both; of model-states files, their contents decide
         of_one_save = number_of_writers(copy) == number_of_writers(name) or name in models
         if name in once or not number_of_writers(name) or not of_one_save:

@@ -101,13 +101,16 @@ def native_reading(found: CheckpointInfo, options: MetadataOptions, once: Once) 
             refuse_other_files(found.folder, int(own.counters["global_steps"]), indexed)
 
         def read_state(at: int) -> TrainingState:
-            path, grid = paths[at], files.grid
+            path = paths[at]
+            grid = files.grid
             rank = next(rank for rank in files.ranks.values() if any(model.path == path for model in rank.models))
-            scaler, overflow = None if rank.model.optimizer is None else rank.model.optimizer.scaler, False
+            scaler = None if rank.model.optimizer is None else rank.model.optimizer.scaler
+            overflow = False
             of_scaler = path
             if rank.optimizers:
                 of_scaler = rank.optimizers[0].path
-                scaler, overflow = rank.optimizers[0].loss_scaler, rank.optimizers[0].overflow
+                scaler = rank.optimizers[0].loss_scaler
+                overflow = rank.optimizers[0].overflow
             same_ranks = grid.has_ranks_of(options.coordinates)
             with errors_of_file(of_scaler):
                 scale = loss_scale_of(scaler, wanted=options.with_states)
@@ -131,7 +134,8 @@ def _own_state(files: Assembled, coordinates: RankCoordinates) -> tuple[ModelSha
 
 def _expected_files(found: CheckpointInfo, wanted: MetadataOptions) -> list[tuple[int, str, Indexer]]:
     """Model-parallel rank, name and indexer of each file."""
-    files, options = found.files, wanted.states
+    files = found.files
+    options = wanted.states
     index_model = model_indexer(options, files.of_weights_alone and not wanted.with_states)
     every: list[tuple[int, str, Indexer]] = []
 
@@ -140,7 +144,9 @@ def _expected_files(found: CheckpointInfo, wanted: MetadataOptions) -> list[tupl
         return index_model(file)
 
     for mp in sorted(files.mp_ranks):
-        model, optimizer, zero3 = files.model.get(mp), _of(files.optimizer, mp), _of(files.model_zero3, mp)
+        model = files.model.get(mp)
+        optimizer = _of(files.optimizer, mp)
+        zero3 = _of(files.model_zero3, mp)
         if model and zero3:
             problem = "model-states files of ZeRO-3 and of another stage are in one folder: two saves are mixed"
             raise DamagedError(problem, found.path(model), "files of one save", f"{model} beside {zero3[min(zero3)]}")
@@ -194,7 +200,8 @@ def _refuse_holes(found: CheckpointInfo, left: Collection[str], options: StateOp
             if dp != (hole := ranks[mp]):
                 both = _of(models, mp) or {0: found.files.model[mp]}, _of(shards, mp)
                 some = [found.path(next(iter(each.values()))) for each in both if each]
-                gone, have = plain_name(name).replace(f"rank_{dp}_", f"rank_{hole}_", 1), f"{name} and {hole} before it"
+                gone = plain_name(name).replace(f"rank_{dp}_", f"rank_{hole}_", 1)
+                have = f"{name} and {hole} before it"
                 raise missing_file(found, gone, have, _parameters_on(hole, some, options))
             ranks[mp] += 1
 
@@ -231,7 +238,8 @@ def refuse_mixture(file: PickledFile) -> None:
     """
     tree = checked_tree(file)
     writer = section_of(config_section(file, "checkpoint"), "writer")
-    stage, ranks = config_section(file, "zero_optimization").get("stage", 0), tree.get("dp_world_size", 1)
+    stage = config_section(file, "zero_optimization").get("stage", 0)
+    ranks = tree.get("dp_world_size", 1)
     if not writer or stage == 3 or ranks == 1 or number_of_writers(file.path) > 1:
         return
     if stage == 0 and not writer.get("data_parallel"):
@@ -245,5 +253,6 @@ def refuse_mixture(file: PickledFile) -> None:
     changed = file.changed_record() if any(file.records.crc32s) else None  # none: set_crc32_options(False)
     if changed is not None:
         problem = "this file is a mixture: several ranks wrote it at the same time, as DeepSpeed's writers do"
-        expected, found = "records with the CRC32s that the archive's directory states", f"another at byte {changed}"
+        expected = "records with the CRC32s that the archive's directory states"
+        found = f"another at byte {changed}"
         raise DamagedError(problem, file.path, expected, found, remedy=_SAVE_ELSE)

@@ -44,7 +44,8 @@ def set_dtype_state(dtype: np.dtype[Any], state: tuple[Any, ...]) -> None:
     if parts is not None:
         built = np.dtype((parts[0], parts[1]))
     elif names:
-        formats, offsets = [fields[name][0] for name in names], [fields[name][1] for name in names]
+        formats = [fields[name][0] for name in names]
+        offsets = [fields[name][1] for name in names]
         if not 0 < itemsize <= _MOST_ITEM_NBYTES:
             raise ValueError(f"records of {itemsize} bytes")
         built = np.dtype({"names": list(names), "formats": formats, "offsets": offsets, "itemsize": itemsize})

@@ -96,7 +96,8 @@ class _Maker:
     """Makes the objects of one tree: tensors of one storage share it."""
 
     def __init__(self, file: PickledFile) -> None:
-        self._file, self.memory = file, file.memory()
+        self._file = file
+        self.memory = file.memory()
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._typed: dict[StorageRef, torch.TypedStorage] = {}
         self._left = _MOST_GIVEN * file.nbytes + _MOST_MORE_GIVEN
@@ -113,7 +114,8 @@ class _Maker:
             while isinstance(leaf, Call):  # its result was called
                 leaf = leaf.function
             name = leaf if isinstance(leaf, Global) else type(leaf).__name__
-            problem, remedy = "an object of this file cannot be made again", "save it in another form"
+            problem = "an object of this file cannot be made again"
+            remedy = "save it in another form"
             found = f"{name}: {type(error).__name__}: {error}"[:300]
             raise UnsupportedError(problem, self._file.path, found=found, remedy=remedy) from error
 
@@ -183,7 +185,8 @@ class _Maker:
         import torch  # noqa: PLC0415
 
         if ref not in self._typed:
-            storage, dtype = self._storage(ref.byte_offset, ref.nbytes), getattr(torch, ref.dtype)
+            storage = self._storage(ref.byte_offset, ref.nbytes)
+            dtype = getattr(torch, ref.dtype)
             self._typed[ref] = torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
         return self._typed[ref]
 
@@ -235,7 +238,8 @@ def _imported(path: str) -> Any:
 
 def _called(call: Call) -> Any:
     """The result of a call whose arguments are real; a call still, where its class is not imported."""
-    function, args = call.function, call.args
+    function = call.function
+    args = call.args
     if not isinstance(function, Global):
         return function(*args)
     refuse_errors(function)

@@ -55,7 +55,8 @@ def partitioned_metadata(
 
     ``own`` is this rank's model-states file if each takes buffers from its own; ``numbers`` the flat tensors to add.
     """
-    first, before = optimizers[0], len(models)
+    first = optimizers[0]
+    before = len(models)
     flats = ((shard.path, flat) for shard in optimizers for flat in shard.flats)
     partitions = [RankStates(path, (flat.partition_numel,), -1, flat.states) for path, flat in flats]
     states = ((each.path, each.states) for each in partitions)
@@ -66,7 +67,8 @@ def partitioned_metadata(
             shards = [optimizers[rank] for rank in ranks]
             of_ranks = [shard.flats[number] for shard in shards]
             rules = (_rules_zero3 if first.zero_stage == 3 else _rules_zero12)(models[0], shards, number)
-            group, files = shards[0].flat_groups[number], range(before + ranks.start, before + ranks.stop, ranks.step)
+            group = shards[0].flat_groups[number]
+            files = range(before + ranks.start, before + ranks.stop, ranks.step)
             hyperparameters = shards[0].groups[group] if shards[0].groups else {}
             builder.add_flat(divided.shapes, rules, group, hyperparameters, of_ranks, files, divided.stacked)
     of_module, notes = module_tensors(models, own, builder.parameters)
@@ -81,7 +83,8 @@ def partitioned_metadata(
 def _rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
     """How a param group's parameters are partitioned; ``shards`` are of all ranks, with partitions of one size."""
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
-    partition_numel, paddings = shards[0].flats[flat].partition_numel, shards[0].flats[flat].alignment_paddings
+    partition_numel = shards[0].flats[flat].partition_numel
+    paddings = shards[0].flats[flat].alignment_paddings
     if paddings is not None and len(paddings) != len(numels):
         problem = f"param_alignment_paddings of param group {flat} does not have one entry a parameter"
         raise other_save_than_model(shards[0], problem, f"{len(numels)}, from {model.path}", len(paddings))
@@ -92,7 +95,8 @@ def _rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int
         expected = f"at least {needed} elements over {counted(len(shards), 'partition')}, from {model.path}"
         raise other_save_than_model(shards[0], problem, expected, f"{len(shards)} x {partition_numel}")
     for rank, shard in enumerate(shards):
-        least, found = min(needed - rank * partition_numel, partition_numel), shard.flats[flat].master.numel
+        least = min(needed - rank * partition_numel, partition_numel)
+        found = shard.flats[flat].master.numel
         if found < least:
             problem = f"the fp32 partition of param group {flat} is too small for its parameters"
             raise other_save_than_model(shard, problem, f"at least {least} elements, from {model.path}", found)
@@ -101,8 +105,10 @@ def _rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int
 
 def _rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
     """How a sub-group's parameters are partitioned; ``shards`` are of all ranks, with partitions of one size."""
-    numels, degree = [math.prod(shape) for _, shape in model.param_shapes[flat]], len(shards)
-    first, part = shards[0], shards[0].flats[flat]
+    numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
+    degree = len(shards)
+    first = shards[0]
+    part = shards[0].flats[flat]
     # the padding that a checkpoint declares, or none: a run may state an option without having installed elastic_ckpt
     candidates = [[per_parameter_numel(n, degree, multiple) for n in numels] for multiple in {model.alignment: 0, 1: 0}]
     steps = candidates[0] if part.swapped else next((c for c in candidates if sum(c) == part.partition_numel), None)
@@ -141,7 +147,8 @@ def is_across(model: ModelShard, shards: Sequence[OptimizerShard], flat: int, tp
     """Whether a flat tensor's experts are on all ``tp`` tensor-parallel ranks, unsliced, as AutoEP's always are."""
     if tp == 1 or any(name in model.stacked for name, _ in model.param_shapes[flat]):
         return tp > 1
-    groups, number = shards[0].groups, shards[0].flat_groups[flat]
+    groups = shards[0].groups
+    number = shards[0].flat_groups[flat]
     ep = degree_in_name(groups[number]) if number < len(groups) else 0
     return ep * partitions_of(shards, flat) == len(shards) * tp
 
@@ -157,7 +164,9 @@ def partition_groups(model: ModelShard, shards: Sequence[OptimizerShard], flat: 
 
     The model-states file, which rank 0 wrote, has the names of expert-parallel rank 0.
     """
-    shapes, partition_degree, ep = model.param_shapes[flat], len(shards), degree_of(shards, flat)
+    shapes = model.param_shapes[flat]
+    partition_degree = len(shards)
+    ep = degree_of(shards, flat)
     if ep == 1 and not any(name in model.stacked for name, _ in shapes):
         yield PartitionGroup(shapes, range(partition_degree))
         return
@@ -228,7 +237,8 @@ def check_experts(
     for each in experts:
         if names.setdefault(each.layer, each.path_of_layer) != each.path_of_layer:
             problem = "files of one layer's experts name different layers: files of two saves are mixed"
-            wanted, parameter = f"experts of {names[each.layer]}", next(iter(each.weights))
+            wanted = f"experts of {names[each.layer]}"
+            parameter = next(iter(each.weights))
             raise LayoutError(problem, each.path, wanted, each.path_of_layer, parameter=parameter)
     if not shards:  # whose sizes alone tell
         return
@@ -236,7 +246,8 @@ def check_experts(
     for flat, shapes in enumerate(model.param_shapes):
         ep = degree_of(shards, flat)
         for name, _ in shapes:
-            parts, placed = expert_name(name), model.stacked.get(name)
+            parts = expert_name(name)
+            placed = model.stacked.get(name)
             if parts is not None:
                 degrees[parts.layer] = ep
             if placed is not None and len(placed) != ep:

@@ -53,7 +53,8 @@ class PickledFile(ArchiveTree):
 
     def charging(self, memory: MemoryBudget | None = None) -> Callable[[int, int], None]:
         """What charges objects that a walk meets, and bytes that it makes of them: of ``memory`` if given."""
-        budget, memory = self.budget, memory or self.memory()
+        budget = self.budget
+        memory = memory or self.memory()
 
         def charge(count: int, nbytes: int) -> None:
             budget.charge_objects(count)
@@ -81,7 +82,8 @@ class PickledFile(ArchiveTree):
         if not view.nbytes:
             return
         self._reads.read_into(byte_offset, view)
-        records, number = self.records, self.records.index(byte_offset)
+        records = self.records
+        number = self.records.index(byte_offset)
         if number is None or (records.offsets[number], records.nbytes[number]) != (byte_offset, view.nbytes):
             return
         if isal_zlib.crc32(view) != records.crc32s[number]:
@@ -93,7 +95,8 @@ class SmallReads:
 
     def __init__(self, path: str, file_nbytes: int) -> None:
         self.budget = WorkBudget(path, file_nbytes)
-        self._path, self._users = path, 0
+        self._path = path
+        self._users = 0
         self._stream: BinaryIO | None = None
         self._blocks: OrderedDict[int, memoryview] = OrderedDict()  # by their offsets
 
@@ -245,5 +248,6 @@ def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> Pick
     remedy = "take another tag; if DeepSpeed's fast checkpoint writer wrote it, which appends the last bytes of a new "
     remedy += "file to an old one: remove the folder of a tag before it is saved again, and let each rank write under "
     remedy += 'a name of its own ("data_parallel": "replica")'
-    expected, found = "a file that was written once, by one rank", f"{nbytes} bytes beside its records"
+    expected = "a file that was written once, by one rank"
+    found = f"{nbytes} bytes beside its records"
     raise DamagedError(problem, path, expected, found, remedy=remedy)

@@ -61,8 +61,10 @@ def read_weights(
     names = set(file_names(folder))
     name = next((choice for choice in _CHOICES if choice in names), None)
     if name is None:
-        problem, remedy = "this folder has no weights", "give the folder that save_pretrained wrote"
-        expected, found = f"one of {', '.join(_CHOICES)}", f"{counted(len(names), 'other file')}"
+        problem = "this folder has no weights"
+        remedy = "give the folder that save_pretrained wrote"
+        expected = f"one of {', '.join(_CHOICES)}"
+        found = f"{counted(len(names), 'other file')}"
         raise NotFoundError(problem, folder, expected, found, remedy=remedy)
     info = info_of(folder)
     return read_indexed(info, name, read, tied) if name.endswith(".json") else [read(info.path(name))]
@@ -92,7 +94,8 @@ def _path_of_index(folder: str) -> str:
 
 def no_folder(folder: str) -> NotFoundError:
     """The error for what is no folder, such as a model's name or page on the hub."""
-    problem, expected = "there is no such folder", "a folder that save_pretrained wrote, or the URL of one (s3://...)"
+    problem = "there is no such folder"
+    expected = "a folder that save_pretrained wrote, or the URL of one (s3://...)"
     remedy = 'of a model on the Hugging Face hub: huggingface_hub.snapshot_download("organization/model") returns one'
     return NotFoundError(problem, folder, expected, remedy=remedy)
 
@@ -115,5 +118,6 @@ def _read_file(path: str, trust_pickle: bool) -> WeightsFile:
 
 def other_than_weights(path: str, found: str) -> UnsupportedError:
     """The error for a file of ``torch.save`` that is no state dict."""
-    problem, expected = "this file does not hold weights alone", "the state dict of a module: a tensor for each name"
+    problem = "this file does not hold weights alone"
+    expected = "the state dict of a module: a tensor for each name"
     return UnsupportedError(problem, path, expected, found, remedy="save module.state_dict() alone")

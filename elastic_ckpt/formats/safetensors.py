@@ -87,7 +87,8 @@ def read_safetensors(found: CheckpointInfo, options: MetadataOptions) -> Checkpo
     headers: dict[str, WeightsFile] = {}
     stems = {_stem(name) for name in names}
     if len(models := stems - {_OPTIMIZER}) > 1 and _MODEL not in models:
-        problem, expected = "this folder has safetensors files of several models", f"{_MODEL}{SUFFIX}, or files of one"
+        problem = "this folder has safetensors files of several models"
+        expected = f"{_MODEL}{SUFFIX}, or files of one"
         remedy = "put the files of the one that you mean into a folder of their own"
         raise MismatchError(problem, found.folder, expected, listed(models), remedy=remedy)
     for stem in sorted(({_MODEL} if len(models) > 1 else models) | (stems & {_OPTIMIZER})):
@@ -124,15 +125,19 @@ def read_header(path: str) -> WeightsFile:
         if nbytes > min(_MOST_JSON_NBYTES, size - 8):
             raise ValueError(f"a header of {nbytes} bytes in a file of {size}")
         header = parse_json(stream.read(nbytes))
-        metadata, position, tensors = header.pop(METADATA, {}), 8 + nbytes, {}
+        metadata = header.pop(METADATA, {})
+        position = 8 + nbytes
+        tensors = {}
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("metadata whose values are not text")
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["dtype"] not in _TORCH_DTYPES:
-                problem, found = "a tensor has a dtype that is not supported", str(entry["dtype"])
+                problem = "a tensor has a dtype that is not supported"
+                found = str(entry["dtype"])
                 remedy = Remedy("convert it to one of these, and save the file again")
                 raise UnsupportedError(problem, None, listed(_TORCH_DTYPES), found, parameter=name, remedy=remedy)
-            dtype, shape = _TORCH_DTYPES[entry["dtype"]], checked_shape(entry["shape"], name)
+            dtype = _TORCH_DTYPES[entry["dtype"]]
+            shape = checked_shape(entry["shape"], name)
             start, stop = (8 + nbytes + offset for offset in checked_shape(entry["data_offsets"], name))
             if start != position or stop - start != math.prod(shape) * ITEMSIZE[dtype]:
                 raise ValueError(f"{name} of {dtype} and shape {shape} from byte {start} to {stop}, after {position}")
@@ -219,7 +224,8 @@ def _owners(files: Sequence[WeightsFile]) -> dict[tuple[bool, str], int]:
         for name in file.tensors:
             first = owner.setdefault((_stem(os.path.basename(file.path)) == _OPTIMIZER, name), number)
             if first != number:
-                problem, remedy = "two files of this folder have a tensor of one name", "remove the one that is foreign"
+                problem = "two files of this folder have a tensor of one name"
+                remedy = "remove the one that is foreign"
                 both = "one file for each tensor", f"also in {files[first].path}"
                 raise MismatchError(problem, file.path, *both, parameter=name, remedy=remedy)
     return owner
@@ -235,7 +241,8 @@ def metadata_of(
 
     Raises :class:`DamagedError` for optimizer states of known names that no optimizer keeps.
     """
-    owner, (saved_groups, scalars) = _owners(files), _groups_and_scalars(files, options)
+    owner = _owners(files)
+    (saved_groups, scalars) = _groups_and_scalars(files, options)
     groups = [
         {key: tuple(value) if isinstance(value, list) and key != "params" else value for key, value in group.items()}
         for group in saved_groups
@@ -276,7 +283,8 @@ def _states(tensors: Tensors, members: Collection[str], files: Sequence[WeightsF
         if key in WEIGHTS:
             continue
         if (name, MASTER) not in tensors:
-            problem, expected = "an optimizer state is of no parameter of a param group", "states of parameters alone"
+            problem = "an optimizer state is of no parameter of a param group"
+            expected = "states of parameters alone"
             raise DamagedError(problem, path, expected, f"{key}.{name}", parameter=name)
         own = tensors[name, MASTER].shape
         check_tensor(path, key, tensor.dtype, tensor.shape, options, name)
@@ -299,7 +307,8 @@ def parse_json(text: bytes) -> Any:
     needed = len(text) * (_COST_OF_ASCII if text.isascii() else _COST_OF_OTHERS)
     needed += sum(cost * text.count(sign) for sign, cost in _COSTS.items())
     if needed > _MOST_MEMORY_NBYTES:
-        problem, remedy = "this file has too much JSON", "save fewer tensors in one file"
+        problem = "this file has too much JSON"
+        remedy = "save fewer tensors in one file"
         expected = f"JSON that takes at most {_MOST_MEMORY_NBYTES} bytes of memory"
         found = f"{len(text)} bytes of text, which may take {needed}"
         raise UnsupportedError(problem, expected=expected, found=found, remedy=remedy)

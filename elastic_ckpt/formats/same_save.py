@@ -66,12 +66,14 @@ def with_progress_compared(
     ZeRO-3 where no weights tell, any number, and nothing in the files explains it.
     """
     kind = PLAIN if model.optimizer is None else model.optimizer.kind
-    counted, skipped = int(model.counters["global_steps"]), int(model.counters["skipped_steps"])
+    counted = int(model.counters["global_steps"])
+    skipped = int(model.counters["skipped_steps"])
     flats = _optimizer_steps(metadata, counted - skipped)
     if not metadata.source.by_rank:  # of a universal checkpoint each parameter has files of its own
         flats = frozenset({frozenset(chain.from_iterable(flats))} if flats else ())
     exact = metadata.source.zero_stage == 3
-    recorded, has_schedule = model.counts, model.has_schedule
+    recorded = model.counts
+    has_schedule = model.has_schedule
     ahead = 0.0
     if not (exact and _counts_in_groups(metadata)):  # where what a step adds is not known
         ahead = _stood_still(counted, skipped, flats, scalers, recorded, has_schedule)
@@ -178,7 +180,8 @@ def compare_counts(
     on any rank, ``scalers`` loss scalers if its states are in other files. ``kind`` is that of an optimizer without
     ZeRO. ``stood_still``: whether the run has left the counters standing, as far as is known.
     """
-    expected, steps = counted - skipped, set(chain.from_iterable(flats))
+    expected = counted - skipped
+    steps = set(chain.from_iterable(flats))
     scaled = _scaled_steps(scalers)
     step = {0}
     if kind != PLAIN:  # FP16_Optimizer and FP16_UnfusedOptimizer step once when they are built
@@ -259,7 +262,9 @@ def spot_check(
             if checked[chunk.file] >= most or not weight.is_contiguous:
                 continue
             checked[chunk.file] += 1
-            count, start, file = min(_ELEMENTS, chunk.range.numel), chunk.range.start, metadata.files[chunk.file].path
+            count = min(_ELEMENTS, chunk.range.numel)
+            start = chunk.range.start
+            file = metadata.files[chunk.file].path
             masters = _read(file, chunk.byte_offset, count, tensor.dtype)
             saved = _read(path, weight.byte_offset + start * ITEMSIZE[weight.dtype], count, weight.dtype)
             if agrees_when_rounded(masters, saved, weight.dtype):

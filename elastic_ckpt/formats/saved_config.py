@@ -110,7 +110,8 @@ def counts_ahead(file: PickledFile) -> RecordedCounts:
 def features_in(file: PickledFile) -> Features:
     """The features of a model-states or optimizer-states file. Local."""
     tree = file.tree if isinstance(file.tree, Mapping) else {}
-    experts, states = tree.get("num_experts") or (), base_state(file).get("state")
+    experts = tree.get("num_experts") or ()
+    states = base_state(file).get("state")
     keys = [set(each) for each in states.values() if isinstance(each, Mapping)] if isinstance(states, Mapping) else []
     optimizer = str(config_section(file, "optimizer").get("type", "")).lower()
     zero = config_section(file, "zero_optimization")
@@ -272,11 +273,14 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
     """What a model-states file with the entries ``tree`` states, with the DeepSpeed config and arguments of its run."""
     saved = tree.get("checkpoint_parallel_dimensions")
     saved = saved if isinstance(saved, Mapping) else {}
-    tp, pp = positive_int(saved, "tp_degree"), positive_int(saved, "pp_degree")
+    tp = positive_int(saved, "tp_degree")
+    pp = positive_int(saved, "pp_degree")
     sequence = positive_int(config, "sequence_parallel_size")
-    ranks, (batch, per_rank, steps) = positive_int(tree, "dp_world_size"), (positive_int(config, k) for k in BATCH_KEYS)
+    ranks = positive_int(tree, "dp_world_size")
+    (batch, per_rank, steps) = (positive_int(config, k) for k in BATCH_KEYS)
     micro = per_rank or 0
-    samples, counted = positive_int(tree, "global_samples"), positive_int(tree, "global_steps")
+    samples = positive_int(tree, "global_samples")
+    counted = positive_int(tree, "global_steps")
     possible: set[int] = set()
     if batch is None and samples and counted and samples % counted == 0:
         possible = {_ranks_per_sample(ranks, samples // counted, micro * (steps or 1)) or 0} - {0}
@@ -364,7 +368,8 @@ def loss_scale_of(saved: Any, wanted: bool = True) -> LossScale | None:
             both = f"{key}: {expected}", repr(value)[:200]
             raise DamagedError(problem, None, *both, parameter="loss_scaler", remedy=remedy)
     if "cur_scale" not in found and wanted:
-        problem, expected = "the loss scaler of this checkpoint has no scale", "cur_scale"
+        problem = "the loss scaler of this checkpoint has no scale"
+        expected = "cur_scale"
         entries = sorted(map(str, values))[:12]
         raise LayoutError(problem, None, expected, entries, parameter="loss_scaler", remedy=remedy)
     return LossScale(dynamic, found) if "cur_scale" in found else None

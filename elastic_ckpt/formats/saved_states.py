@@ -141,7 +141,8 @@ def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[st
         for key, (_, qmap) in COMPANIONS.items():
             if key in states.tensors and states.tensors[key].dtype == "uint8":
                 saved.setdefault(qmap, {}).setdefault(states.codebooks.get(qmap), path)
-    resolved, damaged = {}, {}
+    resolved = {}
+    damaged = {}
     for qmap, found in saved.items():
         problems = {path: "none" if each is None else each.problem for each, path in found.items()}
         if len(found) > 1 or any(problems.values()):

@@ -82,7 +82,8 @@ def build_shard(
 ) -> OptimizerShard:
     """An :class:`OptimizerShard` from what the stage's own module read, and what all stages write."""
     state = file.section("optimizer_state_dict")
-    scaler, counts = state.get("loss_scaler"), state.get("partition_count")
+    scaler = state.get("loss_scaler")
+    counts = state.get("partition_count")
     if counts is not None and not isinstance(counts, (list, tuple)):
         by_flat = state.get("ds_zero_partition_groups")  # ZeRO-3 with experts of AutoEP
         counts = [each["partition_count"] for each in by_flat] if by_flat else [counts]
@@ -152,7 +153,8 @@ def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
     for number, group in enumerate(base["param_groups"]):
         for index in group["params"]:
             flat_groups[index] = number
-    flats, folder = [], os.path.join(os.path.dirname(file.path), SWAPPED_FOLDER, f"rank{dp_rank:02d}")
+    flats = []
+    folder = os.path.join(os.path.dirname(file.path), SWAPPED_FOLDER, f"rank{dp_rank:02d}")
     for index, master in enumerate(masters):
         ref = _flat_ref(file, f"fp32 partition of sub-group {index}", master)
         state = base["state"].get(index, {})
@@ -164,7 +166,8 @@ def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
     if not is_swapped and is_folder(folder) and any(name.endswith(_SUFFIX) for name in file_names(folder)):
         # of a rewritten shard, they may be stale
         problem = "swap files are beside this shard, but none of its tensors says that it was swapped to NVMe"
-        expected, found = "tensors that name their swap files", f"unnamed files in {folder}"
+        expected = "tensors that name their swap files"
+        found = f"unnamed files in {folder}"
         remedy = "take the shard as DeepSpeed saved it; if nothing was swapped, remove the folder"
         raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
     return build_shard(file, 3, flats, base["param_groups"], flat_groups)
@@ -224,7 +227,8 @@ def with_own_padding(shards: Sequence[OptimizerShard]) -> list[OptimizerShard]:
     """
     flats = list(shards[-1].flats)
     for number, (first, last) in enumerate(zip(shards[0].flats, flats, strict=False)):
-        equal, padding = first.partition_numel, last.partition_numel - last.master.numel
+        equal = first.partition_numel
+        padding = last.partition_numel - last.master.numel
         if padding > equal > 0 and last.master.numel == max(0, 2 * equal - padding):
             flats[number] = replace(last, partition_numel=equal)
     return [*shards[:-1], replace(shards[-1], flats=tuple(flats))]
@@ -236,7 +240,8 @@ def check_same_save(shards: Sequence[OptimizerShard]) -> None:
     def facts_of(shard: OptimizerShard) -> dict[str, Any]:
         # ranks of one save do differ in what an optimizer computes of its own partition, and some keep a number in
         # place of a tensor for a partition of zeros
-        states, flats = [flat.states for flat in shard.flats], shard.flats
+        states = [flat.states for flat in shard.flats]
+        flats = shard.flats
         keys = [
             sorted({*each.tensors, *each.opaque, *flat.swapped, *dict(each.scalars)})
             for flat, each in zip(flats, states, strict=True)
@@ -269,7 +274,8 @@ def _swap_files(file: PickledFile, folder: str, master: TensorRef, state: Mappin
                 return {}
             problem = "saved before the first step, with states on NVMe: which masters are up to date is not known"
             expected = "a checkpoint saved after a step, or without pipeline_read and pipeline_write"
-            found, remedy = f"a swap file and {master.numel} elements in the shard", "start from the initial weights"
+            found = f"a swap file and {master.numel} elements in the shard"
+            remedy = "start from the initial weights"
             raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
     named = {MASTER: master.swap_id, **{key: ref.swap_id for key, ref in states.items()}}
     files = {}

@@ -40,10 +40,8 @@ def stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]]
         experts = sorted(chain.from_iterable(placed))
         if not 0 < count <= _MOST_EXPERTS or experts != list(range(count)) or len({*map(len, placed)}) > 1:
             problem = "experts of AutoEP are not placed on one expert-parallel rank each, in equal numbers"
-            name, expected = (
-                f"{layer['expert_key_prefix']}.*",
-                f"{counted(layer['num_experts'], 'expert')} on {counted(ep, 'rank')}",
-            )
+            name = f"{layer['expert_key_prefix']}.*"
+            expected = f"{counted(layer['num_experts'], 'expert')} on {counted(ep, 'rank')}"
             raise LayoutError(problem, file.path, expected, str(placed)[:200], parameter=name, remedy=AT_ITS_TOPOLOGY)
         found |= {f"{layer['expert_key_prefix']}.{weight}": placed for weight in ("w1", "w2", "w3")}
     return found

@@ -86,8 +86,10 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
     """How to read a universal checkpoint. Each rank also lists the folders of its parameters."""
     has_optimizer, names = once(lambda: list_parameters(found))
     model_files = _model_files(found)
-    ranks, paths = list(model_files), [*map(found.path, model_files.values())]
-    files, index_model = len(paths) + has_optimizer, model_indexer()
+    ranks = list(model_files)
+    paths = [*map(found.path, model_files.values())]
+    files = len(paths) + has_optimizer
+    index_model = model_indexer()
 
     def read(position: int, open_one: OpenFile) -> Any:
         if position >= files:
@@ -105,8 +107,10 @@ def universal_reading(found: CheckpointInfo, options: MetadataOptions, once: Onc
         states = {(fqn, each.key): each for fqn, folder in folders.items() for each in of_folder[folder]}
         models: dict[tuple[int, int], ModelShard] = dict(zip(ranks, items, strict=False))
         optimizer: OptimizerFile = items[len(paths)] if has_optimizer else OptimizerFile()
-        first, builder = models[ranks[0]], _Builder(found, models, optimizer, states, folders, options)
-        scalers, grid = [optimizer.loss_scaler], builder.grid
+        first = models[ranks[0]]
+        builder = _Builder(found, models, optimizer, states, folders, options)
+        scalers = [optimizer.loss_scaler]
+        grid = builder.grid
         refuse_within_step([first], options.check_shards)
         metadata = with_progress_compared(builder.of_files(), first, options.check_shards, scalers)
         metadata = replace(metadata, extra_states=builder.extra_states(options.coordinates))
@@ -140,7 +144,8 @@ def _model_files(found: CheckpointInfo) -> dict[tuple[int, int], str]:
     names = {(mp, 0): name for mp, name in files.model.items()}
     names = names or {(mp, dp): name for (dp, mp), name in files.model_zero3.items()}
     if not names:
-        problem, file = "a file of the universal checkpoint is missing", found.path("mp_rank_00_model_states.pt")
+        problem = "a file of the universal checkpoint is missing"
+        file = found.path("mp_rank_00_model_states.pt")
         expected = "the model-states files that DeepSpeed's converter copies"
         raise DamagedError(problem, file, expected, "none", remedy=CONVERT_AGAIN)
     return dict(sorted(names.items()))
@@ -173,13 +178,16 @@ class _Builder(StatesBuilder):
     ) -> None:
         of_optimizer = optimizer.shared, optimizer.file
         super().__init__(found, list(models.values()), states, of_optimizer, options.states, folders)
-        self._models, self._optimizer, self._states = list(models.values()), optimizer, states
+        self._models = list(models.values())
+        self._optimizer = optimizer
+        self._states = states
         self._optimizer_path = found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
         _refuse_missing_model_files(found, models)
         self._ranks = [[models[rank] for rank in of_one] for _, of_one in groupby(models, key=itemgetter(0))]
         for rank in self._ranks:
             model_states.check_same_save(rank)
-        first, firsts = self._models[0], {mp: model for (mp, dp), model in models.items() if dp == 0}
+        first = self._models[0]
+        firsts = {mp: model for (mp, dp), model in models.items() if dp == 0}
         model_states.check_same_save(list(firsts.values()), one_rank=False)
         refuse_features(first.features, first.path)
         if optimizer.scalars is not None and not optimizer.in_true_order:
@@ -188,7 +196,8 @@ class _Builder(StatesBuilder):
         self._stateful = {name for (name, key), item in states.items() if item.tensor is not None and key != MASTER}
 
     def of_files(self) -> CheckpointMetadata:
-        optimizer, first = self._optimizer, self._models[0]
+        optimizer = self._optimizer
+        first = self._models[0]
         self._add_parameters()
         self.add_masters_and_states()
         self._add_module()
@@ -217,7 +226,8 @@ class _Builder(StatesBuilder):
 
     def _present(self) -> PresentFiles:
         """The files of the folder."""
-        optimizer, counters = self._optimizer, self._models[0].counters
+        optimizer = self._optimizer
+        counters = self._models[0].counters
         keys: dict[str, set[str]] = {}
         codes: dict[str, set[str]] = {}
         for (name, key), file in self._states.items():
@@ -239,7 +249,8 @@ class _Builder(StatesBuilder):
 
     def _add_parameters(self) -> None:
         """The parameters of all pipeline stages, of the shapes in their files or, if flat (from stage 3), as listed."""
-        own, shapes = self.scalars_by_name(), self.shapes_by_name()
+        own = self.scalars_by_name()
+        shapes = self.shapes_by_name()
         group_of: Mapping[int, int] = {}
         if self._optimizer.scalars is not None:
             group_of = group_of_flats(self._optimizer.members, self._models, self._optimizer_path)
@@ -251,7 +262,8 @@ class _Builder(StatesBuilder):
                     shared = counted if self._optimizer.scalars is None else self._optimizer.scalars.get(flat, {})
                     scalars = {**shared, **own.get(name, {})}
                     of_files = shapes.get(name, {})
-                    saved, shape = of_files.get(MASTER, local), parameter_shape(of_files, local, self.grid.tp)
+                    saved = of_files.get(MASTER, local)
+                    shape = parameter_shape(of_files, local, self.grid.tp)
                     self.listed_shapes.setdefault(name, (local, self.grid.tp))
                     if self.grid.tp > 1 and len(shape) > 1 and len(saved) == 1:
                         problem = "DeepSpeed's converter does not join the shards of a tensor-parallel ZeRO-3 run"
@@ -263,7 +275,8 @@ class _Builder(StatesBuilder):
         if unlisted := sorted(self._stateful - self.parameters.keys()):
             problem = "the model-states files of the universal checkpoint do not list all parameters that have states"
             expected = "every parameter whose folder below zero has states, in param_shapes"
-            where, names = (self._models[0].path, expected, "none of these"), shortened(unlisted)
+            where = (self._models[0].path, expected, "none of these")
+            names = shortened(unlisted)
             raise DamagedError(problem, *where, parameter=names, remedy=CONVERT_AGAIN)
 
     def add_tensor(self, tensor: TensorMetadata, item: StateFile) -> None:
@@ -287,7 +300,8 @@ class _Builder(StatesBuilder):
 
     def _add_module(self) -> None:
         """Buffers and frozen parameters of the model-states files; each tensor-parallel rank has its own shard."""
-        tensors, notes = Tensors(), list[str]()
+        tensors = Tensors()
+        notes = list[str]()
         starts = [*accumulate(map(len, self._ranks), initial=0)]
         for stage in self.grid.stages:
             found = [module_tensors(self._ranks[rank], None, self.parameters, starts[rank]) for rank in stage]
@@ -302,13 +316,16 @@ class _Builder(StatesBuilder):
 def _refuse_wrong_data(model: ModelShard, optimizer: OptimizerFile) -> None:
     """Refuse what DeepSpeed's converter gets wrong."""
     if optimizer.zero_stage < 3 and model.zero.get("round_robin_gradients") and model.counters["dp_world_size"] > 1:
-        option, harm = "round_robin_gradients", "assigns the wrong data to almost every parameter of such a run"
+        option = "round_robin_gradients"
+        harm = "assigns the wrong data to almost every parameter of such a run"
     elif optimizer.zero_stage == 3 and model.alignment > 1:
-        option, harm = "align_partitions", "takes padding for parameters there"
+        option = "align_partitions"
+        harm = "takes padding for parameters there"
     else:
         return
     problem = f"this universal checkpoint was converted from a run with {option}: DeepSpeed's converter {harm}"
-    expected, found = f"a universal checkpoint from a run without {option}", f"{option} in the saved config"
+    expected = f"a universal checkpoint from a run without {option}"
+    found = f"{option} in the saved config"
     raise UnsupportedError(problem, model.path, expected, found, remedy=_LOAD_NATIVE)
 
 
@@ -323,7 +340,8 @@ def _divided(tensor: TensorMetadata, shapes: tuple[Shape, ...], path: str) -> Te
     if len({shape[1:] for shape in (tensor.shape, *shapes)}) > 1 or sum(numels) != chunk.range.numel:
         problem = "DeepSpeed's converter concatenated the tensor-parallel shards of this parameter, but the shapes in "
         problem += "the model-states files do not add up to its tensor"
-        expected, remedy = " + ".join(map(str, shapes)), f"files of two conversions are mixed: {CONVERT_AGAIN}"
+        expected = " + ".join(map(str, shapes))
+        remedy = f"files of two conversions are mixed: {CONVERT_AGAIN}"
         raise MismatchError(problem, path, expected, tensor.shape, parameter=tensor.name, remedy=remedy)
     starts = accumulate(numels, initial=0)
     offsets = (chunk.byte_offset + start * ITEMSIZE[tensor.dtype] for start in starts)

@@ -30,7 +30,8 @@ class QuantizedLayout(NamedTuple):
 
 def layout_of(file: PickledFile, name: str, scales: TensorRef) -> QuantizedLayout | None:
     """The layout beside some scales; ``None`` if blocks are counted from the parameter's first element."""
-    block_numel, ref = file.tree.get(BLOCK_NUMEL), file.tree.get(RUNS)
+    block_numel = file.tree.get(BLOCK_NUMEL)
+    ref = file.tree.get(RUNS)
     if ref is None:
         return None
     rows: list[list[int]] = []

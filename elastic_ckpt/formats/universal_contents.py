@@ -51,7 +51,8 @@ def read_contents(entry: Any, path: str) -> Contents:
         pairs = of_name.items() if isinstance(of_name, dict) else [(None, None)]
         for key, content in pairs:
             if type(name) is not str or type(key) is not str or type(content) is not int:
-                problem, expected = f"the entry {CONTENTS!r} is damaged", "a number by parameter and key"
+                problem = f"the entry {CONTENTS!r} is damaged"
+                expected = "a number by parameter and key"
                 raise DamagedError(problem, path, expected, f"{type(content).__name__}", remedy=CONVERT_AGAIN)
             found[name, key] = content
     return found

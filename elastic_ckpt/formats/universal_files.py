@@ -75,7 +75,8 @@ def read_file_list(entry: Any, path: str) -> FileList | None:
         keys: Any
         keys, names = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
         if not _are_words(keys) or not (names is None or _are_words(names)):
-            problem, expected = f"the entry {FILES!r} is no list of files", "pairs of keys and names of parameters"
+            problem = f"the entry {FILES!r} is no list of files"
+            expected = "pairs of keys and names of parameters"
             raise DamagedError(problem, path, expected, type(pair).__name__, remedy=CONVERT_AGAIN)
         pairs.append((tuple(keys), None if names is None else tuple(names)))
     return tuple(pairs)
@@ -115,7 +116,8 @@ class PresentFiles:
 
     def _listed(self) -> dict[str, frozenset[str]]:
         """The files that the folder's own list has."""
-        others, named = frozenset[str](), dict[str, frozenset[str]]()
+        others = frozenset[str]()
+        named = dict[str, frozenset[str]]()
         for keys, names in self.file_list or ():
             if names is None:
                 others = frozenset(keys)

@@ -52,7 +52,8 @@ def index_optimizer(file: PickledFile, options: StateOptions) -> OptimizerFile:
     check_optimizer_file(file)
     saved = file.tree.get(SHARED_STATES, {})
     if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
-        problem, expected = "the states that all parameters share are no dictionary", "tensors and numbers by name"
+        problem = "the states that all parameters share are no dictionary"
+        expected = "tensors and numbers by name"
         raise DamagedError(problem, file.path, expected, type(saved).__name__, remedy=CONVERT_AGAIN)
     shared = sort_states(file, saved, options)
     groups = check_groups(file, file.section("param_groups"))

@@ -86,7 +86,8 @@ class StateFile(NamedTuple):
     records: Records = Records()
 
     def __reduce__(self) -> tuple[Any, ...]:  # without trailing defaults: each is some bytes of a message
-        fields, defaults = list(self), list(self._field_defaults.values())
+        fields = list(self)
+        defaults = list(self._field_defaults.values())
         while defaults and fields[-1] == defaults[-1]:
             fields.pop()
             defaults.pop()
@@ -107,9 +108,11 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
     folder, base = os.path.split(file.path)
     is_parameters = isinstance(file.tree, dict) and "param" in file.tree
     value = file.tree["param"] if is_parameters else file.tree
-    name, key = os.path.basename(folder), base.removesuffix(".pt")
+    name = os.path.basename(folder)
+    key = base.removesuffix(".pt")
     if key == MASTER and not (isinstance(value, TensorRef) and is_floating(value.dtype)):
-        problem, found = "the master of this parameter is no tensor of real numbers", text_of(value)
+        problem = "the master of this parameter is no tensor of real numbers"
+        found = text_of(value)
         raise DamagedError(problem, file.path, "fp32 values", found, parameter=name, remedy=CONVERT_AGAIN)
     if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
         check_tensor(file.path, key, value.dtype, value.shape, options, name)
@@ -126,11 +129,13 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
     scalars = dict(sort_states(file, {key: value}, options).scalars)
     is_moment = key in _MOMENTS and value is not None
     if key not in scalars or is_moment or is_parameters:
-        problem, found = f"{key} of this parameter is neither a tensor nor a number", text_of(value)
+        problem = f"{key} of this parameter is neither a tensor nor a number"
+        found = text_of(value)
         problem = f"{key} of this parameter is no tensor" if is_moment or is_parameters else problem
         expected = "a tensor, or a dict with 'param'"
         raise DamagedError(problem, file.path, expected, found, parameter=name, remedy=CONVERT_AGAIN)
-    scalar, dtype = scalars[key], None
+    scalar = scalars[key]
+    dtype = None
     if isinstance(scalar, TensorValue):
         scalar, dtype = scalar.elements[0], scalar.dtype
     return StateFile(key, file.nbytes, None, scalar, dtype)
@@ -154,7 +159,8 @@ def _rule_of(name: str, tree: Any) -> ShardSpec | None:
     if isinstance(count := tree.get("param_n_sub_params"), int) and 0 < count <= _MOST_SUB_PARAMETERS:
         return ShardSpec(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * count)
     noted = tree.get("sub_param_shape")
-    dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
+    dim = getattr(noted, "partition_dim", None)
+    shape = getattr(noted, "shape", None)
     widths = shape[dim] if isinstance(shape, list | tuple) and isinstance(dim, int) and 0 <= dim < len(shape) else None
     if isinstance(widths, list | tuple) and widths and all(isinstance(width, int) and width > 0 for width in widths):
         return ShardSpec(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=in_proportion(widths))
@@ -341,25 +347,30 @@ class StatesBuilder(MetadataBuilder):
         shape = self.parameters[name].shape
         whole = (planes, *shape) if planes > 1 else shape
         if ref.numel != math.prod(whole) or (len(ref.shape) > 1 and ref.shape != whole):
-            path, (listed, tp) = self._files[self.file_of[name, key]].path, self.listed_shapes[name]
+            path = self._files[self.file_of[name, key]].path
+            (listed, tp) = self.listed_shapes[name]
             raise shape_error(name, key, path, (whole, listed, ref.shape), tp)
         return whole
 
     def _replicated(self, name: str, key: str, each: ParameterStates) -> ReplicatedState:
-        ref, digest = each.states.tensors[key], each.states.digests.get(key)
+        ref = each.states.tensors[key]
+        digest = each.states.digests.get(key)
         file = len(self._files) - 1 if key in each.shared else self.file_of[name, key]
         crc32, differs = (0, True) if digest is None else (digest.crc32, False)
         return ReplicatedState(key, ref.dtype, ref.shape, file, ref.byte_offset, crc32, differs)
 
     def _add_elementwise(self, name: str, key: str, kind: SavedKind, states: StatesOfOne) -> None:
-        ref, file, item = states.tensors[key], self.file_of[name, key], self._state_files[name, key]
+        ref = states.tensors[key]
+        file = self.file_of[name, key]
+        item = self._state_files[name, key]
         shape = self._checked(name, key, ref, kind.planes)
         if not kind.block_numel:
             self.add_tensor(dense_tensor(name, key, ref, file, shape), item)
             return
         scales, codebook = COMPANIONS[key]
         blocks = BlockFormat(kind.block_numel, scales, self._codebooks[codebook])
-        numel, layout = math.prod(self.parameters[name].shape), self._state_files[name, scales].layout
+        numel = math.prod(self.parameters[name].shape)
+        layout = self._state_files[name, scales].layout
         planes = range(kind.planes if numel else 0)
         runs = tuple(QuantizedRun(plane * numel, numel, 1, numel, -1, 0) for plane in planes)
         of_scales = self.file_of[name, scales], states.tensors[scales].byte_offset

@@ -42,7 +42,8 @@ def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
 
 
 def _elements(file: PickledFile, ref: TensorRef) -> bytes:
-    itemsize, most_nbytes = ITEMSIZE[ref.dtype], _MOST_COPIES * file.nbytes + _MOST_MORE_NBYTES
+    itemsize = ITEMSIZE[ref.dtype]
+    most_nbytes = _MOST_COPIES * file.nbytes + _MOST_MORE_NBYTES
     if ref.numel * itemsize > most_nbytes:  # strides of 0 repeat elements without end
         problem = "this file holds tensors that share their elements, and are many times larger than the file"
         expected = f"at most {most_nbytes} bytes, {_MOST_COPIES} times the file's size and a bit more"

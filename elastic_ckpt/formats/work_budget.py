@@ -23,7 +23,8 @@ class WorkBudget:
     """
 
     def __init__(self, path: str, file_nbytes: int) -> None:
-        self._path, self._file_nbytes = path, file_nbytes
+        self._path = path
+        self._file_nbytes = file_nbytes
         self.nbytes_read = self.objects = self.opens = 0
         self._most_nbytes = _MOST_TIMES * file_nbytes + _MORE_NBYTES
         self._most_objects = _MOST_TIMES * file_nbytes + _MORE_OBJECTS

@@ -59,7 +59,8 @@ def unpartitioned_metadata(
     order; without any, the optimizer is in the model-states file. Those of a pipeline's ``stage`` are numbered by
     stage, and its weights are in the files of layers.
     """
-    ep, first = 1, len(optimizers[:1])
+    ep = 1
+    first = len(optimizers[:1])
     if optimizers:
         refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.groups)})
         ep = _degree(found, model, experts, optimizers)
@@ -70,7 +71,9 @@ def unpartitioned_metadata(
     layers: list[LayerShard] = []
     of_first: _Crc32s = {}
     for ep_rank, state in enumerate(all_states):
-        shard, mine, files = model, None, dict[str, int]()
+        shard = model
+        mine = None
+        files = dict[str, int]()
         if optimizers:
             shard, files = _on_rank(model, experts, state, local, first_file=1 + ep)
             mine = ExpertRank(ep_rank, local, frozenset(shard.stacked), weights_crc32s([model]))
@@ -208,7 +211,8 @@ def _flats(model: ModelShard, state: UnpartitionedState, group: int, members: Se
         masters = [([name], number, master) for name, number, master in each if name and master is not None]
     flats: list[_Flat] = []
     for trained, number, master in masters:
-        shapes, states = [(name, model.weights[name].shape) for name in trained], state.states.get(number)
+        shapes = [(name, model.weights[name].shape) for name in trained]
+        states = state.states.get(number)
         flat = FlatShard(master, master.numel, states or StatesOfOne({}))
         if states is not None and state.kind != FUSED and shapes[0][1] == ():
             # elementwise states then have no dimensions either, and are no scalars
@@ -221,7 +225,8 @@ def _flats(model: ModelShard, state: UnpartitionedState, group: int, members: Se
 
 def _add_unpartitioned(builder: MetadataBuilder, source: _Source) -> list[str]:
     """Add masters and states of an optimizer that is whole in one file; returns the FQNs of all that were added."""
-    model, state = source.model, source.state
+    model = source.model
+    state = source.state
     every: list[str] = []
     for group, flats in enumerate(source.groups):
         added: list[str] = []
@@ -283,7 +288,8 @@ def numbered_states(
 def _member_names(numbered: NumberedStates, state: UnpartitionedState, name_states: NameStates) -> NamedStates | None:
     """Names of each saved group's members: the optimizer's own if they fit the module, else of ``name_states``."""
     if state.names is not None:  # those of parameters without a state may be missing
-        weights, shapes = numbered.weights, numbered.shapes
+        weights = numbered.weights
+        shapes = numbered.shapes
         named = [[name if name in weights else None for name in members] for members in state.names]
         fits = (
             [shape in (None, weights.get(name or "")) for shape, name in zip(*each, strict=False)]
@@ -314,11 +320,10 @@ def _degree(
         raise error(problem, found.path(name), expected, have)
     for expert in experts:
         if model.features.experts[expert.layer] % ep:
-            problem, name = "a layer's experts cannot be on so many expert-parallel ranks", f"{expert.path_of_layer}*"
-            expected, have = (
-                f"a number of experts that {ep} divides",
-                f"{counted(model.features.experts[expert.layer], 'expert')}",
-            )
+            problem = "a layer's experts cannot be on so many expert-parallel ranks"
+            name = f"{expert.path_of_layer}*"
+            expected = f"a number of experts that {ep} divides"
+            have = f"{counted(model.features.experts[expert.layer], 'expert')}"
             raise LayoutError(problem, expert.path, expected, have, parameter=name)
     return ep
 
@@ -327,7 +332,8 @@ def _on_rank(
     model: ModelShard, experts: Sequence[ExpertShard], of: UnpartitionedState, local: Mapping[str, int], first_file: int
 ) -> tuple[ModelShard, dict[str, int]]:
     """The model with the weights of one rank's experts (of stacked ones, a shape alone), and the file of each."""
-    weights, files = dict(model.weights), dict.fromkeys(model.weights, 0)
+    weights = dict(model.weights)
+    files = dict.fromkeys(model.weights, 0)
     stacked = {name: (placed[of.ep_rank],) for name, placed in model.stacked.items()}
     for file, each in enumerate(experts, first_file):
         placed = next((mine for name, (mine,) in stacked.items() if name.startswith(f"{each.path_of_layer}.")), None)

@@ -180,7 +180,8 @@ def parts_of(item: RequantizeItem, staging_nbytes: int) -> Iterator[RequantizeIt
 def scales_of(item: ReadItem) -> tuple[int, int, int]:
     """File, byte offset and size of the scales of quantized elements."""
     assert item.code is not None
-    first, stop = item.code.position // item.code.format.numel, item.code.format.blocks(item.code.position + item.numel)
+    first = item.code.position // item.code.format.numel
+    stop = item.code.format.blocks(item.code.position + item.numel)
     itemsize = ITEMSIZE[SCALE_DTYPE]
     file = item.code.scales_file if item.code.scales_file >= 0 else item.file
     return file, item.code.scales_offset + first * itemsize, (stop - first) * itemsize
@@ -201,7 +202,8 @@ def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[Direct
     for number, read in enumerate(reads):
         if number > first and (nbytes + read[2] > most_nbytes or number - first == most_reads):
             yield reads[first:number]
-            first, nbytes = number, 0
+            first = number
+            nbytes = 0
         nbytes += read[2]
     if first < len(reads):
         yield reads[first:]
@@ -210,10 +212,12 @@ def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[Direct
 def _rows(item: ReadItem, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
     itemsize = ITEMSIZE[item.dtype]
     nbytes, file_step, target_step = (n * itemsize for n in (item.numel, item.file_stride, item.target_stride))
-    start, offset = item.target_offset * itemsize, item.byte_offset
+    start = item.target_offset * itemsize
+    offset = item.byte_offset
     for _ in range(item.rows):
         yield item.file, offset, view[start : start + nbytes]
-        start, offset = start + target_step, offset + file_step
+        start = start + target_step
+        offset = offset + file_step
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
@@ -231,8 +235,14 @@ class _Packer:
 
     def __init__(self, items: Sequence[ReadItem], options: ReadOptions) -> None:
         self.batch = StagedBatch()
-        self._options, self._limit, self._gap_nbytes = options, options.staged_nbytes, len(options.unwanted)
-        self._file, self._start, self._end, self._buffers = -1, 0, 0, 0  # of the last read, if it may go on
+        self._options = options
+        self._limit = options.staged_nbytes
+        self._gap_nbytes = len(options.unwanted)
+        # of the last read, if it may go on
+        self._file = -1
+        self._start = 0
+        self._end = 0
+        self._buffers = 0
         share = options.threads * _TASKS_OF_THREAD  # as for tasks; but no read is split for it
         self._most_nbytes = min(sum(item.nbytes for item in items) // share, _TASK_NBYTES)
         self._most_calls = -(-sum(item.rows if self._are_apart(item) else 1 for item in items) // share)
@@ -244,25 +254,38 @@ class _Packer:
 
     def add(self, item: ReadItem) -> Iterator[StagedBatch]:
         """Add an item in parts, of whole rows if it has several; yields batches that are full."""
-        itemsize, are_apart, first = ITEMSIZE[item.dtype], self._are_apart(item), 0
-        count, width, stride = item.numel, itemsize, itemsize
+        itemsize = ITEMSIZE[item.dtype]
+        are_apart = self._are_apart(item)
+        first = 0
+        count = item.numel
+        width = itemsize
+        stride = itemsize
         if item.rows > 1:
-            count, width, stride = item.rows, item.numel * itemsize, item.file_stride * itemsize
+            count = item.rows
+            width = item.numel * itemsize
+            stride = item.file_stride * itemsize
         while first < count:
-            batch, offset = self.batch, item.byte_offset + first * stride
+            batch = self.batch
+            offset = item.byte_offset + first * stride
             position = -(-batch.nbytes // itemsize) * itemsize
-            left, room = count - first, (self._limit - position) // width
+            left = count - first
+            room = (self._limit - position) // width
             taken = 0 if are_apart or item.file != self._file else min(left, room, self._fitting(offset, width, stride))
             if taken < 1:  # another read
-                self._file, self._start, self._end, self._buffers = item.file, offset, offset, 0
+                self._file = item.file
+                self._start = offset
+                self._end = offset
+                self._buffers = 0
                 taken = 1 if are_apart else min(left, self._limit // width, self._fitting(offset, width, stride))
                 is_full = taken > room or position + taken * width > self._most_nbytes
                 if batch.reads and (is_full or batch.calls >= self._most_calls):
                     yield batch
-                    self.batch, self._file = StagedBatch(), -1
+                    self.batch = StagedBatch()
+                    self._file = -1
                     continue
                 if are_apart:
-                    taken, self._file = min(left, room, max(self._most_calls - batch.calls, 1)), -1
+                    taken = min(left, room, max(self._most_calls - batch.calls, 1))
+                    self._file = -1
                 batch.reads.append([])
                 batch.calls += taken if are_apart else 1
             end = offset + (taken - 1) * stride + width
@@ -279,7 +302,8 @@ class _Packer:
 
     def _fitting(self, offset: int, width: int, stride: int) -> int:
         """How many rows from an offset on the last read may take."""
-        gap, between = offset - self._end, stride - width
+        gap = offset - self._end
+        between = stride - width
         free = MAX_BUFFERS - self._buffers - (gap > 0)
         if not 0 <= gap <= self._gap_nbytes or free < 1:
             return 0
@@ -293,7 +317,9 @@ def _joined(
 ) -> Iterator[DirectRead]:
     """Merge ranges at most as far apart as ``unwanted`` is long, and split those longer than a chunk."""
     buffers: list[memoryview] = []
-    file, start, end = -1, 0, 0
+    file = -1
+    start = 0
+    end = 0
     for next_file, first_byte, view in ranges:
         for position in range(0, len(view), chunk_nbytes):
             buffer = view[position : position + chunk_nbytes]
@@ -308,7 +334,9 @@ def _joined(
             elif gap and buffers:
                 buffers.append(unwanted[:gap])
             if not buffers:
-                file, start, end = next_file, offset, offset
+                file = next_file
+                start = offset
+                end = offset
             buffers.append(buffer)
             end = offset + len(buffer)
     if buffers:

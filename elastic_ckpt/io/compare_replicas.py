@@ -45,8 +45,10 @@ class Drift:
 
     def __or__(self, other: Drift) -> Drift:
         """Both ranges, or shards, of one tensor."""
-        one, two = self.check, other.check
-        taken, names = MEAN if MEAN in (one.taken, two.taken) else FIRST, tuple(dict.fromkeys(one.names + two.names))
+        one = self.check
+        two = other.check
+        taken = MEAN if MEAN in (one.taken, two.taken) else FIRST
+        names = tuple(dict.fromkeys(one.names + two.names))
         check = replace(one, taken=taken, is_guess=one.is_guess or two.is_guess, names=names)
         furthest = max(self, other, key=lambda each: each.largest)
         return replace(furthest, check=check, copies=max(self.copies, other.copies))
@@ -103,7 +105,8 @@ def _read(
     items: list[ReadItem] = []
     requantize: list[RequantizeItem] = []
     for check in checks:
-        numel, dtype = check.numel, _dtype_of(check)
+        numel = check.numel
+        dtype = _dtype_of(check)
         found.append([])
         for replica in check.replicas:
             sources = tuple(replace(item, target=len(targets)) for item in replica)
@@ -142,7 +145,8 @@ def differences(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, 
     The difference is infinite if only one is finite.
     """
     wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
-    a, b = left.to(wide), right.to(wide)
+    a = left.to(wide)
+    b = right.to(wide)
     same = (a == b) | (a.isnan() & b.isnan())  # zeros of either sign are equal
     if left.dtype == right.dtype and not (left.is_floating_point() or left.is_complex()):
         same &= left == right  # distinct integers beyond 2^53 may be equal as floats

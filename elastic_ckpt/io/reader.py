@@ -58,9 +58,11 @@ class ReadSums:
 
     def add(self, file: int, byte_offset: int, buffers: Sequence[memoryview]) -> None:
         """Add bytes that were just read from an offset on."""
-        records, stop = self._files[file].records, byte_offset
+        records = self._files[file].records
+        stop = byte_offset
         for is_unwanted, together in groupby(buffers, lambda buffer: isinstance(buffer.obj, Unwanted)):
-            start, crc32 = stop, 0
+            start = stop
+            crc32 = 0
             for buffer in together:
                 crc32 = crc32 if is_unwanted else isal_zlib.crc32(buffer, crc32)
                 stop += len(buffer)
@@ -70,7 +72,8 @@ class ReadSums:
             with self._lock:
                 self.nbytes += stop - start
                 if number is not None:
-                    begin, key = records.offsets[number], (file, number)
+                    begin = records.offsets[number]
+                    key = (file, number)
                     part = PartialSum.of(start - begin, stop - begin, crc32, records.nbytes[number])
                     self.sums[key] = self.sums[key] | part if key in self.sums else part
 
@@ -98,7 +101,8 @@ def execute(
         stack.callback(reader.close)
         run: Callable[..., Iterator[ReadStats]] = map
         if options.threads > 1:
-            inherit, devices = inherited()[0], {tensor.device for tensor in tensors}
+            inherit = inherited()[0]
+            devices = {tensor.device for tensor in tensors}
 
             def begin() -> None:
                 inherit()
@@ -154,7 +158,10 @@ class _Reader:
         sums: ReadSums | None,
         staging: Sequence[StagingBuffers],
     ) -> None:
-        self._plan, self._tensors, self._options, self._sums = plan, tensors, options, sums
+        self._plan = plan
+        self._tensors = tensors
+        self._options = options
+        self._sums = sums
         self._prefault = Prefault()
         self._staging: SimpleQueue[StagingBuffers] = SimpleQueue()
         for buffers in staging:
@@ -219,8 +226,10 @@ class _Reader:
         return ranges
 
     def _broken(self, file: int, byte_offset: int, found: str) -> DamagedError:
-        source, problem = self._plan.files[file], "reading a file of the checkpoint failed"
-        expected, remedy = f"{source.nbytes} readable bytes", "check the disk or network file system"
+        source = self._plan.files[file]
+        problem = "reading a file of the checkpoint failed"
+        expected = f"{source.nbytes} readable bytes"
+        remedy = "check the disk or network file system"
         return DamagedError(problem, source.path, expected, f"{found} at byte {byte_offset}", remedy=remedy)
 
     def close(self) -> None:
@@ -238,7 +247,8 @@ def check_files(plan: ReadPlan) -> None:
         except SavedOverError:
             raise
         except DamagedError as error:
-            problem, expected = "a file of the checkpoint cannot be reached from this rank", "one that all ranks share"
+            problem = "a file of the checkpoint cannot be reached from this rank"
+            expected = "one that all ranks share"
             remedy = "mount the folder on every node"
             raise DamagedError(problem, source.path, expected, error.found, remedy=remedy) from error
         if nbytes != source.nbytes:

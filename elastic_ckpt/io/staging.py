@@ -61,13 +61,16 @@ class Prefault:
         for buffer in buffers if libc is not None else ():
             if len(buffer) < _LEAST_NBYTES:
                 continue
-            start, mapped = ctypes.addressof(ctypes.c_char.from_buffer(buffer)), ctypes.c_ubyte(0)
-            stop, middle = start + len(buffer), (start + len(buffer) // 2) // mmap.PAGESIZE * mmap.PAGESIZE
+            start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            mapped = ctypes.c_ubyte(0)
+            stop = start + len(buffer)
+            middle = (start + len(buffer) // 2) // mmap.PAGESIZE * mmap.PAGESIZE
             if libc.mincore(middle, mmap.PAGESIZE, ctypes.byref(mapped)) == 0 and mapped.value & 1:
                 continue
             for page in range(start // _HUGE_NBYTES * _HUGE_NBYTES, stop, _HUGE_NBYTES):
                 first = max(start // mmap.PAGESIZE * mmap.PAGESIZE, page)
-                nbytes, before = min(stop, page + _HUGE_NBYTES) - first, time.thread_time()
+                nbytes = min(stop, page + _HUGE_NBYTES) - first
+                before = time.thread_time()
                 is_huge = self._huge and nbytes == _HUGE_NBYTES
                 if is_huge:
                     libc.madvise(first, nbytes, _MADV_HUGEPAGE)
@@ -170,7 +173,8 @@ def write_parts(raw: torch.Tensor, batch: StagedBatch, tensors: Sequence[torch.T
 
 def joined(parts: Iterable[tuple[ReadItem, int]]) -> Iterator[tuple[ReadItem, int]]:
     """Parts of a buffer, in its order; what goes on in the buffer and in its target is one part, and one copy."""
-    last, start = None, 0
+    last = None
+    start = 0
     for item, position in parts:
         if last is not None:
             end = last.target, last.dtype, last.target_stop, start + last.nbytes
@@ -178,7 +182,8 @@ def joined(parts: Iterable[tuple[ReadItem, int]]) -> Iterator[tuple[ReadItem, in
                 last = replace(last, numel=last.numel + item.numel)
                 continue
             yield last, start
-        last, start = item, position
+        last = item
+        start = position
     if last is not None:
         yield last, start
 
@@ -195,7 +200,8 @@ def write_flat(target: torch.Tensor, offset: int, values: torch.Tensor) -> None:
 def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: ReadBytes) -> ReadStats:
     """Fill a range of a target, and of that of its scales; :class:`DamagedError` if values cannot be quantized."""
     sizes = read_sizes(item)
-    blocks, worst_error = 0, 0.0
+    blocks = 0
+    worst_error = 0.0
     if item.blocks is not None:
         blocks, worst_error = _to_codes(item, item.blocks, tensors, read)
     elif item.scale is None:
@@ -219,7 +225,8 @@ def _to_codes(
     codes = torch.full((padded,), target.codebook.zero, dtype=torch.uint8)
     values = torch.zeros(padded)
     # the least and greatest scale among a block's source elements: if equal, its codes can stay
-    least, greatest = torch.full((padded,), torch.inf), torch.full((padded,), -torch.inf)
+    least = torch.full((padded,), torch.inf)
+    greatest = torch.full((padded,), -torch.inf)
     for source in item.sources:
         here = slice(source.target_offset - item.start, source.target_stop - item.start)
         values[here], raw, source_scales = _source(source, read)
@@ -228,7 +235,8 @@ def _to_codes(
             least[here] = greatest[here] = source_scales
         else:
             least[here], greatest[here] = -torch.inf, torch.inf
-    lower, upper = least.view(blocks, -1).amin(dim=1), greatest.view(blocks, -1).amax(dim=1)
+    lower = least.view(blocks, -1).amin(dim=1)
+    upper = greatest.view(blocks, -1).amax(dim=1)
     scales = torch.where(lower == upper, upper, torch.zeros_like(upper))
     mixed = lower < upper
     worst_error = 0.0
@@ -287,7 +295,8 @@ def encode(values: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torc
     if codebook.signed:
         scales = torch.maximum(scales, (-values.amin(dim=1)).clamp(min=0) / -table[0])
     if not torch.isfinite(scales).all() or (not codebook.signed and (values < 0).any()):
-        problem, expected = "an optimizer state holds values that its 8-bit format cannot express", "finite values"
+        problem = "an optimizer state holds values that its 8-bit format cannot express"
+        expected = "finite values"
         expected += "" if codebook.signed else " that are not negative"
         remedy = Remedy("the run that saved it had diverged: take an earlier tag"), WITHOUT_STATES
         raise DamagedError(problem, None, expected, f"{values.min()} to {values.max()}", remedy=remedy)

@@ -26,7 +26,8 @@ def agreed_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
         """With what two paths of one folder have in common."""
         try:
             # asks the system: whether two spellings are of one folder
-            path, status = os.path.realpath(arguments.load_dir), os.stat(arguments.load_dir)
+            path = os.path.realpath(arguments.load_dir)
+            status = os.stat(arguments.load_dir)
             return mine, path, (status.st_dev, status.st_ino, status.st_mtime_ns)
         except (OSError, TypeError, ValueError):  # of no folder, or of what is none
             return mine, str(arguments.load_dir), None
@@ -41,7 +42,8 @@ def agreed_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
         if keys := sorted(differ):
             problem = f"ranks call load_checkpoint with different arguments or options: {', '.join(keys)}"
             here, there = ({key: values[key] for key in keys} for values in (first, other))
-            expected, found = f"{here}, as on rank 0", f"{there} on rank {rank}"
+            expected = f"{here}, as on rank 0"
+            found = f"{there} on rank {rank}"
             remedy = "give every rank the same arguments and the same DeepSpeed config"
             raise errors.ConfigError(problem, None, expected, found, remedy=remedy, rank=rank)
     return configs[0]
@@ -49,11 +51,13 @@ def agreed_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
 
 def _meaning(arguments: LoadArguments, config: ElasticConfig) -> dict[str, Any]:
     """Arguments and options in a form that is equal where they mean the same."""
-    load_dir, tag = arguments.load_dir, arguments.tag
+    load_dir = arguments.load_dir
+    tag = arguments.tag
     if isinstance(load_dir, (str, os.PathLike)):
         load_dir = os.path.normpath(load_dir)
     elif config.mode != "off":
-        problem, expected = "load_checkpoint was given no folder", "load_dir as a str or a Path"
+        problem = "load_checkpoint was given no folder"
+        expected = "load_dir as a str or a Path"
         remedy = "give the folder that save_checkpoint was given; without one, do not call load_checkpoint"
         raise errors.ConfigError(problem, None, expected, repr(load_dir)[:200], remedy=remedy)
     return {

@@ -99,7 +99,8 @@ def refuse_other_saves(call: LoadCall, found: CheckpointInfo) -> None:
 
 def at_saved_topology(engine: Any, found: CheckpointInfo) -> bool:
     """Whether the live degrees, and ZeRO-3 or not, are those that the names of a folder's files show. Local."""
-    files, stage = found.files, engine.zero_optimization_stage()
+    files = found.files
+    stage = engine.zero_optimization_stage()
     if not found.by_rank or files.of_experts or bool(files.model_zero3) != (stage == 3):
         return False
     if not stage:
@@ -141,7 +142,10 @@ class _Comparison:
     """Compares a live engine with the files that DeepSpeed's loader would give to its model-parallel rank. Local."""
 
     def __init__(self, call: LoadCall, found: CheckpointInfo, own_files: bool) -> None:
-        self.engine, self.arguments, self.found, self.own_files = call.engine, call.arguments, found, own_files
+        self.engine = call.engine
+        self.arguments = call.arguments
+        self.found = found
+        self.own_files = own_files
         self.stage: int = call.engine.zero_optimization_stage()
         self.with_states = call.arguments.restores_states
         self.files = files = sort_names(file_names(found.folder), is_universal=False) if own_files else found.files
@@ -152,7 +156,8 @@ class _Comparison:
             return [name for at, name in sorted(names.items()) if at[1] == mp and dp in (None, at[0])]
 
         self._models = [files.model[mp]] if mp in files.model else []
-        self._models, self._optimizers = self._models + mine(files.model_zero3), mine(files.optimizer)
+        self._models = self._models + mine(files.model_zero3)
+        self._optimizers = mine(files.optimizer)
         self._open = cache(self._opened)
 
     def _opened(self, name: str) -> PickledFile:
@@ -162,7 +167,8 @@ class _Comparison:
 
     def fits(self) -> bool:
         """Whether topology, layout, names and optimizer are those of the live engine."""
-        engine, arguments = self.engine, self.arguments
+        engine = self.engine
+        arguments = self.arguments
         without_zero = isinstance(engine, PipelineEngine) and not self.files.optimizer
         without_states = not (arguments.load_module_only or arguments.load_optimizer_states)
         if (
@@ -187,7 +193,8 @@ class _Comparison:
     def _has_all_entries(self) -> bool:
         """Whether DeepSpeed's loader finds all that it asks the files for."""
         models, optimizers = (list(map(self._open, names)) for names in (self._models, self._optimizers))
-        with_counters, with_states = not self.arguments.load_module_only, self.with_states
+        with_counters = not self.arguments.load_module_only
+        with_states = self.with_states
         has_models = all(can_read_model(file, self.engine, with_counters, with_states) for file in models)
         if not has_models or not with_states:
             return has_models
@@ -207,7 +214,8 @@ class _Comparison:
     @property
     def weights_alone(self) -> bool:
         """Whether weights alone are asked for, of which one file holds all."""
-        files, engine = self.files, self.engine
+        files = self.files
+        engine = self.engine
         in_one_file = set(files.model) == {0} and not (files.layers or files.of_experts)
         plain = engine.mp_world_size == 1 and not engine.has_moe_layers
         return not self.with_states and in_one_file and self.stage < 3 and plain
@@ -242,7 +250,8 @@ class _Comparison:
             return None
         if optimizers and with_optimizer:
             # DeepSpeed's loader zero-pads masters of another size, and shifts what follows
-            step, live = counted[0] - (counted[2] or 0), compat.flat_master_numels(self.engine)
+            step = counted[0] - (counted[2] or 0)
+            live = compat.flat_master_numels(self.engine)
             for file in optimizers:
                 same_sizes = partition_numels(file, self.stage == 3) == live
                 if not same_sizes or (check_steps and not counted_steps(file) <= {step}):
@@ -252,7 +261,8 @@ class _Comparison:
 
     def _is_mixed(self, model: PickledFile, optimizers: Sequence[PickledFile]) -> bool:
         """Whether counters and optimizer states may be of two saves."""
-        tree, flats = model.tree, defaultdict[Any, set[float]](set)
+        tree = model.tree
+        flats = defaultdict[Any, set[float]](set)
         for file in optimizers:
             for number, step in steps_of_flats(file).items():
                 flats[number].add(step)
@@ -270,7 +280,8 @@ class _Comparison:
 
     def _scheduler_fits(self) -> bool:
         """Whether the state that the lr scheduler would be given is of its class; DeepSpeed also gives it ``None``."""
-        scheduler, arguments = self.engine.lr_scheduler, self.arguments
+        scheduler = self.engine.lr_scheduler
+        arguments = self.arguments
         if scheduler is None or arguments.load_module_only or not arguments.load_lr_scheduler_states:
             return True
         live = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
@@ -284,7 +295,8 @@ class _Comparison:
         if self.stage:
             return False
         model = self._open(self.files.model[self.engine.checkpoint_mp_rank])
-        groups, live = saved_config.base_groups(model), compat.base_optimizer(self.engine).param_groups
+        groups = saved_config.base_groups(model)
+        live = compat.base_optimizer(self.engine).param_groups
         here = len(groups) == len(live) and all(
             _same_shapes(model, saved["params"], group["params"]) for saved, group in zip(groups, live, strict=True)
         )
@@ -292,7 +304,8 @@ class _Comparison:
         return here and _same_hyperparameters(groups, live) and plain and self._same_topology(model)
 
     def _native_fits(self) -> bool:
-        engine, model = self.engine, self._open(self._models[0])
+        engine = self.engine
+        model = self._open(self._models[0])
         optimizer = self._open(self._optimizers[0]) if self._optimizers else model
         features = saved_config.features_in(model) | saved_config.features_in(optimizer)
         same = self._same_topology(model) and compat.same_features(engine, features)
@@ -306,7 +319,8 @@ class _Comparison:
         return same and (not self.with_states or self._same_optimizer(model, optimizer))
 
     def _same_topology(self, model: PickledFile) -> bool:
-        engine, files = self.engine, self.files
+        engine = self.engine
+        files = self.files
         # file names show which stages' loader reads them: the saved config may be only a path
         layout = "zero3" if files.model_zero3 else "zero12" if files.optimizer else "unpartitioned"
         return (
@@ -318,7 +332,8 @@ class _Comparison:
 
     def _same_optimizer(self, model: PickledFile, optimizer: PickledFile) -> bool:
         """Whether the saved optimizer, told by its hyperparameters' names, updates the same tensors in this order."""
-        engine, files = self.engine, self.files
+        engine = self.engine
+        files = self.files
         in_bf16 = any(name.startswith("bf16_") for name in files.optimizer.values())
         if files.optimizer and in_bf16 != engine.bfloat16_enabled():
             return False
@@ -334,9 +349,12 @@ class _Comparison:
 
     def _same_module_order(self, model: PickledFile, optimizer: PickledFile) -> bool:
         """Without ZeRO: the order of the model, the members of the groups, and how masters are kept."""
-        engine, module, state = self.engine, module_entries(model.tree["module"]), optimizer.tree["optimizer"]
+        engine = self.engine
+        module = module_entries(model.tree["module"])
+        state = optimizer.tree["optimizer"]
         in_both = [name for name in engine.module.state_dict() if name in module]
-        saved, live = saved_config.base_groups(optimizer), compat.numbered_params(engine)
+        saved = saved_config.base_groups(optimizer)
+        live = compat.numbered_params(engine)
         return (
             in_both == [name for name in module if name in in_both]
             and [len(group["params"]) for group in saved] == list(map(len, live))

@@ -130,9 +130,12 @@ def prepare(call: LoadCall, found: CheckpointInfo) -> Prepared:
 
     Raises the same :class:`ElasticCkptError` on every rank.
     """
-    engine, arguments, config = call.engine, call.arguments, call.config
+    engine = call.engine
+    arguments = call.arguments
+    config = call.config
     seconds: dict[str, float] = {}
-    with_states, strict = arguments.restores_states, arguments.load_module_strict
+    with_states = arguments.restores_states
+    strict = arguments.load_module_strict
     with timed("plan", seconds):
         adapter, local_state = describe(lambda: adapter_of(engine, arguments.restores_states))
     at = local_state.model.coordinates
@@ -186,10 +189,13 @@ def agree_on_plans(
 
 def _compare_runs(call: LoadCall, data_degree: int, checkpoint: Checkpoint) -> tuple[str, ...]:
     """Warnings about differences between the runs that no state shows; none if weights alone are loaded."""
-    engine, saved, metadata = call.engine, checkpoint.training_state, checkpoint.metadata
+    engine = call.engine
+    saved = checkpoint.training_state
+    metadata = checkpoint.metadata
     if call.arguments.load_module_only or not call.arguments.has_optimizer:
         return ()
-    refuse, is_split = call.config.on_change == "error", splits_batches()
+    refuse = call.config.on_change == "error"
+    is_split = splits_batches()
     with errors_of_file(saved.file):
         warnings = training_state.compare_batches(engine, data_degree, saved.batch, refuse, is_split)
     warnings += training_state.warn_of_data(saved)
@@ -214,7 +220,8 @@ def _refuse_different_shares(everybody: Sequence[RankPlan]) -> None:
         reference, expected = first.setdefault(other.mp_rank, (rank, other.digest))
         if other.digest != expected:
             problem = "ranks hold different models: their buffers, frozen or unpartitioned parameters do not agree"
-            same, found = "the same names, sizes and dtypes on every rank", f"rank {rank} differs from rank {reference}"
+            same = "the same names, sizes and dtypes on every rank"
+            found = f"rank {rank} differs from rank {reference}"
             raise MismatchError(problem, None, same, found, remedy="build the same model on every rank", rank=rank)
 
 
@@ -279,7 +286,10 @@ def execute_load(ready: Prepared) -> tuple[str, dict[str, Any]]:
 
 def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     """Read, broadcast and commit. Collective; returns all ranks' work, and what of the bytes was verified."""
-    plan, seconds, config, at = ready.plan, ready.seconds, ready.call.config, ready.local_state.model.coordinates
+    plan = ready.plan
+    seconds = ready.seconds
+    config = ready.call.config
+    at = ready.local_state.model.coordinates
     source = ready.checkpoint.metadata.source
     # DeepSpeed rounds the masters of native checkpoints if states are left out, not those of universal ones
     exact_masters = ready.call.arguments.restores_states or not source.by_rank
@@ -292,7 +302,8 @@ def _overwrite(ready: Prepared) -> tuple[list[_Done], Verified | None]:
     def finish() -> _Done:
         with timed("commit", seconds):
             ready.host.finish()
-        files_opened, files_read = ready.checkpoint.files_opened, plan.reads.files_read
+        files_opened = ready.checkpoint.files_opened
+        files_read = plan.reads.files_read
         mine = (distributed.rank(), read, received_nbytes, files_opened, dict(seconds))
         requests = None if (view := VIEW.get()) is None else view.requests
         work = RankWork(*mine, plan.blocks, len(files_read), requests)
@@ -339,7 +350,8 @@ def overwrite(
 
 
 def _outcomes(ready: Prepared) -> tuple[Outcome, ...]:
-    outcomes, arguments = (*ready.plan.outcomes, *ready.host.outcomes), ready.call.arguments
+    outcomes = (*ready.plan.outcomes, *ready.host.outcomes)
+    arguments = ready.call.arguments
     if arguments.restores_states:
         return outcomes
     if not arguments.has_optimizer:

@@ -191,7 +191,8 @@ def _prepare_unless_left(call: LoadCall, found: CheckpointInfo, elastic_only: bo
 
     Raises the same :class:`ElasticCkptError` on every rank if DeepSpeed's is not known to restore it either.
     """
-    own_files, why = False, "each node has files of its own (use_node_local_storage), those of this topology"
+    own_files = False
+    why = "each node has files of its own (use_node_local_storage), those of this topology"
     if not elastic_only and on_own_disks(call.engine, found):
         here = replace(found, folder=os.path.abspath(os.path.join(call.arguments.load_dir, found.tag)))
         with seen_through(None):

@@ -94,7 +94,8 @@ def fit_together(fit: Callable[[], Fitted]) -> tuple[Fitted, TrainingState]:
         return fitted.position, distributed.pack(own) if sends else None
 
     everybody = distributed.all_gather("fit the checkpoint's files together", fit_mine)
-    fitted, ranks = fitted_here[0], distributed.world_size()
+    fitted = fitted_here[0]
+    ranks = distributed.world_size()
     if fitted.state is not None:
         return fitted, fitted.state
     sent = {position: state for position, state in everybody if state is not None}
@@ -186,7 +187,8 @@ def _mapped(item: T, change: Callable[[Any], Any], same: set[int]) -> T:
 
     Ten times as fast as :func:`dataclasses.replace`, which a job of thousands of files notices.
     """
-    names, changed = getattr(item, OWN_FIELDS), {}
+    names = getattr(item, OWN_FIELDS)
+    changed = {}
     for name, value in vars(item).items():
         new = value
         if name in names:

@@ -93,7 +93,8 @@ class Nodes:
             digest, tags = self._digest() if _local_rank() == 0 else (None, ())
             if distributed.rank():
                 return _Look(node, digest, tags, has_replicas=has_replicas)
-            secret, root = secrets.token_bytes(SECRET_NBYTES), absolute(self.folders[0])
+            secret = secrets.token_bytes(SECRET_NBYTES)
+            root = absolute(self.folders[0])
             if self.remotes:
                 return _Look(node, digest, tags, None, None, secret, root, stored=self._stored(tags))
             try:
@@ -118,7 +119,8 @@ class Nodes:
 
         What else is in the folder may change meanwhile: another job saves there.
         """
-        named, names = set[str](), list[Any]()
+        named = set[str]()
+        names = list[Any]()
         for folder in self._local:
             for latest in (LATEST, LATEST_UNIVERSAL):
                 with suppress(ElasticCkptError):  # whoever takes this file will meet it
@@ -163,7 +165,10 @@ class Nodes:
         nodes: dict[Node, int] = {}  # which rank lists
         for rank, look in enumerate(looks):
             nodes.setdefault(look.node, rank)
-        numbers, mine, secret, stored = list(nodes), looks[distributed.rank()].node, looks[0].secret, looks[0].stored
+        numbers = list(nodes)
+        mine = looks[distributed.rank()].node
+        secret = looks[0].secret
+        stored = looks[0].stored
         wanted = {tag for look in looks for tag in look.tags}
         tags = None if self.every_tag or not wanted else wanted
 
@@ -206,7 +211,8 @@ class Nodes:
         name = None if self.view is None or file is None else self.view.name_of(file)
         if self.view is None or name is None:
             return None
-        copies, choice = self.view.copies[name], self._choices.get(name, -1) + 1
+        copies = self.view.copies[name]
+        choice = self._choices.get(name, -1) + 1
         if len(copies) < 2 or choice == len(copies):
             return None
         self._choices[name] = choice

@@ -35,7 +35,8 @@ def refuse_nothing(
 def _nothing_matched(
     metadata: CheckpointMetadata, local_state: LocalState, share: RestoredShare, rules: RenameRules, with_states: bool
 ) -> MismatchError:
-    saved, live = saved_shapes(metadata), live_shapes(local_state)
+    saved = saved_shapes(metadata)
+    live = live_shapes(local_state)
     renames = propose_renames(saved, live)
     after = rename_saved(metadata, rules) if rules else metadata
     saved_now = saved_shapes(after)

@@ -105,7 +105,8 @@ def choose_older(
     first = tried[0].save
     if first is None or not has_order:
         return Older(newest, tried, save, f"at step {save.step}", notes)
-    steps, how = steps_between(first, save), told_by(first, save)
+    steps = steps_between(first, save)
+    how = told_by(first, save)
     back = f"{steps} steps back" if steps is not None else "by an unknown number of steps"
     if how != BY_COUNTERS:
         notes += (f"{first.name} and {save.name} both count {save.step} steps: {how} say which is older",)

@@ -134,7 +134,8 @@ class PretrainedLoad:
         missing, unexpected = (tuple(sorted(names)) for names in self._reported(weights))
         report = PretrainedReport(self.folder, missing, unexpected, nbytes, time.perf_counter() - started)
         if distributed.rank() == 0 and self.config.report:
-            whole, place = size(sum(file.nbytes for file in files)), self.folder
+            whole = size(sum(file.nbytes for file in files))
+            place = self.folder
             took = f"in {report.seconds:.2f} s, each rank its own part"
             print(f"elastic_ckpt loaded pretrained weights: {whole} of {printable(place)} {took}", file=sys.stderr)
         return report, weights
@@ -179,7 +180,8 @@ class PretrainedLoad:
         paths = self.paths or [os.path.join(self.folder, os.path.basename(file.path)) for file in files]
         paths = [file.path for file in files] if is_url(self.folder) else [os.path.abspath(path) for path in paths]
         if distributed.rank() and self._digests(paths) != digests:
-            problem, remedy = "ranks have different files", "give every rank the same folder, or copies of it"
+            problem = "ranks have different files"
+            remedy = "give every rank the same folder, or copies of it"
             both = f"files as in {folder} on rank 0", f"others in {self.folder} on rank {distributed.rank()}"
             raise MismatchError(problem, folder, *both, remedy=remedy)
         return [replace(file, path=path) for file, path in zip(files, paths, strict=True)]
@@ -192,7 +194,8 @@ class PretrainedLoad:
 
     def _weights(self, files: Sequence[WeightsFile], local_state: LocalState) -> LiveWeights:
         """The folder's weights under live names. Local."""
-        model, metadata = local_state.model, rename_saved(weights_metadata(self.folder, files), self.config.rename)
+        model = local_state.model
+        metadata = rename_saved(weights_metadata(self.folder, files), self.config.rename)
         if self.paths is None:  # from_pretrained knows no wrappers
             metadata = adopt_names(metadata, self.module.state_dict(keep_vars=True).keys())
         fqns = {} if self.engine is None else LiveFQNs(self.engine).experts
@@ -206,7 +209,8 @@ class PretrainedLoad:
         weights = replace(weights, missing=weights.missing - tied, unexpected=unexpected)
         if not saved and self.paths is None:  # from_pretrained initializes all, and warns
             problem = "no weight of this folder is in the live model"
-            expected, found = "weights such as " + listed(weights.missing), listed(weights.unexpected)
+            expected = "weights such as " + listed(weights.missing)
+            found = listed(weights.unexpected)
             raise MismatchError(problem, self.folder, expected, found, remedy="give the folder of this model")
         if self.ds_config is not None and (without := weights.missing & dict(self.module.named_parameters()).keys()):
             problem = "this folder lacks weights of a module that was on the meta device"
@@ -230,7 +234,8 @@ class PretrainedLoad:
             saved, live = ({name: shapes[side] for name, *shapes in kept.mismatched} for side in (0, 1))
             first = min(saved)
             problem = "weights have other shapes in the files than in the model"
-            expected, found = f"{first} of {live[first]}", f"{first} of {saved[first]}"
+            expected = f"{first} of {live[first]}"
+            found = f"{first} of {saved[first]}"
             anew = "initializes these anew, as for another number of labels"
             remedy = (
                 Remedy("give the folder of this model, or build the model with the sizes it was saved with"),

@@ -73,7 +73,8 @@ def _load_pretrained_model(
     integration: Any = transformers.integrations.deepspeed
     if named or not integration.is_deepspeed_zero3_enabled():  # as of an adapter, some of whose weights are expected
         return own_way()
-    ds_config, configs = integration.deepspeed_config(), list[ElasticConfig]()
+    ds_config = integration.deepspeed_config()
+    configs = list[ElasticConfig]()
     distributed.begin_load()
 
     def objection() -> str | None:
@@ -89,7 +90,8 @@ def _load_pretrained_model(
         return own_way()
     if why is None:
         index = (load_config.sharded_metadata or {}).get("weight_map", {})
-        folder, rules = _folder_of(checkpoint_files, index), load_config.weight_mapping
+        folder = _folder_of(checkpoint_files, index)
+        rules = load_config.weight_mapping
         load = PretrainedLoad(None, model, folder, configs[0], paths=checkpoint_files, index=index, rules=rules)
         load.ignores_shapes = load_config.ignore_mismatched_sizes
         try:
@@ -119,7 +121,8 @@ def _load_pretrained_model(
 def _with_ways(error: ElasticCkptError) -> ElasticCkptError:
     """The same error; of a file that may run code, with the ways of ``from_pretrained``."""
     if isinstance(error, UnsafePickleError):
-        trusted, both = "if you trust whoever wrote the file", {"weights_only": False}
+        trusted = "if you trust whoever wrote the file"
+        both = {"weights_only": False}
         error.remedies = (
             Remedy("save the weights alone, as safetensors"),
             Remedy(when=trusted, config={"pretrained": "off"}, arguments=both, function="from_pretrained"),

@@ -34,7 +34,10 @@ class Replication:
     """Copies that are being made in the background; see :func:`replicate`."""
 
     def __init__(self, server: FileServer | None, pull: _Pull | None, prune: Callable[[], None]) -> None:
-        self._server, self._pull, self._prune, self._is_over = server, pull, prune, False
+        self._server = server
+        self._pull = pull
+        self._prune = prune
+        self._is_over = False
 
     def done(self) -> bool:
         """Whether this rank's node has made its copies, or failed to. Local."""
@@ -92,7 +95,8 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
     def begin() -> tuple[Node, bytes, tuple[str, int, int | None]]:
         if not isinstance(folder, (str, os.PathLike)):
             raise ConfigError("this is no folder", None, "the folder that save_checkpoint was given", repr(folder))
-        place, name = os.path.abspath(folder), meant[0]
+        place = os.path.abspath(folder)
+        name = meant[0]
         numbers = [copies] if keep is None else [copies, keep]
         if not all(type(number) is int and number >= 1 for number in numbers):
             raise ConfigError("copies and keep are numbers from 1 on", None, "replicate(folder, tag, copies=1)", meant)
@@ -100,7 +104,8 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
             raise ConfigError("the tag is not a folder below the given one", place, "a tag such as step100", name)
         for path in (os.path.join(place, name), os.path.join(place, REPLICAS)):
             if is_link(path):
-                problem, remedy = "replicate does not follow links", "give the folder that the link names, or remove it"
+                problem = "replicate does not follow links"
+                remedy = "give the folder that the link names, or remove it"
                 raise ConfigError(problem, path, "a folder", "a link", remedy=remedy)
         return identity_of([place]), secrets.token_bytes(SECRET_NBYTES), meant
 
@@ -119,7 +124,8 @@ def _start(
     folder: str, tag: str, copies: int, keep: int | None, nodes: dict[Node, int], everybody: Sequence[Any]
 ) -> Replication:
     """Serve this node's files, and begin to copy those of others. Collective."""
-    (node, _, _), (_, secret, _) = everybody[distributed.rank()], everybody[0]
+    (node, _, _) = everybody[distributed.rank()]
+    (_, secret, _) = everybody[0]
     servers: list[FileServer] = []
 
     def serve() -> tuple[NodeListing, tuple[str, int]] | None:
@@ -127,7 +133,8 @@ def _start(
             return None
         listing = list_folders(words_of(node), [folder], [tag])
         if not any(os.path.dirname(entry.name) for entry in listing.entries[0]):
-            problem, remedy = "this node has no files of the tag to copy", "call replicate after save_checkpoint"
+            problem = "this node has no files of the tag to copy"
+            remedy = "call replicate after save_checkpoint"
             raise DamagedError(problem, os.path.join(folder, tag), "files that save_checkpoint wrote", remedy=remedy)
         servers.append(FileServer(own_address(list(nodes)), secret, listing.files))
         return listing, servers[0].address
@@ -165,7 +172,10 @@ class _Pull(threading.Thread):
 
     def __init__(self, folder: str, tag: str, wanted: dict[str, tuple[int, int, Entry]], peers: Peers) -> None:
         super().__init__(name="elastic_ckpt replication", daemon=True)
-        self._folder, self._tag, self._wanted, self._peers = folder, tag, wanted, peers
+        self._folder = folder
+        self._tag = tag
+        self._wanted = wanted
+        self._peers = peers
         self.error: ElasticCkptError | None = None
 
     def run(self) -> None:
@@ -196,7 +206,8 @@ class _Pull(threading.Thread):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         _refuse_without_space(path, entry.nbytes)
         raw = bytearray(min(_CHUNK_NBYTES, entry.nbytes))
-        buffer, zeros = memoryview(raw), memoryview(bytes(len(raw)))
+        buffer = memoryview(raw)
+        zeros = memoryview(bytes(len(raw)))
         crc32 = 0
         with made_whole(path, entry.mtime_ns) as stream:
             stream.truncate(entry.nbytes)
@@ -215,7 +226,8 @@ class _Pull(threading.Thread):
 
     def _refuse_links(self, path: str) -> None:
         """Raise :class:`ConfigError` unless a path leads to where it says, below the folder that has the replicas."""
-        place, folder = os.path.dirname(self._folder), os.path.dirname(path)
+        place = os.path.dirname(self._folder)
+        folder = os.path.dirname(path)
         if os.path.realpath(folder) != os.path.join(os.path.realpath(place), os.path.relpath(folder, place)):
             raise ConfigError("replicate does not follow links", folder, "a folder", "a link", remedy="remove it")
 

@@ -55,7 +55,8 @@ class RetryPolicy:
             self.nodes.look("look for an older checkpoint", lambda: None)
             instead = f"loaded {older.found.tag} instead, {older.why}"
             return replace(older.found, notes=(*self._skipped, instead, *older.notes, *self.nodes.notes))
-        tag, config = self._tag, self._config
+        tag = self._tag
+        config = self._config
 
         def look() -> tuple[CheckpointInfo | None, list[str]]:
             options = (self._prefer_universal, config.trust_pickle, self.is_asked)
@@ -94,17 +95,20 @@ class RetryPolicy:
 
         Raises the same :class:`MismatchError` on every rank if this one would not replace all of them.
         """
-        saved, outcomes = ready.checkpoint.training_state, ready.plan.outcomes
+        saved = ready.checkpoint.training_state
+        outcomes = ready.plan.outcomes
         roles = [key for key in ("random_ltd", "data_sampler") if saved.checkpoint.get(key) is not None]
         roles += [f"{saved.loss_scale and saved.loss_scale.kind} loss scale", *["lr scheduler"] * ready.runs_code]
         restored = {(each.role, name) for each in outcomes if each.what == "restored" for name in each.names or ("",)}
-        before, self._restoring = self._restoring, restored | {(role, "") for role in roles}
+        before = self._restoring
+        self._restoring = restored | {(role, "") for role in roles}
         if self.partly_overwritten:
             with distributed.agree("compare the checkpoint with the damaged one"):
                 if left := before - self._restoring:
                     problem = "an older checkpoint does not replace all that the damaged one has left in the engine"
                     names = errors.listed({" of ".join(filter(None, item)) for item in left})
-                    file, expected = ready.found.folder, "what the damaged checkpoint holds"
+                    file = ready.found.folder
+                    expected = "what the damaged checkpoint holds"
                     remedy = "start the job again, and load this checkpoint by its tag"
                     raise errors.MismatchError(problem, file, expected, parameter=names, remedy=remedy)
 

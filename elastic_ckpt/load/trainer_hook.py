@@ -48,9 +48,13 @@ class _Counter(ElasticSampler):
 
     def __init__(self, trainer: Any, length: int, order: str) -> None:
         super().__init__(length, shuffle=False, num_replicas=1, rank=0)
-        self.begins, self.is_off, self._order = True, False, order
-        self._state, self._batch = trainer.state, int(trainer.get_total_train_batch_size(trainer.args))
-        self._trainer, self._ahead = trainer, steps_ahead(trainer)
+        self.begins = True
+        self.is_off = False
+        self._order = order
+        self._state = trainer.state
+        self._batch = int(trainer.get_total_train_batch_size(trainer.args))
+        self._trainer = trainer
+        self._ahead = steps_ahead(trainer)
 
     def _trained(self) -> Trained:
         # within a step, the engine has trained on its samples already
@@ -88,7 +92,8 @@ def _run_epoch(original: Callable[..., None], trainer: Any, *args: Any, **kwargs
     than it supposes, they follow on its last one.
     """
     call = inspect.signature(original).bind(trainer, *args, **kwargs).arguments
-    epoch, state = call["epoch"], trainer.state
+    epoch = call["epoch"]
+    state = trainer.state
     if epoch == call["epochs_trained"]:  # the first of this run
         call = finish_saved_step(trainer, call)
         setattr(trainer, _COUNTER, _counter_at_start(trainer, call))
@@ -109,7 +114,8 @@ def _run_epoch(original: Callable[..., None], trainer: Any, *args: Any, **kwargs
             trainer.control = trainer.callback_handler.on_epoch_begin(trainer.args, state, trainer.control)
         with _from_sample(trainer, call, each, offset) as changed:
             original(**call | changed | {"epochs_trained": each if counter.begins else -1})
-        counter.begins, is_another = False, True
+        counter.begins = False
+        is_another = True
         if trainer.control.should_training_stop:
             return
         counter.move_to((each + 1) * counter.length)
@@ -120,7 +126,8 @@ def splits_batches() -> bool:
 
     It is found among the callers: nothing else leads from an engine to its Trainer while that makes it.
     """
-    trainer, frame = getattr(sys.modules.get(_TRAINER), "Trainer", None), inspect.currentframe()
+    trainer = getattr(sys.modules.get(_TRAINER), "Trainer", None)
+    frame = inspect.currentframe()
     while trainer is not None and frame is not None:
         if isinstance(caller := frame.f_locals.get("self"), trainer):
             return bool(getattr(getattr(caller, "accelerator", None), "split_batches", False))
@@ -147,7 +154,8 @@ def _batches(trainer: Any, length: int, per_batch: int) -> int:
 
 def _length(trainer: Any, call: dict[str, Any]) -> int | None:
     """Samples of an epoch; ``None`` unless its batches are plain ones of an order that follows from the epoch alone."""
-    loader, accelerator = call["train_dataloader"], trainer.accelerator
+    loader = call["train_dataloader"]
+    accelerator = trainer.accelerator
     batches = _batch_sampler(loader)
     sampler: Any = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler or not hasattr(sampler, "__len__") or not hasattr(loader, "set_epoch"):
@@ -157,7 +165,8 @@ def _length(trainer: Any, call: dict[str, Any]) -> int | None:
     if accelerator.split_batches or not accelerator.even_batches or trainer.get_sp_size() > 1:
         return None
     found = len(sampler), batches.batch_size, batches.drop_last, call["steps_in_epoch"]
-    per_batch, ranks = _per_batch(trainer), trainer.args.world_size // trainer.get_tp_size() // trainer.get_cp_size()
+    per_batch = _per_batch(trainer)
+    ranks = trainer.args.world_size // trainer.get_tp_size() // trainer.get_cp_size()
     expected = found[0], per_batch // ranks, trainer.args.dataloader_drop_last
     is_plain = found == (*expected, _batches(trainer, found[0], per_batch))
     return found[0] if is_plain and call["steps_in_epoch"] else None
@@ -227,7 +236,8 @@ def _looked_at(trainer: Any, call: dict[str, Any]) -> tuple[_Place, str]:
 
 
 def _place(trainer: Any, call: dict[str, Any]) -> tuple[_Place, str]:
-    length, is_resumed = _length(trainer, call), call["resume_from_checkpoint"] is not None
+    length = _length(trainer, call)
+    is_resumed = call["resume_from_checkpoint"] is not None
     order = "" if length is None else _order(_batch_sampler(call["train_dataloader"]).sampler)
     if not is_resumed:
         return _Place(length, order), ""
@@ -271,7 +281,8 @@ def _of_the_trainers_own(trainer: Any, call: dict[str, Any]) -> str:
         return f"{_LEFT}, which goes on by its own count of steps, about {off} samples off" if off else ""
     if (batch := _saved_per_batch(trainer)) is None:
         return ""
-    source, now = trainer.deepspeed.elastic_report.source, _data_ranks(trainer)
+    source = trainer.deepspeed.elastic_report.source
+    now = _data_ranks(trainer)
     then = source.sequence.data_degree(source.partition_degree)
     line = f"; those of the saved run had {batch}" * (batch != _per_batch(trainer))
     if now != then and not _is_in_global_order(loader):
@@ -331,8 +342,10 @@ def _saved_position(trainer: Any, length: int) -> int | None:
 @contextmanager
 def _from_sample(trainer: Any, call: dict[str, Any], epoch: int, offset: int) -> Iterator[dict[str, Any]]:
     """The arguments with which an epoch begins at a sample: the steps before it; the sampler leaves out the rest."""
-    steps, batches = trainer.args.gradient_accumulation_steps, _batch_sampler(call["train_dataloader"])
-    (done, shift), sampler = divmod(offset, _per_batch(trainer) * steps), batches.sampler
+    steps = trainer.args.gradient_accumulation_steps
+    batches = _batch_sampler(call["train_dataloader"])
+    (done, shift) = divmod(offset, _per_batch(trainer) * steps)
+    sampler = batches.sampler
     changed = {"epoch": epoch, "steps_trained_in_current_epoch": done * steps}
     if offset and hasattr(sampler, "set_epoch"):  # what skips batches does not pass it on
         sampler.set_epoch(epoch)

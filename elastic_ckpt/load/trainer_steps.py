@@ -40,7 +40,8 @@ def finish_saved_step(trainer: Any, call: dict[str, Any]) -> dict[str, Any]:
     setattr(trainer, _NEXT_EPOCH, None)
     if call["resume_from_checkpoint"] is None or steps_ahead(trainer) != 1:
         return call
-    state, in_step = trainer.state, trainer.args.gradient_accumulation_steps
+    state = trainer.state
+    in_step = trainer.args.gradient_accumulation_steps
     _step_scheduler(trainer)
     state.epoch = _epoch_after_step(trainer, call)
     state.global_step += 1
@@ -79,7 +80,9 @@ def at_first_epoch(trainer: Any, call: dict[str, Any]) -> dict[str, Any]:
 
 def _step_scheduler(trainer: Any) -> None:
     """Step the Trainer's own scheduler, unless the step was one that overflowed."""
-    scheduler, state, engine = trainer.lr_scheduler, trainer.state, trainer.deepspeed
+    scheduler = trainer.lr_scheduler
+    state = trainer.state
+    engine = trainer.deepspeed
     if isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ in _BY_METRIC:
         return
     taken = getattr(getattr(scheduler, "scheduler", scheduler), "last_epoch", None)
@@ -90,7 +93,8 @@ def _step_scheduler(trainer: Any) -> None:
 
 def _epoch_after_step(trainer: Any, call: dict[str, Any]) -> float:
     """The Trainer's count of epochs after one more step of the saved run, which ends with its epoch."""
-    epoch, report = float(trainer.state.epoch or 0.0), trainer.deepspeed.elastic_report
+    epoch = float(trainer.state.epoch or 0.0)
+    report = trainer.deepspeed.elastic_report
     part = float(trainer.args.gradient_accumulation_steps / max(call["steps_in_epoch"], 1))
     batch = None if report is None or report.batch is None else report.batch.global_batch
     if epoch and batch != trainer.get_total_train_batch_size(trainer.args):  # the mean of its steps tells

@@ -46,7 +46,8 @@ def verify_reads(
     ``everybody`` has the sums of every rank; ``plan`` and ``options`` say what this rank read, and how. Raises the same
     :class:`DamagedError` on every rank if a checksum differs.
     """
-    files, read_nbytes = metadata.files, sum(nbytes for _, nbytes in everybody)
+    files = metadata.files
+    read_nbytes = sum(nbytes for _, nbytes in everybody)
     totals: dict[Key, PartialSum] = {}
     for sums, _ in everybody:
         for key, partial_sum in sums.items():

@@ -111,7 +111,8 @@ def _refuse_other_paths(engine: Any, numel: int) -> None:
     for present, option in each if engine.zero_optimization_stage() == 3 else flat:
         if present:
             expected = f'"{CONFIG_KEY}": {{"align_partitions": 0}}, or ZeRO-3 without that option'
-            problem, found = f'"align_partitions" cannot be used together with {option}', f'"align_partitions": {numel}'
+            problem = f'"align_partitions" cannot be used together with {option}'
+            found = f'"align_partitions": {numel}'
             raise ConfigError(problem, expected=expected, found=found)
 
 
@@ -181,8 +182,10 @@ def _reduce_scatter(original: Callable[..., Any], tensors: Sequence[torch.Tensor
     numel = _numel.get()
     if not numel:
         return original(tensors, group)
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    padded, sizes = [], []
+    world_size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    padded = []
+    sizes = []
     for tensor in tensors:
         size = per_parameter_numel(tensor.numel(), world_size, numel)
         whole = tensor.new_zeros(size * world_size)

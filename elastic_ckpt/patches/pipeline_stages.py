@@ -145,7 +145,8 @@ def partition_weights(weights: Sequence[Fraction | int], num_parts: int) -> list
         ]
     bound = bounds[-1]
     # by number of layers: the least sums of squared weights and of squared layer counts, and minus the last cut
-    best, cuts = {0: (0, 0, 0)}, []
+    best = {0: (0, 0, 0)}
+    cuts = []
     for _ in range(num_parts):
         found = {
             stop: [

@@ -43,7 +43,8 @@ class Resized:
     @property
     def sources(self) -> ShardSources:
         """The saved rows, and the elements of those that no file has."""
-        saved, live = math.prod(self.saved), math.prod(self.live)
+        saved = math.prod(self.saved)
+        live = math.prod(self.live)
         return ShardSources(((0, StridedCopy(0, 0, saved)),), missing=(FlatRange(saved, live),))
 
 
@@ -88,7 +89,8 @@ def keep_added_rows(plan: ReshardPlan, grown: Iterable[Resized]) -> None:
 def _of_other_shapes(metadata: CheckpointMetadata, model: ModelLayout, names: Iterable[str]) -> Iterable[Resized]:
     """What has another shape than in the checkpoint, where neither side has tensor-parallel shards."""
     for name in sorted(names):
-        tensor, live = tensor_of(metadata, name), model.layouts.get(name)
+        tensor = tensor_of(metadata, name)
+        live = model.layouts.get(name)
         if tensor is None or live is None or len(tensor.shard_shapes) != 1 or len(live.shapes) != 1:
             continue
         if tensor.shard_shapes != live.shapes:
@@ -113,7 +115,8 @@ def _refuse_shards(
     """
     found: dict[str, tuple[str, str]] = {}
     for name in sorted(asked):
-        tensor, live = tensor_of(metadata, name), model.layouts.get(name)
+        tensor = tensor_of(metadata, name)
+        live = model.layouts.get(name)
         if tensor is None or live is None or len(tensor.shard_shapes) == len(live.shapes) == 1:
             continue
         if _rows_of(tensor.shard_shapes) & _rows_of(live.shapes):

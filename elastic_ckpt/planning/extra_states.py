@@ -30,7 +30,8 @@ class ExtraStateMatching:
 
 def match_extra_states(metadata: CheckpointMetadata, model: ModelLayout) -> ExtraStateMatching:
     """Match saved and live names, as ``load_state_dict`` of torch does."""
-    saved, live = metadata.extra_states, model.extra_states
+    saved = metadata.extra_states
+    live = model.extra_states
     kept = set(kept_in(saved))
     return ExtraStateMatching(
         restored={name: state for name, state in saved.items() if name in live},

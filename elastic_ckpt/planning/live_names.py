@@ -74,7 +74,8 @@ def _refuse_other_entries(numbered: NumberedStates, live: Sequence[LiveGroup], r
     lost = {saved[name]: numbered.others[saved[name]] for name in saved if name in names}
     if lost:
         problem = "the saved weight of a parameter is no tensor"
-        expected, found = "module / " + listed(lost) + ": what the live model has there", lost[next(iter(lost))]
+        expected = "module / " + listed(lost) + ": what the live model has there"
+        found = lost[next(iter(lost))]
         raise DamagedError(problem, numbered.path, expected, found, parameter=list(lost))
 
 
@@ -159,7 +160,8 @@ def _named_on_rank(names: Sequence[str], experts: ExpertRank) -> tuple[str, ...]
             continue
         parts = [part for part in map(expert_name, run) if part is not None]
         rests = [part.rest for part in parts if part.number == parts[0].number]
-        first, local = experts.rank * experts.local[layer], experts.local[layer]
+        first = experts.rank * experts.local[layer]
+        local = experts.local[layer]
         found += [str(ExpertName(layer, n, rest)) for n in range(first, first + local) for rest in rests]
     return tuple(found)
 
@@ -169,7 +171,8 @@ def _assigned(numbered: NumberedStates, names: Sequence[str]) -> Names | None:
     # as of the Trainer, whose second group has biases and norms; what has no member's shape did not train
     if numbered.is_flat:
         return None
-    left, shapes = [deque(group) for group in numbered.shapes], numbered.weights
+    left = [deque(group) for group in numbered.shapes]
+    shapes = numbered.weights
     saved = Counter(chain.from_iterable(left))
     named = Counter(shapes[name] for name in names if shapes[name] in saved)
     if saved.total() != len(names) and saved != named:
@@ -227,7 +230,9 @@ def align(saved: Sequence[Shape | None], names: Sequence[str], shapes: Mapping[s
     """
     named: list[Shape | None] = [shapes[name] for name in names]
     short, long = sorted((list(saved), named), key=len)
-    first, last = _earliest(short, long), _earliest(short[::-1], long[::-1])  # from behind
+    # from behind
+    first = _earliest(short, long)
+    last = _earliest(short[::-1], long[::-1])
     if first is None or last is None or first != [len(long) - 1 - at for at in reversed(last)]:
         return None
     if len(saved) <= len(names):
@@ -246,7 +251,8 @@ def _earliest(short: Sequence[Shape | None], long: Sequence[Shape | None]) -> li
 def _notes(numbered: NumberedStates, chosen: Members, origin: str) -> tuple[str, ...]:
     proof = "shapes and values agree" if numbered.compared else "shapes agree"
     notes = [f"without ZeRO, DeepSpeed saves optimizer states without names: taken in the order of {origin}; {proof}"]
-    weights, placed = numbered.weights, {name for group in chosen for name in group if name is not None}
+    weights = numbered.weights
+    placed = {name for group in chosen for name in group if name is not None}
     others = weights.keys() - placed - {*numbered.buffers, *numbered.aliases}
     if not numbered.compared and {weights[name] for name in placed} & {weights[name] for name in others}:
         notes.append("some parameters that do not train have the shape of some that do: they must be the same as then")

@@ -64,7 +64,9 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     """
     live = {name for flat in local_state.flats for name in flat.members}
     wholes = {(whole.name, whole.key) for whole in local_state.wholes}
-    trained, frozen, buffers = metadata.parameters, set(metadata.names(FROZEN)), set(metadata.names(BUFFER))
+    trained = metadata.parameters
+    frozen = set(metadata.names(FROZEN))
+    buffers = set(metadata.names(BUFFER))
 
     def is_saved(name: str, key: str) -> bool:
         return name in buffers if key == BUFFER else name in trained or name in frozen
@@ -90,7 +92,8 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     if not metadata.source.frozen_recorded and local_state.model.ties.keys() >= listed_frozen:
         excluded = missing[FROZEN] & {w.name for w in local_state.wholes if w.key == FROZEN and not w.trains}
         missing[FROZEN] -= excluded
-    here, elsewhere = live.union(of_live, (name for name, _ in wholes)), local_state.model.elsewhere
+    here = live.union(of_live, (name for name, _ in wholes))
+    elsewhere = local_state.model.elsewhere
     unexpected = {n for n in chain(trained, frozen, buffers) if n not in elsewhere and n not in here}  # often thousands
     lost = set().union(*missing.values())
     left_out |= of_quantized.keys() & unexpected  # with their weights

@@ -126,7 +126,8 @@ class _Neighbours:
 
     def others(self, name: str, counterpart: str, shape: Shape | None) -> set[tuple[str, str]]:
         """The segments of a name, each with one that would fit the name's counterpart on the other side as well."""
-        own, other = name.split("."), counterpart.split(".")
+        own = name.split(".")
+        other = counterpart.split(".")
         replaced = [each for each in other if each not in own]
         found: set[tuple[str, str]] = set()
         for position, segment in enumerate(own[:-1]):  # the last one is the same on both sides
@@ -190,7 +191,10 @@ def _rule(saved: Sequence[str], live: Sequence[str], matcher: SequenceMatcher[st
     changes = [code for code in matcher.get_opcodes() if code[0] != "equal"]
     if not changes or len(changes) > _MOST_CHANGES:
         return None
-    pattern, new, groups, done = "^", "", 0, 0
+    pattern = "^"
+    new = ""
+    groups = 0
+    done = 0
     for kind, start, stop, new_start, new_stop in changes:
         removed = map(re.escape, saved[start:stop])
         inserted = (each.replace("\\", "\\\\") for each in live[new_start:new_stop])

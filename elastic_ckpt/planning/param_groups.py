@@ -313,13 +313,15 @@ def with_own_values(
             f'"states" names {listed(of_schedule)}, which the restored lr scheduler sets: the first step has the saved '
         )
         note += 'one; with "param_groups": "keep_live", it has what the live scheduler has at the restored step'
-        metadata, named = replace(metadata, notes=(*metadata.notes, note)), named - of_schedule
+        metadata = replace(metadata, notes=(*metadata.notes, note))
+        named = named - of_schedule
     may_be = _RECOMPUTED if local_state.optimizer == SAVED_OPTIMIZER else (local_state.optimizer,)
     recomputed = frozenset(key for optimizer in may_be for key in _RECOMPUTED.get(optimizer, ()))
     anew = recomputed.intersection(chain.from_iterable(states.values())) - fresh
     if not (own or named or anew):
         return metadata, ()
-    file, notes = own_file(metadata, local_state), metadata.notes
+    file = own_file(metadata, local_state)
+    notes = metadata.notes
     left_out = named if file is not None else named | anew
     if file is None:
         _refuse(metadata, "optimizer state", states.values(), left_out)
@@ -375,7 +377,8 @@ def _refuse(
 
 def own_file(metadata: CheckpointMetadata, local_state: LocalState) -> int | None:
     """The file of the rank that owned just what this rank owns, in the same flat tensors; ``None``: there is none."""
-    at, fragments = local_state.model.coordinates, local_state.fragments
+    at = local_state.model.coordinates
+    fragments = local_state.fragments
     if not metadata.source.by_rank:
         return None
 

@@ -66,7 +66,8 @@ class PlanBuilder:
 
     def __post_init__(self) -> None:
         at = self.local_state.model.coordinates
-        self._sharing, self._tp_rank = BroadcastRanges(at.partition_degree, at.partition_rank), at.tp_rank
+        self._sharing = BroadcastRanges(at.partition_degree, at.partition_rank)
+        self._tp_rank = at.tp_rank
 
     def build(self, matching: Matching, states: StateMatching) -> ReadPlan:
         """The plan of everything that is restored.
@@ -78,7 +79,8 @@ class PlanBuilder:
             by_flat[fragment.flat].append(fragment)
         for flat in self.local_state.flats:
             fragments = by_flat[flat.index]
-            link, first = StateLink(LiveState(MASTER, flat.dtype), MASTER), len(self._targets)
+            link = StateLink(LiveState(MASTER, flat.dtype), MASTER)
+            first = len(self._targets)
             self._add_state(flat, link, fragments, [each for each in fragments if each.name in matching.restored])
             stateful = [fragment for fragment in fragments if fragment.name in states.stateful]
             for link in states.links.get(flat.index, ()):
@@ -88,8 +90,10 @@ class PlanBuilder:
         for whole in self.local_state.wholes:
             if (whole.name, whole.key) in matching.wholes:
                 self._add_whole(whole)
-        targets, items = tuple(self._targets), in_file_order(self._items)
-        requantize, shares = tuple(self._requantize_items), tuple(self._sharing.shares)
+        targets = tuple(self._targets)
+        items = in_file_order(self._items)
+        requantize = tuple(self._requantize_items)
+        shares = tuple(self._sharing.shares)
         return ReadPlan(self.metadata.files, targets, items, requantize, shares)
 
     def notes(self) -> Iterator[str]:
@@ -104,7 +108,8 @@ class PlanBuilder:
         self, flat: FlatPartition, link: StateLink, fragments: Sequence[Fragment], restored: Sequence[Fragment]
     ) -> None:
         """Masters or a state of one flat partition; the ``restored`` fragments have it. Both are in flat order."""
-        live, numel = link.live, flat.numel
+        live = link.live
+        numel = flat.numel
         shape: tuple[int, ...] = ()
         restored = restored if link.source else ()
         if live.layout == SCRATCH:
@@ -113,13 +118,16 @@ class PlanBuilder:
             self._add_replicated(flat, live, link.replicated)
             return
         if live.layout == PER_PARAMETER:
-            numel, shape = math.prod(live.shape), live.shape
+            numel = math.prod(live.shape)
+            shape = live.shape
             with_state = [each.name for each in restored] or flat.members  # one without elements has no fragment
             whole = FlatRange(0, numel)
             restored = [Fragment(name, shape, whole, flat.index, 0) for name in with_state if link.source]
         elif live.layout == TOUCHED:
-            names, numels = {each.name for each in restored}, [math.prod(each.shape) for each in fragments]
-            starts, numel = accumulate(numels, initial=0), sum(numels)
+            names = {each.name for each in restored}
+            numels = [math.prod(each.shape) for each in fragments]
+            starts = accumulate(numels, initial=0)
+            numel = sum(numels)
             restored = [  # whole and concatenated
                 replace(each, range=FlatRange(0, own), flat_offset=start)
                 for each, own, start in zip(fragments, numels, starts, strict=False)
@@ -217,11 +225,15 @@ class PlanBuilder:
     def _fill(self, target: TargetTensor, parts: Sequence[FragmentSource], quantized: LiveState | None = None) -> None:
         """Add a target, with that of its scales, and what fills it; ``quantized``: the state, if either side is."""
         live_blocks = None if quantized is None else quantized.blocks
-        number, planes, plane_numel = len(self._targets), target.planes, target.numel // target.planes
+        number = len(self._targets)
+        planes = target.planes
+        plane_numel = target.numel // target.planes
         self._targets.append(replace(target, gaps=gaps_of(parts, planes, plane_numel)))
-        blocks, scales_target = 0, -1
+        blocks = 0
+        scales_target = -1
         if live_blocks is not None:
-            blocks, scales_target = live_blocks.blocks(plane_numel), number + 1
+            blocks = live_blocks.blocks(plane_numel)
+            scales_target = number + 1
             every = (FlatRange(0, planes * blocks),)  # scales of blocks without saved elements
             what = live_blocks.scales, target.flat, "", planes * blocks, SCALE_DTYPE
             self._targets.append(TargetTensor(*what, every, target.replicated, planes=planes))
@@ -232,7 +244,8 @@ class PlanBuilder:
         for plane in range(planes):
             coded: list[ReadItem] = []
             for part in parts:
-                to_target, wanted = part.to_target(plane, plane_numel), part.fragment.range
+                to_target = part.to_target(plane, plane_numel)
+                wanted = part.fragment.range
                 if mine is not None:
                     inside = FlatRange(wanted.start + to_target, wanted.stop + to_target).intersect(mine)
                     if inside is None:
@@ -242,7 +255,8 @@ class PlanBuilder:
                 if quantized is not None:
                     coded += rows_in_order(items)
                 elif part.sources.scale is not None:
-                    start, sources = wanted.start + to_target, rows_in_order(items)
+                    start = wanted.start + to_target
+                    sources = rows_in_order(items)
                     summed = RequantizeItem(number, start, wanted.numel, None, -1, 0, sources, part.sources.scale)
                     self._requantize_items.append(summed)
                 else:  # chunks tile their shard, so that each element is written once
@@ -287,10 +301,13 @@ class PlanBuilder:
 
     def _check_shape(self, part: FragmentSource, planes: int = 1, of_whole: bool = False) -> None:
         """Refuse another shape; and if it is ``of_whole`` parameters, without a shape for each shard, to reshard it."""
-        tensor, name, shape = part.tensor, part.fragment.name, part.fragment.shape
+        tensor = part.tensor
+        name = part.fragment.name
+        shape = part.fragment.shape
         if (name, "") in self.resharding:
             if of_whole:
-                is_grown, what = name in self.added, f"{tensor.key} is of a whole parameter, and cannot be"
+                is_grown = name in self.added
+                what = f"{tensor.key} is of a whole parameter, and cannot be"
                 problem = f"{what} {'extended by rows' if is_grown else 'cut for another tensor-parallel degree'}"
                 both = "a state with one value for each element", f"{tensor.key}, of a shape of its own"
                 its_degree = Remedy("load at the tensor-parallel degree it was saved with", at_saved_topology=True)
@@ -319,7 +336,9 @@ class PlanBuilder:
 
     def _check_values(self, part: FragmentSource, key: str, dtype: str, is_quantized: bool) -> None:
         """Refuse to lose precision; and of a state that is quantized on either side, to sum."""
-        tensor, name, saved = part.tensor, part.fragment.name, part.tensor.dtype
+        tensor = part.tensor
+        name = part.fragment.name
+        saved = part.tensor.dtype
         if is_quantized:
             if part.sources.scale is not None:
                 problem = f"{key} is quantized, and would have to be averaged or added up over ranks"

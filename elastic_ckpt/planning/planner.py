@@ -95,7 +95,8 @@ class Matched:
 def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Matched:
     """Match checkpoint and live engine. Raises :class:`MismatchError` or :class:`DamagedError` if they do not fit."""
     refuse_shared_bytes(metadata)
-    config, model = options.config, local_state.model
+    config = options.config
+    model = local_state.model
     if any(path.endswith(f"/{MASTER}.pt") for path in metadata.states.missing):
         refuse_missing_files(metadata)
     saved = with_own_copies(adopt_wrappers(rename_saved(metadata, config.rename), local_state), model)
@@ -110,7 +111,8 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     others = parameters.names.difference(each.name for each in grown)
     resharding = resolve(metadata, model, others, options.rules, config.replicated_params)
     keep_added_rows(resharding, grown)
-    states, groups = StateMatching(), NO_GROUPS
+    states = StateMatching()
+    groups = NO_GROUPS
     values: tuple[Outcome, ...] = ()
     added = frozenset[str]()
     if options.optimizer_states:
@@ -142,10 +144,16 @@ def plan_load(
     the checkpoint has for this rank: of master weights, states, buffers and frozen weights. Raises
     :class:`MismatchError` if both sides do not fit, :class:`DamagedError` if chunks leave a hole or overlap.
     """
-    found, config = known or match(metadata, local_state, options), options.config
-    metadata, resharding, states = found.metadata, found.resharding, found.states
-    model, names, (sources, hyperparameters) = local_state.model, found.parameters.names, found.groups
-    may_change, added = config.on_change == "warn", frozenset(resharding.added)
+    found = known or match(metadata, local_state, options)
+    config = options.config
+    metadata = found.metadata
+    resharding = found.resharding
+    states = found.states
+    model = local_state.model
+    names = found.parameters.names
+    (sources, hyperparameters) = found.groups
+    may_change = config.on_change == "warn"
+    added = frozenset(resharding.added)
     builder = PlanBuilder(metadata, local_state, resharding.transfers, may_change, added)
     taken = hyperparameters if options.optimizer_states else ()
     replaced = describe_replaced(local_state, taken, options.scheduler)
@@ -270,7 +278,8 @@ def of_first_stage(metadata: CheckpointMetadata, book: ShardingRules, model: Mod
     """
     if not metadata.replicas:
         return frozenset()
-    preset, found = book.preset_for(metadata.run), set()
+    preset = book.preset_for(metadata.run)
+    found = set()
     for saved, name in {metadata.saved_names.get(name, name): name for name, _ in metadata.replicas}.items():
         is_declared = name in model.unsynchronized and metadata.declared.is_of_one_stage(saved)
         is_known = preset is not None and any(re.fullmatch(pattern, saved) for pattern in preset.one_stage)
@@ -291,8 +300,10 @@ def compare_replicas(
 
     ``of_job``: the metadata common to all ranks, before this rank's tied names were changed; ``None`` if unchanged.
     """
-    names, at = frozenset(restored), model.coordinates
-    ranks, rank = at.tp * at.partition_degree, at.tp_rank * at.partition_degree + at.partition_rank
+    names = frozenset(restored)
+    at = model.coordinates
+    ranks = at.tp * at.partition_degree
+    rank = at.tp_rank * at.partition_degree + at.partition_rank
     stateful = names.union(model.names) if with_states else frozenset(model.unsynchronized)
     if at.pp == 1:
         wanted = [*_of_tied(metadata, names, stateful), *_of_stage(metadata, resharding, names, with_states)]
@@ -322,7 +333,8 @@ def _assigned(wanted: Sequence[_Wanted], rank: int, ranks: int) -> Iterator[Repl
                 min(max(-(-(border - base) * numel // (cost * GRAIN_NUMEL)), 0), grains) for border in (first, last)
             )
             if start < stop:
-                start, stop = start * GRAIN_NUMEL, min(stop * GRAIN_NUMEL, numel)
+                start = start * GRAIN_NUMEL
+                stop = min(stop * GRAIN_NUMEL, numel)
                 found = (read_items(*copy, FlatRange(start, stop), to_target=-start) for copy in copies)
                 yield replace(check, numel=stop - start, replicas=tuple(map(rows_in_order, found)), start=start)
         base += cost
@@ -343,7 +355,8 @@ def _wanted_tensors(
 def _of_tied(metadata: CheckpointMetadata, names: frozenset[str], stateful: frozenset[str]) -> Iterator[_Wanted]:
     """Tied weights that were saved on several pipeline stages or under several names: the first with each other one."""
     for tensor in _wanted_tensors(metadata, metadata.replicas.keys() & metadata.tensors.keys(), names, stateful):
-        shards, saved_name = range(len(tensor.shard_shapes)), metadata.saved_names.get(tensor.name, tensor.name)
+        shards = range(len(tensor.shard_shapes))
+        saved_name = metadata.saved_names.get(tensor.name, tensor.name)
         pairs = [(replica, shard) for replica in metadata.replicas[tensor.name, tensor.key] for shard in shards]
         for number, (replica, shard) in enumerate(pairs, 1):
             both = [(each, copied(shard, math.prod(each.shard_shapes[shard]))) for each in (tensor, replica)]
@@ -361,7 +374,8 @@ def _of_stage(
         return
     tensors = (place for place in metadata.tensors if place[0] in concerned)
     for tensor in _wanted_tensors(metadata, tensors, names, names if with_states else frozenset()):
-        name, key = tensor.name, tensor.key
+        name = tensor.name
+        key = tensor.key
         if name in resharding.replicas:
             transfer = resharding.transfers.get((name, ""))
             taken = MEAN if transfer is not None and transfer.scale is not None else FIRST

@@ -82,12 +82,14 @@ def read_items(
             yield from _of_one_row(tensor, shard, copy, base, wanted, target, to_target)
             continue
         for part in clip_target(replace(copy, source=copy.source + base), wanted):
-            start, stop = part.source, part.source + (part.rows - 1) * part.source_stride + part.width
+            start = part.source
+            stop = part.source + (part.rows - 1) * part.source_stride + part.width
             for chunk in tensor.sources[shard].within(start, stop):
                 is_all = chunk.range.start <= start and stop <= chunk.range.stop
                 for inside in (part,) if is_all else clip_source(part, chunk.range):
                     strides = inside.rows, inside.source_stride, inside.target_stride
-                    skipped, target_offset = inside.source - chunk.range.start, inside.target + to_target
+                    skipped = inside.source - chunk.range.start
+                    target_offset = inside.target + to_target
                     yield _item(tensor.dtype, chunk, skipped, target, target_offset, inside.width, strides)
 
 
@@ -95,11 +97,13 @@ def _of_one_row(
     tensor: TensorMetadata, shard: int, copy: StridedCopy, base: int, wanted: FlatRange, target: int, to_target: int
 ) -> Iterator[ReadItem]:
     """The hot path of most plans: a parameter that is not strided."""
-    start, stop = max(wanted.start, copy.target), min(wanted.stop, copy.target + copy.width)
+    start = max(wanted.start, copy.target)
+    stop = min(wanted.stop, copy.target + copy.width)
     if start >= stop:
         return
     to_source = base + copy.source - copy.target
-    source_start, source_stop = start + to_source, stop + to_source
+    source_start = start + to_source
+    source_stop = stop + to_source
     for chunk in tensor.sources[shard].within(source_start, source_stop):
         found = chunk.range
         left = found.start if found.start > source_start else source_start
@@ -154,7 +158,8 @@ def shared_bytes_error(metadata: CheckpointMetadata) -> UnsupportedError | None:
     if nbytes <= most:
         return None
     problem = "tensors have the same bytes of their files, again and again: no save of DeepSpeed writes them so"
-    expected, found = f"at most {most} bytes, of files of {file_nbytes}", f"tensors of {nbytes} bytes"
+    expected = f"at most {most} bytes, of files of {file_nbytes}"
+    found = f"tensors of {nbytes} bytes"
     remedy = "save copies of tensors that are views of one storage"
     return UnsupportedError(problem, metadata.source.folder, expected, found, remedy=remedy)
 
@@ -175,11 +180,15 @@ class BroadcastRanges:
 
     def mine(self, first: int, targets: Sequence[TargetTensor]) -> FlatRange:
         """Assign targets read together, numbered from ``first`` on; returns the range of the first to be read here."""
-        dp, numel, mine = len(self._load_nbytes), targets[0].numel, FlatRange(0, 0)
-        owners, step = range(dp), -(-numel // dp)
+        dp = len(self._load_nbytes)
+        numel = targets[0].numel
+        mine = FlatRange(0, 0)
+        owners = range(dp)
+        step = -(-numel // dp)
         if len(targets) > 1 or numel * ITEMSIZE[targets[0].dtype] <= _SMALL_NBYTES * dp:
             least = self._load_nbytes.index(min(self._load_nbytes))
-            owners, step = range(least, least + 1), max(target.numel for target in targets)
+            owners = range(least, least + 1)
+            step = max(target.numel for target in targets)
         for number, target in enumerate(targets):
             for part, owner in enumerate(owners):
                 elements = FlatRange(min(part * step, target.numel), min((part + 1) * step, target.numel))
@@ -201,9 +210,12 @@ def split_plane(plane: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeI
     rest: list[tuple[int, int]] = []
     step = live.numel
     for item in plane.sources:
-        code, start, stop = item.code, item.target_offset - plane.start, item.target_stop - plane.start
+        code = item.code
+        start = item.target_offset - plane.start
+        stop = item.target_stop - plane.start
         end = live.blocks(stop)
-        begin, whole = live.blocks(start), end if stop == plane.numel else stop // step
+        begin = live.blocks(start)
+        whole = end if stop == plane.numel else stop // step
         in_grid = (
             code is not None
             and (code.format.numel, code.format.codebook) == (step, live.codebook)
@@ -233,9 +245,11 @@ def requantized_blocks(item: RequantizeItem) -> int:
     sources: dict[int, set[tuple[int, int, int]]] = {}
     of_values = (-1, -1, -1)  # and of codes of another codebook
     for source in item.sources:
-        code, start = source.code, source.target_offset
+        code = source.code
+        start = source.target_offset
         while start < source.target_stop:
-            stop, block = source.target_stop, of_values
+            stop = source.target_stop
+            block = of_values
             if code is not None and code.format.codebook == live.codebook:
                 position = code.position + start - source.target_offset
                 number = position // code.format.numel

@@ -60,7 +60,8 @@ def describe_replaced(
 
 def _changed(live: Mapping[str, Any], saved: Mapping[str, Any], known: Set[str]) -> Iterator[tuple[str, str]]:
     for key in sorted(known & live.keys() & saved.keys()):
-        mine, other = _plain(live[key]), _plain(saved[key])
+        mine = _plain(live[key])
+        other = _plain(saved[key])
         if mine is not None and other is not None and mine != other:
             yield key, f"{key} {live[key]} -> {saved[key]}"
 

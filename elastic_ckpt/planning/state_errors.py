@@ -54,7 +54,8 @@ def missing_files(metadata: CheckpointMetadata) -> DamagedError | None:
         return None
     texts = [path + " of " + listed(names) if names else path for path, names in missing.items()]
     expected = NamesText("; ".join(texts), "; ".join(map(whole_text, texts)))
-    (first, names), every = next(iter(missing.items())), sorted({*chain(*missing.values())})
+    (first, names) = next(iter(missing.items()))
+    every = sorted({*chain(*missing.values())})
     are_several = len(missing) > 1 or len(every) > 1
     problem = (
         f"{'files of the universal checkpoint are' if are_several else 'a file of the universal checkpoint is'} missing"

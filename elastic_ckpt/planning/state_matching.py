@@ -95,7 +95,8 @@ class _Matcher:
     scalars: list[Scalars | None] = field(default_factory=list)
 
     def matching(self) -> StateMatching:
-        is_known, parameters = any(flat.states is not None for flat in self.local_state.flats), self.metadata.parameters
+        is_known = any(flat.states is not None for flat in self.local_state.flats)
+        parameters = self.metadata.parameters
         stateful = frozenset(
             name  # what a known optimizer left out, as SGD without momentum, is no state
             for name in self.parameters.restored & self.keys.keys()
@@ -115,7 +116,8 @@ class _Matcher:
                     restored.setdefault(link.live.key, set()).update(members)
         by_key = {key: tuple(sorted(names)) for key, names in sorted(restored.items())}
         layouts = {link.live.key: link.live.layout for links in self.links.values() for link in links}
-        outcomes, notes = tuple(self._outcomes(layouts)), tuple(self._notes(layouts))
+        outcomes = tuple(self._outcomes(layouts))
+        notes = tuple(self._notes(layouts))
         if self.local_state.optimizer == _FUSED_ADAM:
             # without ZeRO it reads the count beside each tensor, and uses only the last one of a group
             flats = list(zip(self.local_state.flats, self.scalars, strict=True))
@@ -140,7 +142,8 @@ class _Matcher:
         return next(map(dict, by_text.values()), None)
 
     def _link(self, flat: FlatPartition, members: Sequence[str]) -> tuple[StateLink, ...]:
-        metadata, local_state = self.metadata, self.local_state
+        metadata = self.metadata
+        local_state = self.local_state
         # a member that lacks one of these is damaged, which shows when its tensor is looked up
         saved = frozenset().union(*(self.keys[name] for name in members))
         if flat.states is None:
@@ -164,7 +167,8 @@ class _Matcher:
                 both = f"states of the live optimizer {local_state.optimizer}", f"states of {saved_optimizer(metadata)}"
                 remedy = Remedy("converts them", config={"convert_optimizer": True}), WITHOUT_STATES
                 raise metadata.error(MismatchError, problem, members, *both, remedy)
-            names, self.converted = dict(renamed), True
+            names = dict(renamed)
+            self.converted = True
         refuse_other_kind(metadata, local_state, flat, members, is_converted)
         fresh = metadata.states.fresh
         shared = {
@@ -179,7 +183,8 @@ class _Matcher:
 
     def _adopted(self, flat: FlatPartition, members: Sequence[str], saved: Iterable[str]) -> tuple[StateLink, ...]:
         """States of an unknown optimizer, as the checkpoint has them: zeros in place of others could undo weights."""
-        metadata, local_state = self.metadata, self.local_state
+        metadata = self.metadata
+        local_state = self.local_state
         if (fresh := sorted(set(flat.members) - set(members))) or metadata.states.fresh:
             problem = f"{local_state.optimizer} is not known, nor what its states start with where none is saved"
             found = "none" if fresh else f'"fresh" in "states": {listed(metadata.states.fresh)}'
@@ -188,7 +193,8 @@ class _Matcher:
         links = []
         for key in sorted(saved):
             name = next(name for name in members if (name, key) in metadata.tensors)
-            tensor, shape = metadata.tensors[name, key], metadata.parameters[name].shape
+            tensor = metadata.tensors[name, key]
+            shape = metadata.parameters[name].shape
             if tensor.is_quantized:
                 raise self._other_states(flat, members, saved)
             if tensor.has_own_shape and (local_state.zero_stage > 0 or len(flat.members) > 1):
@@ -241,11 +247,13 @@ class _Matcher:
         unused = {key for key, value in values.items() if value is None}
         for key in (values.keys() & flat.scalars) - unused:
             if not all(map(isfinite, numbers(values[key]) or (nan,))):
-                problem, found = f"{key!r} of these parameters is not a finite number", str(values[key])[:100]
+                problem = f"{key!r} of these parameters is not a finite number"
+                found = str(values[key])[:100]
                 raise self.metadata.error(DamagedError, problem, flat.members, "a count or a factor", found, RESTORE)
         if set(values) - unused == set(flat.scalars):
             return
-        parameters, states = self.metadata.parameters, [live.key for live in flat.states or ()]
+        parameters = self.metadata.parameters
+        states = [live.key for live in flat.states or ()]
         if {key for saved in parameters.values() for key, _ in saved.scalars} != set(flat.scalars):
             raise self._other_states(flat, [name for name in flat.members if name in parameters], states)
         problem = "the checkpoint holds states of these parameters, but not all of their scalar states"
@@ -254,7 +262,8 @@ class _Matcher:
 
     def _outcomes(self, layouts: Mapping[str, str]) -> Iterator[Outcome]:
         """States that start fresh, by reason, and saved ones that the live optimizer lacks."""
-        metadata, restored = self.metadata, self.parameters.restored
+        metadata = self.metadata
+        restored = self.parameters.restored
         fresh: dict[str, set[str]] = {}
         untied = untied_parameters(metadata, (name for flat in self.local_state.flats for name in flat.members))
         for flat, values in zip(self.local_state.flats, self.scalars, strict=True):
@@ -282,7 +291,8 @@ class _Matcher:
                 yield Outcome(key, "ignored", (), "the live optimizer keeps no such state")
 
     def _notes(self, layouts: Mapping[str, str]) -> Iterator[str]:
-        metadata, local_state = self.metadata, self.local_state
+        metadata = self.metadata
+        local_state = self.local_state
         if self.converted:
             yield f"optimizer states converted from {saved_optimizer(metadata)} to {local_state.optimizer}"
         if any(flat.states is None for flat in local_state.flats if flat.index in self.links):

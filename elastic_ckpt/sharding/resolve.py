@@ -60,14 +60,18 @@ def resolve(
     Raises :class:`MismatchError` if a layout is unknown, or a rule contradicts the shapes; ``errors`` collects these by
     name instead.
     """
-    names, plan, at = sorted(names), ReshardPlan(), model.coordinates
+    names = sorted(names)
+    plan = ReshardPlan()
+    at = model.coordinates
     refuse_other_code(metadata, model, names, rules)
     shardings: Shardings | None = None
     for name in names:
-        tensor, live = tensor_of(metadata, name), model.layouts.get(name)
+        tensor = tensor_of(metadata, name)
+        live = model.layouts.get(name)
         if tensor is None or (live is None and len(tensor.shard_shapes) == at.tp):
             continue
-        live, shapes = live or LiveShards(()), tensor.shard_shapes
+        live = live or LiveShards(())
+        shapes = tensor.shard_shapes
         is_resharded = len(shapes) != len(live.shapes)
         if not is_resharded and shapes != live.shapes:
             rule = rules.of_user(name, metadata.saved_names.get(name, name), metadata.run)
@@ -82,7 +86,8 @@ def resolve(
 
 def _add(plan: ReshardPlan, sharding: Sharding, tp_rank: int, policy: str) -> None:
     """Resolve one parameter or buffer. Raises :class:`CannotSplit` for what contradicts its spec."""
-    chosen, name = sharding.chosen, sharding.name
+    chosen = sharding.chosen
+    name = sharding.name
     if (objection := sharding.objection()) is not None:
         raise sharding.contradiction(objection)
     source, target, is_recorded = sharding.layouts()
@@ -119,7 +124,9 @@ def _of_replicated(
     plan: ReshardPlan, sharding: Sharding, kind: str, layouts: tuple[TPLayout, TPLayout], tp_rank: int, policy: str
 ) -> ShardSources:
     source, target = layouts
-    name, numel, shards = sharding.name, math.prod(target.shape), source.degree
+    name = sharding.name
+    numel = math.prod(target.shape)
+    shards = source.degree
     if kind == SUMMED:
         # the value is the sum of the ranks' shares; gradient and moments of a share are those of the sum
         plan.transfers[name, MASTER] = plan.transfers[name, FROZEN] = blended(shards, numel, 1 / target.degree)

@@ -48,7 +48,8 @@ class Preset(BaseModel):
     @classmethod
     def load(cls, name: str) -> Preset:
         """Load a shipped preset by name, or any by its ``.json`` path; :class:`ConfigError` if absent or malformed."""
-        is_path, names = name.endswith(".json"), cls.names()
+        is_path = name.endswith(".json")
+        names = cls.names()
         if not is_path and name not in names:
             expected = f"one of {', '.join(names)}, or the path of a JSON file"
             remedy = [Remedy(config={"tp_preset": each}) for each in get_close_matches(name, names, n=1)]
@@ -166,7 +167,8 @@ def _by_preset(preset: Preset | None, sharding: Sharding, is_recognized: bool = 
     """A preset's rules may depend on what shapes prove, as on the run's arguments."""
     if preset is None:
         return None
-    by_shapes, by_live = sharding.checkpoint.shapes.proven(sharding.name), sharding.checkpoint.by_live
+    by_shapes = sharding.checkpoint.shapes.proven(sharding.name)
+    by_live = sharding.checkpoint.by_live
     known = {**sharding.metadata.run, **by_shapes}
     if (rule := preset.rule(sharding.saved_name, known)) is None:
         return None
@@ -189,7 +191,8 @@ def refuse_other_code(
 
     Shapes are equal then. Rules and presets of the user's settle it.
     """
-    saved, live = recognized(metadata.run), recognized(model.run)
+    saved = recognized(metadata.run)
+    live = recognized(model.run)
     if saved is None or live is None or saved.name == live.name or rules.preset is not None:
         return
     for name in names:
@@ -220,7 +223,8 @@ def _by_live_parameter(sharding: Sharding) -> ShardSpec | None:
 
 def _by_shapes(sharding: Sharding) -> ShardSpec | None:
     """Equal shards are replicated; else the sharded dimension is the only one that sums to the same on both sides."""
-    saved, live = sharding.shapes, sharding.live.shapes
+    saved = sharding.shapes
+    live = sharding.live.shapes
     if len({*saved, *live}) == 1:
         if len(saved) == 1 and len(saved[0]) > 1 and is_vocabulary(sharding.name):
             return None  # as large on each of several ranks as on one: it may be a padded vocabulary
@@ -241,7 +245,8 @@ def _spec(
     sharding: Sharding, kind: Kind, origin: str, dim: int | None = None, parts: list[int] | None = None
 ) -> ShardSpec:
     """Of one parameter, not validated: for every parameter, that would dominate planning time."""
-    kind, pattern = ROW if kind == COLUMN and dim == 1 else kind, re.escape(sharding.name)
+    kind = ROW if kind == COLUMN and dim == 1 else kind
+    pattern = re.escape(sharding.name)
     return ShardSpec.model_construct(pattern=pattern, kind=kind, dim=dim, sub_parameters=parts, origin=origin)
 
 
@@ -274,7 +279,8 @@ class ModelShapes:
 
     def proven(self, name: str) -> dict[str, bool]:
         """What shapes prove of a parameter that may be fused: whether with a gate, and from fewer key-value heads."""
-        factor, widths = self._gate_factor(name), self.qkv_widths(name) if _QKV.search(name) else None
+        factor = self._gate_factor(name)
+        widths = self.qkv_widths(name) if _QKV.search(name) else None
         gated = {"gated": factor == 2} if factor in (1, 2) else {}
         return gated | ({"fewer_kv_heads": widths[0] != widths[1]} if widths else {})
 
@@ -298,7 +304,8 @@ class ModelShapes:
         """What contradicts a spec, or ``None``. A user's may state what shapes do not show."""
         if spec.is_replicated or spec.is_ambiguous:
             return None
-        parts, factor = spec.sub_parameters, self._gate_factor(name)
+        parts = spec.sub_parameters
+        factor = self._gate_factor(name)
         if factor == 2 and parts is None and spec.origin != USER:
             return "it has twice as many rows as its counterpart has columns, so a gate is fused into it"
         if factor == 1 and parts is not None and spec.origin != USER:
@@ -316,10 +323,12 @@ class ModelShapes:
         for wide, narrow in _COUNTERPARTS:
             if wide in name:
                 counterpart = name.rpartition(".")[0].replace(wide, narrow) + ".weight"
-                up, down = tensor_of(self._metadata, name), tensor_of(self._metadata, counterpart)
+                up = tensor_of(self._metadata, name)
+                down = tensor_of(self._metadata, counterpart)
                 if up is None or down is None or down is up or any(len(shape) < 2 for shape in down.shard_shapes):
                     continue
-                rows, columns = _total(up.shard_shapes, 0), _total(down.shard_shapes, 1)
+                rows = _total(up.shard_shapes, 0)
+                columns = _total(down.shard_shapes, 1)
                 return rows // columns if columns and rows % columns == 0 else None
         return None
 
@@ -332,7 +341,8 @@ class ModelShapes:
         weight = self._matrix(name)
         if not _module(name) or weight is None:  # layers at the root are unrelated
             return 0, 0
-        rows, (first_rows, columns) = _total(weight.shard_shapes, 0), weight.shard_shapes[0]
+        rows = _total(weight.shard_shapes, 0)
+        (first_rows, columns) = weight.shard_shapes[0]
         others = self._columns.get((_module(name), columns), Counter())
         if first_rows == columns and weight.key in (MASTER, FROZEN):
             others = others - Counter([_total(weight.shard_shapes, 1)])  # it is not its own counterpart

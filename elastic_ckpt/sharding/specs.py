@@ -33,9 +33,12 @@ class Sharding:
     """How one parameter or buffer is sharded, saved and live; without a live model, the latter has no shapes."""
 
     def __init__(self, checkpoint: Shardings, tensor: TensorMetadata, live: LiveShards | None) -> None:
-        self.checkpoint, self.metadata, self.tensor = checkpoint, checkpoint.metadata, tensor
+        self.checkpoint = checkpoint
+        self.metadata = checkpoint.metadata
+        self.tensor = tensor
         self.live = live or LiveShards(())
-        self.name, self.shapes = tensor.name, tensor.shard_shapes
+        self.name = tensor.name
+        self.shapes = tensor.shard_shapes
         self.saved_name = self.metadata.saved_names.get(self.name, self.name)  # another if tied or renamed
         self.is_fused = checkpoint.shapes.is_fused(self.name, self.saved_name)
         self.specs: Sequence[ShardSpec] = ()  # all that is said of it, by precedence
@@ -64,7 +67,8 @@ class Sharding:
 
         Raises :class:`CannotSplit` if one contradicts the shapes.
         """
-        by_user, is_alone = self.chosen is not None and self.chosen.origin == USER, len(self.shapes) == 1
+        by_user = self.chosen is not None and self.chosen.origin == USER
+        is_alone = len(self.shapes) == 1
         recorded = None if is_alone or by_user else self.metadata.declared.layout(self.saved_name, self.shapes)
         live = None if by_user else self.live.layout
         cut = [layout.dim for layout in (recorded, live) if layout is not None and not layout.is_replicated]
@@ -95,7 +99,8 @@ class Sharding:
 
     def undecided(self, others: Sequence[Sharding] = ()) -> MismatchError:
         """Nothing says how it is sharded, nor how ``others`` are."""
-        pattern, said = re.escape(self.name), next((each for each in self.specs if each.is_ambiguous), None)
+        pattern = re.escape(self.name)
+        said = next((each for each in self.specs if each.is_ambiguous), None)
         similar = Counter(_NUMBER.sub("#", each.name) for each in (self, *others))
         first = {_NUMBER.sub("#", each.name): each.name for each in (*reversed(others), self)}
         names = [first[like] + f" and {count - 1} like it" * (count > 1) for like, count in similar.items()]
@@ -119,7 +124,9 @@ class Sharding:
 
     def contradiction(self, why: object, is_recorded: bool = False) -> MismatchError:
         """The chosen spec, or the recorded layout, does not fit the shapes."""
-        chosen, saved, live = None if is_recorded else self.chosen, self.shapes, self.live.shapes
+        chosen = None if is_recorded else self.chosen
+        saved = self.shapes
+        live = self.live.shapes
         rests = {shape[1:] for shape in (*saved, *live)}
         rows = [sum((*shape, 1)[0] for shape in side) for side in (saved, live)]
         may_be_padded = len(rests) == 1 and rows[0] != rows[1]
@@ -181,14 +188,16 @@ class Sharding:
     def shard_of(self, tp: int) -> Shape | None:
         """The shape of its shard on each of ``tp`` ranks; ``None``: nothing says how it is sharded."""
         source, _, is_recorded = self.layouts()
-        spec, shape = None if is_recorded else self.chosen, self.shapes[0]
+        spec = None if is_recorded else self.chosen
+        shape = self.shapes[0]
         if spec is None and not is_recorded and (self.tensor.key == BUFFER or len(shape) < 2):
             return shape
         if source is None or (spec is None and not is_recorded):
             return None
         if source.is_replicated if spec is None else spec.is_replicated:
             return shape
-        dim, size = source.dim, source.shape[source.dim]
+        dim = source.dim
+        size = source.shape[source.dim]
         if spec is not None and spec.cut_dim != dim:
             raise CannotSplit(f"sharded along dimension {spec.cut_dim}, but its shape is {shape}")
         if self.chosen is not None and self.chosen.kind == VOCABULARY:
@@ -208,7 +217,10 @@ class Shardings:
     def __init__(
         self, metadata: CheckpointMetadata, rules: ShardingRules, live: Mapping[str, Any] | None = None
     ) -> None:
-        self.rules, self.preset, live, saved = rules, rules.preset_for(metadata.run), live or {}, metadata.run
+        self.rules = rules
+        self.preset = rules.preset_for(metadata.run)
+        live = live or {}
+        saved = metadata.run
         unsaved = () if self.preset is None else self.preset.unsaved
         self.by_live = {key: live[key] for key in unsaved if key in live}  # which only the live run gives
         if other := [key for key, value in self.by_live.items() if key in saved and saved[key] != value]:

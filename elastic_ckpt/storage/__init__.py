@@ -74,7 +74,9 @@ class PartStream(io.RawIOBase):
     """So many bytes, which ``read`` puts into memory from an offset on, as a raw stream."""
 
     def __init__(self, read: Callable[[memoryview, int], int], nbytes: int) -> None:
-        self._read, self._nbytes, self._at = read, nbytes, 0
+        self._read = read
+        self._nbytes = nbytes
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -110,7 +112,8 @@ def seen_through(view: FolderView | None) -> Iterator[None]:
 
 def inherited() -> tuple[Callable[[], None], tuple[()]]:
     """Initializer and arguments for a pool of threads that read as this context does."""
-    view, pins = VIEW.get(), local.PINS.get()
+    view = VIEW.get()
+    pins = local.PINS.get()
 
     def inherit() -> None:
         VIEW.set(view)

@@ -23,7 +23,8 @@ def content_digest(ranges: Ranges, nbytes: int) -> bytes:
     still one; else all of a small file, or both ends of a large one, of which bytes in the middle go unnoticed. Closes
     the file.
     """
-    digest, buffer = blake2b(nbytes.to_bytes(8, "big"), digest_size=DIGEST_NBYTES), bytearray(_CHUNK_NBYTES)
+    digest = blake2b(nbytes.to_bytes(8, "big"), digest_size=DIGEST_NBYTES)
+    buffer = bytearray(_CHUNK_NBYTES)
 
     def chunks(start: int, part_nbytes: int) -> Iterator[memoryview]:
         while start < nbytes and part_nbytes:
@@ -31,10 +32,12 @@ def content_digest(ranges: Ranges, nbytes: int) -> bytes:
             if not count:
                 return
             yield memoryview(buffer)[:count]
-            start, part_nbytes = start + count, part_nbytes - count
+            start = start + count
+            part_nbytes = part_nbytes - count
 
     try:
-        parts, end = [(0, nbytes)], max(nbytes - _END_NBYTES, 0)
+        parts = [(0, nbytes)]
+        end = max(nbytes - _END_NBYTES, 0)
         start, directory_nbytes = _zip_directory(b"".join(chunks(end, _END_NBYTES)))
         if directory_nbytes and any(b"".join(chunks(start + _CRC32_AT, _CRC32_NBYTES))):
             parts = [(start, directory_nbytes)]

@@ -132,7 +132,8 @@ class LocalRanges:
     """A file of which ``preadv`` reads ranges."""
 
     def __init__(self, path: str) -> None:
-        self._path, self._descriptor = path, open_descriptor(path)
+        self._path = path
+        self._descriptor = open_descriptor(path)
 
     def read(self, buffers: Sequence[memoryview], byte_offset: int) -> int:
         """Fill buffers in order; the kernel may fill fewer than are given."""
@@ -173,7 +174,8 @@ def named_os_errors(path: str, what: str = "file") -> Iterator[None]:
         if error.errno not in _MISSING:
             raise _unusable(path, f"{type(error).__name__}: {error.strerror}", what) from error
         found = "a link to what is not there" if os.path.islink(path) else f"no such {what}"
-        problem, expected = f"a {what} of the checkpoint is missing", f"a {what}, visible on every rank"
+        problem = f"a {what} of the checkpoint is missing"
+        expected = f"a {what}, visible on every rank"
         remedy = Remedy("restore it"), ANOTHER_TAG, Remedy("put the checkpoint on storage that all nodes share")
         raise DamagedError(problem, path, expected, found, remedy=remedy) from error
     except ValueError as error:  # a null character in a name, or text that is not UTF-8

@@ -96,7 +96,9 @@ class FileServer:
         self._listener = socket.create_server((host, 0), family=family, backlog=_QUEUED)
         self._listener.settimeout(1)  # to look for strangers whose time is over
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self.secret, self.files, self.pins = secret, tuple(files), PINS.get()
+        self.secret = secret
+        self.files = tuple(files)
+        self.pins = PINS.get()
         self._services: list[_Service] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="elastic_ckpt file server", daemon=True)
@@ -135,7 +137,8 @@ class _Service(threading.Thread):
 
     def __init__(self, server: FileServer, connection: socket.socket) -> None:
         super().__init__(name="elastic_ckpt file service", daemon=True)
-        self._server, self.connection = server, connection
+        self._server = server
+        self.connection = connection
         self.deadline = time.monotonic() + PROOF_SECONDS  # of a stranger
 
     def run(self) -> None:
@@ -148,7 +151,8 @@ class _Service(threading.Thread):
             _set_timeouts(self.connection, 0, _PROGRESS_SECONDS)
             while True:
                 _receive(self.connection, [memoryview(request)])
-                status, words = 0, b""
+                status = 0
+                words = b""
                 try:
                     self._answer(*REQUEST.unpack(request))
                 except _REFUSALS as error:
@@ -186,7 +190,8 @@ class _Service(threading.Thread):
                     count = os.sendfile(self.connection.fileno(), descriptor, byte_offset, nbytes)
                     if not count:
                         raise OSError(0, "end of file")
-                    byte_offset, nbytes = byte_offset + count, nbytes - count
+                    byte_offset = byte_offset + count
+                    nbytes = nbytes - count
             see(path, os.fstat(descriptor))  # it may have been rewritten in the meantime
         finally:
             self.connection.sendall(bytes(nbytes))
@@ -199,7 +204,8 @@ def _sum(descriptor: int, byte_offset: int, nbytes: int, crc32: int) -> bytes:
         chunk = os.pread(descriptor, min(stop - byte_offset, _CHUNK_NBYTES), byte_offset)
         if not chunk:
             raise OSError(0, "end of file")
-        crc32, byte_offset = isal_zlib.crc32(chunk, crc32), byte_offset + len(chunk)
+        crc32 = isal_zlib.crc32(chunk, crc32)
+        byte_offset = byte_offset + len(chunk)
     return crc32.to_bytes(_CRC32_NBYTES, "big")
 
 
@@ -212,7 +218,8 @@ class Peers:
 
     def __init__(self, secret: bytes, addresses: Sequence[tuple[str, int]]) -> None:
         """``addresses``: of each server, which is known by its number."""
-        self._secret, self._addresses = secret, tuple(addresses)
+        self._secret = secret
+        self._addresses = tuple(addresses)
         self._connections: dict[tuple[int, int], socket.socket] = {}  # by thread and server
 
     def read_into(self, server: int, file: int, buffers: Sequence[memoryview], byte_offset: int) -> int:
@@ -222,7 +229,9 @@ class Peers:
 
     def crc32(self, server: int, file: int, byte_offset: int, nbytes: int) -> int:
         """CRC32 of a range, which the server computes; :class:`DamagedError` if the file ends before the range does."""
-        crc32, answer, stop = 0, bytearray(_CRC32_NBYTES), byte_offset + nbytes
+        crc32 = 0
+        answer = bytearray(_CRC32_NBYTES)
+        stop = byte_offset + nbytes
         for start in range(byte_offset, stop, REQUEST_NBYTES) or [byte_offset]:  # of nothing, too, if it is a file
             self._ask(server, [memoryview(answer)], SUM, file, start, min(stop - start, REQUEST_NBYTES), crc32)
             crc32 = int.from_bytes(answer, "big")
@@ -240,7 +249,8 @@ class Peers:
             self._connections.popitem()[1].close()
 
     def _ask(self, server: int, buffers: Sequence[memoryview], *request: int) -> int:
-        key, address = (threading.get_ident(), server), self._addresses[server]
+        key = (threading.get_ident(), server)
+        address = self._addresses[server]
         with ExitStack() as stack:
             try:
                 known = self._connections.pop(key, None)  # until it has answered: a half answer makes it useless
@@ -266,7 +276,9 @@ class Peers:
 
 def _receive_answer(connection: socket.socket, buffers: Sequence[memoryview], is_whole: bool) -> int:
     """The number of bytes that the server put in the buffers, in all of them if ``is_whole``; its refusal is raised."""
-    header, count, most_nbytes = memoryview(bytearray(HEADER.size)), 0, sum(map(len, buffers))
+    header = memoryview(bytearray(HEADER.size))
+    count = 0
+    most_nbytes = sum(map(len, buffers))
     _receive(connection, [header])
     status, nbytes = HEADER.unpack(header)
     if not status:

@@ -78,8 +78,10 @@ class RemoteFolder:
             problem = "reading from an object store needs obstore"
             remedy = Remedy(command=("pip", "install", "elastic_ckpt[remote]"))
             raise ConfigError(problem, url, remedy=remedy) from error
-        self.url, self._prefix = url, unquote(parts.path).strip("/")
-        self.requests, self._lock = Requests(), threading.Lock()
+        self.url = url
+        self._prefix = unquote(parts.path).strip("/")
+        self.requests = Requests()
+        self._lock = threading.Lock()
         retry = {"max_retries": 0, "retry_timeout": timedelta(0)}
 
         def open_with(given: Mapping[str, Any]) -> Any:
@@ -162,7 +164,8 @@ class RemoteFolder:
 
     def _entry(self, name: str, meta: Mapping[str, Any]) -> Entry:
         if (version := meta["e_tag"]) is None:
-            problem, remedy = "this server gives its files no version", "take one that sends an ETag with each file"
+            problem = "this server gives its files no version"
+            remedy = "take one that sends an ETag with each file"
             expected = "an ETag, without which a file that is overwritten during the load goes unnoticed"
             raise ConfigError(problem, f"{self.url}/{name}", expected, remedy=remedy)
         return Entry(name, meta["size"], int(meta["last_modified"].timestamp() * 1e9), version)
@@ -184,10 +187,12 @@ class RemoteFolder:
                 raise PreconditionError(f"the version {version}, where {entry.version} was asked for")
             if answer.range != (start, stop):
                 raise GenericError(f"bytes {answer.range} came, where {(start, stop)} were asked for")
-            raw, count = memoryview(bytearray(stop - start)), 0
+            raw = memoryview(bytearray(stop - start))
+            count = 0
             for part in answer.stream(min_chunk_size=_PART_NBYTES):  # its end is the server's to choose
                 if count + len(part) > len(raw):
-                    problem, remedy = "the object store sends more bytes than it was asked for", "look at its endpoint"
+                    problem = "the object store sends more bytes than it was asked for"
+                    remedy = "look at its endpoint"
                     both = f"{len(raw)} bytes from byte {start} on", f"{count + len(part)} and more"
                     raise ElasticCkptError(problem, url, *both, remedy=remedy)
                 raw[count : count + len(part)] = part
@@ -227,7 +232,8 @@ class RemoteRanges:
     """One version of an object, of which ranges are read."""
 
     def __init__(self, folder: RemoteFolder, entry: Entry) -> None:
-        self._folder, self._entry = folder, entry
+        self._folder = folder
+        self._entry = entry
 
     def read(self, buffers: Sequence[memoryview], byte_offset: int) -> int:
         """Fill buffers in order with what one request brings; 0 at the end of the object."""
@@ -268,7 +274,8 @@ def _parts_of(url: str) -> SplitResult:
         parts = urlsplit(url)
         if parts.netloc and not (parts.username or parts.password or parts.query or parts.fragment):
             return parts
-    problem, expected = "this URL is not that of a folder in an object store", "s3://bucket/run, say"
+    problem = "this URL is not that of a folder in an object store"
+    expected = "s3://bucket/run, say"
     remedy = 'give keys and signatures by the environment, or under "storage_options"; of a name, write # and ? as '
     found = "one without a bucket, or with keys, a query or a fragment"
     raise ConfigError(problem, f"{url.partition('://')[0]}://...", expected, found, remedy=f"{remedy}%23 and %3F")
@@ -326,38 +333,46 @@ def _raise_named(error: BaseException, url: str, found: str) -> NoReturn:
     from obstore import exceptions as known  # noqa: PLC0415
 
     if isinstance(error, FileNotFoundError):
-        problem, ways = "an object of the checkpoint is gone", (Remedy("load again"), ANOTHER_TAG)
+        problem = "an object of the checkpoint is gone"
+        ways = (Remedy("load again"), ANOTHER_TAG)
         raise SavedOverError(problem, url, "the object that was listed", "none", remedy=ways) from None
     if isinstance(error, known.PreconditionError):
         problem = "the checkpoint was saved over while it was being loaded"
         remedy = "load again once that save has ended; a tag of its own for each save avoids it"
         raise SavedOverError(problem, url, "the version that was listed", "another one", remedy=remedy) from None
     if isinstance(error, known.InvalidPathError) or "Could not parse path" in found:  # a//b, a/../b, control characters
-        problem, ways = "an object has a name that cannot be read", (Remedy("rename or remove it"), ANOTHER_TAG)
+        problem = "an object has a name that cannot be read"
+        ways = (Remedy("rename or remove it"), ANOTHER_TAG)
         raise ConfigError(problem, url, found=found, remedy=ways) from None
     if isinstance(error, ValueError) and _NO_DATE.search(found):  # of one in the listing, and which is not told
-        problem, expected = "an object has a date that cannot be read", "one of the years 1 to 9999"
+        problem = "an object has a date that cannot be read"
+        expected = "one of the years 1 to 9999"
         ways = Remedy("upload anew what has it"), ANOTHER_TAG
         raise DamagedError(problem, url, expected, found, remedy=ways) from None
     if not isinstance(error, known.BaseError) or "builder error" in found:  # a panic, say
-        problem, expected = "no request can be made of this URL and the options", "an endpoint: http://minio:9000"
+        problem = "no request can be made of this URL and the options"
+        expected = "an endpoint: http://minio:9000"
         remedy = 'look for spaces and line breaks in endpoint and keys; http:// needs {"allow_http": true} under '
         remedy += '"client_options" of "storage_options"'
         raise ConfigError(problem, url, expected, found, remedy=remedy) from None
     if "NoSuchBucket" in found or "ContainerNotFound" in found or "bucket does not exist" in found:
         raise NotFoundError("there is no such bucket", url, "the name of a bucket", found) from None
     if _OTHER_REGION.search(found):
-        problem, expected = "the bucket is in another region", 'its own in AWS_REGION, or as "region"'
+        problem = "the bucket is in another region"
+        expected = 'its own in AWS_REGION, or as "region"'
         raise ConfigError(problem, url, f'{expected} under "storage_options"', found) from None
     if _NO_CREDENTIALS.search(found):
-        problem, expected = "there are no credentials for this object store", "some in the environment"
+        problem = "there are no credentials for this object store"
+        expected = "some in the environment"
         remedy = "set AWS_ACCESS_KEY_ID and the like (profiles of ~/.aws are not read), or AWS_SKIP_SIGNATURE=true for "
         raise ConfigError(problem, url, expected, found, remedy=f"{remedy}a public bucket") from None
     if isinstance(error, (known.PermissionDeniedError, known.UnauthenticatedError)) or _EXPIRED.search(found):
-        problem, expected = "the object store does not let this job read", "credentials that may list and read there"
+        problem = "the object store does not let this job read"
+        expected = "credentials that may list and read there"
         remedy = "set those of the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_... )"
         raise ConfigError(problem, url, expected, found, remedy=remedy) from None
-    problem, remedy = "the object store does not answer as it should", "load again once it does; look at its endpoint"
+    problem = "the object store does not answer as it should"
+    remedy = "load again once it does; look at its endpoint"
     if isinstance(error, Exception) and not _is_passing(error):
         remedy = "look at the URL and its endpoint: https:// is for servers of WebDAV, s3:// and the like for stores"
     # no CommunicationError, after which ranks take part in no collective any more

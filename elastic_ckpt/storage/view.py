@@ -127,10 +127,15 @@ class FolderView(Store):
         in_order: bool = True,
     ) -> None:
         self.outer = VIEW.get()  # in which paths elsewhere are looked up
-        self.root, self._listings, self._mine, self._peers = root, listings, mine, peers
+        self.root = root
+        self._listings = listings
+        self._mine = mine
+        self._peers = peers
         self.notes: list[str] = []  # what a user should know of the files that were opened so far
         self.copies: dict[str, list[Copy]] = {}  # of each file, by preference
-        self._choices, self._remotes, self._in_order = choices or {}, remotes or {}, in_order
+        self._choices = choices or {}
+        self._remotes = remotes or {}
+        self._in_order = in_order
         self._names: dict[str, dict[str, bool]] = {"": {}}  # by folder: each name in it, and whether that is a folder
         self._chosen: dict[str, Copy] = {}
         self._digests: dict[Copy, bytes] = {}
@@ -153,7 +158,8 @@ class FolderView(Store):
         folder, base = os.path.split(name)
         while folder not in self._names:  # and those above it, up to the root
             self._names[folder] = {base: is_folder}
-            (folder, base), is_folder = os.path.split(folder), True
+            (folder, base) = os.path.split(folder)
+            is_folder = True
         self._names[folder].setdefault(base, is_folder)
 
     def name_of(self, path: str) -> str | None:
@@ -264,7 +270,8 @@ class FolderView(Store):
 
     def _missing(self, path: str) -> DamagedError:
         places = (f"{', '.join(each.folders)}{f' on {each.node}' if each.node else ''}" for each in self._listings)
-        problem, expected = "a file of the checkpoint is missing", "a file in one of these folders: " + listed(places)
+        problem = "a file of the checkpoint is missing"
+        expected = "a file in one of these folders: " + listed(places)
         remedy = "add the node or the folder that has it, or take another tag"
         found = "; ".join(("no such file in any of them", *self._unreadable()))
         return DamagedError(problem, path, expected, found, remedy=remedy)
@@ -329,7 +336,8 @@ class _PeerRanges:
     """A file on another node."""
 
     def __init__(self, view: FolderView, copy: Copy) -> None:
-        self._view, self._copy = view, copy
+        self._view = view
+        self._copy = copy
 
     def read(self, buffers: Sequence[memoryview], byte_offset: int) -> int:
         return self._view.read_from(self._copy, buffers, byte_offset)

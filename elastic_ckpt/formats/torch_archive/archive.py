@@ -74,7 +74,8 @@ class ArchiveTree:
         node = self.tree
         for depth, key in enumerate(keys):
             if not isinstance(node, Mapping) or key not in node:
-                problem, entry = "this file lacks an entry that DeepSpeed always writes", " / ".join(keys[: depth + 1])
+                problem = "this file lacks an entry that DeepSpeed always writes"
+                entry = " / ".join(keys[: depth + 1])
                 found = sorted(map(str, node))[:12] if isinstance(node, Mapping) else type(node).__name__
                 remedy = "the file is not of this checkpoint, or of a DeepSpeed version that is not supported"
                 raise UnknownLayoutError(problem, self.path, entry, found, remedy=remedy)
@@ -162,7 +163,8 @@ def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_
                 check_tree(own_entries(tree))
             offsets = tuple(offset for offset, _, _ in records)
             known.storages[digest], known.trees[digest, offsets] = storages, tree
-        tree, kept = known.trees[digest, offsets], Records.of(records)
+        tree = known.trees[digest, offsets]
+        kept = Records.of(records)
         if not directory.has_read_headers:
             known.whole[key] = tree, kept
     more = directory.surplus_nbytes, known.object_nbytes[digest]
@@ -208,7 +210,8 @@ def _read_legacy(stream: BinaryIO, unpickle: Unpickle) -> tuple[Any, int]:
 
     And the bytes of memory that it takes.
     """
-    nbytes, take = size_of(stream), _FIRST_NBYTES
+    nbytes = size_of(stream)
+    take = _FIRST_NBYTES
     most = most_pickle_nbytes(nbytes, unpickle is _unpickle_trusting)
     while True:
         stream.seek(0)

@@ -58,7 +58,9 @@ class Call:
     __slots__ = ("__dict__", "args", "function", "how", "steps")
 
     def __init__(self, function: Any, args: tuple[Any, ...] = (), how: How = "call") -> None:
-        self.function, self.args, self.how = function, args, how
+        self.function = function
+        self.args = args
+        self.how = how
         self.steps: list[tuple[Step, list[Any]]] = []  # with values; of a state, one
 
     @property
@@ -132,7 +134,8 @@ def check_key(key: Any, others: int) -> None:
     """Raise an error for a key that could take long to hash or to find among the ``others``."""
     if isinstance(key, _PLAIN_KEYS) or (type(key) is int and -LARGEST_KEY < key < LARGEST_KEY):
         return
-    left, waiting = _MOST_KEY_OBJECTS, [key]
+    left = _MOST_KEY_OBJECTS
+    waiting = [key]
     while waiting:
         each = waiting.pop()
         left -= 1

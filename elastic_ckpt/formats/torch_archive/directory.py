@@ -80,7 +80,8 @@ class Listing:
         end = self.nbytes - tail_nbytes + at
         before = end - LOCATOR.size - END64.size
         if before >= 0:
-            wide, locator = self.read(before, END64.size), self.read(before + END64.size, LOCATOR.size)
+            wide = self.read(before, END64.size)
+            locator = self.read(before + END64.size, LOCATOR.size)
             if locator.startswith(b"PK\x06\x07"):
                 end = before if wide.startswith(b"PK\x06\x06") else end
                 stated = LOCATOR.unpack(locator)[2]  # by which miniz goes, wherever that is
@@ -108,7 +109,9 @@ class Listing:
 
     def entries(self) -> Iterator[ArchiveRecord]:
         """All records, in the directory's order."""
-        raw, at, unpack = self.read(self.start, self.directory_nbytes), 0, ENTRY.unpack_from
+        raw = self.read(self.start, self.directory_nbytes)
+        at = 0
+        unpack = ENTRY.unpack_from
         while at < len(raw):
             if len(raw) - at < ENTRY.size:
                 raise ArchiveError("its directory ends inside an entry")

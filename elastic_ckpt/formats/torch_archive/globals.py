@@ -199,12 +199,14 @@ def _closed_list() -> dict[str, Global]:
 
 def set_state(target: Any, state: Any) -> None:
     """Give an object the state that a BUILD opcode has for it; :class:`pickle.UnpicklingError` for other objects."""
-    kind, is_call = type(target), type(target) is Call
+    kind = type(target)
+    is_call = type(target) is Call
     if kind is Global and target.error is not None:
         return
     if is_call and target.name in _OF_TUPLES and type(state) is tuple:
         state = dict(zip(_OF_TUPLES[target.name], state, strict=False))
-    is_users, is_new = is_call and target.is_users, is_call and target.how == "new"
+    is_users = is_call and target.is_users
+    is_new = is_call and target.how == "new"
     if is_call and target.name == ARRAY and not is_users:
         _version, shape, dtype, _is_fortran, data = state
         _check_elements(dtype, data, shape)
@@ -242,7 +244,8 @@ def _check_stream(state: Any) -> None:
 def _check_dtype(target: Call, state: Any) -> None:
     """The state of a plain dtype: numpy's own ``__setstate__`` does not check a hostile one."""
     version, order, *more, itemsize, alignment, flags = state[:8]
-    spec, units = target.args[0], state[8:]
+    spec = target.args[0]
+    units = state[8:]
     is_number = (itemsize, alignment, flags) == (-1, -1, 0)
     is_text = spec[0] in "SU" and (alignment, flags) in ((1, 0), (4, 8)) and itemsize == _real_dtype(target).itemsize
     if version not in (3, 4) or order not in ("<", ">", "|", "=") or more != [None] * 3 or not (is_number or is_text):

@@ -137,13 +137,15 @@ def _rebuild(
         raise kind_error(f"a tensor of torch.{dtype}")
     if len(size) != len(stride) or type(offset) is not int:
         raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
-    size, stride = checked_shape(size), checked_shape(stride)
+    size = checked_shape(size)
+    stride = checked_shape(stride)
     end = (offset + 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))) * itemsize
     if 0 in size:
         offset = 0  # it has no elements that could be elsewhere
     elif offset < 0 or end > storage.nbytes:
         raise pickle.UnpicklingError(f"a storage has {storage.nbytes} bytes, but a tensor of {size} ends at byte {end}")
-    start, nbytes = offset * itemsize, storage.nbytes
+    start = offset * itemsize
+    nbytes = storage.nbytes
     ref = TensorRef(dtype, size, stride, storage.byte_offset + start, False, None, grad is True, None, start, nbytes)
     return _changed(ref, metadata) if metadata else ref
 

@@ -109,7 +109,8 @@ def _parts(node: Any) -> tuple[Any, Any]:
 def refusals(tree: Any) -> Iterator[ElasticCkptError]:
     """Why parts of a tree, of whatever depth, are not made."""
     met: set[int] = set()
-    kept, waiting = [], [tree]
+    kept = []
+    waiting = [tree]
     while waiting:
         node = waiting.pop()
         name = node.function if type(node) is Call else node
@@ -202,7 +203,8 @@ def _check_keys(keys: Iterable[Any], new: Callable[[Any], Any]) -> None:
     for key in keys:
         if type(key) in _HASHED_WITH_SEED or (type(key) is int and -LARGEST_KEY < key < LARGEST_KEY):
             continue
-        left, waiting = _MOST_IN_KEY, [key]
+        left = _MOST_IN_KEY
+        waiting = [key]
         while waiting:
             left -= 1
             parts = _children(waiting.pop())

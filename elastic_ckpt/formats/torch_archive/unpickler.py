@@ -73,9 +73,12 @@ class Unpickler:
         is_trusted: bool = False,
         nbytes: int | None = None,
     ) -> None:
-        self.data, self.at = data, at
+        self.data = data
+        self.at = at
         self.is_trusted = is_trusted
-        self._find, self._load, self._keeps = find, load, keeps
+        self._find = find
+        self._load = load
+        self._keeps = keeps
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -93,8 +96,16 @@ class Unpickler:
         noise :class:`IndexError`, :class:`KeyError`, :class:`ValueError`, :class:`TypeError` or :class:`struct.error`.
         """
         # the most frequent opcodes are inlined: a call for each would double the time
-        data, at, stack, marks, memo = self.data, self.at, self.stack, self.marks, self.memo
-        push, pop, uint32, start, charge = stack.append, stack.pop, _UINT32.unpack_from, at, self.charge
+        data = self.data
+        at = self.at
+        stack = self.stack
+        marks = self.marks
+        memo = self.memo
+        push = stack.append
+        pop = stack.pop
+        uint32 = _UINT32.unpack_from
+        start = at
+        charge = self.charge
         frame_end = self.frame_end
         while True:
             if at >= frame_end:
@@ -131,7 +142,8 @@ class Unpickler:
                     raise limit_unless_trusted(f"at most {_MOST_MARKS} containers that are being filled", "more")
                 marks.append(len(stack))
             elif code == 0x52:  # REDUCE
-                arguments, function = pop(), stack[-1]
+                arguments = pop()
+                function = stack[-1]
                 stack[-1] = self.call(function, arguments)
             elif code == 0x6A:  # LONG_BINGET
                 push(memo[uint32(data, at)[0]])
@@ -162,7 +174,8 @@ class Unpickler:
                 else:
                     what = f"the opcode {code:#04x}, which data of protocols 2 to 5 does not need"
                     raise pickle.UnpicklingError(what)
-                at, frame_end = self.at, self.frame_end
+                at = self.at
+                frame_end = self.frame_end
 
     def begin_protocol(self) -> None:
         """Note the protocol that the pickle states."""
@@ -314,7 +327,8 @@ def _charged(machine: Unpickler, each_nbytes: int = ITEM_NBYTES) -> list[Any]:
 
 def _fill(kind: Step, items: list[Any], machine: Unpickler) -> None:
     """Give the topmost object items, members or pairs; who is not made yet keeps them for later."""
-    target, keys = machine.stack[-1], items[::2]
+    target = machine.stack[-1]
+    keys = items[::2]
     if kind == "pairs" and len(items) % 2:
         raise pickle.UnpicklingError("a key without a value")
     of_call = STEP_NBYTES if type(target) is Call else 0
@@ -335,7 +349,8 @@ def _fill(kind: Step, items: list[Any], machine: Unpickler) -> None:
 
 
 def _build(machine: Unpickler) -> None:
-    state, target = machine.stack.pop(), machine.stack[-1]
+    state = machine.stack.pop()
+    target = machine.stack[-1]
     machine.charge(STEP_NBYTES)
     machine.charge_copies(state)
     try:

@@ -117,7 +117,8 @@ class TreePickler(_PythonsPickler):  # type: ignore[misc]
         start = ref.byte_offset - ref.storage_offset
         key = self._keys.get((start, nbytes))
         dtype = self.storages[key].dtype if key is not None else ref.dtype if ref.dtype in STORAGE_OF else "uint8"
-        offset, more = ref.storage_offset // itemsize, () if metadata is None else (metadata,)
+        offset = ref.storage_offset // itemsize
+        more = () if metadata is None else (metadata,)
         hooks: OrderedDict[Any, Any] = OrderedDict()
         args = (StorageRef(dtype, nbytes, start), offset, ref.shape, ref.stride, requires_grad, hooks)
         if dtype == ref.dtype:

@@ -43,7 +43,8 @@ def split_flag(words: "Sequence[str]") -> "tuple[list[str], list[str]]":
 
 def _split_joined(words: "Sequence[str]") -> "tuple[list[str], list[str]]":
     """The same of words in which no value is a word of its own."""
-    others, values = [], []
+    others = []
+    values = []
     for word in words:
         flag, equals, value = word.partition("=")
         if flag not in FLAGS:
