@@ -26,8 +26,12 @@ from elastic_ckpt.core.text import one_line
 from elastic_ckpt.errors import CommunicationError, ConfigError, ElasticCkptError, UnforeseenError
 
 T = TypeVar("T")
-#: Bytes of a message that travel with its length: at most, of all ranks together, and at least.
-_INLINE_NBYTES, _INLINE_TOTAL_NBYTES, _LEAST_INLINE_NBYTES = 4096, 1 << 20, 256
+#: Bytes of a message that travel with its length, at most.
+_INLINE_NBYTES = 4096
+#: Such bytes of all ranks together, at most.
+_INLINE_TOTAL_NBYTES = 1 << 20
+#: Such bytes of a message, at least.
+_LEAST_INLINE_NBYTES = 256
 LENGTH_NBYTES = 8
 #: One more collective costs as much time as this many bytes.
 _COLLECTIVE_NBYTES = 1 << 18
@@ -35,9 +39,10 @@ _COLLECTIVE_NBYTES = 1 << 18
 _BUCKET_NBYTES = 16 << 20
 #: Devices, and the backend that sends their tensors if a group has one backend for all devices.
 _BACKENDS = (("cuda", "nccl"), ("xpu", "xccl"), ("xpu", "ccl"), ("npu", "hccl"), ("hpu", "hccl"))
-#: How often a waiting rank looks for a failure that another has posted in the process group's store, and seconds after
-#: which a store that does not answer is taken for dead.
-_LOOK_EVERY, _STORE_SECONDS = timedelta(seconds=1), 5.0
+#: How often a waiting rank looks for a failure that another has posted in the process group's store.
+_LOOK_EVERY = timedelta(seconds=1)
+#: Seconds after which a store that does not answer is taken for dead.
+_STORE_SECONDS = 5.0
 #: Loads that have begun in this process: as many on every rank.
 _loads = count(1)
 #: Key in the store of the first failure in this load that no collective can tell the other ranks of. One for the whole

@@ -23,8 +23,10 @@ from elastic_ckpt.core.values import BatchSizes
 from elastic_ckpt.errors import shortened
 
 _NAMES_SHOWN = 12
-#: Columns where the output is no terminal: as a rule, and if a word is wider.
-_WIDTH, _WIDEST = 110, 100_000
+#: Columns where the output is no terminal, as a rule.
+_WIDTH = 110
+#: Columns there if a word is wider.
+_WIDEST = 100_000
 #: Facts of the source that its text shows, or that only planning uses.
 _NOT_SHOWN = ("frozen_recorded", "buffers_recorded", "merged_from", "by_rank", "foreign", "files")
 #: Below this share of the elements that train, little is restored, which is the first that a report says.

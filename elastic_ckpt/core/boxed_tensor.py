@@ -130,7 +130,8 @@ def _stack(tensors: Sequence[BoxedTensor], dim: int = 0) -> BoxedTensor:
 
 
 def _split(tensor: BoxedTensor, size: int | Sequence[int], dim: int = 0) -> tuple[BoxedTensor, ...]:
-    dim, whole = dim % len(tensor.shape), tensor.shape[dim]
+    dim = dim % len(tensor.shape)
+    whole = tensor.shape[dim]
     sizes = [min(size, whole - at) for at in range(0, whole, size)] if isinstance(size, int) else list(size)
     if sum(sizes) != whole:
         raise ValueError(f"{sizes} of dimension {dim} of shape {tensor.shape}")

@@ -61,8 +61,10 @@ def per_parameter_numel(numel: int, world_size: int, multiple: int = 1) -> int:
     return -(-least // multiple) * multiple
 
 
-#: torch has as many dimensions at most, and sizes of 63 bits.
-_MOST_DIMENSIONS, _LARGEST_SIZE = 64, 1 << 62
+#: Dimensions of a tensor of torch, at most.
+_MOST_DIMENSIONS = 64
+#: Largest size of a dimension, and number of elements: those of torch have 63 bits.
+_LARGEST_SIZE = 1 << 62
 
 
 def checked_shape(sizes: Collection[Any], of: str = "a tensor") -> tuple[int, ...]:

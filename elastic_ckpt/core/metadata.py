@@ -22,8 +22,12 @@ from elastic_ckpt.errors import ElasticCkptError, Remedies
 
 E = TypeVar("E", bound=ElasticCkptError)
 
-#: Keys of all that is no optimizer state: fp32 master weights, module buffers, parameters that no optimizer owned.
-MASTER, BUFFER, FROZEN = "fp32", "buffer", "frozen"
+#: Key of fp32 master weights.
+MASTER = "fp32"
+#: Key of module buffers.
+BUFFER = "buffer"
+#: Key of parameters that no optimizer owned.
+FROZEN = "frozen"
 WEIGHTS = frozenset({MASTER, BUFFER, FROZEN})
 #: What a message calls a tensor that no optimizer owns. Pretrained weights are such, too.
 WHOLE_KINDS = MappingProxyType({BUFFER: "buffer", FROZEN: "weight"})

@@ -21,7 +21,8 @@ _LITERAL = re.compile(r"\^?((?:[A-Za-z0-9_/:,-]|\\[^A-Za-z0-9])*)(\$?)")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 #: Characters of one pattern; states of one automaton, and of all of a checkpoint.
 LONGEST = 512
-_MOST_STATES, _MOST_STATES_OF_ALL = 512, 1 << 14
+_MOST_STATES = 512
+_MOST_STATES_OF_ALL = 1 << 14
 #: Transitions that an automaton remembers.
 _MOST_REMEMBERED = 1 << 14
 #: Characters of names and states looked at, of all names of a checkpoint: some 15 seconds.

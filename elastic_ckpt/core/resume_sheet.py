@@ -11,16 +11,32 @@ from pydantic import BaseModel, ConfigDict, Field
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import shortened
 
-#: The sheet's file in the folder of a tag; how much of it is read, and how many losses and files are in it.
-SHEET, MOST_SHEET_NBYTES, MOST_LOSSES, MOST_FILES = "elastic_resume.json", 1 << 20, 64, 1 << 12
+#: The sheet's file in the folder of a tag.
+SHEET = "elastic_resume.json"
+#: How much of it is read.
+MOST_SHEET_NBYTES = 1 << 20
+#: How many losses it has, at most.
+MOST_LOSSES = 64
+#: How many files it has digests of, at most.
+MOST_FILES = 1 << 12
 #: Components of a run, causes before what follows from them.
-CODE, PRECISION, BATCH, DATA, LR = "code versions", "precision", "batch", "data order", "lr"
-HYPERPARAMETERS, RNG, WEIGHTS, OPTIMIZER, LOSSES = "hyperparameters", "RNG", "weights", "optimizer", "losses"
+CODE = "code versions"
+PRECISION = "precision"
+BATCH = "batch"
+DATA = "data order"
+LR = "lr"
+HYPERPARAMETERS = "hyperparameters"
+RNG = "RNG"
+WEIGHTS = "weights"
+OPTIMIZER = "optimizer"
+LOSSES = "losses"
 COMPONENTS = (CODE, PRECISION, BATCH, DATA, LR, HYPERPARAMETERS, RNG, WEIGHTS, OPTIMIZER, LOSSES)
 #: Losses of two runs are equal up to this fraction: other ranks sum in another order.
 _ROUNDING = 1e-3
-#: Deviations of a component, and characters of a value, that are told: a sheet may have any number of both.
-_MOST_TOLD, _LONGEST_TEXT = 64, 200
+#: Deviations of a component that are told: a sheet may have any number of them.
+_MOST_TOLD = 64
+#: Characters of a value that are told.
+_LONGEST_TEXT = 200
 Value = bool | int | float | str | None | list[bool | int | float]
 Group = Mapping[str, Value]
 

@@ -36,8 +36,10 @@ AMBIGUOUS: Kind = "whole_only"
 #: Kinds with which every rank holds the whole parameter.
 REPLICATED_KINDS = frozenset({REPLICATED, AVERAGED, SUMMED})
 KV_HEADS = ("num_key_value_heads", "num_query_groups", "num_kv_heads")
-#: Origins of specs: the user, and equal or fitting shapes alone, which is a guess.
-USER, BY_SHAPES = 'your "tp_rules"', "the shapes"
+#: Origin of specs that the user gave.
+USER = 'your "tp_rules"'
+#: Origin of specs that equal or fitting shapes alone suggest, which is a guess.
+BY_SHAPES = "the shapes"
 
 #: Raised by reading an entry of ``universal_checkpoint_info`` that does not have DeepSpeed's form.
 _MALFORMED = (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError)

@@ -148,10 +148,12 @@ def refuse_left_in_file(group: Mapping[str, Any], names: Iterable[str], folder: 
 #: 1-bit optimizers of DeepSpeed before 0.19, by lower-case class name, as in its config.
 ONE_BIT_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
 
-#: Entry of our section in a saved config: by how many steps counts of the optimizer are ahead of the counters; and two
-#: entries of that: whether they were counted at the save itself, and not only at the load before it; and whether the
-#: optimizer was in the middle of a step.
-AHEAD, AT_SAVE, WITHIN_STEP = "ahead", "at_save", "within_step"
+#: Entry of our section in a saved config: by how many steps counts of the optimizer are ahead of the counters.
+AHEAD = "ahead"
+#: Entry of that: whether they were counted at the save itself, and not only at the load before it.
+AT_SAVE = "at_save"
+#: Entry of that: whether the optimizer was in the middle of a step.
+WITHIN_STEP = "within_step"
 
 
 @dataclass(frozen=True)

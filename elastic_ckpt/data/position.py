@@ -114,4 +114,5 @@ class DataPosition:
 
     def move_to(self, consumed: int) -> None:
         """Go on after so many samples, whatever the engine's counters were before."""
-        self._anchors, self.loads = [_Anchor(consumed, self._trained().samples)], self.loads + 1
+        self._anchors = [_Anchor(consumed, self._trained().samples)]
+        self.loads += 1

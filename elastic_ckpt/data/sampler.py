@@ -135,7 +135,8 @@ class _Indices(Iterator[int]):
         self._position = position
         self.loads = sampler.loads
         self._given = 0
-        (self._ranks, rank), order = sampler.replicas, sampler.order(epoch)
+        self._ranks, rank = sampler.replicas
+        order = sampler.order(epoch)
         count = sampler.share(sampler.length - offset)
         places = torch.arange(count) * self._ranks + offset + rank
         self._indices: list[int] = order[places % sampler.length].tolist()  # beyond the end: from its beginning

@@ -14,7 +14,8 @@ from elastic_ckpt.engines.coordinates import coordinates_of
 
 #: Entry of the client state in a checkpoint, which ``load_checkpoint`` does not return.
 POSITION_KEY = "elastic_ckpt_data"
-_SAMPLER, _POSITION = "_elastic_ckpt_sampler", "_elastic_ckpt_position"
+_SAMPLER = "_elastic_ckpt_sampler"
+_POSITION = "_elastic_ckpt_position"
 
 
 def registered(engine: Any) -> DataPosition | None:

@@ -33,8 +33,12 @@ from elastic_ckpt.errors import AT_ITS_TOPOLOGY, WITHOUT_STATES, UnsupportedErro
 
 Group = Mapping[str, Any]
 _MASTER_DTYPE = "float32"
-#: Where the step count is kept: a tensor or an int in each state, or an int in the param group.
-TENSOR, INT, IN_GROUP = "tensor", "int", "group"
+#: The step count is a tensor in each state.
+TENSOR = "tensor"
+#: It is an int in each state.
+INT = "int"
+#: It is an int in the param group.
+IN_GROUP = "group"
 
 
 def class_name(optimizer: Any) -> str:

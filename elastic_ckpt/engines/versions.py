@@ -105,7 +105,10 @@ def warn_of_newer() -> None:
 
 
 #: What names are needed for: ``install()``, every load into an engine that has their owner, and some loads alone.
-LOAD, ZERO3, NVME, EXPERTS = "loading", "ZeRO-3", "NVMe offload", "mixtures of experts"
+LOAD = "loading"
+ZERO3 = "ZeRO-3"
+NVME = "NVMe offload"
+EXPERTS = "mixtures of experts"
 #: Below ``deepspeed.``, a module or a class in it; indented, its attributes, and its functions with their first
 #: parameters. Before a colon, the first version that has them, and what they are needed for, if not for every load.
 _TABLE = """

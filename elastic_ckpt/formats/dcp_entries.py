@@ -31,7 +31,8 @@ from elastic_ckpt.formats.pickled import named_errors, open_pickled, unreadable
 from elastic_ckpt.formats.values import hyperparameters
 from elastic_ckpt.storage import exists
 
-_STATE, _GROUPS = "state", "param_groups"
+_STATE = "state"
+_GROUPS = "param_groups"
 #: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
 _COLLECTION = "an item of a hyperparameter that is a dictionary, or has tensors in it"

@@ -17,7 +17,8 @@ from elastic_ckpt.storage import absolute, copies_of, exists, file_names, folder
 from elastic_ckpt.storage.listing import search
 from elastic_ckpt.storage.local import named_os_errors
 
-LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
 _MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 #: Longer than any folder name; a ``latest`` file is untrusted input.
 MOST_TAG_NBYTES = 4096

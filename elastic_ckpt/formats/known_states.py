@@ -16,7 +16,8 @@ from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TensorValue, numbers
 from elastic_ckpt.errors import DamagedError
 
-STEP, MOMENTUM = "step", "momentum_buffer"
+STEP = "step"
+MOMENTUM = "momentum_buffer"
 _KNOWN = (STEP, *MOMENTS, MOMENTUM)
 _PROBLEM = "an optimizer state of this file is not what optimizers keep under its name"
 _A_STEP = "a real number, finite and not negative"

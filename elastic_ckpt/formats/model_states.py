@@ -64,7 +64,9 @@ from elastic_ckpt.formats.stacked_experts import stacked_experts
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import read_bytes
 
-PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
+PLAIN = "plain"
+UNFUSED = "unfused"
+FUSED = "fused"
 #: Entry with the masters, which is also the live optimizer's attribute -> layout.
 MASTER_ENTRIES = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
 #: Entries that DeepSpeed leaves out before 0.19.4 if there are experts (``_save_moe_checkpoint``, engine.py), and

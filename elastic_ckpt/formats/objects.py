@@ -36,9 +36,11 @@ _NOT_MADE = (UnsafePickleError, UnsupportedError)
 _MOST_ELEMENTS = 1 << 62
 #: Of which objects are made that take more than their parts.
 _LARGE = frozenset({TensorRef, StorageRef, Call})
-#: Attributes, and elements of tensors that are not dense, for each byte of the file, and in addition: many objects can
-#: be given the same ones.
-_MOST_GIVEN, _MOST_MORE_GIVEN = 1, 1 << 16
+#: Attributes, and elements of tensors that are not dense, for each byte of the file: many objects can be given the same
+#: ones.
+_MOST_GIVEN = 1
+#: Those in addition.
+_MOST_MORE_GIVEN = 1 << 16
 
 
 def materialise(file: PickledFile, node: Any) -> Any:

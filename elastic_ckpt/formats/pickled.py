@@ -31,8 +31,10 @@ from elastic_ckpt.storage import open_stream
 
 T = TypeVar("T")
 P = ParamSpec("P")
-#: Small reads take whole blocks from the file, of which some are kept: many tensors may share one, or lie side by side.
-_BLOCK_NBYTES, _MOST_BLOCKS = io.DEFAULT_BUFFER_SIZE, 64
+#: Small reads take whole blocks from the file: many tensors may share one, or lie side by side.
+_BLOCK_NBYTES = io.DEFAULT_BUFFER_SIZE
+#: Blocks that are kept.
+_MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from elastic_ckpt.formats.pickled import named_errors
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.storage import absolute, file_names, is_folder, open_stream, size_of
 
-SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
 METADATA = "__metadata__"
 _EXPECTED = "a complete safetensors file, or an index of some, as their library writes them"
 #: torch dtype -> its name in the format.
@@ -42,14 +43,17 @@ DTYPES: Mapping[str, str] = MappingProxyType(
     | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 )
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-#: Files with optimizer states, as ``elastic-ckpt export --optimizer`` writes them, and with the weights.
-_OPTIMIZER, _MODEL = "optimizer", "model"
+#: File with optimizer states, as ``elastic-ckpt export --optimizer`` writes it.
+_OPTIMIZER = "optimizer"
+#: File with the weights.
+_MODEL = "model"
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 #: Text that is read of a file at most: the largest header that the library of safetensors reads.
 _MOST_JSON_NBYTES = 100_000_000
 #: Bytes that Python takes at most for what a sign begins or separates, and for a character, which may be a wide one.
 _COSTS: Mapping[bytes, int] = MappingProxyType({b"{": 250, b"[": 90, b":": 160, b",": 70})
-_COST_OF_ASCII, _COST_OF_OTHERS = 7, 10
+_COST_OF_ASCII = 7
+_COST_OF_OTHERS = 10
 _MOST_MEMORY_NBYTES = 1 << 30
 _MOST_DIGITS = 21  # of integers, with a sign
 _FEW_DIGITS = 19  # fewer are within 64 bits
@@ -141,7 +145,8 @@ def read_header(path: str) -> WeightsFile:
             start, stop = (8 + nbytes + offset for offset in checked_shape(entry["data_offsets"], name))
             if start != position or stop - start != math.prod(shape) * ITEMSIZE[dtype]:
                 raise ValueError(f"{name} of {dtype} and shape {shape} from byte {start} to {stop}, after {position}")
-            tensors[name], position = TensorRef(dtype, shape, _strides(shape), start), stop
+            tensors[name] = TensorRef(dtype, shape, _strides(shape), start)
+            position = stop
         if position != size:
             raise ValueError(f"{size} bytes, where the header's tensors end at byte {position}")
     return WeightsFile(path, size, tensors, metadata)

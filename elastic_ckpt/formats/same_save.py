@@ -51,7 +51,10 @@ _OTHER_ORDER = (
         "damaged: take another tag"
     ),
 )
-_ELEMENTS, _PARAMETERS = 16, 8  # compared in each file
+#: Elements of a parameter that are compared in each file.
+_ELEMENTS = 16
+#: Parameters that are compared in each file.
+_PARAMETERS = 8
 
 
 def with_progress_compared(

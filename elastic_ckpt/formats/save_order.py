@@ -18,7 +18,9 @@ from elastic_ckpt.formats.detect import saved_entry, step_of_tag
 from elastic_ckpt.storage import modified
 
 _NUMBER = re.compile(r"\d+")
-BY_COUNTERS, BY_NUMBERS, BY_TIMES = "global_steps", "the numbers in their names", "the times of writing"
+BY_COUNTERS = "global_steps"
+BY_NUMBERS = "the numbers in their names"
+BY_TIMES = "the times of writing"
 
 
 @dataclass(frozen=True)

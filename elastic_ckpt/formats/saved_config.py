@@ -50,8 +50,12 @@ _ONE_BIT_STATES = {"worker_error", "server_error", "momentum_accumulator", "lamb
 _MALFORMED = (ValueError, KeyError, IndexError, OverflowError, AttributeError, TypeError)
 _PLAIN = (str, int, float, bool, type(None))
 _ENDINGS = (".yml", ".yaml", ".json")
-#: In untrusted files, above any real configuration: files, bytes of all of them together, and ranks.
-_MOST_FILES, _MOST_BYTES, _MOST_RANKS = 32, 1 << 18, 1 << 17
+#: In untrusted files, above any real configuration: files.
+_MOST_FILES = 32
+#: Bytes of all of them together.
+_MOST_BYTES = 1 << 18
+#: Ranks.
+_MOST_RANKS = 1 << 17
 _NEOX_MARK = "model_parallel_size"  # the option that identifies a dict of arguments as gpt-neox's
 #: gpt-neox's defaults of options that decide about layouts (megatron/neox_arguments/neox_args.py).
 _NEOX_DEFAULTS = {

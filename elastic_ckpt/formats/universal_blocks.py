@@ -14,11 +14,14 @@ from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import read_numbers
 
 #: Entries beside ``param`` in the file of the scales.
-BLOCK_NUMEL, RUNS = "block_numel", "quantized_runs"
+BLOCK_NUMEL = "block_numel"
+RUNS = "quantized_runs"
 _RUN_FIELDS = 6
 _MOST_RUNS = 1 << 22
-#: Rows of runs that may have fewer elements than this each, as hardly any tensor-parallel shard has.
-_MOST_SHORT_ROWS, _SHORT_ROW_NUMEL = 1 << 14, 64
+#: Rows of runs that may have few elements each, as hardly any tensor-parallel shard has.
+_MOST_SHORT_ROWS = 1 << 14
+#: Fewer elements than this are few.
+_SHORT_ROW_NUMEL = 64
 
 
 class QuantizedLayout(NamedTuple):

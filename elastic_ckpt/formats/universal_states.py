@@ -137,7 +137,8 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
     scalar = scalars[key]
     dtype = None
     if isinstance(scalar, TensorValue):
-        scalar, dtype = scalar.elements[0], scalar.dtype
+        dtype = scalar.dtype
+        scalar = scalar.elements[0]
     return StateFile(key, file.nbytes, None, scalar, dtype)
 
 

@@ -19,10 +19,14 @@ from elastic_ckpt.formats.torch_archive.globals import ARRAY, BUFFER, DTYPE, PLA
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 
-#: Tensors may be larger than their file by this factor and this many bytes: views share their storage, copies do not.
-_MOST_COPIES, _MOST_MORE_NBYTES = 4, 1 << 20
-#: Bytes between the elements of a tensor that are read along with them: so many times theirs, or so many.
-_MOST_GAPS, _MOST_GAPS_NBYTES = 2, 4096
+#: Tensors may be larger than their file by this factor: views share their storage, copies do not.
+_MOST_COPIES = 4
+#: And by this many bytes.
+_MOST_MORE_NBYTES = 1 << 20
+#: Bytes between the elements of a tensor that are read along with them: so many times theirs.
+_MOST_GAPS = 2
+#: Or so many.
+_MOST_GAPS_NBYTES = 4096
 #: Elements of a tensor among hyperparameters that is read: a file may name one tensor very often.
 _MOST_ELEMENTS = 16
 #: Objects that are made where they are a hyperparameter themselves.

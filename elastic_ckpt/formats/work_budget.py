@@ -11,9 +11,12 @@ from elastic_ckpt.errors import UnsupportedError
 
 #: Bytes and objects for each byte of the file, and in addition. A pickle needs two bytes to name an object again.
 _MOST_TIMES = 8
-_MORE_NBYTES, _MORE_OBJECTS = 64 << 20, 1 << 20
-#: Times that a file is opened, for each part of so many bytes, and in addition.
-_OPENED_NBYTES, _MORE_OPENS = 1 << 8, 1 << 12
+_MORE_NBYTES = 64 << 20
+_MORE_OBJECTS = 1 << 20
+#: A file may be opened once for each part of so many bytes.
+_OPENED_NBYTES = 1 << 8
+#: And so many times in addition.
+_MORE_OPENS = 1 << 12
 
 
 class WorkBudget:

@@ -234,7 +234,8 @@ def _to_codes(
             codes[here] = raw
             least[here] = greatest[here] = source_scales
         else:
-            least[here], greatest[here] = -torch.inf, torch.inf
+            least[here] = -torch.inf
+            greatest[here] = torch.inf
     lower = least.view(blocks, -1).amin(dim=1)
     upper = greatest.view(blocks, -1).amax(dim=1)
     scales = torch.where(lower == upper, upper, torch.zeros_like(upper))

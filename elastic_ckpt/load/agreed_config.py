@@ -25,8 +25,8 @@ def agreed_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
     def call() -> tuple[dict[str, Any], str, Any]:
         """With what two paths of one folder have in common."""
         try:
-            # asks the system: whether two spellings are of one folder
             path = os.path.realpath(arguments.load_dir)
+            # asks the system: whether two spellings are of one folder
             status = os.stat(arguments.load_dir)
             return mine, path, (status.st_dev, status.st_ino, status.st_mtime_ns)
         except (OSError, TypeError, ValueError):  # of no folder, or of what is none

@@ -30,7 +30,8 @@ from elastic_ckpt.storage.remote import RemoteFolder
 from elastic_ckpt.storage.view import REPLICAS, FolderView, NodeListing, list_folders, with_replicas
 
 T = TypeVar("T")
-SECRET_NBYTES, _DIGEST_NBYTES = 32, 16
+SECRET_NBYTES = 32
+_DIGEST_NBYTES = 16
 #: Environment variables of launchers: the number of a process among those of its node.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 #: Those that say by which network interface a process group's ranks reach each other.

@@ -29,7 +29,8 @@ from elastic_ckpt.patches import unwrap, wrap
 
 logger = logger_of(__name__)
 _MODELING = "transformers.modeling_utils"
-_METHOD, _PARAMETERS = "_load_pretrained_model", ["model", "state_dict", "checkpoint_files", "load_config"]
+_METHOD = "_load_pretrained_model"
+_PARAMETERS = ["model", "state_dict", "checkpoint_files", "load_config"]
 #: What Transformers' own way may know how to load.
 _LEFT = (UnsupportedError, UnforeseenError)
 

@@ -35,7 +35,8 @@ from elastic_ckpt.storage.local import Version, made_whole
 logger = logger_of(__name__)
 #: Packages of which a run's results may depend on the version, if it has imported them.
 _PACKAGES = ("torch", "deepspeed", "elastic_ckpt", "numpy", "transformers", "accelerate", "lightning", "bitsandbytes")
-_DIGEST_NBYTES, _MOST_SCRIPT_NBYTES = 8, 1 << 20
+_DIGEST_NBYTES = 8
+_MOST_SCRIPT_NBYTES = 1 << 20
 
 
 def files_before_save(engine: Any, given: Mapping[str, Any]) -> dict[str, Version] | None:

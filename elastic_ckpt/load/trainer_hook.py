@@ -26,11 +26,17 @@ from elastic_ckpt.load.trainer_steps import at_first_epoch, finish_saved_step, i
 from elastic_ckpt.patches import unwrap, wrap
 
 logger = logger_of(__name__)
-_TRAINER, _METHOD, _COUNTER = "transformers.trainer", "_run_epoch", "_elastic_ckpt_counter"
-#: Entry of a data position: the order of its samples in words, the first of which means that of the data set.
-_ORDER, _AS_IT_IS = "order", "as it is"
-#: Of Accelerate: a loader whose first rank reads for all, and a stream of which each rank takes its part of a batch.
-_DISPATCHER, _STREAM_BY_BATCH = "DataLoaderDispatcher", "IterableDatasetShard"
+_TRAINER = "transformers.trainer"
+_METHOD = "_run_epoch"
+_COUNTER = "_elastic_ckpt_counter"
+#: Entry of a data position: the order of its samples in words.
+_ORDER = "order"
+#: The order of the data set itself.
+_AS_IT_IS = "as it is"
+#: Of Accelerate: a loader whose first rank reads for all.
+_DISPATCHER = "DataLoaderDispatcher"
+#: Of Accelerate: a stream of which each rank takes its part of a batch.
+_STREAM_BY_BATCH = "IterableDatasetShard"
 _LEFT = "elastic_ckpt leaves the data to the Trainer"
 _PARAMETERS = {"epoch", "train_dataloader", "steps_in_epoch", "resume_from_checkpoint"}
 _PARAMETERS |= {"epochs_trained", "steps_trained_in_current_epoch"}

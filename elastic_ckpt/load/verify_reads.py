@@ -30,8 +30,10 @@ from elastic_ckpt.storage import open_stream
 Key = tuple[int, int]
 #: Byte ranges of one record, one a row: offset and size of the first, distance to the next, and their number.
 Ranges = NDArray[np.int64]
-#: Of what all ranks read, at most this part is read again for checksums alone; in small jobs, as many bytes a rank.
-_MOST_AGAIN, _LEAST_NBYTES = 0.01, 4 << 20
+#: Of what all ranks read, at most this part is read again for checksums alone.
+_MOST_AGAIN = 0.01
+#: In small jobs, as many bytes a rank.
+_LEAST_NBYTES = 4 << 20
 #: Rows of strided reads that are listed one by one at a time, which takes some 64 bytes for each.
 _EXPANDED_AT_ONCE = 1 << 18
 #: What one rank has read: sums by record, and all bytes, of a record or not.

@@ -33,7 +33,8 @@ from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.wrappers import wrapped_otherwise
 from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, MismatchError, Remedy, listed
 
-_OF_LAYER, _TIED_MODULE = re.compile(r"\d+\."), re.compile(r"tied_modules\.[^.]+\.")
+_OF_LAYER = re.compile(r"\d+\.")
+_TIED_MODULE = re.compile(r"tied_modules\.[^.]+\.")
 Names = Sequence[Sequence[str]]
 
 

@@ -23,10 +23,17 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata
 from elastic_ckpt.core.strided import Shape
 
-#: How many saved names show rules, the most similar live names of each, rules that are tried on all names, and rules.
-_MOST_SHOWING, _MOST_SIMILAR, _MOST_TRIED, _MOST_RULES = 48, 8, 12, 8
-#: Places at which a pair of names may differ, and characters of a name.
-_MOST_CHANGES, _MOST_CHARACTERS = 2, 500
+#: How many saved names show rules.
+_MOST_SHOWING = 48
+#: The most similar live names of each.
+_MOST_SIMILAR = 8
+#: Rules that are tried on all names.
+_MOST_TRIED = 12
+_MOST_RULES = 8
+#: Places at which a pair of names may differ.
+_MOST_CHANGES = 2
+#: Characters of a name.
+_MOST_CHARACTERS = 500
 _WORD = re.compile(r"[a-z]+|[A-Z][a-z]*|\d+")
 _ESCAPED = re.compile(r"\\|\(\.\*\)")
 #: The form of a rule, where none is found.

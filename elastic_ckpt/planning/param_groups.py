@@ -28,7 +28,8 @@ from elastic_ckpt.errors import BY_DEEPSPEED, ITS_OPTIMIZER, MADE_ANEW, Mismatch
 from elastic_ckpt.planning.hyperparameters import refuse_strange_hyperparameters
 
 _INITIAL_LR = "initial_lr"
-_DECOUPLED, _DECAYS = "decoupled_weight_decay", ("L2 (Adam)", "decoupled (AdamW)")
+_DECOUPLED = "decoupled_weight_decay"
+_DECAYS = ("L2 (Adam)", "decoupled (AdamW)")
 #: Members, display names, and implementation choices, which do not affect training: the live run's are kept. So is the
 #: kind of weight decay, which has to be the same.
 _LIVE_KEYS = {"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable", _DECOUPLED}
@@ -53,7 +54,8 @@ _RECOMPUTED: Mapping[str, Collection[str]] = {
     "pytorch_optimizer.optimizer.came.CAME": {"RMS"},
     "pytorch_optimizer.optimizer.lamb.Lamb": {"weight_norm", "adam_norm", "trust_ratio"},
 }
-_FRESH, _ANEW = '"states" says so', "each step computes it of what the rank holds, before it uses it"
+_FRESH = '"states" says so'
+_ANEW = "each step computes it of what the rank holds, before it uses it"
 #: Per live group, the saved groups that its values come from, and the values; empty if the live ones stay.
 Groups = tuple[tuple[tuple[int, ...], ...], tuple[Mapping[str, Any], ...]]
 NO_GROUPS: Groups = ((), ())

@@ -24,8 +24,10 @@ from elastic_ckpt.errors import DamagedError, UnsupportedError
 
 #: Tensors up to this many bytes per rank are not divided.
 _SMALL_NBYTES = 1 << 20
-#: Bytes of all tensors for each byte of their files, and in addition.
-_MOST_TIMES, _MORE_NBYTES = 8, 64 << 20
+#: Bytes of all tensors for each byte of their files.
+_MOST_TIMES = 8
+#: Those in addition.
+_MORE_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,8 @@ class BroadcastRanges:
 
 def split_plane(plane: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeItem]]:
     """Split a plane, of which no two sources write the same element, into plain copies and items to requantize."""
-    plane, live = replace(plane, sources=tuple(join_items(plane.sources))), plane.blocks
+    live = plane.blocks
+    plane = replace(plane, sources=tuple(join_items(plane.sources)))
     if live is None:
         coded = tuple(item for item in plane.sources if item.code is not None)
         plain = [item for item in plane.sources if item.code is None]

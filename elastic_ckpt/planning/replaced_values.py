@@ -16,7 +16,8 @@ _OF_STEPS = frozenset(
     {"step", "k", "d", "d_max", "d_hat", "d_numerator", "d_denom", "weight_sum", "lr_max", "lr_sum"}
     | {"scheduled_lr", "train_mode", "n_avg", "sk_l1", "gsq_weighted", "numerator_weighted"}
 )
-_LR, _INITIAL = "lr", "initial_lr"
+_LR = "lr"
+_INITIAL = "initial_lr"
 
 
 def describe_replaced(

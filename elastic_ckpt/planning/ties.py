@@ -25,7 +25,8 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.errors import UNTIE, WITHOUT_STATES, MismatchError, Remedy, keeps_first, listed
 
-_OF_LAYER, _TIED_MODULE = re.compile(r"\d+\."), re.compile(r"tied_modules\.[^.]+\.")
+_OF_LAYER = re.compile(r"\d+\.")
+_TIED_MODULE = re.compile(r"tied_modules\.[^.]+\.")
 #: How many names an error describes.
 _SHOWN = 6
 

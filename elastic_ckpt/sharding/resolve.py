@@ -15,7 +15,9 @@ from elastic_ckpt.errors import ElasticCkptError, shortened
 from elastic_ckpt.sharding.rules import ShardingRules, refuse_other_code, tensor_of
 from elastic_ckpt.sharding.specs import Sharding, Shardings, collected
 
-STRICT, FIRST, MEAN = "strict", "first", "mean"
+STRICT = "strict"
+FIRST = "first"
+MEAN = "mean"
 
 
 @dataclass

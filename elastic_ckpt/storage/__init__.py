@@ -155,9 +155,13 @@ def _of_store(method: Callable[[Any, str], T], here: Any = local) -> Callable[[s
     return lambda path: getattr(_view_of(path) or here, method.__name__)(path)
 
 
-open_stream, open_ranges = _of_store(Store.open_stream), _of_store(Store.open_ranges)
-file_names, folder_names = _of_store(Store.file_names, listing), _of_store(Store.folder_names, listing)
-exists, is_folder, modified = _of_store(Store.exists), _of_store(Store.is_folder), _of_store(Store.modified)
+open_stream = _of_store(Store.open_stream)
+open_ranges = _of_store(Store.open_ranges)
+file_names = _of_store(Store.file_names, listing)
+folder_names = _of_store(Store.folder_names, listing)
+exists = _of_store(Store.exists)
+is_folder = _of_store(Store.is_folder)
+modified = _of_store(Store.modified)
 
 
 def walk(folder: str, on_error: Callable[[OSError], object] | None = None) -> Iterator[tuple[str, local.Version]]:

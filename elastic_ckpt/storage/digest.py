@@ -10,9 +10,14 @@ from elastic_ckpt.storage import Ranges
 
 DIGEST_NBYTES = 16
 #: Where an entry of a zip archive's directory has the CRC32 of its record.
-_CRC32_AT, _CRC32_NBYTES = 16, 4
-#: Files up to that size are digested whole; of others either end, and so much of a zip archive's directory.
-_WHOLE_NBYTES, _END_NBYTES, _MOST_DIRECTORY_NBYTES = 1 << 20, (1 << 16) + 98, 64 << 20
+_CRC32_AT = 16
+_CRC32_NBYTES = 4
+#: Files up to that size are digested whole.
+_WHOLE_NBYTES = 1 << 20
+#: Of others, either end.
+_END_NBYTES = (1 << 16) + 98
+#: And so much of a zip archive's directory.
+_MOST_DIRECTORY_NBYTES = 64 << 20
 _CHUNK_NBYTES = 1 << 20
 
 

@@ -153,8 +153,11 @@ def version_of(path: str) -> Version:
         return Version(0, 0, 0)
 
 
-#: See :class:`elastic_ckpt.storage.Store`, which this module is, together with that of listings.
-open_ranges, exists, is_folder, is_link = LocalRanges, os.path.lexists, os.path.isdir, os.path.islink
+# See :class:`elastic_ckpt.storage.Store`, which this module is, together with that of listings.
+open_ranges = LocalRanges
+exists = os.path.lexists
+is_folder = os.path.isdir
+is_link = os.path.islink
 
 
 def modified(path: str) -> float:

@@ -23,7 +23,8 @@ class Medium(NamedTuple):
         return f"{self.kind} ({self.name})"
 
 
-UNKNOWN, OBJECT_STORE = Medium("local", "unknown"), Medium("network", "object store")
+UNKNOWN = Medium("local", "unknown")
+OBJECT_STORE = Medium("network", "object store")
 
 
 def medium_of(path: str) -> Medium:

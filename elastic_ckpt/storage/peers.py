@@ -31,15 +31,20 @@ READ, SUM, DIGEST = range(3)
 #: Status, and the number of bytes that follow. Errors by status, from 1 on: the first that fits.
 HEADER = struct.Struct("!BQ")
 _REFUSALS = (SavedOverError, DamagedError, UnforeseenError)
-#: Most bytes that one request reads or sums, and that a refusal has.
-REQUEST_NBYTES, _WORDS_NBYTES = 64 << 20, 1000
+#: Most bytes that one request reads or sums.
+REQUEST_NBYTES = 64 << 20
+#: Most bytes that a refusal has.
+_WORDS_NBYTES = 1000
 #: Most buffers of a request: one less than a call takes (limits.h, IOV_MAX), since a header follows them.
 _MOST_BUFFERS = 1023
 _CHUNK_NBYTES = 1 << 20
 _CRC32_NBYTES = 4
-#: How long a server waits for the proof of a stranger, and of how many at once: others wait in the system's queue.
-PROOF_SECONDS, MOST_STRANGERS = 5, 64
-_QUEUED, _PAUSE_SECONDS = 1024, 0.02
+#: How long a server waits for the proof of a stranger.
+PROOF_SECONDS = 5
+#: Of how many at once: others wait in the system's queue.
+MOST_STRANGERS = 64
+_QUEUED = 1024
+_PAUSE_SECONDS = 0.02
 #: How long either end waits for the other while nothing moves.
 _PROGRESS_SECONDS = 60
 

@@ -39,12 +39,15 @@ logger = logger_of(__name__)
 T = TypeVar("T")
 #: Bytes of one request. Fewer would wait for answers more often; what is read is in memory once more meanwhile.
 REQUEST_NBYTES = 8 << 20
-#: How often a request is repeated after 429, 5xx, a cut answer or none, and seconds before the first time. The pauses
-#: double, 50 s together. They are ours, not obstore's, which would tell nobody.
-_RETRIES, _FIRST_PAUSE = 8, 0.2
+#: How often a request is repeated after 429, 5xx, a cut answer or none.
+_RETRIES = 8
+#: Seconds before the first time. The pauses double, 50 s together. They are ours: obstore would tell nobody of its own.
+_FIRST_PAUSE = 0.2
 _PAGE = 1000  # most objects that a store lists in one answer
-#: Most objects in a folder, and seconds until the next page of them is there, or the whole top of a folder.
-_MOST_OBJECTS, _MOST_PAGE_SECONDS = 1 << 20, 120.0
+#: Most objects in a folder.
+_MOST_OBJECTS = 1 << 20
+#: Seconds until the next page of them is there, or the whole top of a folder.
+_MOST_PAGE_SECONDS = 120.0
 #: Characters of an object's name: as many as S3, Google Cloud Storage and Azure take bytes.
 _MOST_NAME_LENGTH = 1024
 _PART_NBYTES = 1 << 20  # of an answer that is looked at at a time

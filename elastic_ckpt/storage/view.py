@@ -259,7 +259,8 @@ class FolderView(Store):
             return self._ask(copy).read_into(copy.node, copy.number, buffers, byte_offset)
         except ElasticCkptError as error:
             sender = f"{self._listings[copy.node].node} to send it"
-            error.file, error.expected = copy.path, ", ".join(filter(None, (sender, error.expected)))
+            error.file = copy.path
+            error.expected = ", ".join(filter(None, (sender, error.expected)))
             raise
 
     def described(self, copy: Copy) -> str:

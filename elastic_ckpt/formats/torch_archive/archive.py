@@ -24,9 +24,10 @@ from elastic_ckpt.formats.torch_archive.tree import check_tree, own_entries
 from elastic_ckpt.formats.torch_archive.unpickler import Unpickler
 from elastic_ckpt.storage import open_stream, size_of
 
-#: Largest pickle, and largest one that may be more than an eighth of its file: those of DeepSpeed have some hundred
-#: bytes a tensor.
-_MOST_PICKLE_NBYTES, _MOST_SMALL_PICKLE_NBYTES = 1 << 30, 1 << 26
+#: Largest pickle.
+_MOST_PICKLE_NBYTES = 1 << 30
+#: Largest one that may be more than an eighth of its file: those of DeepSpeed have some hundred bytes a tensor.
+_MOST_SMALL_PICKLE_NBYTES = 1 << 26
 #: ``torch.serialization.MAGIC_NUMBER`` as its own pickle, which a legacy archive begins with.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_VERSION = 1001
@@ -162,7 +163,8 @@ def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_
             if by_piece:
                 check_tree(own_entries(tree))
             offsets = tuple(offset for offset, _, _ in records)
-            known.storages[digest], known.trees[digest, offsets] = storages, tree
+            known.storages[digest] = storages
+            known.trees[digest, offsets] = tree
         tree = known.trees[digest, offsets]
         kept = Records.of(records)
         if not directory.has_read_headers:

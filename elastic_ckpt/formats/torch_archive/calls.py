@@ -19,9 +19,11 @@ Step = Literal["state", "items", "pairs", "members"]
 _MOST_KEY_OBJECTS = 32
 #: Length of a text or bytes in a key of several parts: equal ones are compared again and again if their keys collide.
 _LONGEST_KEY_PART = 1 << 10
-#: Smaller integers are their own hashes. Greater ones, floats and tuples can be made to collide: a dictionary or set
-#: takes them as long as it has fewer entries. Strings and bytes are hashed with a random seed of the process.
-LARGEST_KEY, _MOST_COLLIDING = 1 << 60, 1 << 12
+#: Smaller integers are their own hashes. Greater ones, floats and tuples can be made to collide.
+LARGEST_KEY = 1 << 60
+#: A dictionary or set takes these as long as it has fewer entries. Strings and bytes are hashed with a random seed of
+#: the process.
+_MOST_COLLIDING = 1 << 12
 _LARGEST_SIZE = 1 << 63
 _PLAIN_KEYS = (str, bool, bytes, type(None))
 _PLAIN_TYPES = frozenset(_PLAIN_KEYS)

@@ -13,23 +13,39 @@ from typing import Any
 
 from elastic_ckpt.errors import Remedy, UnsupportedError
 
-#: Objects take at most so many times the size of their file, or so many bytes.
-_MOST_TIMES, _MOST_NBYTES = 8, 2 << 30
-#: For each byte of a pickle: while it is interpreted (of an entry of the memo, which 5 bytes make), and then (of a
-#: string, which 4 bytes make).
-_NBYTES_WHILE_READ, _NBYTES_BEHIND = 26, 16
-#: A container without its items; what stands for the result of a call, or for a storage; a name; an error that is kept.
-CONTAINER_NBYTES, CALL_NBYTES, STORAGE_NBYTES, NAME_NBYTES, ERROR_NBYTES = 400, 512, 640, 1536, 2048
+#: Objects take at most so many times the size of their file.
+_MOST_TIMES = 8
+#: Or so many bytes.
+_MOST_NBYTES = 2 << 30
+#: For each byte of a pickle while it is interpreted: of an entry of the memo, which 5 bytes make.
+_NBYTES_WHILE_READ = 26
+#: And then: of a string, which 4 bytes make.
+_NBYTES_BEHIND = 16
+#: A container without its items.
+CONTAINER_NBYTES = 400
+#: What stands for the result of a call.
+CALL_NBYTES = 512
+#: What stands for a storage.
+STORAGE_NBYTES = 640
+NAME_NBYTES = 1536
+#: An error that is kept.
+ERROR_NBYTES = 2048
 #: What a call is given by one opcode, without the items.
 STEP_NBYTES = 256
-#: An item of a list or tuple; a pair of a dictionary, or a member of a set, just after its table grew.
-ITEM_NBYTES, PAIR_NBYTES, MEMBER_NBYTES = 26, 140, 160
+#: An item of a list or tuple.
+ITEM_NBYTES = 26
+#: A pair of a dictionary, just after its table grew.
+PAIR_NBYTES = 140
+#: A member of a set, just after its table grew.
+MEMBER_NBYTES = 160
 #: A pair of an ordered dictionary. Each part of an argument of a call may become one.
 ORDERED_NBYTES = 200
 #: A character or byte of an argument that a call copies.
 _TEXT_NBYTES = 2
-#: What is made of a call or tensor; and that a container is known to have been copied.
-MADE_NBYTES, COPIED_NBYTES = 1024, 640
+#: What is made of a call or tensor.
+MADE_NBYTES = 1024
+#: That a container is known to have been copied.
+COPIED_NBYTES = 640
 _PART_NBYTES: dict[Any, int] = {
     **dict.fromkeys((str, bytes, bytearray), _TEXT_NBYTES),
     **dict.fromkeys((list, tuple, dict, set, frozenset, OrderedDict, Counter), ORDERED_NBYTES),

@@ -32,11 +32,16 @@ ENTRY = struct.Struct("<4s6H3L5H2L")
 #: The header of a record: signature, version needed, flags, method, time, date, CRC32, both sizes, two lengths.
 HEADER = struct.Struct("<4s5H3L2H")
 MAX32 = 0xFFFFFFFF
-#: Block of an extra field with 64-bit sizes; flag: CRC32 and sizes follow the data.
-ZIP64, SIZES_FOLLOW = 0x0001, 0x0008
-#: The end of a directory may be followed by a comment of that size. Larger directories are refused.
-_MOST_COMMENT_NBYTES, _MOST_DIRECTORY_NBYTES = 1 << 16, 1 << 28
-_FIRST_TAIL_NBYTES, _ALIGNMENT = 512, 64
+#: Block of an extra field with 64-bit sizes.
+ZIP64 = 0x0001
+#: Flag: CRC32 and sizes follow the data.
+SIZES_FOLLOW = 0x0008
+#: The end of a directory may be followed by a comment of that size.
+_MOST_COMMENT_NBYTES = 1 << 16
+#: Larger directories are refused.
+_MOST_DIRECTORY_NBYTES = 1 << 28
+_FIRST_TAIL_NBYTES = 512
+_ALIGNMENT = 64
 
 
 class ArchiveError(Exception):
@@ -89,7 +94,8 @@ class Listing:
                 if wide.startswith(b"PK\x06\x06"):
                     *_, self.count, nbytes, self.start = END64.unpack(wide)
         # DeepSpeed's fast writer of several ranks leaves a part of its last block between directory and end
-        self.directory_nbytes, self.surplus_nbytes = nbytes, end - self.start - nbytes
+        self.directory_nbytes = nbytes
+        self.surplus_nbytes = end - self.start - nbytes
         most_nbytes = self.count * (ENTRY.size + 3 * 0xFFFF)  # of names, extra fields and comments
         if self.surplus_nbytes < 0 or not self.count * ENTRY.size <= nbytes <= most_nbytes:
             what = f"{self.count} records in {nbytes} bytes from byte {self.start} on"

@@ -54,7 +54,10 @@ from elastic_ckpt.formats.torch_archive.tensors import (
     subclass_error,
 )
 
-ARRAY, BUFFER, DTYPE, NAMESPACE = "numpy.ndarray", "numpy.frombuffer", "numpy.dtype", "types.SimpleNamespace"
+ARRAY = "numpy.ndarray"
+BUFFER = "numpy.frombuffer"
+DTYPE = "numpy.dtype"
+NAMESPACE = "types.SimpleNamespace"
 STREAM = "_io.BytesIO"
 #: Where this numpy has the functions that rebuild its arrays.
 MULTIARRAY: str = np.zeros(1).__reduce__()[0].__module__
@@ -66,8 +69,10 @@ PLAIN_CLASSES = frozenset(
         *("decimal.Decimal", "fractions.Fraction"),
     )
 )
-#: Their parts: long texts take long to become numbers, "1e999999999" an endless fraction.
-_PARTS, _LONGEST_TEXT = frozenset({int, float, bool, type(None), Global}), 1 << 10
+#: Their parts.
+_PARTS = frozenset({int, float, bool, type(None), Global})
+#: Long texts take long to become numbers, "1e999999999" an endless fraction.
+_LONGEST_TEXT = 1 << 10
 _FRACTION = re.compile(r"-?\d+(?:/\d+)?")
 #: What torch itself adds to the list of whoever imports it, and what starts to talk to other ranks where it is called.
 _COLLECTIVE = frozenset({"torch.distributed.device_mesh.DeviceMesh", "torch.distributed.device_mesh.init_device_mesh"})
@@ -106,7 +111,8 @@ _OF_TUPLES = dict.fromkeys(
 _RENAMED = {"torch.storage._UntypedStorage": "torch.storage.UntypedStorage"}  # until 1.13
 #: Dtypes of numpy: numbers, strings of one length, dates and durations; the units of these.
 _PLAIN_DTYPE = re.compile(r"[?biufc]\d{0,2}|[US]\d{1,6}|[mM]8")
-_UNIT, _MOST_UNITS = re.compile(rb"[a-zA-Z]{1,7}"), 1 << 30
+_UNIT = re.compile(rb"[a-zA-Z]{1,7}")
+_MOST_UNITS = 1 << 30
 _MOST_PATH_PARTS = 1 << 11  # as Linux has them
 
 

@@ -48,11 +48,13 @@ _DEVICES = frozenset(
         *("npu", "mlu", "musa", "gcu", "sdaa", "cnnl", "supa", "dipu", "neuron"),
     )
 )
-_DEVICE, _MOST_DEVICES = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,2}))?"), 128
+_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,2}))?")
+_MOST_DEVICES = 128
 #: Greatest value of each enum's members; those of Megatron, which differ by version, are few. The least is 1, or 0.
 STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _MOST_MEMBERS = {STAGE_ENUM: 3, "_MEM_FORMAT_ENCODING": 3, "MEM_FORMAT_ENCODING": 3, "WriteItemType": 3}
-_MOST_OF_OTHERS, _LONGEST_MEMBER = 64, 64
+_MOST_OF_OTHERS = 64
+_LONGEST_MEMBER = 64
 #: Python's classes of :data:`elastic_ckpt.formats.torch_archive.globals.PLAIN_CLASSES`.
 _CLASSES: dict[str, Callable[..., Any]] = {
     **{"collections.deque": deque, "collections.defaultdict": defaultdict, "types.SimpleNamespace": SimpleNamespace},

@@ -38,14 +38,18 @@ STORAGE_NAMES = frozenset(
 )
 #: The storage class of each dtype that has one.
 STORAGE_OF = {dtype: f"torch.{name}" for name, dtype in _STORAGES.items() if name != "UntypedStorage"}
+_MOST_ELEMENTS = 1 << 62
 #: Keys of storages are small numbers.
-_MOST_ELEMENTS, _MOST_KEY_LENGTH = 1 << 62, 256
+_MOST_KEY_LENGTH = 256
 #: Bytes of a part of a tensor that may be more than its storage has: strides of 0 repeat elements without end.
 _MOST_REPEATED_NBYTES = 1 << 16
 #: What makes tensors that are not dense, by the name of the call (:mod:`elastic_ckpt.formats.objects`).
-SPARSE, QUANTIZED = "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor"
-META, CHANGED = "torch._utils._rebuild_meta_tensor_no_storage", "torch._utils.set_tensor_metadata"
-NESTED, WRAPPER = "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_wrapper_subclass"
+SPARSE = "torch._utils._rebuild_sparse_tensor"
+QUANTIZED = "torch._utils._rebuild_qtensor"
+META = "torch._utils._rebuild_meta_tensor_no_storage"
+CHANGED = "torch._utils.set_tensor_metadata"
+NESTED = "torch._utils._rebuild_nested_tensor"
+WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 PARAMETER = "torch.nn.Parameter"
 OTHER_FORM = "save it in another form"
 

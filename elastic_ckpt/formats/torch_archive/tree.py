@@ -14,11 +14,14 @@ from elastic_ckpt.formats.torch_archive.calls import LARGEST_KEY, Call, Global, 
 from elastic_ckpt.formats.torch_archive.charges import COPIED_NBYTES, STEP_NBYTES, items_nbytes
 from elastic_ckpt.formats.torch_archive.tensors import OTHER_FORM, StorageRef, TensorRef, kind_error
 
-#: Deepest nesting of containers; how many objects a walk may meet per object: a few dozen lists can hold each other
-#: 2 ** 60 times.
-_MOST_DEPTH, _MOST_REPEATED = 128, 64
-#: Most objects that a key is made of: hashing recurses into them. And most keys of one hash.
-_MOST_IN_KEY, _MOST_OF_ONE_HASH = 512, 128
+#: Deepest nesting of containers.
+_MOST_DEPTH = 128
+#: How many objects a walk may meet per object: a few dozen lists can hold each other 2 ** 60 times.
+_MOST_REPEATED = 64
+#: Most objects that a key is made of: hashing recurses into them.
+_MOST_IN_KEY = 512
+#: Most keys of one hash.
+_MOST_OF_ONE_HASH = 128
 _HASHED_WITH_SEED = frozenset({str, bytes, bool, type(None)})
 _PLAIN = frozenset({str, bool, int, float, complex, bytes, type(None)})
 _LEAVES = _PLAIN | {TensorRef, bytearray, StorageRef}

@@ -37,18 +37,25 @@ from elastic_ckpt.formats.torch_archive.charges import (
 )
 from elastic_ckpt.formats.torch_archive.globals import set_state
 
-#: Longest line of a name; largest number in bytes; most names.
-_MOST_LINE_NBYTES, _MOST_NUMBER_NBYTES, _MOST_NAMES = 1 << 16, 1 << 10, 1 << 14
-#: Bytes that calls may make of their arguments for each byte of the pickle, and in addition: a few bytes pass a shared
-#: argument to a call that copies it.
-_MOST_COPIED, _MOST_MORE_COPIED = 200, 1 << 18
+#: Longest line of a name.
+_MOST_LINE_NBYTES = 1 << 16
+#: Largest number.
+_MOST_NUMBER_NBYTES = 1 << 10
+#: Most names.
+_MOST_NAMES = 1 << 14
+#: Bytes that calls may make of their arguments for each byte of the pickle: a few bytes pass a shared argument to a
+#: call that copies it.
+_MOST_COPIED = 200
+#: Those in addition.
+_MOST_MORE_COPIED = 1 << 18
 #: Marks: one for each container that is being filled.
 _MOST_MARKS = 1 << 10
 _UINT32 = struct.Struct("<I")
 #: Where a frame ends while there is none.
 _NO_FRAME = sys.maxsize
 #: Names of Python 2 are translated in pickles of protocols below this one, as pickle does.
-_FIRST_PROTOCOL_OF_PYTHON_3, _HIGHEST_PROTOCOL = 3, 5
+_FIRST_PROTOCOL_OF_PYTHON_3 = 3
+_HIGHEST_PROTOCOL = 5
 #: Opcodes that picklers write in protocols 0 and 1 alone.
 _OF_PROTOCOL_0 = frozenset(b"2FILPSTUVdgiop")
 

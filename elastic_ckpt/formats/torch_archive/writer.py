@@ -29,7 +29,8 @@ from elastic_ckpt.formats.torch_archive.tensors import (
 )
 
 _PROTOCOL = 2
-_REBUILD, _REBUILD_WITH_DTYPE = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
+_REBUILD = "torch._utils._rebuild_tensor_v2"
+_REBUILD_WITH_DTYPE = "torch._utils._rebuild_tensor_v3"
 _REBUILD_PARAMETER = "torch._utils._rebuild_parameter"
 _REBUILD_PARAMETER_WITH_STATE = "torch._utils._rebuild_parameter_with_state"
 _REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"

@@ -120,7 +120,8 @@ class _Taken:
         from elastic_ckpt import config  # noqa: PLC0415
 
         if values[-1] in MODES:
-            config.flags["mode"], self._is_here = values[-1], True
+            config.flags["mode"] = values[-1]
+            self._is_here = True
 
 
 def take_flag(words: "Sequence[str]") -> None:
