@@ -39,6 +39,11 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert set(listed) == written - {"CODE_OF_CONDUCT.md"}
 
 
+def test_there_are_few_pages() -> None:
+    """A new answer goes into the page where a reader looks for it; what is said twice is found wrong once."""
+    assert len(list((REPO / "docs").glob("*.md"))) <= 30
+
+
 @pytest.mark.parametrize(
     ("page", "link", "on_the_site"),
     [
