@@ -30,6 +30,7 @@ from elastic_ckpt.report import literal, saved_topology, size, source_dict, tabl
 from elastic_ckpt.storage import medium_of
 from elastic_ckpt.storage.media import OBJECT_STORE
 from elastic_ckpt.tools.footprint import GPU, RunSettings
+from elastic_ckpt.tools.frozen_weights import frozen_left_out
 from elastic_ckpt.tools.models import DEEPSPEED_CONFIG, ModelName, model_metadata
 from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob, forecast
@@ -137,10 +138,7 @@ def plan(
         with tqdm(ranks, desc="planning", unit=" ranks", leave=False, disable=None) as bar:
             found = [_planned(job, each, options, run) for each in bar]
     except ElasticCkptError as error:
-        error.file = error.file or None  # of a model, there is none
-        refused = refusal(error, EXIT_FOUND)
-        notes = [f"Loads: no. {_change(model or saved_topology(saved), str(topology))}", *refused.notes]
-        return dataclasses.replace(refused, document={"loads": False, **refused.document}, notes=notes)
+        return _refusal(error, _change(model or saved_topology(saved), str(topology)))
     if plot is not None:
         try:
             from elastic_ckpt.cli.plot import draw  # noqa: PLC0415  matplotlib is an extra
@@ -156,6 +154,16 @@ def plan(
     if not every and rank is None:
         del shown["ranks"]
     return Answer(shown, parts, exit_code=EXIT_FOUND if shown["fits"] is False else 0)
+
+
+def _refusal(error: ElasticCkptError, change: str) -> Answer:
+    """That a load would be refused, and why. Wrong usage is raised again: it is no answer."""
+    error.file = error.file or None  # of a model, there is none
+    if isinstance(error, ConfigError):
+        raise error
+    refused = refusal(error, EXIT_FOUND)
+    said = f"Loads: no. {change}"
+    return dataclasses.replace(refused, document={"answer": said, "loads": False, **refused.document}, parts=[said])
 
 
 def _kept_batch(saved: SourceFacts, dp: int, global_batch: int, max_micro_batch: int | None) -> dict[str, Any]:
@@ -207,14 +215,19 @@ def answer(
     batch, refused = run.batch(job.topology.dp, saved)
     if kept := shown.get("batch"):  # --global-batch asks for another than the config's
         batch, refused = kept["train_batch_size"], ""
+    left_out = frozen_left_out(job.metadata)
     fits = None if gpu_memory is None else needed <= gpu_memory
-    if refused:
-        shown["notes"] = [refused, *shown["notes"]]
+    verdict = "" if fits is None else f" {'Fits' if fits else 'Does not fit'} into {size(gpu_memory or 0)}."
+    if fits and left_out is not None:
+        fits = None
+        verdict = (
+            f" Whether it fits into {size(gpu_memory or 0)} is unknown: {left_out.what} are not in the checkpoint."
+        )
+    shown["notes"] = [*filter(None, (refused, left_out and str(left_out))), *shown["notes"]]
     said = [f"{_change(model or saved_topology(job.metadata.source), str(job.topology))}, {size(needed)} a GPU"]
     said += [f"{size(_at(most, place))} on {place}" for place in others]
     said += [_change(*(each.precision for each in runs))] if before.precision != run.precision or model else []
     said += [f"global batch {_change(*map(str, (saved.global_batch, batch)))}"] if batch and saved.global_batch else []
-    verdict = "" if fits is None else f" {'Fits' if fits else 'Does not fit'} into {size(gpu_memory or 0)}."
     return {
         "answer": f"Loads: yes. {', '.join(said)}.{verdict}",
         "loads": True,

@@ -44,6 +44,7 @@ from elastic_ckpt.errors import (
 from elastic_ckpt.formats.safetensors import DTYPES, METADATA, SUFFIX
 from elastic_ckpt.planning.state_errors import refuse_unreadable_states
 from elastic_ckpt.report import progress_bar
+from elastic_ckpt.tools.frozen_weights import frozen_left_out
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, plain, scalars_of, weights_by_name
 from elastic_ckpt.tools.module_files import refuse_lost_entries
 from elastic_ckpt.tools.opened import Folders, config_of, open_folder, seen_together
@@ -230,8 +231,8 @@ def _notes(metadata: CheckpointMetadata, tensors: _Tensors, kept: Collection[str
     if not metadata.parameters and source.foreign:  # of native checkpoints, their reader says so
         dtypes = listed({tensor.dtype for tensor, _ in tensors.values() if tensor.key != BUFFER})
         yield f"no master weights could be named: parameters are the module's own weights, saved in {dtypes}"
-    elif not source.frozen_recorded and not metadata.names(FROZEN) and source.zero_stage >= 2:
-        yield "frozen parameters, if the model has any, were left out of the save (exclude_frozen_parameters=True)"
+    elif (left_out := frozen_left_out(metadata)) is not None:
+        yield str(left_out)
     if not source.buffers_recorded:
         yield "the checkpoint holds no buffers"
     if source.foreign and any(tensor.dtype != dtype for tensor, dtype in tensors.values()):

@@ -34,6 +34,7 @@ from elastic_ckpt.report import saved_topology, source_dict
 from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts
 from elastic_ckpt.storage import VIEW, copies_of
+from elastic_ckpt.tools.frozen_weights import frozen_left_out
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 from elastic_ckpt.tools.remedies import of_command
 
@@ -51,7 +52,7 @@ class Finding:
     """A problem of a checkpoint, or a fact worth knowing, with details as far as they are known."""
 
     level: Level  # ``"error"`` if a load would be refused or lose something, ``"unchecked"`` if that cannot be told
-    kind: str  # one word for programs, stable; ``"extra-state"``, ``"no-checksum"`` and ``"reader"`` are notes alone
+    kind: str  # one word for programs, stable; "extra-state", "frozen", "no-checksum" and "reader" are notes alone
     text: str
     parameter: str | None = None  # or buffer, or state
     file: str | None = None  # its path
@@ -132,6 +133,8 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
         yield of_error(error, kind, ERROR if isinstance(error, DamagedError) else UNCHECKED)
     for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
         yield Finding(NOTE, "reader", note)
+    if (left_out := frozen_left_out(metadata)) is not None:
+        yield Finding(NOTE, "frozen", str(left_out))
     yield from _extra_state_findings(metadata)
 
 

@@ -8,6 +8,7 @@ import json
 import pstats
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +35,12 @@ def _folders_of_big_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of a model is the folder of its checkpoint."""
 
     def opened(folder: str, *more: Any) -> Any:
-        if folder not in (*ScaleModel.names(), "small"):
+        if folder not in (*ScaleModel.names(), "small", "excluded"):
             return open_folder(folder, *more)
-        metadata = scale_metadata(small_model()) if folder == "small" else catalog_of(folder)
+        metadata = scale_metadata(small_model()) if folder in ("small", "excluded") else catalog_of(folder)
+        if folder == "excluded":
+            source = replace(metadata.source, zero_stage=2, frozen_recorded=False)
+            metadata = replace(metadata, source=source)
         state = SimpleNamespace(batch=BatchSizes(None, None, None))
         checkpoint = SimpleNamespace(metadata=metadata, training_state=state)
         return SimpleNamespace(metadata=metadata, found=SimpleNamespace(foreign="no file"), checkpoint=checkpoint)
@@ -117,6 +121,25 @@ def test_well_known_models_are_planned_as_typed(model: str, gigabytes: str) -> N
     assert run("--model", model, "folder").exit_code == run("--model", "1b").exit_code == 2
 
 
+def test_wrong_usage_has_no_answer() -> None:
+    result = run("104b", "--tp", "8", "--preset", "megatron-cor")
+    assert result.exit_code == 2 and result.stdout == "" and "--preset megatron-core" in result.stderr
+    assert "Loads" not in result.stderr and "file:" not in result.stderr
+    assert "loads" not in told("104b", "--tp", "8", "--preset", "megatron-cor", code=2)
+
+
+def test_whether_it_fits_is_unknown_where_frozen_weights_are_missing() -> None:
+    result = run("excluded", "--gpu-memory", "80GB")
+    assert result.exit_code == 0 and "Fits" not in result.stdout
+    unknown = "Whether it fits into 80.0GB is unknown: frozen weights, if the model has any, are not in the checkpoint."
+    assert result.stdout.splitlines()[0].endswith(unknown)
+    found = told("excluded", "--gpu-memory", "80GB")
+    assert found["fits"] is None and "exclude_frozen_parameters=True" in found["notes"][0]
+    assert any("exclude_frozen_parameters=True" in note for note in told("excluded")["notes"])
+    refused = told("excluded", "--gpu-memory", "0.0001MB", code=1)
+    assert refused["fits"] is False and "Does not fit" in refused["answer"]
+
+
 def test_experts_are_planned_at_another_expert_parallel_degree() -> None:
     found = told("mixtral-8x7b", "--dp", "16", "--ep", "4", "--all")
     assert (found["source"]["ep"], found["target"]["ep"], found["ranks_planned"]) == (8, 4, 16)
@@ -174,15 +197,17 @@ def test_one_rank_in_detail() -> None:
 
 def test_a_refusal_says_why_and_what_would_help() -> None:
     result = run("104b", "--tp", "8")
-    assert result.exit_code == 1 and result.stdout == ""
+    first = "Loads: no. ZeRO-1 DP 4 TP 4 PP 32 -> ZeRO-1 DP 4 TP 8 PP 32"
+    assert result.exit_code == 1 and result.stdout == f"{first}\n", "the first line is the answer"
     for words in (
         "MismatchError: the tensor-parallel degree changes",
         "2.self_attention.query_key_value.weight",
         "tp_rules",
     ):
         assert words in result.stderr
-    assert result.stderr.startswith("Loads: no. ZeRO-1 DP 4 TP 4 PP 32 -> ZeRO-1 DP 4 TP 8 PP 32\n")
+    assert "Loads" not in result.stderr
     refused = told("104b", "--tp", "8", code=1)
+    assert refused["answer"] == first
     every = "2.self_attention.query_key_value.weight and 31 like it"
     assert (refused["loads"], refused["error"], refused["parameter"]) == (False, "MismatchError", every)
     configs = [each["config"] for each in refused["remedies"] if "config" in each]

@@ -105,6 +105,12 @@ def kinds(inspection: dict[str, Any]) -> list[tuple[str, str]]:
     return [(finding.level, finding.kind) for finding in inspection["findings"]]
 
 
+def test_frozen_weights_that_the_save_left_out_are_a_note() -> None:
+    source = replace(SOURCE, zero_stage=2, frozen_recorded=False)
+    (found,) = inspected(catalog_of(tensor("a", MASTER, (4, 8)), source=source))["findings"]
+    assert (found.level, found.kind) == ("note", "frozen") and "exclude_frozen_parameters=True" in found.text
+
+
 # --- what is counted --------------------------------------------------------------------------------------------------
 
 
