@@ -7,9 +7,11 @@ for a learning rate, two betas of three, a class whose call does something else 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, NamedTuple
+
+from elastic_ckpt.core.values import LeftInFile
 
 NUMBER = "a number"
 LIST = "a list"
@@ -64,6 +66,8 @@ def is_plain(value: Any, depth: int = 4) -> bool:
 
 def described(value: Any) -> str:
     """A value in an error: its kind, and as much of it as is readable."""
+    if isinstance(value, LeftInFile):
+        return repr(value)
     try:
         text = repr(value)
     except ValueError:  # numpy prints no date without a unit
@@ -94,23 +98,24 @@ def strange_value(name: str, live: Any, saved: Any, may_be_infinite: bool = Fals
     now = kind_of(live)
     if now == NOTHING:
         return Strange(name, "a value", described(saved)) if callable(saved) else None
+    if isinstance(saved, LeftInFile) and now not in (NUMBER, LIST, MAPPING, TEXT):
+        return None  # of an array or object, which is not compared
     if was != now:
         return Strange(name, now, described(saved))
     if now == NUMBER and not (may_be_infinite or is_finite(saved) or not is_finite(live)):
         return Strange(name, "a finite number", described(saved))
-    if now == LIST:
-        return _strange_member(name, live, saved, may_be_infinite)
-    if now == MAPPING:
-        for key, value in saved.items():
-            like = live.get(key, next(iter(live.values()), None))
-            if (strange := strange_value(f"{name}[{key!r}]", like, value, may_be_infinite)) is not None:
-                return strange
-    return None
+    return _strange_part(name, live, saved, may_be_infinite) if now in (LIST, MAPPING) else None
 
 
-def _strange_member(name: str, live: Sequence[Any], saved: Sequence[Any], may_be_infinite: bool) -> Strange | None:
-    for number, value in enumerate(saved):
-        like = live[min(number, len(live) - 1)] if live else None
-        if (strange := strange_value(f"{name}[{number}]", like, value, may_be_infinite)) is not None:
+def _strange_part(name: str, live: Any, saved: Any, may_be_infinite: bool) -> Strange | None:
+    """The first strange value in a list or dictionary; what the live one lacks is compared with another of its own."""
+    if isinstance(saved, Mapping):
+        another = next(iter(live.values()), None)
+        parts = [(repr(key), live.get(key, another), value) for key, value in saved.items()]
+    else:
+        last = len(live) - 1
+        parts = [(str(at), live[min(at, last)] if live else None, value) for at, value in enumerate(saved)]
+    for place, like, value in parts:
+        if (strange := strange_value(f"{name}[{place}]", like, value, may_be_infinite)) is not None:
             return strange
     return None

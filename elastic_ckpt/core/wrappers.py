@@ -10,7 +10,7 @@ the state dict keeps, and a run may add or remove them from one save to the next
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 #: Parts of names that the state dict of a module does not have.
 HIDDEN = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module")
@@ -37,9 +37,23 @@ def pattern_without_hidden(pattern: str) -> str:
 def unwrapped(name: str) -> str:
     """A name without any part that a wrapper adds."""
     parts = [part for part in name.split(".") if part not in HIDDEN and part not in _INSIDE]
-    while around := next((each for each in _AROUND if tuple(parts[: len(each)]) == each and parts[len(each) :]), None):
-        parts = parts[len(around) :]
-    return ".".join(parts)
+    return ".".join(parts[number_around(parts) :])
+
+
+def number_around(parts: Sequence[str]) -> int:
+    """How many parts at the beginning of a name are those of wrappers; never all of them."""
+    number = 0
+    while (width := _width_of_wrapper(parts, number)) and number + width < len(parts):
+        number += width
+    return number
+
+
+def _width_of_wrapper(parts: Sequence[str], begin: int) -> int:
+    """Of how many parts a wrapper's is that begins there; 0 if there is none."""
+    for around in _AROUND:
+        if tuple(parts[begin : begin + len(around)]) == around:
+            return len(around)
+    return 0
 
 
 def wrapped_otherwise(saved: Iterable[str], live: Collection[str]) -> dict[str, str]:

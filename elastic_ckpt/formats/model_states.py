@@ -169,9 +169,11 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
     buffers = [name for name in buffer_names if name in weights]
     tree = file.tree
     run = run_arguments(tree.get("args"), os.path.dirname(file.path))
+    param_shapes = tuple(_named_shapes(file, group) for group in tree.get("param_shapes") or ())
+    _refuse_other_shapes(file, chain.from_iterable(param_shapes), weights)
     return ModelShard(
         **file.facts,
-        param_shapes=tuple(_named_shapes(file, group) for group in tree.get("param_shapes") or ()),
+        param_shapes=param_shapes,
         weights=weights,
         buffer_names=buffer_names,
         buffers_crc32=_checksum(file, [weights[name] for name in buffers]),
@@ -220,6 +222,22 @@ def model_indexer(
         return replace(same, **file.facts, buffers_crc32=crc32, extra_states=extra, optimizer=optimizer)
 
     return index
+
+
+def _refuse_other_shapes(
+    file: PickledFile, listed_shapes: Iterable[tuple[str, Shape]], weights: Mapping[str, TensorRef]
+) -> None:
+    """Raise :class:`DamagedError` where a listed parameter has another shape than its weight in the same file.
+
+    ZeRO-3 leaves weights without elements there, or none.
+    """
+    for name, shape in listed_shapes:
+        weight = weights.get(name)
+        if weight is not None and weight.numel and weight.shape != shape:
+            problem = "this file lists a parameter with another shape than its weight has there"
+            expected = f"param_shapes / {name}: {weight.shape}, as module / {name}"
+            remedy = Remedy("take another tag")
+            raise DamagedError(problem, file.path, expected, str(shape), parameter=name, remedy=remedy)
 
 
 def _tied_names(file: PickledFile, params: Mapping[str, TensorRef]) -> dict[str, str]:

@@ -52,6 +52,7 @@ from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.load.entries_read import can_read_layers, can_read_model, can_read_partition, can_take_scaler
 from elastic_ckpt.load.flow import LoadCall
 from elastic_ckpt.load.metadata import read_checkpoint
+from elastic_ckpt.planning.hyperparameters import strange_hyperparameter
 from elastic_ckpt.storage import VIEW, file_names, is_folder, is_url, open_stream
 
 #: What DeepSpeed's loader opens in the folder of a tag, with what its ``fast`` writer appends.
@@ -301,7 +302,7 @@ class _Comparison:
             _same_shapes(model, saved["params"], group["params"]) for saved, group in zip(groups, live, strict=True)
         )
         plain = not any(key in model.tree["optimizer"] for key in MASTER_ENTRIES)
-        return here and _same_hyperparameters(groups, live) and plain and self._same_topology(model)
+        return here and _takes_hyperparameters(model, live) and plain and self._same_topology(model)
 
     def _native_fits(self) -> bool:
         engine = self.engine
@@ -340,7 +341,7 @@ class _Comparison:
         in_fp16 = bool(saved_config.config_section(model, "fp16").get("enabled"))
         if in_fp16 != engine.fp16_enabled() and saved_config.saved_config(model) is not None:
             return False
-        if not _same_hyperparameters(saved_config.base_groups(optimizer), compat.base_optimizer(engine).param_groups):
+        if not _takes_hyperparameters(optimizer, compat.base_optimizer(engine).param_groups):
             return False
         if self.stage == 0:
             return self._same_module_order(model, optimizer)
@@ -363,8 +364,13 @@ class _Comparison:
         )
 
 
-def _same_hyperparameters(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> bool:
-    return [set(group) - _NOT_COMPARED for group in saved] == [set(group) - _NOT_COMPARED for group in live]
+def _takes_hyperparameters(file: PickledFile, live: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether saved param groups have the live ones' hyperparameters, with values that the optimizer can have."""
+    saved = saved_config.base_groups(file)
+    if [set(group) - _NOT_COMPARED for group in saved] != [set(group) - _NOT_COMPARED for group in live]:
+        return False
+    values = read_groups(file, saved)
+    return all(strange_hyperparameter(now, was) is None for now, was in zip(live, values, strict=True))
 
 
 def _same_shapes(file: PickledFile, numbers: Sequence[int], live: Sequence[torch.Tensor]) -> bool:

@@ -37,14 +37,29 @@ def refuse_strange_hyperparameters(
 
     ``number``: of the live group; ``taken``: what it would get.
     """
+    strange = strange_hyperparameter(group.hyperparameters, taken) or _flag_without_state(metadata, group, taken)
+    if strange is not None:
+        problem = "the live optimizer cannot take a hyperparameter of the checkpoint"
+        which = f"{strange.name} of param group {number}"
+        raise metadata.error(MismatchError, problem, which, strange.expected, strange.found, _REMEDY)
+
+
+def strange_hyperparameter(live: Mapping[str, Any], saved: Mapping[str, Any]) -> Strange | None:
+    """The first of a group's saved hyperparameters that an optimizer with the ``live`` ones cannot have."""
+    for name, taken in saved.items():
+        for value in taken.values if isinstance(taken, PerRank) else [taken]:
+            if (strange := _strange(name, live, value)) is not None:
+                return strange
+    return None
+
+
+def _flag_without_state(metadata: CheckpointMetadata, group: LiveGroup, taken: Mapping[str, Any]) -> Strange | None:
+    """The first flag for which the checkpoint has no state."""
     for name, saved in taken.items():
-        values = saved.values if isinstance(saved, PerRank) else [saved]
-        for value in values:
-            strange = _strange(name, group.hyperparameters, value) or _without_state(metadata, group, name, value)
-            if strange is not None:
-                problem = "the live optimizer cannot take a hyperparameter of the checkpoint"
-                which = f"{strange.name} of param group {number}"
-                raise metadata.error(MismatchError, problem, which, strange.expected, strange.found, _REMEDY)
+        for value in saved.values if isinstance(saved, PerRank) else [saved]:
+            if (strange := _without_state(metadata, group, name, value)) is not None:
+                return strange
+    return None
 
 
 def _strange(name: str, live: Mapping[str, Any], saved: Any) -> Strange | None:

@@ -102,12 +102,21 @@ def match_groups(
         if converted:
             known = {*group.hyperparameters, _INITIAL_LR}
             taken = {key: value for key, value in taken.items() if key in known}
-        if with_states:
-            refuse_left_in_file(taken, group.names, metadata.source.folder)
-            refuse_strange_hyperparameters(metadata, number, group, taken)
         sources.append(tuple(found))
         hyperparameters.append(taken)
+    if with_states:
+        _refuse_hyperparameters(metadata, local_state.groups, hyperparameters)
     return tuple(sources), tuple(hyperparameters)
+
+
+def _refuse_hyperparameters(
+    metadata: CheckpointMetadata, groups: Sequence[LiveGroup], hyperparameters: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse what no optimizer takes, and then what this version does not read: DeepSpeed's loader might get that."""
+    for number, (group, taken) in enumerate(zip(groups, hyperparameters, strict=True)):
+        refuse_strange_hyperparameters(metadata, number, group, taken)
+    for group, taken in zip(groups, hyperparameters, strict=True):
+        refuse_left_in_file(taken, group.names, metadata.source.folder)
 
 
 def groups_of_members(metadata: CheckpointMetadata, local_state: LocalState) -> tuple[tuple[int, ...], ...]:

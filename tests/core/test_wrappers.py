@@ -14,7 +14,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import FROZEN, MASTER
-from elastic_ckpt.core.wrappers import pattern_without_hidden, unwrapped, without_hidden, wrapped_otherwise
+from elastic_ckpt.core.wrappers import (
+    number_around,
+    pattern_without_hidden,
+    unwrapped,
+    without_hidden,
+    wrapped_otherwise,
+)
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.live_names import adopt_wrappers
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
@@ -133,3 +139,21 @@ def test_a_rename_may_say_that_an_entry_of_the_module_is_a_masters() -> None:
     other = saved({"a.w": (2, 3)}, wholes={("a.kernel", FROZEN): ((3, 2), "bfloat16")})
     with pytest.raises(MismatchError, match="two saved parameters one name"):
         rename_saved(other, [(r"^a\.kernel$", "a.w")])
+
+
+@pytest.mark.parametrize("around", ["module.", "base_model.model.", "module.base_model.model."])
+def test_a_name_of_many_wrappers_takes_work_in_proportion_to_its_length(around: str) -> None:
+    """Counted in the parts that are looked at: a megabyte of them kept a load busy for minutes."""
+    looked_at = 0
+
+    class Parts(list[str]):
+        def __getitem__(self, key: object) -> object:
+            nonlocal looked_at
+            found = super().__getitem__(key)  # type: ignore[index]
+            looked_at += len(found) if isinstance(key, slice) else 1
+            return found
+
+    parts = Parts([*around.split(".")[:-1] * 2000, "weight"])
+    assert number_around(parts) == len(parts) - 1
+    assert looked_at <= 3 * len(parts)
+    assert unwrapped(around * 2000 + "weight") == "weight"

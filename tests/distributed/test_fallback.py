@@ -111,6 +111,16 @@ def scale(save: Save, **values: Any) -> Change:
     return in_all([optimizer_of(save, 0), optimizer_of(save, 1)], change)
 
 
+def hyperparameters(save: Save, **values: Any) -> Change:
+    """Hyperparameters of the first param group, in each rank's file."""
+    entry = "optimizer_state_dict" if save.setup.stage == 3 else "base_optimizer_state"
+
+    def change(tree: Tree) -> None:
+        tree["optimizer_state_dict"][entry]["param_groups"][0].update(values)
+
+    return in_all([optimizer_of(save, 0), optimizer_of(save, 1)], change)
+
+
 def scheduler(state: Tree | None) -> Change:
     """The live StepLR would load that of another schedule without a look."""
     return in_all([MODEL], lambda tree: tree.update(lr_scheduler=state))
@@ -144,6 +154,9 @@ def damaged(save: Save) -> list[Cell]:
     half = of_masters(save, lambda masters: cut(masters, 0, masters[0].numel() // 2))
     infinite, text = scale(save, cur_scale=math.inf), scale(save, cur_scale="32")
     other_method = scale(save, update_scale=OrderedDict)
+    no_rate = hyperparameters(save, lr=math.nan)
+    many_betas = hyperparameters(save, betas=(0.9, 0.99, 0.999))
+    large = hyperparameters(save, eps=torch.full((600,), 1e-8))
     return [
         refused(save, "a shard of another step", [], "DamagedError", shard, "another save", other=step),
         refused(save, "a truncated shard", [truncated], "DamagedError", shard, "truncated"),
@@ -157,6 +170,10 @@ def damaged(save: Save) -> list[Cell]:
         refused(save, "no buffer_names, an infinite scale", [no_names, infinite], "DamagedError"),
         refused(save, "no buffer_names, a scaler with another method", [no_names, other_method], "DamagedError"),
         refused(save, "no buffer_names, another step", [no_names], "UnknownLayoutError", "buffer_names", other=step),
+        refused(save, "no buffer_names, a rate that is no number", [no_names, no_rate], "UnknownLayoutError"),
+        refused(save, "no buffer_names, three betas", [no_names, many_betas], "UnknownLayoutError"),
+        refused(save, "a large tensor for a number", [large], "MismatchError", "eps", "shape (600,)"),
+        refused(save, "a large tensor, and a rate that is no number", [large, no_rate], "MismatchError"),
         refused(save, "no zip archives, another step", [unzip], "DamagedError", shard, "another save", other=step),
         refused(save, "no zip archives, truncated", [unzip, truncated], "DamagedError", shard, "truncated"),
         refused(save, "no zip archives, one missing", [unzip, missing], "LayoutError", shard, "missing"),

@@ -230,6 +230,14 @@ def test_a_group_keeps_its_live_name() -> None:
     assert plan.hyperparameters == (ADAM,)
 
 
+def test_what_no_optimizer_takes_is_told_before_what_was_not_read() -> None:
+    """DeepSpeed's own loader, to which the latter may be left, would take both."""
+    groups = ({**ADAM, "mine": [LeftInFile("a tensor")]}, {**SLOW, "lr": float("nan")})
+    metadata, engine = two_groups([["a.weight"], ["b.weight"]], groups)
+    with pytest.raises(MismatchError, match="lr of param group 1"):
+        match_groups(metadata, engine, keep_live=False)
+
+
 @pytest.mark.parametrize("rate", ["0.1", LeftInFile("a tensor"), None, [0.1]])
 def test_what_a_schedule_may_get_back_is_of_the_live_kind(rate: Any) -> None:
     scheduler = SchedulerPlan(begins_anew=True, kept_live=frozenset({"lr"}))

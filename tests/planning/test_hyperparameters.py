@@ -11,16 +11,17 @@ import torch
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LiveGroup
-from elastic_ckpt.core.values import PerRank, TensorValue
+from elastic_ckpt.core.values import LeftInFile, PerRank, TensorValue
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.hyperparameters import refuse_strange_hyperparameters
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import ADAM, TWO, live, saved
 
-LIVE = {**ADAM, "foreach": None, "mode": "fast", "ratios": [0.1, 0.2], "initial_lr": 0.1}
+LIVE = {**ADAM, "table": torch.ones(600), "foreach": None, "mode": "fast", "ratios": [0.1, 0.2], "initial_lr": 0.1}
 MATRIX = TensorValue("float32", (2,), (1.0, 2.0))
 COMPLEX = TensorValue("complex64", (), (1j,))
-NO_NUMBERS = ["x", {}, [], OrderedDict, math.nan, math.inf, 1 << 80, 1j, COMPLEX, MATRIX, (1.0,)]
+LEFT = LeftInFile("a tensor of torch.float32, shape (600,)")
+NO_NUMBERS = ["x", {}, [], OrderedDict, math.nan, math.inf, 1 << 80, 1j, COMPLEX, MATRIX, (1.0,), LEFT]
 #: What the constructors of torch's optimizers refuse, and a flag, which they take for 0 or 1.
 BELOW_ZERO = [-1, -0.1, -5e-324, TensorValue("float32", (), (-0.1,)), True, False]
 #: By hyperparameter of the live group, what no optimizer with it can have.
@@ -42,8 +43,10 @@ STRANGE: dict[str, list[Any]] = {
         (0.9, "x"),
         {},
         (MATRIX, 0.9),
+        (LEFT, 0.9),
+        LEFT,
     ],
-    "mode": [3, [], OrderedDict],
+    "mode": [3, [], OrderedDict, LEFT],
     "ratios": [3, "x", ["x"], [[]]],
     "foreach": [OrderedDict, dict.get],
     "unheard_of": [OrderedDict, len],
@@ -56,7 +59,8 @@ USUAL: dict[str, list[Any]] = {
     "amsgrad": [0, 1, False],
     "mode": ["slow", None],
     "ratios": [[], [0.1], [1, 2, 3]],
-    "unheard_of": [None, 1, "x", [1], {"a": 1}],
+    "unheard_of": [None, 1, "x", [1], {"a": 1}, LEFT],
+    "table": [LEFT],
 }
 
 
