@@ -28,7 +28,7 @@ from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.report import literal, saved_topology, size, source_dict, table, title
 from elastic_ckpt.storage import medium_of
-from elastic_ckpt.storage.media import OBJECT_STORE
+from elastic_ckpt.storage.media import OBJECT_STORE, Medium
 from elastic_ckpt.tools.footprint import GPU, RunSettings
 from elastic_ckpt.tools.frozen_weights import frozen_left_out
 from elastic_ckpt.tools.models import DEEPSPEED_CONFIG, ModelName, model_metadata
@@ -50,6 +50,9 @@ _READS = {
     "files": "files read from",
     "memory": "bytes of memory filled",
 }
+#: Where a model lies that nobody has saved, and how to say otherwise.
+_ASSUMED = Medium("local", "assumed")
+_OTHER_STORAGE = 'for a network: "reading": {"storage": "network"} in --config'
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -132,7 +135,8 @@ def plan(
     if rank is not None and rank >= topology.ranks:
         raise typer.BadParameter(f"{topology} has the ranks 0 to {topology.ranks - 1}", param_hint="--rank")
     ranks = [rank] if rank is not None else some_of(topology.ranks, topology.ranks if every else _MOST_BY_DEFAULT)
-    options = read_options(config, medium := medium_of(saved.folder, config.reading.storage))
+    medium = _ASSUMED if model and config.reading.storage == "auto" else medium_of(saved.folder, config.reading.storage)
+    options = read_options(config, medium)
     try:
         job = VirtualJob(metadata, topology, LoadOptions.of(config, optimizer_states=not weights_only))
         with tqdm(ranks, desc="planning", unit=" ranks", leave=False, disable=None) as bar:
@@ -280,12 +284,14 @@ def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[
     by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
     facts = [("checkpoint", literal(f"{source.folder} ({about})".strip()))]
     if source.folder:  # else it is a model's
-        facts += [("saved", literal(f"{saved_topology(source)}{by}")), ("storage", shown["storage"])]
+        facts += [("saved", literal(f"{saved_topology(source)}{by}"))]
+    how = literal(f"; {_OTHER_STORAGE}") if shown["storage"] == str(_ASSUMED) else ""
+    facts += [("storage", shown["storage"] + how)]
     facts += [("resumed", f"{job.topology}: {counted(job.topology.ranks, 'rank')}, {shown['precision']}")]
     if kept := shown.get("batch"):
         total, micro_batch, steps, factor = kept.values()
         rate = "" if factor == 1 else f"; learning rate x {factor:.4g}, if it is proportional to the batch"
-        facts += [("batch", f"{total} samples: micro-batch {micro_batch}, {steps} a step on each rank{rate}")]
+        facts += [("batch", f"{total} samples: micro-batch {micro_batch}, gradient_accumulation_steps={steps}{rate}")]
     if len(ranks) < job.topology.ranks:
         facts += [("planned", f"{len(ranks)} of them; --all plans every one")]
     facts += [("note", literal(note)) for note in notes[:_NOTES_SHOWN]]

@@ -190,7 +190,8 @@ def explain(
             sheets = f"steps with a resume sheet: {shortened(map(str, steps)) or 'none'}"
             return Answer({"steps": steps, "changes": changed}, [sheets, *found], exit_code=EXIT_FOUND if rows else 0)
         outcome = explain_runs(a, b, config)
-    verdict = f"nothing deviates at the steps {shortened(map(str, outcome.steps))}"
+    every = "step" if len(outcome.steps) == 1 else "steps"
+    verdict = f"nothing deviates at {every} {shortened(map(str, outcome.steps))}"
     parts: list[RenderableType] = [f"note: {printable(note)}" for note in outcome.notes]
     if outcome.step is not None:
         verdict = f"at step {outcome.step}, the first of {counted(len(outcome.steps), 'common step')} to deviate: "

@@ -41,7 +41,7 @@ def find_checkpoint(
     if tag is not None:
         found = look_at(load_dir, str(tag))
         if found is None and (read_latest(load_dir, LATEST) is not None or list_tags(load_dir)):
-            raise _no_such_tag(load_dir, f"the tag {str(tag)!r} that load_checkpoint was given", str(tag))
+            raise _no_such_tag(load_dir, f"the tag {str(tag)!r} that was asked for", str(tag))
         return found
     choices: list[CheckpointInfo] = []
     for latest in (LATEST_UNIVERSAL, LATEST) if prefer_universal else (LATEST, LATEST_UNIVERSAL):

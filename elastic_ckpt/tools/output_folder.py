@@ -49,8 +49,8 @@ def output_folder(target: Path, source: str, files: Sequence[SourceFile], latest
     """A new folder to write to, which is renamed to ``target`` at the end, and removed after an error.
 
     ``source`` is the checkpoint's folder, ``latest`` the name of a file beside ``target`` that shall name it, where
-    that :func:`is_for_checkpoints`. Raises :class:`ElasticCkptError` if ``target`` exists or is inside the checkpoint,
-    one of its ``files`` has changed meanwhile, or the system refuses something.
+    that :func:`is_for_checkpoints`. Raises :class:`ConfigError` if ``target`` exists or is inside the checkpoint, and
+    :class:`ElasticCkptError` if one of its ``files`` has changed meanwhile, or the system refuses something.
     """
     parents = target.resolve().parents
     around = next((each for each in copies_of(source) if Path(each).resolve() in parents), None)
@@ -59,10 +59,10 @@ def output_folder(target: Path, source: str, files: Sequence[SourceFile], latest
     # asks the system: whether there is room for what is written
     if around or os.path.lexists(target) or target.name in ("", "..", LATEST, LATEST_UNIVERSAL):
         problem, remedy = "a checkpoint cannot be written there", "choose another name, or remove it"
-        expected = "a folder with a name of its own that does not exist, outside of the checkpoint's"
+        expected = "a new folder outside the checkpoint"
         # asks the system: whether there is room for what is written
         found = f"a folder inside {around}" if around else "it exists" if target.exists() else repr(target.name)
-        raise ElasticCkptError(problem, str(target), expected, found, remedy=remedy)
+        raise ConfigError(problem, str(target), expected, found, remedy=remedy)
     if not is_for_checkpoints(target.parent, source):
         latest = None
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,11 +27,19 @@ def of_command(remedies: Iterable[Remedy], instead: str = EXPORT) -> tuple[Remed
     for remedy in remedies:
         if remedy.arguments.items() & _WITHOUT_STATES.items():
             leaves_states_out = True
+        elif remedy.arguments.keys() == {"load_dir", "tag"}:
+            ways.append(_with_folder(remedy))
         elif not remedy.arguments and not remedy.code:
             ways.append(_with_flags(remedy))
     if leaves_states_out and instead:
         ways.append(Remedy(instead))
     return tuple(ways) or (Remedy(_OTHER_TAG),)
+
+
+def _with_folder(remedy: Remedy) -> Remedy:
+    """A remedy whose call names another tag, as the folder of that tag, which every command takes."""
+    folder = os.path.join(remedy.arguments["load_dir"], remedy.arguments["tag"])
+    return Remedy(f"give the folder of a tag, which needs no --tag: {shlex.quote(folder)}")
 
 
 def _with_flags(remedy: Remedy) -> Remedy:

@@ -140,6 +140,15 @@ def test_whether_it_fits_is_unknown_where_frozen_weights_are_missing() -> None:
     assert refused["fits"] is False and "Does not fit" in refused["answer"]
 
 
+def test_the_storage_of_a_model_that_nobody_has_saved_is_assumed(tmp_path: Path) -> None:
+    assert told("--model", "70b", "--rank", "0")["storage"] == "local (assumed)"
+    assert '"reading": {"storage": "network"}' in " ".join(run("--model", "70b", "--rank", "0").stdout.split())
+    config = tmp_path / "config.json"
+    config.write_text('{"elastic_checkpoint": {"reading": {"storage": "network"}}}')
+    found = told("--model", "70b", "--rank", "0", "--config", str(config))
+    assert found["storage"] == "network (as configured)"
+
+
 def test_experts_are_planned_at_another_expert_parallel_degree() -> None:
     found = told("mixtral-8x7b", "--dp", "16", "--ep", "4", "--all")
     assert (found["source"]["ep"], found["target"]["ep"], found["ranks_planned"]) == (8, 4, 16)

@@ -176,7 +176,7 @@ def test_a_folder_with_a_slash_is_the_one_to_load_from(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "universal"]
     inspected = CliRunner().invoke(app, ["inspect", "universal", "--json"])
     assert json.loads(inspected.stdout)["source"]["tag"] == "step4_universal"
-    assert run(source, "universal/").exit_code == 3  # it exists
+    assert run(source, "universal/").exit_code == 2  # it exists
     assert run(source, "universal/again").exit_code == 0  # beside one that is named
     assert (folder / "latest_universal").read_text() == "again"
 
@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_nothing_behind(native: Path, tmp_path: Path, monkeyp
     assert report["files"] == len([path for path in (tmp_path / "out").rglob("*") if path.is_file()])
     assert (tmp_path / "latest_universal").read_text() == "out"
     again = run(source, tmp_path / "out")
-    assert again.exit_code == 3 and "cannot be written there" in again.stderr
+    assert again.exit_code == 2 and "cannot be written there" in again.stderr
 
 
 @pytest.mark.parametrize(

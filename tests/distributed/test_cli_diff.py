@@ -1,7 +1,5 @@
 """``elastic-ckpt diff``: the same state under other topologies and formats is equal; a changed element is found."""
 
-# Covers elastic_ckpt/cli/tensors.py, which the command runs.
-
 from __future__ import annotations
 
 import json

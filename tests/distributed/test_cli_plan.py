@@ -93,7 +93,7 @@ def test_the_batch_that_ranks_can_keep(native: Path) -> None:
     assert list(batch.values()) == [95, 1, 19, 95 / 96]
     wide = {"COLUMNS": "400"}  # no row is broken
     shown = CliRunner().invoke(app, ["plan", folder, "--dp", "5", "--global-batch", "96"], env=wide).output
-    assert "95 samples: micro-batch 1, 19 a step on each rank; learning rate x 0.9896" in shown
+    assert "95 samples: micro-batch 1, gradient_accumulation_steps=19; learning rate x 0.9896" in shown
 
 
 def test_a_job_that_could_not_be(native: Path) -> None:

@@ -176,8 +176,10 @@ def test_an_export_that_fails_leaves_nothing_behind(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
     monkeypatch.undo()
     elastic_ckpt.export(folder, tmp_path / "out", max_shard_size=30)
-    with pytest.raises(ElasticCkptError, match="cannot be written there"):
+    with pytest.raises(ConfigError, match="cannot be written there"):
         elastic_ckpt.export(folder, tmp_path / "out")
+    result = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "out")])
+    assert result.exit_code == 2 and "a new folder outside the checkpoint" in result.stderr
 
 
 def test_optimizer_states_lie_beside_the_weights(saved: tuple[Path, Tied], tmp_path: Path) -> None:

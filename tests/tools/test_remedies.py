@@ -36,6 +36,10 @@ FRESH = Remedy(config={"states": {"a": "fresh"}})
         (unsafe_error("x").remedies, "if you trust whoever wrote the file: --trust-pickle"),
         ((WAIT, Remedy(code="torch.serialization.add_safe_globals([TheClass])")), "wait"),
         ((Remedy(arguments={"load_module_strict": False}),), "take another tag"),
+        (
+            (Remedy(arguments={"load_dir": "/my run", "tag": "step2"}),),
+            "give the folder of a tag, which needs no --tag: '/my run/step2'",
+        ),
     ],
 )
 def test_they_are_of_the_command_line(remedies: Sequence[Remedy], expected: str) -> None:
