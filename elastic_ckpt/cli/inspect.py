@@ -18,7 +18,8 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.text import counted, printable
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.report import literal, size, table, title
-from elastic_ckpt.tools.inspection import ERROR, TRAINED, inspect_folder
+from elastic_ckpt.tools.incomplete import TRAINED
+from elastic_ckpt.tools.inspection import ERROR, inspect_folder
 from elastic_ckpt.tools.latest import newest_whole
 from elastic_ckpt.tools.verification import verify as verify_checkpoint
 
@@ -60,11 +61,13 @@ def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
     for each in found["contents"][:_MOST_ROWS]:
         values = " to ".join(f"{value:g}" for value in each["values"])
         kind = each["kind"] + (f" = {values}" if values else "")
-        sizes = (f"{each['numel']:,}", size(each["nbytes"])) if each["numel"] else ("", "")
+        nbytes = size(each["nbytes"]) if each["nbytes"] else ""
+        sizes = (f"{each['numel']:,}", nbytes) if each["numel"] else ("", "")
         rows.append(
             (literal(title(each["key"][:_MOST_NAME_LENGTH])), kind, each["dtype"], f"{each['tensors']:,}", *sizes)
         )
-    yield table("What it holds", "what", "kind", "dtype", ">number", ">elements", ">bytes", rows=rows)
+    if rows:
+        yield table("What it holds", "what", "kind", "dtype", ">number", ">elements", ">bytes", rows=rows)
     if found["groups"]:
         rows = []
         for number, group in enumerate(found["groups"][:_MOST_ROWS]):

@@ -15,7 +15,7 @@ from elastic_ckpt.formats.pickled import open_pickled
 #: More files than this are not enumerated, since numbers of ranks and experts are only claims of files and of names.
 _MOST_EXPECTED = 1 << 17
 #: What a file raises that reading the whole checkpoint reports.
-_UNREADABLE = (ElasticCkptError, TypeError, ValueError, AttributeError, LookupError)
+UNREADABLE = (ElasticCkptError, TypeError, ValueError, AttributeError, LookupError)
 _OF_LAYER = re.compile(r"(\d{1,6})\.")
 _LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
 
@@ -28,7 +28,7 @@ def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
     model = None
     for name in (*files.model.values(), *files.model_zero3.values()):
         # the first that can be read: reading the whole checkpoint reports what is wrong with the others
-        with suppress(*_UNREADABLE):
+        with suppress(*UNREADABLE):
             model = index_model_states(open_pickled(found.path(name), trust_pickle))
             break
     dp = 0 if model is None or files.is_universal else model.counters["dp_world_size"]
@@ -67,7 +67,7 @@ def _listed_layers(found: CheckpointInfo, trust_pickle: bool) -> set[int]:
     """The numbers of the pipeline layers of which model-states files list parameters or buffers."""
     names = set[str]()
     for file in found.files.model.values() if found.files.layers else ():
-        with suppress(*_UNREADABLE):
+        with suppress(*UNREADABLE):
             model = index_model_states(open_pickled(found.path(file), trust_pickle))
             names |= {*model.buffer_names, *(name for shapes in model.param_shapes for name, _ in shapes)}
     return {int(match[1]) for match in map(_OF_LAYER.match, names) if match}

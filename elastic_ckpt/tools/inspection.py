@@ -22,11 +22,13 @@ from elastic_ckpt.errors import (
     ElasticCkptError,
     LayoutError,
     MismatchError,
+    MissingFilesError,
     UnsafePickleError,
     UnsupportedError,
     listed,
     remedy_text,
 )
+from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.planning.param_groups import saved_optimizer
 from elastic_ckpt.planning.read_items import check_tiling, shared_bytes_error
 from elastic_ckpt.planning.state_errors import state_errors
@@ -35,6 +37,7 @@ from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
 from elastic_ckpt.sharding.specs import virtual_layouts
 from elastic_ckpt.storage import VIEW, copies_of
 from elastic_ckpt.tools.frozen_weights import frozen_left_out
+from elastic_ckpt.tools.incomplete import TRAINED, missing_paths, remains_of
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 from elastic_ckpt.tools.remedies import of_command
 
@@ -43,7 +46,7 @@ ERROR: Level = "error"
 UNCHECKED: Level = "unchecked"
 NOTE: Level = "note"
 #: Roles of a parameter; buffers and frozen weights have their key. ``WEIGHT``: it is unknown whether it was trained.
-TRAINED, WEIGHT = "trained", "weight"
+WEIGHT = "weight"
 SCALAR = "scalar"
 
 
@@ -88,6 +91,12 @@ def of_folders(folder: str) -> list[Finding]:
     view = VIEW.get()
     texts = () if view is None else (f"files: {view.summary(folder)}", *view.notes)
     return [Finding(NOTE, "folders", text) for text in texts]
+
+
+def of_missing(path: str) -> Finding:
+    """The finding for a file that should be there."""
+    where = "no such file" if VIEW.get() is None else "no such file in any of these folders"
+    return Finding(ERROR, "missing", f"{where}; restore it, or take another tag", file=path)
 
 
 def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ERROR) -> Finding:
@@ -208,10 +217,30 @@ def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> dict[
     """Inspect the latest checkpoint of a folder, its ``tag``, or the one whose folder it is.
 
     Optimizer states that only a live model could name, or of which no file is there, are left out, with a finding.
+    Where missing files leave no metadata, it is what the other files show, with a finding for each missing one.
     Raises :class:`ElasticCkptError` if there is no such checkpoint, or its metadata cannot be read.
     """
     rules = ShardingRules.of(config)
     found = locate(folder, tag, config.trust_pickle)
+    try:
+        return _inspected_whole(found, config, rules)
+    except MissingFilesError as error:
+        return _inspected_rest(found, config, rules, error)
+
+
+def _inspected_rest(
+    found: CheckpointInfo, config: ElasticConfig, rules: ShardingRules, error: MissingFilesError
+) -> dict[str, Any]:
+    """What a checkpoint shows of itself without the files that it lacks: no tensors, but shapes."""
+    rest = remains_of(found, config.trust_pickle)
+    missing = [of_error(error, "missing"), *(of_missing(path) for path in rest.missing if path != error.file)]
+    shown = inspected(rest.metadata, rest.state, rules, missing)
+    topology = shown["topology"] if rest.is_topology_known else "topology not known"
+    return shown | {"topology": topology, "contents": rest.contents, "parameters": rest.parameters}
+
+
+def _inspected_whole(found: CheckpointInfo, config: ElasticConfig, rules: ShardingRules) -> dict[str, Any]:
+    """What a checkpoint holds, maybe without its optimizer states."""
     refused: list[Finding] = []
     try:
         checkpoint = open_checkpoint(found, config).checkpoint
@@ -223,6 +252,9 @@ def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> dict[
         except LayoutError as without:
             raise (without if found.files.of_weights_alone else error) from None
         refused = [of_error(error, "states", NOTE if isinstance(error, MismatchError) else ERROR)]
+        if isinstance(error, MissingFilesError):
+            others = missing_paths(found, config.trust_pickle)
+            refused += [of_missing(path) for path in others if path != error.file]
     return inspected(checkpoint.metadata, checkpoint.training_state, rules, refused)
 
 

@@ -35,9 +35,9 @@ from elastic_ckpt.formats.values import to_numbers
 from elastic_ckpt.planning.read_items import shared_bytes_error
 from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.rules import ShardingRules
-from elastic_ckpt.storage import VIEW, absolute, copies_of, file_names, is_url, open_stream, seen_through, walk
+from elastic_ckpt.storage import VIEW, absolute, copies_of, is_url, open_stream, seen_through, walk
 from elastic_ckpt.storage.local import version_of
-from elastic_ckpt.tools.expected_files import expected_files
+from elastic_ckpt.tools.incomplete import missing_paths
 from elastic_ckpt.tools.inspection import (
     ERROR,
     NOTE,
@@ -47,6 +47,7 @@ from elastic_ckpt.tools.inspection import (
     kind_of,
     of_error,
     of_folders,
+    of_missing,
     of_unreadable,
 )
 from elastic_ckpt.tools.module_files import layer_findings, odd_entries
@@ -249,12 +250,7 @@ def _kind_of_file(found: CheckpointInfo, name: str) -> str:
 
 def _missing_files(found: CheckpointInfo, config: ElasticConfig) -> Iterator[Finding]:
     """Findings on the files that a folder should have and has not."""
-    present = set(map(naming.plain_name, file_names(found.folder)))
-    for name in expected_files(found, config.trust_pickle):
-        if name not in present:
-            where = "no such file" if VIEW.get() is None else "no such file in any of these folders"
-            text = f"{where}; restore it, or take another tag"
-            yield Finding(ERROR, "missing", text, file=found.path(name))
+    return map(of_missing, missing_paths(found, config.trust_pickle))
 
 
 def read_metadata(found: CheckpointInfo, config: ElasticConfig) -> tuple[CheckpointMetadata | None, list[Finding]]:

@@ -187,15 +187,32 @@ def test_a_pipeline_without_zero_numbers_its_states(parallel: Callable[[Parallel
     assert (weights["key"], weights["numel"]) == ("frozen", masters["numel"])
 
 
-def test_what_cannot_be_read_is_an_error_that_names_the_file(native: Path, tmp_path: Path) -> None:
-    """Below ZeRO-3, the weights are shown without the states of a file that is missing."""
+def test_missing_files_are_findings_beside_what_is_there(native: Path, tmp_path: Path) -> None:
+    """Below ZeRO-3, the weights are shown without the states; under ZeRO-3, shapes alone are left."""
     shard = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    for name, code in (("z1-fp32-adamw-dp2", 1), ("z3-fp32-adamw-dp2", 3)):
+    for name, kinds in (("z1-fp32-adamw-dp2", {"weights"}), ("z3-fp32-adamw-dp2", {"shapes"})):
         lost = Path(shutil.copytree(native / name, tmp_path / name))
+        whole = facts(lost)
         (lost / "step4" / shard).unlink()
-        found = facts(lost, code=code)
-        refused = found["findings"][0] if code == 1 else found
+        found = facts(lost, code=1)
+        refused = found["findings"][0]
         assert refused["file"] == str(lost / "step4" / shard) and ("load_" not in refused["remedy"])
+        assert {each["kind"] for each in found["contents"]} == kinds
+        assert {each["name"] for each in found["parameters"]} <= {each["name"] for each in whole["parameters"]}
+        assert found["topology"] == whole["topology"] and found["run"]["micro_batch"] == whole["run"]["micro_batch"]
+
+
+def test_every_missing_file_is_a_finding(native: Path, tmp_path: Path) -> None:
+    lost = Path(shutil.copytree(native / "z3-fp32-adamw-dp2", tmp_path / "lost")) / "step4"
+    names = ["zero_pp_rank_1_mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+    for name in names:
+        (lost / name).unlink()
+    findings = facts(lost, code=1)["findings"]
+    assert {each["file"] for each in findings} >= {str(lost / name) for name in names}
+
+
+def test_what_cannot_be_read_is_an_error_that_names_the_file(native: Path, tmp_path: Path) -> None:
+    shard = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     foreign = Path(shutil.copytree(native / "z1-fp32-adamw-dp2", tmp_path / "foreign"))
     shutil.copy(native / "z1-fp32-adamw-dp3" / "step4" / shard, foreign / "step4")
     assert facts(foreign, code=3)["file"] == str(foreign / "step4" / shard)
