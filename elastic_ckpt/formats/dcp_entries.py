@@ -17,18 +17,19 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_ckpt.core.metadata import is_floating
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.wrappers import unwrapped
-from elastic_ckpt.errors import WITHOUT_STATES, MismatchError, Remedy, UnsupportedError, listed
+from elastic_ckpt.errors import WITHOUT_STATES, DamagedError, MismatchError, Remedy, UnsupportedError, listed
 from elastic_ckpt.formats.dcp_metadata import DcpContents, Path, Shape, StoredItem
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import named_errors, open_pickled, unreadable
 from elastic_ckpt.formats.values import hyperparameters
+from elastic_ckpt.formats.work_budget import WorkBudget
 from elastic_ckpt.storage import exists
 
 _STATE = "state"
@@ -45,8 +46,10 @@ _BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _STACKED = re.compile(r"((?:.+\.)?layers)\.(?!\d)(.+)")
 _MASTER = "fp32_param"
 _FLAT = "the distributed optimizer's flat buffers; save with --dist-ckpt-optim-fully-reshardable"
+#: The keys that lead to a state dict, all as text.
+Root = tuple[str, ...]
 #: A param group: its number if it was saved as one, or the parameter that it was saved for.
-GroupKey = tuple[Path, int | str]
+GroupKey = tuple[Root, int | str]
 
 
 @dataclass(frozen=True)
@@ -65,30 +68,51 @@ def sort_entries(contents: DcpContents, folder: str, with_states: bool = True) -
 
     Without ``with_states``, optimizers that cannot be sorted are left out.
     """
-    optimizers = {path[:at] for path in contents.paths.values() for at in _places(path, _GROUPS)}
+    optimizers = _optimizers(contents)
     try:
         return _sorted(contents, optimizers, folder)
     except (UnsupportedError, MismatchError):
+        contents.budget.refuse_if_used_up()
         if with_states or not optimizers:
             raise
-    rest = [
-        entry for entry, path in contents.paths.items() if not any(path[: len(root)] == root for root in optimizers)
-    ]
-    weights = _model(contents, rest, set(), set(), folder)
+    rest: list[str] = []
+    for entry, path in contents.paths.items():
+        root = _root(path)
+        if not any(root[:stop] in optimizers for stop in range(len(root) + 1)):
+            rest.append(entry)
+    weights = _model(contents, rest, set(), {}, folder)
     return Entries(weights, others=tuple(sorted(set(rest) - set(weights.values()))))
 
 
-def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entries:
+def _root(path: Path) -> Root:
+    """A path, or the beginning of one, as text: hashes of numbers can be made to collide."""
+    return tuple(map(str, path))
+
+
+def _optimizers(contents: DcpContents) -> set[Root]:
+    """The places of optimizers: wherever there are param groups."""
+    found: set[Root] = set()
+    for path in contents.paths.values():
+        root = _root(path)
+        for at in _places(path, _GROUPS):
+            contents.budget.charge_objects(at)  # each is a tuple of so many keys
+            found.add(root[:at])
+    return found
+
+
+def _sorted(contents: DcpContents, optimizers: set[Root], folder: str) -> Entries:
     states: dict[tuple[str, str], str] = {}
     groups: dict[GroupKey, dict[str, str]] = {}
     rest: list[str] = []
-    flattened: list[tuple[Path, str, str]] = []
+    flattened: list[tuple[Root, str, str]] = []
+    charge_text = contents.budget.charge_nbytes  # many entries may share one long key
     for entry, path in contents.paths.items():
-        roots = (path[:at] for word in (_STATE, _GROUPS) for at in _places(path, word))
+        keys_above = _root(path)
+        roots = (keys_above[:at] for word in (_STATE, _GROUPS) for at in _places(path, word))
         root = next((root for root in roots if root in optimizers), None)
         if root is None:
             # of a hyperparameter or a state in a flattened state dict
-            above = [str(key) for at, key in enumerate(path[:-1]) if path[:at] in optimizers]
+            above = [key for at, key in enumerate(keys_above[:-1]) if keys_above[:at] in optimizers]
             for beginning, what in ((_GROUPS, _COLLECTION), (_STATE, _STATE_COLLECTION)):
                 if any(key.startswith(f"{beginning}.") for key in above):
                     raise _unknown_layout(folder, f"{entry}, {what}", WITHOUT_STATES)
@@ -98,38 +122,40 @@ def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entrie
         if word == _GROUPS and len(keys) == 2:
             groups.setdefault((root, keys[0]), {})[str(keys[1])] = entry
         elif word == _STATE and len(keys) >= 2 and type(keys[0]) is str:
-            add_state(states, (keys[0], ".".join(map(str, keys[1:]))), entry, folder)
+            state = ".".join(map(str, keys[1:]))
+            charge_text(len(state))
+            add_state(states, (keys[0], state), entry, folder)
         elif not keys and word not in (_STATE, _GROUPS):
             flattened.append((root, str(word), entry))
         else:
             raise _unknown_layout(folder, f"{entry}, {_COLLECTION}", WITHOUT_STATES)
     trained = {name for name, _ in states}
-    weights = _model(contents, rest, trained, {name for _, name, _ in flattened}, folder)
+    weights = _model(contents, rest, trained, dict.fromkeys(name for _, name, _ in flattened), folder)
+    owners = Owners(weights, contents.budget)
     for root, word, entry in flattened:
         kind, _, key = word.partition(".")
-        name = _owner(word, weights)
+        name = owners.of(word)
         if name is None:
             raise _unknown_layout(folder, f"{entry}, of no tensor of the model", WITHOUT_STATES)
         key = key.removeprefix(f"{name}.")
+        charge_text(len(key))
         if kind == _STATE:
             add_state(states, (name, key), entry, folder)
         else:
             groups.setdefault((root, name), {})[key] = entry
     taken = set(weights.values())
     others = tuple(entry for entry in rest if entry not in taken)
-    return Entries(weights, states, groups, others, _unrecognized(contents, weights, others, bool(optimizers)))
+    return Entries(weights, states, groups, others, _unrecognized(contents, owners, others, bool(optimizers)))
 
 
-def _unrecognized(
-    contents: DcpContents, weights: Mapping[str, str], others: Iterable[str], has_optimizer: bool
-) -> dict[str, str]:
+def _unrecognized(contents: DcpContents, owners: Owners, others: Iterable[str], has_optimizer: bool) -> dict[str, str]:
     """Tensors that may be optimizer states: under a parameter's ``state``, or any array beside no optimizer."""
     found: dict[str, list[str]] = {}
     for entry in others:
         dtype, shape = contents.tensors.get(entry, ("", ()))
         path = contents.paths[entry]
         inside = (path[at : at + 2] for at in _places(path, _STATE))
-        is_state = any(keys[-1] in weights or _owner(str(keys[0]), weights) for keys in inside)
+        is_state = any(keys[-1] in owners.names or owners.of(str(keys[0])) for keys in inside)
         if shape and is_floating(dtype) and (is_state or not has_optimizer):
             found.setdefault(str(path[0]), []).append(entry)
     why = "tensors beside the model without the param_groups that an optimizer has: "
@@ -153,18 +179,19 @@ def _places(path: Path, word: str) -> Iterator[int]:
 
 
 def _model(
-    contents: DcpContents, entries: list[str], trained: set[str], flattened: set[str], folder: str
+    contents: DcpContents, entries: list[str], trained: set[str], flattened: Collection[str], folder: str
 ) -> dict[str, str]:
     """The model's tensors, by FQN."""
-    dicts: dict[Path, dict[str, str]] = {}
+    dicts: dict[Root, dict[str, str]] = {}
     for entry in entries:
         if entry in contents.tensors:
-            *root, name = contents.paths[entry]
-            dicts.setdefault(tuple(root), {})[str(name)] = entry
+            *root, name = _root(contents.paths[entry])
+            dicts.setdefault(tuple(root), {})[name] = entry
     if trained:
         fitting = [root for root, names in dicts.items() if trained <= names.keys()]
     elif flattened:
-        fitting = [root for root, names in dicts.items() if all(_owner(word, names) for word in flattened)]
+        owners = Owners((name for names in dicts.values() for name in names), contents.budget)
+        fitting = owners.fitting(flattened, dicts)
     else:
         called = [root for root in dicts if root and root[-1] in _MODEL_KEYS]
         fitting = list(dicts) if len(dicts) == 1 else called
@@ -177,25 +204,27 @@ def _model(
 
 
 def _refuse_copies(
-    contents: DcpContents, dicts: Mapping[Path, Mapping[str, str]], fitting: list[Path], folder: str
+    contents: DcpContents, dicts: Mapping[Root, Mapping[str, str]], fitting: list[Root], folder: str
 ) -> None:
     """Refuse copies of the model, as averaged weights are, unless keys side by side call the model one alone of them.
 
     The optimizer's names do not tell: a wrapped model (``torch.compile``) has others than its average, which has them.
     """
     model = fitting[0]
-    arrays: dict[Path, dict[str, Shape]] = {root: {} for root in dicts}
+    arrays: dict[Root, dict[str, Shape]] = {root: {} for root in dicts}
+    bare = {name: unwrapped(name) for name in {name for names in dicts.values() for name in names}}
     for root, entries in dicts.items():
         for name, entry in entries.items():
             if (shape := contents.tensors[entry][1]) and type(contents.paths[entry][-1]) is str:  # no item of a list
-                arrays[root][unwrapped(name)] = shape
+                arrays[root][bare[name]] = shape
     names = arrays[model].keys()
     shapes = sorted(arrays[model].values())
 
     def is_copy(other: Mapping[str, Shape]) -> bool:  # or of the parameters alone
         return bool(other) and (names <= other.keys() or other.keys() <= names or sorted(other.values()) == shapes)
 
-    copies = [root for root in dicts if root != model and (root in fitting or is_copy(arrays[root]))]
+    candidates = set(fitting)
+    copies = [root for root in dicts if root != model and (root in candidates or is_copy(arrays[root]))]
     above = model[:-1]
     is_called = not model or model[-1] in _MODEL_KEYS
     others = [root[len(above)] for root in copies if root[: len(above)] == above and len(root) > len(above)]
@@ -209,15 +238,53 @@ def _refuse_copies(
         raise UnsupportedError(problem, folder, expected, found, remedy=remedy)
 
 
-def _shown(roots: Iterable[Path]) -> str:
-    return listed("/".join(map(str, root)) or "the top level" for root in roots)
+def _shown(roots: Iterable[Root]) -> str:
+    return listed("/".join(root) or "the top level" for root in roots)
 
 
-def _owner(word: str, names: Mapping[str, str]) -> str | None:
-    """The parameter in ``state.<parameter>.<key>``: the longest name that fits."""
-    parts = word.split(".")
-    candidates = (".".join(parts[1:stop]) for stop in range(len(parts) - 1, 1, -1))
-    return next((name for name in candidates if name in names), None)
+class Owners:
+    """Finds the parameter in ``state.<parameter>.<key>``: the longest name that fits.
+
+    A file chooses the words, the names, and how many parts each has, so each step is charged to its budget.
+    """
+
+    def __init__(self, names: Iterable[str], budget: WorkBudget) -> None:
+        self.names = {name: name for name in names}
+        self._budget = budget
+        self._longest = max(map(len, self.names), default=0)
+        self._found: dict[str, tuple[str, ...]] = {}
+
+    def of(self, word: str) -> str | None:
+        """The parameter of a word, if it has one."""
+        return next(iter(self._candidates(word)), None)
+
+    def fitting(self, words: Iterable[str], dicts: Mapping[Root, Collection[str]]) -> list[Root]:
+        """The state dicts, of some of the names each, that have a parameter for each word."""
+        distinct = dict.fromkeys(map(self._candidates, words))
+
+        def has_all(names: Collection[str]) -> bool:
+            for candidates in distinct:
+                self._budget.charge_objects(1 + len(candidates))
+                if not any(name in names for name in candidates):
+                    return False
+            return True
+
+        return [root for root, names in dicts.items() if has_all(names)]
+
+    def _candidates(self, word: str) -> tuple[str, ...]:
+        """The names that a word may be of, the longest first."""
+        if word not in self._found:
+            found: list[str] = []
+            start = word.find(".") + 1
+            stop = word.find(".", start) if start else -1
+            while 0 <= stop <= start + self._longest:
+                self._budget.charge_objects(1)
+                name = self.names.get(word[start:stop])
+                if name is not None:
+                    found.append(name)
+                stop = word.find(".", stop + 1)
+            self._found[word] = tuple(reversed(found))
+        return self._found[word]
 
 
 def _unknown_layout(folder: str, found: str, *others: Remedy) -> UnsupportedError:
@@ -277,10 +344,12 @@ def read_common_state(folder: str, trust_pickle: bool) -> CommonState | None:
 def unstacked(contents: DcpContents, folder: str) -> DcpContents:
     """The contents with a tensor for each layer.
 
-    Raises :class:`UnsupportedError` for a chunk of several layers, :class:`DamagedError` if a layer has none.
+    Raises :class:`UnsupportedError` for a chunk of several layers, :class:`DamagedError` if a layer has none, or is in
+    two entries.
     """
     tensors = {name: entry for name, entry in contents.tensors.items() if not _STACKED.fullmatch(name)}
     layers: dict[str, set[int]] = {name: set() for name in contents.tensors.keys() - tensors.keys()}
+    stacks: dict[str, str] = {}  # of which each layer's entry is
 
     def of_layer(item: StoredItem) -> StoredItem:
         if item.name not in layers or item.sizes is None:
@@ -293,6 +362,13 @@ def unstacked(contents: DcpContents, folder: str) -> DcpContents:
             raise UnsupportedError(problem, folder, *both, parameter=item.name, remedy=remedy)
         layers[item.name].add(item.offsets[0])
         name = _STACKED.sub(rf"\g<1>.{item.offsets[0]}.\g<2>", item.name)
+        other = name if name in contents.paths else stacks.setdefault(name, item.name)
+        if other != item.name:
+            problem = "two entries of this torch.distributed.checkpoint folder are one layer's parameter"
+            both = "one entry that has this layer", f"{item.name} and {other}"
+            remedy = "save the checkpoint again, or take another tag: no save of Megatron Core writes it so"
+            raise DamagedError(problem, folder, *both, parameter=name, remedy=remedy)
+        contents.budget.charge_nbytes(len(name))  # the layers of a stack share a name in the file
         tensors[name] = dtype, shape[1:]
         return replace(item, name=name, offsets=item.offsets[1:], sizes=item.sizes[1:])
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import os
 from array import array
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, BinaryIO, cast
 
@@ -21,6 +22,7 @@ from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
 from elastic_ckpt.core.text import counted
+from elastic_ckpt.core.values import is_number
 from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.metadata_builder import refuse_view
 from elastic_ckpt.formats.naming import DCP_METADATA
@@ -38,6 +40,8 @@ from elastic_ckpt.storage import PartStream, modified, open_stream, size_of
 _MORE_MEMORY = 8
 #: Of a path from the top of a state dict to an entry.
 _MOST_KEYS = 64
+#: Most chunks of a tensor whose offsets have one hash: numbers can be chosen so that each is compared with all others.
+_MOST_OF_ONE_HASH = 128
 #: In characters: a key is a name, an FQN, or an FQN and the key of a state.
 _LONGEST_KEY = 2048
 Shape = tuple[int, ...]
@@ -63,7 +67,8 @@ class DcpContents:
     tensors: Mapping[str, tuple[str, Shape]]  # entry -> dtype and shape
     paths: Mapping[str, Path]  # entry -> its path in the state dict; the flat name alone if that was not recorded
     files: Mapping[str, tuple[StoredItem, ...]]  # file name -> its items, by their places
-    written_at: float = 0.0  # when ``.metadata`` was written, which every save does last; seconds since 1970
+    written_at: float  # when ``.metadata`` was written, which every save does last; seconds since 1970
+    budget: WorkBudget = field(compare=False)  # of ``.metadata``, which sorting the entries is charged to
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,8 @@ def read_dcp_metadata(folder: str) -> DcpContents:
                 raise UnsupportedError(problem, found=f"{nbytes} bytes")
             raw = stream.read(nbytes)
         tree = unpickled(raw, _MORE_MEMORY * len(raw), trust_pickle=False)
-        tensors, missing = _entries(tree, path, WorkBudget(path, len(raw)))
+        budget = WorkBudget(path, len(raw))
+        tensors, missing = _entries(tree, path, budget)
         files: dict[str, list[StoredItem]] = {}
         for index, info in tree.storage_data.items():
             offset = getattr(index, "offset", None)
@@ -115,13 +121,10 @@ def read_dcp_metadata(folder: str) -> DcpContents:
         for name, items in placed.items():
             _refuse_overlaps(name, items, path)
         places = {name: paths.get(name, (name,)) for name in tree.state_dict_metadata}
+        for keys in places.values():
+            _refuse_long_path(keys, path)
         _refuse_one_place(places, path)
-        return DcpContents(
-            tensors,
-            places,
-            placed,
-            modified(path),
-        )
+        return DcpContents(tensors, places, placed, modified(path), budget)
 
 
 def _paths(planner_data: Any, path: str) -> dict[str, Path]:
@@ -130,11 +133,15 @@ def _paths(planner_data: Any, path: str) -> dict[str, Path]:
     if not isinstance(planned, Mapping) or not all(type(name) is str for name in planned):
         raise unreadable(path, "paths of entries that are not listed by name")
     for keys in planned.values():
-        is_path = isinstance(keys, (tuple, list)) and all(type(key) in (str, int) for key in keys)
+        is_path = isinstance(keys, (tuple, list)) and all(map(_is_key, keys))
         if not is_path or not keys:
             raise unreadable(path, "paths of entries that are not made of names and numbers")
-        _refuse_long_path(keys, path)
     return {name: tuple(keys) for name, keys in planned.items()}
+
+
+def _is_key(key: Any) -> bool:
+    """Whether something is a key of a path: a number of thousands of digits would be written out for each entry."""
+    return type(key) is str or (type(key) is int and is_number(key))
 
 
 def _refuse_one_place(paths: Mapping[str, Path], path: str) -> None:
@@ -177,6 +184,8 @@ def _entries(
     tensors: dict[str, tuple[str, Shape]] = {}
     chunks: dict[tuple[str, Shape | None], Shape | None] = {}
     for name, entry in tree.state_dict_metadata.items():
+        if type(name) is not str:
+            raise unreadable(path, "entries that are not listed by name")
         if entry.name.endswith(".BytesStorageMetadata"):
             chunks[name, None] = None
             continue
@@ -186,10 +195,15 @@ def _entries(
             problem = "a tensor has a dtype that is not supported"
             raise UnsupportedError(problem, None, ", ".join(ITEMSIZE), dtype, parameter=name)
         tensors[name] = dtype, shape
-        budget.charge_objects(len(entry.chunks))  # many entries may share one list
+        budget.charge_objects((1 + len(shape)) * len(entry.chunks))  # many entries may share one list
+        hashes = Counter[int]()
         for chunk in entry.chunks:
             offsets = checked_shape(chunk.offsets)
             sizes = checked_shape(chunk.sizes)
+            if (name, offsets) not in chunks:
+                hashes[hash(offsets)] += 1
+                if hashes[hash(offsets)] > _MOST_OF_ONE_HASH:
+                    raise unreadable(path, f"more than {_MOST_OF_ONE_HASH} chunks of {name} with the same hash")
             if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
                 raise unreadable(path, f"a chunk of {sizes} at {offsets} of {name}, of shape {shape}")
             chunks[name, offsets] = sizes
@@ -261,8 +275,8 @@ def read_dcp_file(
                     if item.name in groups:
                         values[item.name] = hyperparameters(file, {"": file.tree})
                     elif item.name in wanted:
-                        is_number = isinstance(file.tree, TensorRef) and not file.tree.shape
-                        read = read_numbers(file, [file.tree])[0].item() if is_number else materialise(file, file.tree)
+                        is_scalar = isinstance(file.tree, TensorRef) and not file.tree.shape
+                        read = read_numbers(file, [file.tree])[0].item() if is_scalar else materialise(file, file.tree)
                         values[item.name] = read
                     if item.sizes is not None:
                         offset = _data_of(item, file.tree, contents, path)
