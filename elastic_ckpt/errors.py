@@ -279,6 +279,15 @@ def refuse_used_up(error: Exception, path: str) -> None:
         raise UnforeseenError(problem, path, expected, found, remedy=remedy) from error
 
 
+def without_frames(error: ElasticCkptError) -> ElasticCkptError:
+    """An error that is kept, without the frames of its traceback: these hold whatever was made before it."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
+
+
 @contextmanager
 def errors_of_file(path: str | None) -> Iterator[None]:
     """Lets an error of the body that names no file name this one, from which the values are that it is about."""

@@ -23,7 +23,7 @@ from elastic_ckpt.core.flat_ranges import checked_shape
 from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import is_number
-from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError, without_frames
 from elastic_ckpt.formats.metadata_builder import refuse_view
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.objects import materialise
@@ -270,8 +270,10 @@ def read_dcp_file(
             offset = -1
             if item.sizes is not None or item.name in wanted:
                 try:
-                    archive = read_archive_tree(_part(stream, item), path, trust_pickle, trees)
-                    file = _moved(of_archive(replace(archive, nbytes=nbytes), reads), item.start)
+                    part = _part(stream, item)
+                    archive = read_archive_tree(part, path, trust_pickle, trees, memory=reads.memory)
+                    with reads.memory.given_back():
+                        file = _moved(of_archive(replace(archive, nbytes=nbytes), reads), item.start)
                     if item.name in groups:
                         values[item.name] = hyperparameters(file, {"": file.tree})
                     elif item.name in wanted:
@@ -285,7 +287,7 @@ def read_dcp_file(
                     reads.budget.refuse_if_used_up()
                     if item.sizes is not None:
                         raise
-                    values[item.name] = error
+                    values[item.name] = without_frames(error)
             offsets.append(offset)
     return DcpFile(path, nbytes, offsets, values, modified(path), records=Records.of(records))
 
@@ -298,7 +300,7 @@ def _moved(file: PickledFile, start: int) -> PickledFile:
         return replace(leaf, byte_offset=leaf.byte_offset + start) if is_there else leaf
 
     records = Records.of((offset + start, nbytes, crc32) for offset, nbytes, crc32 in file.records)
-    tree = replace_leaves(file.tree, moved, charge=file.charging())
+    tree = replace_leaves(file.tree, moved, charge=file.charge)
     return replace(file, tree=tree, records=records)
 
 

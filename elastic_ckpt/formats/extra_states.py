@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from elastic_ckpt.core.extra_states import SavedExtraState, is_extra_state
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import ElasticCkptError, without_frames
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.own_entries import checked_tree, module_entries
 from elastic_ckpt.formats.packed_states import refuse_packed
@@ -164,7 +164,7 @@ def made_extra_states(file: PickledFile, trust_pickle: bool = False) -> dict[str
                 made |= one
             except ElasticCkptError as error:
                 if error.parameter:
-                    made[entry] = error
+                    made[entry] = without_frames(error)
                     continue
                 problem = f"the extra state of a module (get_extra_state): {error.problem}"
                 details = {**error.details, "file": file.path, "parameter": entry}

@@ -47,12 +47,18 @@ def materialise(file: PickledFile, node: Any) -> Any:
     """The tree below ``node`` as the job that saved it had it; for what lies outside the model, not for weights.
 
     Tensors of one storage share memory. Objects of DeepSpeed and Megatron become real ones if their classes are
-    imported already; else stand-ins remain. torch is imported only for what is torch's. What is not made is an
-    :class:`UnsafePickleError` or :class:`UnsupportedError`, a file that has shrunk a :class:`DamagedError`.
+    imported already; else stand-ins remain. What is made is charged to the file's memory, whether it is kept or not:
+    :meth:`.MemoryBudget.given_back` is for what is not. torch is imported only for what is torch's. What is not made
+    is an :class:`UnsafePickleError` or :class:`UnsupportedError`, a file that has shrunk a :class:`DamagedError`.
     """
     maker = _Maker(file)
-    with maker.errors_of(node), file.kept_open():  # keys may be unhashable, or take too long
-        return replace_leaves(node, maker.made, maker.give, file.charging(maker.memory))
+    used = file.memory.used
+    try:
+        with maker.errors_of(node), file.kept_open():  # keys may be unhashable, or take too long
+            return replace_leaves(node, maker.made, maker.give, file.charge)
+    except ElasticCkptError:
+        file.memory.used = used  # nothing that was made is kept
+        raise
 
 
 def read_objects(path: str) -> Any:
@@ -82,7 +88,8 @@ def materialise_entries(
         errors: dict[Any, ElasticCkptError] = {}
     for key, value in entries.items():
         try:
-            materialise(file, {key: value})
+            with file.memory.given_back():
+                materialise(file, {key: value})
         except _NOT_MADE as error:
             file.budget.refuse_if_used_up()  # which is not of this entry
             name = repr(key)[:100] if isinstance(key, (str, int)) else f"of a {type(key).__name__}"
@@ -99,7 +106,7 @@ class _Maker:
 
     def __init__(self, file: PickledFile) -> None:
         self._file = file
-        self.memory = file.memory()
+        self._memory = file.memory
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._typed: dict[StorageRef, torch.TypedStorage] = {}
         self._left = _MOST_GIVEN * file.nbytes + _MOST_MORE_GIVEN
@@ -124,7 +131,7 @@ class _Maker:
     def made(self, leaf: Any) -> Any:
         """What a leaf stands for."""
         if type(leaf) in _LARGE:
-            self.memory.charge(MADE_NBYTES)
+            self._memory.charge(MADE_NBYTES)
         with self.errors_of(leaf):
             if type(leaf) is TensorRef:
                 return self._tensor(leaf)
@@ -164,7 +171,7 @@ class _Maker:
         count = elements + sum(len(each) for each in parts if isinstance(each, (dict, tuple)))
         self._file.budget.charge_objects(count)  # of all that are made of this file
         copied = sum(len(each) for each in parts if isinstance(each, (bytes, bytearray)))
-        self.memory.charge(PAIR_NBYTES * count + copied)
+        self._memory.charge(PAIR_NBYTES * count + copied)
         self._left -= count
         if self._left < 0:
             raise ValueError("objects that are given the same many attributes or elements again and again")

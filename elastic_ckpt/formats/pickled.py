@@ -46,32 +46,22 @@ class PickledFile(ArchiveTree):
 
     @cached_property
     def _reads(self) -> SmallReads:
-        return self.shared_reads or SmallReads(self.path, self.nbytes)
+        return self.shared_reads or SmallReads(self.path, self.nbytes, self.object_nbytes)
 
     @property
     def budget(self) -> WorkBudget:
         """What all work on this file is charged to."""
         return self._reads.budget
 
-    def charging(self, memory: MemoryBudget | None = None) -> Callable[[int, int], None]:
-        """What charges objects that a walk meets, and bytes that it makes of them: of ``memory`` if given."""
-        budget = self.budget
-        memory = memory or self.memory()
-
-        def charge(count: int, nbytes: int) -> None:
-            budget.charge_objects(count)
-            memory.charge(nbytes)
-
-        return charge
-
+    @property
     def memory(self) -> MemoryBudget:
-        """What may be made of the tree, which stays."""
-        return MemoryBudget(self.nbytes, self.object_nbytes)
+        """What the tree, and all that is made of it, may take together: many objects may share one long list."""
+        return self._reads.memory
 
-    @cached_property
-    def hyperparameter_memory(self) -> MemoryBudget:
-        """What all hyperparameters may take together: many param groups may share one long list."""
-        return self.memory()
+    def charge(self, count: int, nbytes: int) -> None:
+        """Objects that a walk meets, and bytes that it makes of them."""
+        self.budget.charge_objects(count)
+        self.memory.charge(nbytes)
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
@@ -93,10 +83,14 @@ class PickledFile(ArchiveTree):
 
 
 class SmallReads:
-    """Reads a file in small pieces, charged to its budget, and keeps the blocks that were read last."""
+    """Reads a file in small pieces, charged to its budget, and keeps the blocks that were read last.
 
-    def __init__(self, path: str, file_nbytes: int) -> None:
+    ``memory`` is that of the file's objects, which take ``object_nbytes`` before anything is made of them.
+    """
+
+    def __init__(self, path: str, file_nbytes: int, object_nbytes: int = 0) -> None:
         self.budget = WorkBudget(path, file_nbytes)
+        self.memory = MemoryBudget(file_nbytes, object_nbytes)
         self._path = path
         self._users = 0
         self._stream: BinaryIO | None = None

@@ -137,10 +137,9 @@ def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, An
         if large is not None:
             return LeftInFile(f"an integer of {large.bit_length()} bits")
         is_made = isinstance(value, Call) and (value.is_users or value.name in _MADE)
-        return _number_or_left(materialise(file, value)) if is_made else replace_leaves(value, real, charge=charge)
+        return _number_or_left(materialise(file, value)) if is_made else replace_leaves(value, real, charge=file.charge)
 
-    charge = file.charging(file.hyperparameter_memory)
-    charge(len(group), PAIR_NBYTES * len(group))
+    file.charge(len(group), PAIR_NBYTES * len(group))
     is_device = {key for key, value in group.items() if isinstance(value, Call) and value.name == "torch.device"}
     with file.kept_open():
         return {key: plain(value) for key, value in group.items() if key not in is_device}

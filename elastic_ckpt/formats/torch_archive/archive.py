@@ -16,7 +16,7 @@ from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError, UnknownLayoutError
 from elastic_ckpt.formats.torch_archive.calls import Global
-from elastic_ckpt.formats.torch_archive.charges import left_behind, limit_error, limit_unless_trusted
+from elastic_ckpt.formats.torch_archive.charges import MemoryBudget, left_behind, limit_error, limit_unless_trusted
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layout, Layouts
 from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, storage_id
@@ -34,9 +34,9 @@ _LEGACY_VERSION = 1001
 #: First part of a legacy archive that is read, four times as much each time that its pickles are longer; part of a
 #: record that is read at once to compare its checksum.
 _FIRST_NBYTES = _PIECE_NBYTES = 1 << 20
-#: Turns the bytes of a pickle at an offset, in a file of some size, into an object, the offset behind it, and the bytes
-#: of memory that the object takes.
-Unpickle = Callable[[bytes, int, Callable[[Any], Any], int], tuple[Any, int, int]]
+#: Turns the bytes of a pickle at an offset into an object, the offset behind it, and the bytes of memory that the
+#: object takes, which the budget of its file allows.
+Unpickle = Callable[[bytes, int, Callable[[Any], Any], MemoryBudget], tuple[Any, int, int]]
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,17 @@ class ArchiveTree:
 
 
 def read_archive_tree(
-    stream: BinaryIO, path: str, trust_pickle: bool, known: Trees | None = None, *, by_piece: bool = True
+    stream: BinaryIO,
+    path: str,
+    trust_pickle: bool,
+    known: Trees | None = None,
+    *,
+    by_piece: bool = True,
+    memory: MemoryBudget | None = None,
 ) -> ArchiveTree:
     """Read an open file; ``by_piece``: refuse tensors and nestings that cannot be read piece by piece.
+
+    ``memory``: that of a file of which this is one of several archives, which is charged what their trees take.
 
     With ``trust_pickle`` its pickles may run code. Otherwise a zip archive shares the tree of one in ``known``, if
     there is such a one, and else is added to them. Raises :class:`ArchiveError` (damaged, or no ``torch.save`` file),
@@ -107,9 +115,11 @@ def read_archive_tree(
     :class:`UnsafePickleError` or :class:`UnsupportedError` for what is refused.
     """
     unpickle = _unpickle_trusting if trust_pickle else _unpickle
+    memory = memory or MemoryBudget(size_of(stream))
     if not _is_legacy(stream):
-        return _read_zip(stream, path, unpickle, Trees() if known is None or trust_pickle else known, by_piece)
-    tree, object_nbytes = _read_legacy(stream, unpickle)
+        return _read_zip(stream, path, unpickle, Trees() if known is None or trust_pickle else known, by_piece, memory)
+    tree, object_nbytes = _read_legacy(stream, unpickle, memory)
+    memory.used += object_nbytes
     if by_piece:
         check_tree(own_entries(tree))
     return ArchiveTree(path, size_of(stream), tree, object_nbytes=object_nbytes)
@@ -122,7 +132,9 @@ def _is_legacy(stream: BinaryIO) -> bool:
     return begin == _LEGACY_MAGIC
 
 
-def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_piece: bool) -> ArchiveTree:
+def _read_zip(
+    stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_piece: bool, memory: MemoryBudget
+) -> ArchiveTree:
     directory = Directory(stream, known.layouts)
     order = directory.read_record("byteorder", 16) if directory.find("byteorder") else b"little"
     if order != b"little":
@@ -159,7 +171,8 @@ def _read_zip(stream: BinaryIO, path: str, unpickle: Unpickle, known: Trees, by_
         offsets = tuple(offset_of(*storage) for storage in known.storages.get(digest, ()))
         if (digest, offsets) not in known.trees:
             records.clear()
-            tree, _, known.object_nbytes[digest] = unpickle(data, 0, load, directory.nbytes)
+            tree, _, known.object_nbytes[digest] = unpickle(data, 0, load, memory)
+            memory.used += known.object_nbytes[digest]
             if by_piece:
                 check_tree(own_entries(tree))
             offsets = tuple(offset for offset, _, _ in records)
@@ -185,7 +198,7 @@ def unpickled(data: bytes, file_nbytes: int, trust_pickle: bool) -> Any:
     def refuse(_persistent_id: Any) -> NoReturn:
         raise ArchiveError("its pickle refers to a torch storage, which it does not have")
 
-    tree = (_unpickle_trusting if trust_pickle else _unpickle)(data, 0, refuse, file_nbytes)[0]
+    tree = (_unpickle_trusting if trust_pickle else _unpickle)(data, 0, refuse, MemoryBudget(file_nbytes))[0]
     check_tree(tree)
     return tree
 
@@ -194,20 +207,21 @@ def _unpickle(
     data: bytes,
     at: int,
     load: Callable[[Any], Any],
-    file_nbytes: int,
+    memory: MemoryBudget,
     *,
     find: Callable[[str, str], Global] = find_global,
     keeps: tuple[type[ElasticCkptError], ...] = (ElasticCkptError,),
     is_trusted: bool = False,
 ) -> tuple[Any, int, int]:
-    machine = Unpickler(data, find, load, at, file_nbytes, keeps, is_trusted)
-    return machine.run(), machine.at, left_behind(machine.memory, len(data) - at)
+    held = memory.used
+    machine = Unpickler(data, find, load, at, memory.file_nbytes, keeps, is_trusted, held_nbytes=held)
+    return machine.run(), machine.at, left_behind(machine.memory, len(data) - at) - held
 
 
 _unpickle_trusting = partial(_unpickle, find=find_trusted, is_trusted=True)
 
 
-def _read_legacy(stream: BinaryIO, unpickle: Unpickle) -> tuple[Any, int]:
+def _read_legacy(stream: BinaryIO, unpickle: Unpickle, memory: MemoryBudget) -> tuple[Any, int]:
     """The tree of a legacy archive: pickles of magic number, version, system, object and keys, then the storages.
 
     And the bytes of memory that it takes.
@@ -219,7 +233,7 @@ def _read_legacy(stream: BinaryIO, unpickle: Unpickle) -> tuple[Any, int]:
         stream.seek(0)
         head = stream.read(take)
         try:
-            return _legacy_tree(head, nbytes, stream, unpickle)
+            return _legacy_tree(head, nbytes, stream, unpickle, memory)
         except (EOFError, IndexError, struct.error, pickle.UnpicklingError):
             if len(head) == nbytes:
                 raise
@@ -230,7 +244,9 @@ def _read_legacy(stream: BinaryIO, unpickle: Unpickle) -> tuple[Any, int]:
         take = min(4 * take, most)
 
 
-def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle) -> tuple[Any, int]:
+def _legacy_tree(
+    head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle, memory: MemoryBudget
+) -> tuple[Any, int]:
     storages: dict[str, tuple[str, int]] = {}
     offsets: dict[str, int] = {}
 
@@ -242,14 +258,14 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle)
             raise pickle.UnpicklingError(f"storage {key} has {size} bytes of {dtype}, and others")
         return StorageRef(dtype, size, offsets.get(key, 0))
 
-    version, at, _ = _unpickle(head, len(_LEGACY_MAGIC), load, nbytes)
-    system, begin, _ = _unpickle(head, at, load, nbytes)
+    version, at, _ = _unpickle(head, len(_LEGACY_MAGIC), load, memory)
+    system, begin, _ = _unpickle(head, at, load, memory)
     if type(version) is not int or version != _LEGACY_VERSION:
         raise ArchiveError("a legacy archive of another version")
     if type(system) is not dict or system.get("little_endian") is not True:
         raise ArchiveError("a legacy archive that is not little-endian")
-    _, at, _ = unpickle(head, begin, load, nbytes)
-    keys, at, _ = _unpickle(head, at, load, nbytes)
+    _, at, _ = unpickle(head, begin, load, memory)
+    keys, at, _ = _unpickle(head, at, load, memory)
     if type(keys) is not list or not all(type(key) is str for key in keys) or sorted(keys) != sorted(storages):
         raise ArchiveError("a legacy archive that lists other storages than its tensors need")
     for key in keys:  # each: number of elements, then the data
@@ -264,7 +280,7 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle)
             raise ArchiveError(f"{nbytes} bytes, but the {size} bytes of storage {key} are not at byte {at}")
         offsets[key] = at + 8
         at += 8 + size
-    tree, _, object_nbytes = unpickle(head, begin, load, nbytes)
+    tree, _, object_nbytes = unpickle(head, begin, load, memory)
     return tree, object_nbytes
 
 
@@ -274,10 +290,11 @@ def screen(stream: BinaryIO) -> None:
     Errors are those of :func:`read_archive_tree`, also for names that a pickle drops again.
     """
     unpickle = partial(_unpickle, find=_find_listed, keeps=())
+    memory = MemoryBudget(size_of(stream))
     if _is_legacy(stream):
-        _read_legacy(stream, unpickle)
+        _read_legacy(stream, unpickle, memory)
     else:
-        _read_zip(stream, "", unpickle, Trees(), by_piece=False)
+        _read_zip(stream, "", unpickle, Trees(), by_piece=False, memory=memory)
 
 
 def _find_listed(module: str, name: str) -> Global:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from elastic_ckpt.errors import Remedy, UnsupportedError
@@ -56,7 +58,7 @@ class MemoryBudget:
     """What is left of the memory that the objects of a file may take; :attr:`used` is what was charged so far."""
 
     def __init__(self, file_nbytes: int, used: int = 0, *, is_unbounded: bool = False) -> None:
-        self._file_nbytes = file_nbytes
+        self.file_nbytes = file_nbytes
         self.most = sys.maxsize if is_unbounded else max(_MOST_TIMES * file_nbytes, _MOST_NBYTES)
         self.used = used
 
@@ -65,19 +67,29 @@ class MemoryBudget:
         self.used += nbytes
         if self.used > self.most:
             problem = "the objects of this file take more memory than elastic_ckpt spends on a file of its size"
-            expected = f"at most {self.most} bytes, of a file of {self._file_nbytes}"
+            expected = f"at most {self.most} bytes, of a file of {self.file_nbytes}"
             remedy = "the file may be whole: this is a limit of elastic_ckpt. Keep large lists and dictionaries of the "
             remedy += "client state as tensors or arrays, or leave them out"
             raise UnsupportedError(problem, expected=expected, found=f"{self.used} bytes or more", remedy=remedy)
 
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Gives back what the body takes: nothing that it makes is kept."""
+        used = self.used
+        try:
+            yield
+        finally:
+            self.used = used
 
-def while_read(file_nbytes: int, pickle_nbytes: int, is_trusted: bool) -> MemoryBudget:
-    """The budget of a pickle while it is interpreted."""
-    return MemoryBudget(file_nbytes, _NBYTES_WHILE_READ * pickle_nbytes, is_unbounded=is_trusted)
+
+def while_read(file_nbytes: int, pickle_nbytes: int, is_trusted: bool, held_nbytes: int = 0) -> MemoryBudget:
+    """The budget of a pickle while it is interpreted; other objects of the file take ``held_nbytes``."""
+    used = held_nbytes + _NBYTES_WHILE_READ * pickle_nbytes
+    return MemoryBudget(file_nbytes, used, is_unbounded=is_trusted)
 
 
 def left_behind(budget: MemoryBudget, pickle_nbytes: int) -> int:
-    """Bytes that the objects of a pickle that was read still take."""
+    """Bytes that the objects of a pickle that was read still take, with those that were held before."""
     return budget.used - (_NBYTES_WHILE_READ - _NBYTES_BEHIND) * pickle_nbytes
 
 

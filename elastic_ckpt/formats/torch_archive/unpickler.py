@@ -65,8 +65,9 @@ class Unpickler:
 
     ``find`` gives the entry of a global by (module, name), Python 2's names translated, or raises; ``load`` the object
     of a persistent id. What is refused with an error of ``keeps`` becomes a :class:`Global` with it in the result;
-    other errors are raised. ``file_nbytes`` bounds the :attr:`memory` of the objects; ``nbytes`` are those of the
-    pickle at most. Neither that bound nor those of counts and numbers hold for a pickle that ``is_trusted``.
+    other errors are raised. ``file_nbytes`` bounds the :attr:`memory` of the objects, of which others of the file take
+    ``held_nbytes``; ``nbytes`` are those of the pickle at most. Neither that bound nor those of counts and numbers hold
+    for a pickle that ``is_trusted``.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Unpickler:
         keeps: tuple[type[ElasticCkptError], ...] = (),
         is_trusted: bool = False,
         nbytes: int | None = None,
+        held_nbytes: int = 0,
     ) -> None:
         self.data = data
         self.at = at
@@ -92,7 +94,8 @@ class Unpickler:
         self.protocol = 0
         self.frame_end = _NO_FRAME
         self._globals: dict[tuple[str, str], Global] = {}
-        self.memory = while_read(file_nbytes, len(data) - at if nbytes is None else nbytes, is_trusted)
+        nbytes = len(data) - at if nbytes is None else nbytes
+        self.memory = while_read(file_nbytes, nbytes, is_trusted, held_nbytes)
         self.charge = self.memory.charge
         self._copies_left = sys.maxsize if is_trusted else _MOST_COPIED * len(data) + _MOST_MORE_COPIED
 
