@@ -66,6 +66,16 @@ def test_what_the_format_has_no_place_for_is_named() -> None:
         ({"source": replace(metadata().source, zero_stage=0)}, "without ZeRO"),
         ({"source": replace(metadata().source, format="universal", by_rank=False)}, "already"),
         ({"saved_names": {"w": "old.w"}}, "copied as they are (w)"),
+        (
+            {
+                "parameters": {"w._extra_state": metadata().parameters["w"]},
+                "tensors": {
+                    ("w._extra_state", key): replace(tensor, name="w._extra_state")
+                    for (_, key), tensor in metadata().tensors.items()
+                },
+            },
+            "in their extra state (w._extra_state)",
+        ),
         ({"states": StateFacts(opaque={"odd": "a list"})}, "unknown layout (odd)"),
         ({"tensors": {**metadata().tensors, ("w", "row"): whole}}, "shape of their own (row)"),
         (
@@ -80,6 +90,21 @@ def test_what_the_format_has_no_place_for_is_named() -> None:
     for changes, says in cases:
         with pytest.raises(UnsupportedError, match=re.escape(says)):
             refuse_unconvertible(metadata(**changes))
+
+
+@pytest.mark.parametrize("where", ["tensors", "scalars", "replicated"])
+def test_states_with_a_dot_in_their_names_have_no_place_among_nested_keys(where: str) -> None:
+    """As a path, the name would be that of a collection; it can be the name of a file."""
+    replicated = ReplicatedState("odd.x", "int8", (3,), 0, 8, 0)
+    tensor = replace(metadata().tensors["w", "exp_avg"], key="odd.x")
+    changes: dict[str, dict[str, Any]] = {
+        "tensors": {"tensors": {**metadata().tensors, ("w", "odd.x"): tensor}},
+        "scalars": {"parameters": {"w": SavedParameter((4,), 0, (("odd.x", 1.0), ("step", 1.0)))}},
+        "replicated": {"parameters": {"w": SavedParameter((4,), 0, (("step", 1.0),), (replicated,))}},
+    }
+    refuse_unconvertible(metadata(**changes[where]))
+    with pytest.raises(UnsupportedError, match=re.escape("have a dot, which is between keys in this layout (odd.x)")):
+        refuse_unconvertible(metadata(**changes[where]), "dcp")
 
 
 def test_unknown_states_are_refused_with_the_lines_that_settle_them() -> None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from elastic_ckpt.core.extra_states import is_extra_state
 from elastic_ckpt.core.fqn import expert_name, with_stacks
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.shard_specs import VOCABULARY, ShardSpec
@@ -37,7 +38,13 @@ from elastic_ckpt.report import progress_bar
 from elastic_ckpt.sharding.specs import known_specs
 from elastic_ckpt.storage import inherited, medium_of
 from elastic_ckpt.tools.conversion.rewriting import rewrite, save
-from elastic_ckpt.tools.conversion.states import quantized_states, read_quantized, refusals, shared_states
+from elastic_ckpt.tools.conversion.states import (
+    dotted_states,
+    quantized_states,
+    read_quantized,
+    refusals,
+    shared_states,
+)
 from elastic_ckpt.tools.logical import LogicalReader, LogicalTensor, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.module_files import refuse_lost_entries
 from elastic_ckpt.tools.opened import OpenedCheckpoint
@@ -189,6 +196,7 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
     if not is_universal:
         unread = {str(key) for group in metadata.groups for key, value in group.items() if any(left_in_file(value))}
         reasons["it has hyperparameters that hold tensors, arrays or objects"] = unread
+        reasons["it has states whose names have a dot, which is between keys in this layout"] = dotted_states(metadata)
         reasons["it has 8-bit states"] = {key for (_, key), tensor in tensors if tensor.is_quantized}
         reasons |= refusals(metadata)
     else:
@@ -200,6 +208,9 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
             '"rename" changes names, and model-states files are copied as they are': [
                 name for name, saved in metadata.saved_names.items() if name != saved
             ],
+            "it has parameters that are named as what modules keep in their extra state": list(
+                filter(is_extra_state, metadata.parameters)
+            ),
             "it has states with a shape of their own": {key for (_, key), tensor in tensors if tensor.has_own_shape},
             "it has hyperparameters of which each rank has its own": differing(metadata.groups),
             **refusals(metadata),

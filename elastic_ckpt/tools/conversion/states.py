@@ -180,6 +180,15 @@ def replicated_states(metadata: CheckpointMetadata, options: ReadOptions) -> dic
     return found
 
 
+def dotted_states(metadata: CheckpointMetadata) -> list[str]:
+    """Keys of states that a layout of nested keys would read as a collection."""
+    keys = {key for _, key in metadata.tensors}
+    for saved in metadata.parameters.values():
+        keys.update(key for key, _ in saved.scalars)
+        keys.update(state.key for state in saved.replicated)
+    return sorted(key for key in keys if "." in key)
+
+
 def refusals(metadata: CheckpointMetadata) -> dict[str, list[str]]:
     """What no file of a universal checkpoint can express, by why."""
     parameters = metadata.parameters.values()
