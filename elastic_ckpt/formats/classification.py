@@ -125,9 +125,11 @@ def classify(
         if word is not None and not (is_map and word == REPLICATED):
             raise _contradiction(ranks, key, word, "a quantization map" if is_map else "scales of 8-bit blocks")
     kinds |= {key: SavedKind(OPAQUE, why="a tensor on some ranks, and none on others") for key in others - companions}
-    for key in (key for key in tensors if key not in codes | companions):
+    looks_quantized = any(each.dtype in _CODES_DTYPES for each in ranks[0].tensors.values())
+    known = codes | companions
+    for key in (key for key in tensors if key not in known):
         if key not in shared or options.schema.get(key) == FRESH:
-            kinds[key] = _kind(ranks, key, options, lengths)
+            kinds[key] = _kind(ranks, key, options, lengths, looks_quantized)
         elif options.schema.get(key) == ELEMENTWISE:
             raise _contradiction(ranks, key, ELEMENTWISE, "recorded as one tensor for all")
         else:
@@ -168,7 +170,9 @@ def _block_numel(rank: RankStates, key: str, planes: int) -> int | None:
     return None if count % planes else block_numel_of(rank.numel, count // planes)
 
 
-def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions, lengths: Lengths) -> SavedKind:
+def _kind(
+    ranks: Sequence[RankStates], key: str, options: StateOptions, lengths: Lengths, looks_quantized: bool
+) -> SavedKind:
     """The kind of a state that is not quantized: as declared, else by its shape."""
     word = options.schema.get(key)
     planes = _planes(ranks, key)
@@ -185,7 +189,7 @@ def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions, lengths:
             odd = next((rank for rank in ranks if rank.tensors[key].shape != rank.shape), ranks[0])
             found = f"{key} of shape {odd.tensors[key].shape} for a partition of {odd.numel} elements in {odd.path}"
             return SavedKind(DAMAGED, why=found)
-        return _by_shape(ranks, key, options, lengths)
+        return _by_shape(ranks, key, options, lengths, looks_quantized)
     if word is not None and planes is not None and (key in ELEMENTWISE_NAMES or key in lengths.elementwise):
         raise _contradiction(ranks, key, REPLICATED, f"exactly as long as its partition ({ranks[0].numel} elements)")
     if len({states.tensors[key].shape for states in ranks}) > 1:
@@ -196,13 +200,16 @@ def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions, lengths:
     return SavedKind(REPLICATED)
 
 
-def _by_shape(ranks: Sequence[RankStates], key: str, options: StateOptions, lengths: Lengths) -> SavedKind:
-    """The kind of a state that nobody declared."""
+def _by_shape(
+    ranks: Sequence[RankStates], key: str, options: StateOptions, lengths: Lengths, looks_quantized: bool
+) -> SavedKind:
+    """The kind of a state that nobody declared; ``looks_quantized``: there may be 8-bit codes beside it."""
     planes = None if key in lengths.tables else _planes(ranks, key)
     tensor = ranks[0].tensors[key]
     looks = f"{tensor.dtype} of shape {tensor.shape} for a partition of {ranks[0].numel}"
     if planes is not None:
-        why = "" if key in ELEMENTWISE_NAMES | lengths.elementwise else _why_a_table(ranks, key, options)
+        is_elementwise = key in ELEMENTWISE_NAMES or key in lengths.elementwise
+        why = "" if is_elementwise else _why_a_table(ranks, key, options)
         return SavedKind(OPAQUE, why=f"{looks}, {why}") if why else SavedKind(ELEMENTWISE, planes)
     if key == "momentum_buffer" and all(states.tensors[key].shape == (states.touched_numel,) for states in ranks):
         return SavedKind(TOUCHED)
@@ -212,7 +219,7 @@ def _by_shape(ranks: Sequence[RankStates], key: str, options: StateOptions, leng
     elif tensor.numel <= options.max_numel:
         why = f'"numel<={options.max_numel}" under "states"' if tensor.numel else "it has no elements"
         return SavedKind(REPLICATED, why=why)
-    elif any(each.dtype in _CODES_DTYPES for each in ranks[0].tensors.values()):
+    elif looks_quantized:
         looks += ", beside 8-bit codes: it may be their scales"
     elif len(ranks) > 1 and digest is not None and not digest.constant:
         return SavedKind(REPLICATED, why="the same values on all ranks")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,7 @@ from elastic_ckpt.formats.classification import (
     FRESH,
     OPAQUE,
     UNKNOWN_LENGTHS,
+    Lengths,
     RankStates,
     SavedKind,
     classify,
@@ -630,3 +631,43 @@ def test_a_square_matrix_of_a_partition_is_not_cut_by_columns() -> None:
 def test_a_state_that_is_a_tensor_on_some_ranks_alone_is_opaque() -> None:
     for each in ({"mine": Saved((N,))}, {}), ({}, {"mine": Saved((N,))}):
         assert classify(ranks(N, *each), said())["mine"].kind == OPAQUE
+
+
+class Counted(dict[str, TensorRef]):
+    """Tensors that count how often all of them are looked at."""
+
+    walks = 0
+
+    def values(self) -> Any:
+        Counted.walks += 1
+        return super().values()
+
+
+@pytest.mark.parametrize("count", [1, 50])
+def test_no_state_is_compared_with_all_others(count: int) -> None:
+    states = {f"odd{number}": Saved((7,)) for number in range(count)}
+    one = rank(N, states)
+    one = one._replace(states=replace(one.states, tensors=Counted(one.tensors)))
+    Counted.walks = 0
+    assert len(classify([one], said())) == count
+    assert Counted.walks == 1
+
+
+class CountedSet(frozenset[str]):
+    """A set that counts how often another is made of it."""
+
+    copies = 0
+
+    def __ror__(self, other: Any) -> Any:
+        CountedSet.copies += 1
+        return frozenset(other).union(self)
+
+
+def test_what_all_partitions_tell_is_not_copied_for_each_state() -> None:
+    names = [f"odd{number}" for number in range(50)]
+    lengths = Lengths(elementwise=CountedSet(names))
+    CountedSet.copies = 0
+    assert classify([rank(N, {name: Saved((N,)) for name in names})], said(), lengths=lengths) == dict.fromkeys(
+        names, PLAIN
+    )
+    assert CountedSet.copies == 0
