@@ -131,7 +131,9 @@ class ElasticCkptError(Exception):
         rank: int | None = None,  # global rank that met the problem first
     ) -> None:
         super().__init__(problem)
-        self.problem, self.file, self.rank = problem, file, rank
+        self.problem = problem
+        self.file = file
+        self.rank = rank
         self.parameter = parameter if parameter is None or isinstance(parameter, str) else listed(parameter)
         #: All of them, where ``parameter`` names the first few.
         self.parameters = () if parameter is None or isinstance(parameter, str) else tuple(sorted(parameter))
@@ -273,7 +275,8 @@ class PartialLoadError(ElasticCkptError):
 def refuse_used_up(error: Exception, path: str) -> None:
     """Raise :class:`UnforeseenError` if a file could not be read for want of descriptors or memory."""
     if isinstance(error, OSError) and error.errno in _USED_UP:
-        problem, expected = "this process has used up its file descriptors or its memory", "a file that can be read"
+        problem = "this process has used up its file descriptors or its memory"
+        expected = "a file that can be read"
         remedy = "raise the limit (ulimit -n), or free memory, and load again: the checkpoint is not damaged"
         found = f"{type(error).__name__}: {error.strerror}"
         raise UnforeseenError(problem, path, expected, found, remedy=remedy) from error
@@ -322,7 +325,9 @@ def with_printable_causes(error: BaseException) -> BaseException:
             shown[id(each)] = _with_printable_text(each)
             waiting += filter(None, (each.__cause__, each.__context__))
     for each in list(shown.values()):
-        cause, context, is_suppressed = each.__cause__, each.__context__, each.__suppress_context__
+        cause = each.__cause__
+        context = each.__context__
+        is_suppressed = each.__suppress_context__
         each.__cause__ = cause and shown.get(id(cause), cause)
         each.__context__ = context and shown.get(id(context), context)
         each.__suppress_context__ = is_suppressed  # which setting a cause sets
@@ -342,7 +347,8 @@ def _with_printable_text(error: BaseException) -> BaseException:
     if _is_printable(error):
         return error
     instead = RuntimeError(f"{type(error).__name__}: {_printable_text(str(error))}").with_traceback(error.__traceback__)
-    instead.__cause__, instead.__context__ = error.__cause__, error.__context__
+    instead.__cause__ = error.__cause__
+    instead.__context__ = error.__context__
     instead.__suppress_context__ = error.__suppress_context__
     return instead
 

@@ -20,8 +20,10 @@ from elastic_ckpt.load.installation._elastic_ckpt_flag import FLAGS, MODES
 from elastic_ckpt.report import literal, table
 
 _VERDICTS = {-1: "too old", 0: "tested", 1: "not tested"}
-#: As shells end where a file is no command, and where there is none.
-_EXIT_NOT_EXECUTABLE, _EXIT_NO_COMMAND = 126, 127
+#: As shells end where a file is no command.
+_EXIT_NOT_EXECUTABLE = 126
+#: As shells end where there is none.
+_EXIT_NO_COMMAND = 127
 
 
 def with_value(words: list[str]) -> list[str]:
@@ -51,7 +53,8 @@ def doctor(as_json: AsJson = False) -> None:
     accelerator = None if missing else find_accelerator()
     is_broken = accelerator is not None and accelerator.is_broken
     ok = all(verdict in ("tested", "not tested") for *_, verdict in found.values()) and not is_broken
-    bugs, enabled = versions.known_bugs(found["DeepSpeed"][0]), installation.enabled()
+    bugs = versions.known_bugs(found["DeepSpeed"][0])
+    enabled = installation.enabled()
     variable = os.environ.get(VARIABLE)
     document = {"ok": ok, "version": __version__, "versions": found, "accelerator": accelerator}
     document |= {"known_bugs": bugs, "enabled": enabled, "variable": variable}

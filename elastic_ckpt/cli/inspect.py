@@ -87,12 +87,16 @@ def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
     yield Text(_ABOUT, style="dim")
 
 
-#: Rows of a table, and characters of a name, that a terminal shows; JSON has all.
-_MOST_ROWS, _MOST_NAME_LENGTH = 500, 200
+#: Rows of a table that a terminal shows; JSON has all.
+_MOST_ROWS = 500
+#: Characters of a name that a terminal shows.
+_MOST_NAME_LENGTH = 200
 
 
 def _overview(found: Mapping[str, Any]) -> Table:
-    run, source, files = found["run"], found["source"], found["files"]
+    run = found["run"]
+    source = found["source"]
+    files = found["files"]
     steps = f"step {run.get('global_steps', '?')}"
     if "global_samples" in run:
         steps += f" ({run['global_samples']} samples, {run['skipped_steps']} skipped)"
@@ -117,7 +121,8 @@ def _overview(found: Mapping[str, Any]) -> Table:
 
 
 def _parameters(found: Mapping[str, Any]) -> Table:
-    entries, rows = found["parameters"], []
+    entries = found["parameters"]
+    rows = []
     for entry in entries:
         about = [entry["role"]] if entry["role"] != TRAINED else []
         about += [f"tied: {', '.join(entry['tied'])}"] if entry["tied"] else []
@@ -209,5 +214,6 @@ def latest(
         notes.append(printable(f"maybe damaged: {newest.path}: {newest.suspicion}"))
     exit_code = EXIT_UNREADABLE if any(each.unchecked for each in skipped) else EXIT_FOUND
     if path != printable(path):
-        notes, path = [*notes, f"{printable(path)}: its name has control characters: rename it"], ""
+        notes = [*notes, f"{printable(path)}: its name has control characters: rename it"]
+        path = ""
     return Answer({"newest": newest, "skipped": skipped}, [path] if path else [], notes, 0 if path else exit_code)

@@ -27,8 +27,12 @@ from elastic_ckpt.sharding.rules import Preset
 from elastic_ckpt.tools.opened import config_of, deepspeed_config, seen_together
 from elastic_ckpt.tools.remedies import EXPORT, of_command
 
-#: A finding; wrong usage; the checkpoint cannot be read.
-EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
+#: A finding.
+EXIT_FOUND = 1
+#: Wrong usage.
+EXIT_USAGE = 2
+#: The checkpoint cannot be read.
+EXIT_UNREADABLE = 3
 
 FOLDERS: Any = typer.Argument(
     metavar="DIR...",
@@ -46,8 +50,10 @@ Replicated = Annotated[
 
 console = SafeConsole()
 error_console = SafeConsole(stderr=True)
-#: Columns of a report that is no wider, if the output is no terminal; more than any has.
-WIDTH, _WIDEST = 80, 1_000_000
+#: Columns of a report that is no wider, if the output is no terminal.
+WIDTH = 80
+#: More columns than any report has.
+_WIDEST = 1_000_000
 #: What a call of torch's, which a script may make, would have read.
 _ALLOWED = re.compile(r"; add_safe_globals\(\[[^\]]*\]\)")
 #: Command -> its flag that leaves optimizer states out, whether it is given as itself, and in words.

@@ -185,7 +185,9 @@ def _opened(
     if model is not None:
         return model_metadata(model), RunSettings.of(DEEPSPEED_CONFIG, RunSettings(1)), BatchSizes()
     opened = open_folder((folders or [""])[0], tag, config, with_states)
-    stage, checkpoint, written = opened.metadata.source.zero_stage, opened.checkpoint, None
+    stage = opened.metadata.source.zero_stage
+    checkpoint = opened.checkpoint
+    written = None
     if not opened.found.foreign:
         written = saved_config(open_pickled(checkpoint.model_path, config.trust_pickle))
     settings = dataclasses.replace(RunSettings.of(written or {}, RunSettings(stage)), zero_stage=stage)
@@ -215,10 +217,12 @@ def answer(
     """Whether it loads, onto what, and what changes, in one line and as plain data."""
     before, run = runs
     most = max(shown["ranks"], key=lambda each: _at(each, GPU))
-    needed, others = _at(most, GPU), sorted({each["place"] for each in most["after_load"]} - {GPU})
+    needed = _at(most, GPU)
+    others = sorted({each["place"] for each in most["after_load"]} - {GPU})
     batch, refused = run.batch(job.topology.dp, saved)
     if kept := shown.get("batch"):  # --global-batch asks for another than the config's
-        batch, refused = kept["train_batch_size"], ""
+        batch = kept["train_batch_size"]
+        refused = ""
     left_out = frozen_left_out(job.metadata)
     fits = None if gpu_memory is None else needed <= gpu_memory
     verdict = "" if fits is None else f" {'Fits' if fits else 'Does not fit'} into {size(gpu_memory or 0)}."
@@ -256,7 +260,8 @@ def some_of(ranks: int, most: int) -> list[int]:
 
 def document(job: VirtualJob, found: list[dict[str, Any]]) -> dict[str, Any]:
     """The forecasts of the planned ranks, and what they have in common, as plain data."""
-    topology, spreads = job.topology, {}
+    topology = job.topology
+    spreads = {}
     for key in _READS:
         values = [len(each[key]) if key == "files" else each[key] for each in found]
         mean = sum(values) / len(values)
@@ -279,7 +284,10 @@ def document(job: VirtualJob, found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[RenderableType]:
     """All tables, in order."""
-    source, files, ranks, notes = job.metadata.source, job.metadata.files, shown["ranks"], shown["notes"]
+    source = job.metadata.source
+    files = job.metadata.files
+    ranks = shown["ranks"]
+    notes = shown["notes"]
     about = f"{source.format}, tag {source.tag}, {counted(len(files), 'file')}, {size(sum(f.nbytes for f in files))}"
     by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
     facts = [("checkpoint", literal(f"{source.folder} ({about})".strip()))]

@@ -22,11 +22,20 @@ from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.report import saved_topology, size, title
 from elastic_ckpt.tools.virtual import VirtualJob, bytes_by_file
 
-_COLORS, _INK = ("#0b6e4f", "#e09f3e", "#4a6fb5", "#c1121f", "#7b5ea7", "#3d9ca8", "#8a6d3b"), "#333333"
-#: Where the rows of bars are, how high they are, and how wide a character is: fractions of the plot.
-_FILES, _RANKS, _BAR, _CHARACTER = 0.7, 0.12, 0.07, 0.0072
-#: Reads that are closer than this in file and memory are one ribbon, of curves (4) and lines (2).
-_JOINED, _OUTLINE = 0.0005, (1, 4, 4, 4, 2, 4, 4, 4, 2)
+_COLORS = ("#0b6e4f", "#e09f3e", "#4a6fb5", "#c1121f", "#7b5ea7", "#3d9ca8", "#8a6d3b")
+_INK = "#333333"
+#: Where the row of files is, as a fraction of the plot's height.
+_FILES = 0.7
+#: Where the row of ranks is.
+_RANKS = 0.12
+#: How high a row is.
+_BAR = 0.07
+#: How wide a character is, as a fraction of the plot's width.
+_CHARACTER = 0.0072
+#: Reads that are closer than this in file and memory are one ribbon.
+_JOINED = 0.0005
+#: The ribbon's outline: curves (4) and lines (2).
+_OUTLINE = (1, 4, 4, 4, 2, 4, 4, 4, 2)
 
 
 def draw(job: VirtualJob, ranks: Sequence[int], path: Path) -> None:
@@ -34,16 +43,19 @@ def draw(job: VirtualJob, ranks: Sequence[int], path: Path) -> None:
 
     Raises :class:`ConfigError` if ``path`` cannot be written, or its suffix is that of no format.
     """
-    source, plans = job.metadata.source, [job.planned(rank)[1].reads for rank in ranks]
+    source = job.metadata.source
+    plans = [job.planned(rank)[1].reads for rank in ranks]
     read = list(map(bytes_by_file, plans))
-    numbers, figure = sorted(set().union(*read)), Figure((9.6, 4))
+    numbers = sorted(set().union(*read))
+    figure = Figure((9.6, 4))
     axes = figure.add_axes((0.02, 0, 0.96, 1), xlim=(0, 1), ylim=(0, 1))
     axes.set_axis_off()
     of = f" of {job.topology.ranks}" * (len(ranks) < job.topology.ranks)
     about = f"{size(sum(sum(each.values()) for each in read))} of {len(numbers)} files go to {len(ranks)}{of} ranks"
     axes.text(0, 0.92, f"{saved_topology(source)}  →  {job.topology}", color=_INK, fontsize=13, fontweight="bold")
     axes.text(0, 0.86, f"{about}, to each what it owns", color=_INK, fontsize=9)
-    colors, files = [_COLORS[at % len(_COLORS)] for at in range(len(numbers))], [job.metadata.files[n] for n in numbers]
+    colors = [_COLORS[at % len(_COLORS)] for at in range(len(numbers))]
+    files = [job.metadata.files[n] for n in numbers]
     labels = [f"{os.path.relpath(file.path, source.folder)}, {size(file.nbytes)}" for file in files]
     starts, file_scale = _bars(axes, _FILES, [file.nbytes for file in files], labels, 0.09, color=colors)
     targets = [target for plan in plans for target in plan.targets]
@@ -93,10 +105,13 @@ def ribbons(
         first, behind = (begins[item.target] + at * width for at in (item.target_offset, item.target_stop))
         last = spans[-1]
         if item.target == last[4] and begin - last[1] < _JOINED and abs(first - last[3]) < _JOINED:
-            last[1], last[3] = max(last[1], end), behind
+            last[1] = max(last[1], end)
+            last[3] = behind
         else:
             spans.append([begin, end, first, behind, item.target])
-    top, middle, bottom = _FILES, (_FILES + _RANKS + _BAR) / 2, _RANKS + _BAR
+    top = _FILES
+    middle = (_FILES + _RANKS + _BAR) / 2
+    bottom = _RANKS + _BAR
     for begin, end, first, behind, _ in spans[1:]:
         down = [(begin, top), (begin, middle), (first, middle), (first, bottom)]
         yield Outline([*down, (behind, bottom), (behind, middle), (end, middle), (end, top), (begin, top)], _OUTLINE)

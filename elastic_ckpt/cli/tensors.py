@@ -65,7 +65,8 @@ def convert(
     if out in get_args(_Format):
         if to not in ("universal", out) or is_url(opened.found.folder):
             raise typer.BadParameter(f"'{out}' alone is the format, not a folder: write ./{out}", param_hint="OUT")
-        to, out = cast(_Format, out), f"{opened.found.folder}_{out}"
+        to = cast(_Format, out)
+        out = f"{opened.found.folder}_{out}"
     elif to == "universal" and out.endswith(os.sep):  # the folder passed to load_checkpoint
         out += f"{os.path.basename(opened.found.folder)}_universal"
     if to == "dcp":
@@ -149,7 +150,8 @@ def diff(config: ElasticConfig, a: Annotated[str, _checkpoint("A")], b: Annotate
     with seen_together(a, config), seen_together(b, config):
         first, second, without = open_both(a, b, config)
         outcome = compare(first, second, config.reading.threads, None, without)
-    found, read = outcome.differences, f"({size(outcome.nbytes)} read)"
+    found = outcome.differences
+    read = f"({size(outcome.nbytes)} read)"
     parts: list[RenderableType] = [f"equal: {counted(outcome.equal, 'tensor')} and other values {read}"]
     if found:
         kinds = [

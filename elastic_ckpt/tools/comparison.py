@@ -29,7 +29,8 @@ from elastic_ckpt.tools.inspection import ERROR, NOTE, Finding
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import OpenedCheckpoint, locate, open_checkpoint
 
-DIFFERS, MISSING = "differs", "missing"
+DIFFERS = "differs"
+MISSING = "missing"
 _EXTRA_STATES = "extra states of modules"
 _LOSS_SCALE = "loss scale"
 _MIB = 1 << 20
@@ -217,8 +218,12 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
     if left.shape != right.shape:
         return Difference(*key, DIFFERS, f"shape {left.shape} and {right.shape}")
     step = 16 * _MIB // max(ITEMSIZE[left.dtype], ITEMSIZE[right.dtype])
-    is_rounded, dtype = _is_rounded(sides, key), getattr(torch, (left if sides[0].is_alone else right).dtype)
-    worst, at, differing, scale = 0.0, 0, 0, 0.0
+    is_rounded = _is_rounded(sides, key)
+    dtype = getattr(torch, (left if sides[0].is_alone else right).dtype)
+    worst = 0.0
+    at = 0
+    differing = 0
+    scale = 0.0
     for start in range(0, left.numel, step):
         wanted = FlatRange(start, min(start + step, left.numel))
         values = [torch.empty(wanted.numel, dtype=getattr(torch, each.dtype)) for each in (left, right)]
@@ -230,10 +235,12 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
             continue
         same, apart = differences(*values)
         if count := int((~same).sum()):
-            differing, scale = differing + count, max(scale, float(values[0].double().abs().nan_to_num().max()))
+            differing = differing + count
+            scale = max(scale, float(values[0].double().abs().nan_to_num().max()))
             index = int(apart.argmax())
             if (largest := float(apart.reshape(-1)[index])) >= worst:
-                worst, at = largest, start + index
+                worst = largest
+                at = start + index
     if differing:
         where = tuple(int(index) for index in torch.unravel_index(torch.tensor(at), left.shape)) if left.shape else ()
         of = f"{differing} of {left.numel} elements, at most {worst:.3g} apart, at {list(where)}"
@@ -256,7 +263,8 @@ def _facts(
         for key in sorted({*mine, *theirs}):
             yield key, _fact(name, key, mine.get(key), theirs.get(key))
     for pair in dict.fromkeys((mine.group, theirs.group) for _, mine, theirs in shared):  # numbers may differ
-        group, other = left.groups[pair[0]], right.groups[pair[1]]
+        group = left.groups[pair[0]]
+        other = right.groups[pair[1]]
         for key in sorted({*group, *other}, key=str):
             of_degree = key == "name" and group.get("moe")  # ep_size_2
             if not (str(key).startswith("_ds_") or of_degree):
@@ -274,7 +282,8 @@ def _of_extra_states(left: CheckpointMetadata, right: CheckpointMetadata) -> Ite
     """What modules kept beside parameters and buffers; other formats than DeepSpeed's own have no place for it."""
     if left.source.foreign or right.source.foreign:
         return
-    of_left, of_right = kept_in(left.extra_states), kept_in(right.extra_states)
+    of_left = kept_in(left.extra_states)
+    of_right = kept_in(right.extra_states)
     for name in sorted({*of_left, *of_right}):
         if name not in of_right:
             yield _EXTRA_STATES, Difference(name, "", MISSING, "the second checkpoint does not have it")
@@ -318,13 +327,15 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     """
     errors: dict[str, ElasticCkptError] = {}
     reader = LogicalReader(rename_saved(metadata, config.rename), config, errors=errors)
-    metadata, unknown = reader.metadata, set(errors)
+    metadata = reader.metadata
+    unknown = set(errors)
     drifts = find_drift(metadata.files, reader.replica_checks, ReadOptions(threads=threads))
     of_stages = {each.check.name for each in drifts if each.check.is_of_stages}
     # tied modules, such as ("tied_modules", "embed"), of which a parameter is synchronized
     synchronized = {tuple(name.split(".")[:2]) for name, _ in metadata.replicas if name not in of_stages}
     for drift in united(without_untrained(drifts, reader.of_first_stage)[0]):
-        name, key = drift.check.name, drift.check.key
+        name = drift.check.name
+        key = drift.check.key
         if name in reader.resharding.guessed and (name, key) not in metadata.replicas:
             unknown.add(name)
             continue
@@ -332,7 +343,8 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
         text = f"{counted(drift.copies, 'copy')}{what}, which should be equal, are {drift.apart}"
         is_expected = name in reader.resharding.averaged
         if name in of_stages and tuple(name.split(".")[:2]) in synchronized:
-            is_expected, text = True, f"{text}: DeepSpeed synchronizes only the tied weights of a tied module"
+            is_expected = True
+            text = f"{text}: DeepSpeed synchronizes only the tied weights of a tied module"
         yield Finding(NOTE if is_expected else ERROR, "drift", text, name, metadata.source.folder)
     if unknown:
         text = "whether these differ between tensor-parallel ranks, since no rule says which are copies: "

@@ -115,7 +115,8 @@ def _slug(title: str) -> str:
 
 def _unused(slug: str, taken: set[str]) -> str:
     """As Python-Markdown numbers headings of one title."""
-    unused, number = slug, 0
+    unused = slug
+    number = 0
     while unused in taken:
         number += 1
         unused = f"{slug}_{number}"

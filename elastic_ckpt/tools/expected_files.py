@@ -40,7 +40,8 @@ def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
     ep_ranks = 1 + max((rank for rank, _ in files.expert_optimizers), default=-1)
     if ranks * mp_ranks + sum(experts) + ep_ranks > _MOST_EXPECTED:
         return
-    dps, mps = range(ranks), range(mp_ranks)
+    dps = range(ranks)
+    mps = range(mp_ranks)
     for mp in mps:
         if files.model_zero3 and mp not in files.model:
             yield from (f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt" for dp in dps)
@@ -54,7 +55,8 @@ def expected_files(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
             yield here.get(at, f"layer_{at[0]}_expert_{at[1]}_mp_rank_00_model_states.pt")
         yield from (f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ep_ranks))
     if sample := next(iter(files.optimizer.values()), None):
-        prefix, joint = sample.partition("zero_pp_rank")[0], "_" if "_optim_states" in sample else ""
+        prefix = sample.partition("zero_pp_rank")[0]
+        joint = "_" if "_optim_states" in sample else ""
         yield from (f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt" for mp in mps for dp in dps)
     layers = {layer for layer, _ in files.layers} | _listed_layers(found, trust_pickle)
     tp = max((rank + 1 for _, rank in files.layers), default=0)

@@ -65,8 +65,10 @@ def explain(first: str, second: str, config: ElasticConfig) -> Explanation:
     mine, others = (_by_step(folder, config) for folder in (first, second))
     steps = sorted(mine.keys() & others.keys())
     if not steps:
-        problem, remedy = "the two have no step in common", "give two tags of one step, or folders with such tags"
-        expected, found = f"one of the steps {sorted(mine)}", f"{sorted(others)} in {second}"
+        problem = "the two have no step in common"
+        remedy = "give two tags of one step, or folders with such tags"
+        expected = f"one of the steps {sorted(mine)}"
+        found = f"{sorted(others)} in {second}"
         raise NotFoundError(problem, first, expected, found, remedy=remedy)
 
     @cache
@@ -104,7 +106,8 @@ def _sheet(found: CheckpointInfo, notes: list[str]) -> ResumeSheet | None:
 
 def _by_step(folder: str, config: ElasticConfig) -> dict[int, CheckpointInfo]:
     """The checkpoints of a folder by step; of several of one step, the newest."""
-    path, by_step = absolute(folder), dict[int, CheckpointInfo]()
+    path = absolute(folder)
+    by_step = dict[int, CheckpointInfo]()
     every = list_checkpoints(path)
     if not every and look_at(*os.path.split(path)) is None:  # not a tag's folder, but a framework's
         every = [each for _, each in list_below(path)]
@@ -150,7 +153,8 @@ def _of_tensors(outcome: Comparison, named: set[str], resharded: bool, notes: li
 
 
 def _component(difference: Difference) -> str:
-    name, key = difference.name, difference.key
+    name = difference.name
+    key = difference.key
     if key == "counter":
         return of_run.OPTIMIZER if name == "skipped_steps" else of_run.BATCH
     if name == "lr scheduler" or key == "lr":

@@ -104,7 +104,8 @@ def export(
         ConfigError: an argument is wrong, or a pattern matches nothing.
         ElasticCkptError: the checkpoint cannot be read or exported exactly, the disk is full, or ``out`` exists.
     """
-    started, options = time.monotonic(), config or config_of(None)
+    started = time.monotonic()
+    options = config or config_of(None)
     if dtype is not None and dtype not in _TORCH_NAMES:
         raise ConfigError("an export cannot have this dtype", expected=listed(_TORCH_NAMES), found=repr(dtype))
     with seen_together(folder, options, tag) as path:
@@ -114,7 +115,8 @@ def export(
             if optimizer:
                 error.remedies = (Remedy("export without --optimizer takes the weights alone"), *error.remedies)
             raise
-        metadata, source = opened.metadata, opened.found.folder
+        metadata = opened.metadata
+        source = opened.found.folder
         if not optimizer:
             of_weights = {at: tensor for at, tensor in metadata.tensors.items() if at[1] in WEIGHTS}
             copies = {at: replicas for at, replicas in metadata.replicas.items() if at[1] in WEIGHTS}
@@ -142,7 +144,8 @@ def export(
             sets["optimizer"] = {f"{state.key}.{state.name}": (state, state.dtype) for state in states}
             facts = optimizer_facts(metadata, names)
         limit = max_shard_size if adapter is None else sys.maxsize
-        nbytes, files = sum(_nbytes(tensor) for tensors in sets.values() for tensor in tensors.values()), 0
+        nbytes = sum(_nbytes(tensor) for tensors in sets.values() for tensor in tensors.values())
+        files = 0
         target = Path(out).absolute()
         with output_folder(target, source, metadata.files) as place, progress_bar("export", nbytes, progress) as bar:
             notes += reader.compare_copies()
@@ -177,7 +180,8 @@ def _write(
     """
     for name, (tensor, dtype) in tensors.items():
         if dtype not in DTYPES or name == METADATA:
-            problem, found = "safetensors files cannot hold this tensor", f"{dtype} of shape {tensor.shape}"
+            problem = "safetensors files cannot hold this tensor"
+            found = f"{dtype} of shape {tensor.shape}"
             wanted = "a dtype of " + listed(DTYPES) + f", and a name other than {METADATA}"
             raise UnsupportedError(problem, None, wanted, found, parameter=name, remedy=_EXCLUDE)
     try:
@@ -220,7 +224,8 @@ def converted(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
         return result
     lost = values[result.isinf() & values.isfinite()]
     if lost.numel():
-        problem, expected = f"values of this parameter are too large for {dtype}", torch.finfo(result.dtype).max
+        problem = f"values of this parameter are too large for {dtype}"
+        expected = torch.finfo(result.dtype).max
         both = f"magnitudes up to {expected:g}", f"{lost.double().abs().max().item():g}, saved in {saved}"
         raise MismatchError(problem, None, *both, parameter=name, remedy="export it as fp32")
     return result
@@ -255,17 +260,20 @@ def of_adapter(weights: Mapping[str, LogicalTensor], adapter: str, folder: str) 
 
     Raises :class:`ConfigError` if there are none, or if other parameters without an adapter's name were trained.
     """
-    own, any_adapter = re.compile(rf"{_PLACE}\.{re.escape(adapter)}(?=\.|$)"), re.compile(_PLACE)
+    own = re.compile(rf"{_PLACE}\.{re.escape(adapter)}(?=\.|$)")
+    any_adapter = re.compile(_PLACE)
     of_peft = {own.sub(r"\1", name): tensor for name, tensor in weights.items() if own.search(name)}
     if not of_peft:
-        problem, expected = "the checkpoint has no tensors of this PEFT adapter", f"....lora_A.{adapter}.weight"
+        problem = "the checkpoint has no tensors of this PEFT adapter"
+        expected = f"....lora_A.{adapter}.weight"
         remedy = 'name the adapter as PEFT does: "default", unless get_peft_model was told otherwise'
         raise ConfigError(problem, folder, f"names such as {expected}", remedy=remedy)
     trained = {name for name, tensor in weights.items() if tensor.key == MASTER and not any_adapter.search(name)}
     biases = {name for name in trained if name.endswith(".bias")}  # as PEFT saves them with bias="all" or "lora_only"
     if others := trained - biases:
         problem = "parameters without the name of a PEFT adapter were trained too, and would be missing from its file"
-        expected, remedy = "the adapter's parameters, and biases", "export without --adapter, or --exclude them"
+        expected = "the adapter's parameters, and biases"
+        remedy = "export without --adapter, or --exclude them"
         raise ConfigError(problem, folder, expected, parameter=others, remedy=remedy)
     return of_peft | {name: weights[name] for name in weights if name in biases}
 
@@ -315,7 +323,8 @@ def selected(
         except re.error as error:
             raise ConfigError("a pattern is not a regular expression", expected=pattern, found=str(error)) from error
         if not found:
-            problem, folder = "a pattern matches no tensor of the checkpoint", metadata.source.folder
+            problem = "a pattern matches no tensor of the checkpoint"
+            folder = metadata.source.folder
             remedy = Remedy("lists the names", command=("elastic-ckpt", "inspect", folder, "--params"))
             raise ConfigError(problem, folder, pattern, listed(names), remedy=remedy)
         return found

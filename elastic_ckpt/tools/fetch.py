@@ -36,7 +36,8 @@ def fetch(url: str, folder: Path, options: Mapping[str, Any], everything: bool =
     """
     if not is_url(url):
         raise ConfigError("there is nothing to fetch from a folder", url, "a URL such as s3://bucket/run")
-    remote, folder = RemoteFolder(absolute(url), options), Path(os.path.abspath(folder))
+    remote = RemoteFolder(absolute(url), options)
+    folder = Path(os.path.abspath(folder))
     if was_url(folder):
         raise ConfigError("nothing is written to an object store", str(folder), "a folder on this machine")
     entries = remote.entries()

@@ -50,11 +50,13 @@ class RunSettings:
 
         Neither gradients nor activations, which come with the first step.
         """
-        model, stage = local_state.model, self.zero_stage
+        model = local_state.model
+        stage = self.zero_stage
         kept = {name for flat in local_state.flats for name in flat.members}
         numel = sum(math.prod(model.layouts[name].shapes[model.coordinates.tp_rank]) for name in kept)
         numel = sum(flat.numel for flat in local_state.flats) if stage == 3 else numel
-        weights, optimizer = (self.weights if stage == 3 else GPU), (self.optimizer if stage else GPU)
+        weights = self.weights if stage == 3 else GPU
+        optimizer = self.optimizer if stage else GPU
         found = [{"key": "weights", "dtype": self.precision, "tensors": len(kept), "numel": numel, "padding": 0}]
         found = found if stage or self.precision != "float32" else []  # else the masters are the weights
         return [

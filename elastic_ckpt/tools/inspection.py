@@ -157,7 +157,8 @@ def _extra_state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
         saved = metadata.extra_states[name]
         if saved.other is not None:
             text = 'ranks saved different values: a load on other ranks needs "replicated_params": "first"'
-            same, other = f"the value in {os.path.basename(saved.path)}", f"another in {os.path.basename(saved.other)}"
+            same = f"the value in {os.path.basename(saved.path)}"
+            other = f"another in {os.path.basename(saved.other)}"
             yield Finding(NOTE, "extra-state", text, name, metadata.source.folder, same, other)
 
 
@@ -203,10 +204,12 @@ def _ends_inside(source: ChunkSource, metadata: CheckpointMetadata, known: dict[
     """Whether all flat tensors with a parameter end inside their files, which is computed once for each."""
     if not isinstance(source, PartitionedChunks):
         return False
-    flat, key = source.flat, (id(source.flat), source.files_before)
+    flat = source.flat
+    key = (id(source.flat), source.files_before)
     if key not in known:
         # offsets: one number for all, or each its own
-        nbytes, begins = flat.planes * flat.numel * flat.itemsize, flat.byte_offsets
+        nbytes = flat.planes * flat.numel * flat.itemsize
+        begins = flat.byte_offsets
         ends = [begin + nbytes for begin in begins * (len(flat.files) // len(begins))]
         sizes = (metadata.files[source.files_before + file].nbytes for file in flat.files)
         known[key] = all(end <= size for end, size in zip(ends, sizes, strict=True))
@@ -262,7 +265,8 @@ def inspected(
     metadata: CheckpointMetadata, state: TrainingState, rules: ShardingRules, refused: list[Finding]
 ) -> dict[str, Any]:
     """The inspection of a checkpoint; ``refused``: why its optimizer states are not in the metadata."""
-    scale, unknown = state.loss_scale, dict[str, ElasticCkptError]()
+    scale = state.loss_scale
+    unknown = dict[str, ElasticCkptError]()
     keys: dict[str, list[str]] = {name: [] for name in metadata.parameters}
     for name, key in metadata.tensors:
         keys.setdefault(name, []).append(key)
@@ -370,7 +374,8 @@ def _groups(metadata: CheckpointMetadata) -> list[dict[str, Any]]:
 
 def _entry(metadata: CheckpointMetadata, name: str, keys: list[str], weights_only: bool) -> dict[str, Any]:
     """A parameter or buffer, but for its logical shape (``None`` if the layout of its shards is unknown) and ties."""
-    saved, own = metadata.parameters.get(name), tensor_of(metadata, name)
+    saved = metadata.parameters.get(name)
+    own = tensor_of(metadata, name)
     replicas = [replica for key in keys for replica in metadata.replicas.get((name, key), ())]
     states = sorted(set(keys) - WEIGHTS)
     shards: tuple[tuple[int, ...], ...] = () if own is None else own.shard_shapes

@@ -19,8 +19,10 @@ from elastic_ckpt.tools.opened import Folders, config_of, seen_together
 from elastic_ckpt.tools.verification import verify
 
 logger = logger_of(__name__)
-#: State of Hugging Face's Trainer beside a checkpoint, and its largest plausible size.
-_TRAINER_STATE, _MOST_STATE_NBYTES = "trainer_state.json", 64 << 20
+#: State of Hugging Face's Trainer beside a checkpoint.
+_TRAINER_STATE = "trainer_state.json"
+#: Its largest plausible size.
+_MOST_STATE_NBYTES = 64 << 20
 _NUMBER = re.compile(r"\d+")
 #: A folder of the Trainer, which names it by its own count.
 _OF_TRAINER = re.compile(r"checkpoint-(\d+)")
@@ -82,7 +84,8 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> tupl
     folder = absolute(folder)
     candidates = _candidates(folder, config)
     if not candidates:
-        problem, remedy = "there is no DeepSpeed checkpoint here", "give the folder that save_checkpoint was given"
+        problem = "there is no DeepSpeed checkpoint here"
+        remedy = "give the folder that save_checkpoint was given"
         expected = "folders of tags (global_step100), or folders that contain them (checkpoint-100)"
         found = "no such folder" if not is_folder(folder) else "a folder without any"
         raise NotFoundError(problem, folder, expected, found, remedy=remedy)
@@ -102,7 +105,8 @@ def _candidates(folder: str, config: ElasticConfig) -> list[tuple[Save, Candidat
 
     These are folders named like checkpoints, but for their number, without a file of one.
     """
-    tags, names = list_checkpoints(folder), set(folder_names(folder)) if is_folder(folder) else set()
+    tags = list_checkpoints(folder)
+    names = set(folder_names(folder)) if is_folder(folder) else set()
     trust = config.trust_pickle
     found = [_candidate(tag.folder, folder, tag, trust) for tag in tags]
     itself = {tag.folder for tag in tags}
@@ -147,7 +151,8 @@ def _trainers_problem(candidate: Candidate) -> str | None:
     The Trainer counts steps by itself. It is one behind the engine in a save between the engine's step and its own, as
     its just-in-time checkpoint at ``on_pre_optimizer_step``; it may have begun with an engine that had trained.
     """
-    around, step = os.path.dirname(candidate.path), candidate.step
+    around = os.path.dirname(candidate.path)
+    step = candidate.step
     others = (os.path.join(around, name, _TRAINER_STATE) for name in folder_names(around))
     if not any(map(exists, others)):
         return None  # another framework's folders

@@ -106,7 +106,9 @@ class LogicalReader:
         errors: dict[str, ElasticCkptError] | None = None,
     ) -> None:
         refuse_shared_bytes(metadata)
-        self.metadata, self.rules, self._policy = metadata, ShardingRules.of(config), config.replicated_params
+        self.metadata = metadata
+        self.rules = ShardingRules.of(config)
+        self._policy = config.replicated_params
         self.options = options or read_options(config, medium_of(metadata.source.folder, config.reading.storage))
         self.errors: Mapping[str, ElasticCkptError] = {} if errors is None else errors
         weights = (name for name, key in metadata.tensors if key in WEIGHTS)
@@ -137,7 +139,8 @@ class LogicalReader:
             if tensor.has_own_shape or layout is None:
                 found[at] = LogicalTensor(*at, tensor.shape, tensor.dtype)
                 continue
-            shape, first = layout.shapes[0], tensor.shard_shapes[0]
+            shape = layout.shapes[0]
+            first = tensor.shard_shapes[0]
             planes = first[0] if len(first) == len(shape) + 1 else 1
             dtype = "float32" if tensor.is_quantized else tensor.dtype
             found[at] = LogicalTensor(*at, (planes, *shape) if planes > 1 else shape, dtype, planes)
@@ -239,7 +242,8 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, opened: OpenedCheckpoint) -> None:
-        self._opened, self._view = opened, VIEW.get()
+        self._opened = opened
+        self._view = VIEW.get()
         self._reader = LogicalReader(opened.metadata, opened.config, errors={})
         self._weights = weights_by_name(self._reader)
         aliases = opened.metadata.aliases.items()
@@ -270,7 +274,8 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
         damaged or of unknown layout, or the optimizer's parameters could not be named.
         """
         with seen_through(self._view):
-            reader, name = self._states, self._logical(name).name
+            reader = self._states
+            name = self._logical(name).name
             metadata = reader.metadata
             if name not in metadata.parameters:
                 raise KeyError(f"no optimizer owned {name!r} when {metadata.source.folder} was saved")

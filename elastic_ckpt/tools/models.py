@@ -41,7 +41,8 @@ class _Model:
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The parameters of its pipeline module, in order."""
-        hidden, fused = self.hidden, self.hidden + 2 * self.hidden // self.heads * self.key_value_heads
+        hidden = self.hidden
+        fused = self.hidden + 2 * self.hidden // self.heads * self.key_value_heads
         layer = {
             "input_layernorm": (hidden,),
             "self_attention.query_key_value": (fused, hidden),
@@ -50,7 +51,8 @@ class _Model:
             "mlp.dense_h_to_4h": (self.feed_forward * (1 + self.gated), hidden),
             "mlp.dense_4h_to_h": (hidden, self.feed_forward),
         }
-        embedding, last = "1" if self.gated else "tied_modules.embed", self.layers + 2
+        embedding = "1" if self.gated else "tied_modules.embed"
+        last = self.layers + 2
         yield f"{embedding}.word_embeddings.weight", (self.vocabulary, hidden)
         if self.positions:
             yield f"{embedding}.position_embeddings.weight", (self.positions, hidden)
@@ -71,11 +73,15 @@ _MODELS: dict[str, _Model] = {
 
 def model_metadata(name: ModelName) -> CheckpointMetadata:
     """A model's masters and Adam states, of which each is a file, and the arguments that prove its preset."""
-    model, files, tensors = _MODELS[name], list[SourceFile](), {}
-    shapes, heads = dict(model.shapes()), {"num_key_value_heads": model.key_value_heads}
+    model = _MODELS[name]
+    files = list[SourceFile]()
+    tensors = {}
+    shapes = dict(model.shapes())
+    heads = {"num_key_value_heads": model.key_value_heads}
     for parameter, shape in shapes.items():
         for key in (MASTER, "exp_avg", "exp_avg_sq"):
-            numel, path = math.prod(shape), os.path.join(name, UNIVERSAL_FOLDER, parameter, f"{key}.pt")
+            numel = math.prod(shape)
+            path = os.path.join(name, UNIVERSAL_FOLDER, parameter, f"{key}.pt")
             chunks = chunks_of(StorageChunk(FlatRange(0, numel), len(files), 0))
             tensors[parameter, key] = TensorMetadata(parameter, key, shape, "float32", chunks)
             files.append(SourceFile(path, numel * ITEMSIZE["float32"]))

@@ -50,7 +50,8 @@ def refuse_lost_entries(opened: OpenedCheckpoint, is_wanted: Callable[[str], obj
     lost = [each for each in findings if each.parameter not in trained and is_wanted(str(each.parameter))]
     if lost:
         problem = "files of pipeline layers lack buffers or frozen weights, or have them in another shape"
-        expected, remedy = "those that the model-states files list", (Remedy("restore the file"), ANOTHER_TAG)
+        expected = "those that the model-states files list"
+        remedy = (Remedy("restore the file"), ANOTHER_TAG)
         names = sorted({str(each.parameter) for each in lost})
         raise DamagedError(problem, lost[0].file, expected, lost[0].text, parameter=names, remedy=remedy)
 
@@ -75,12 +76,14 @@ def _of_name(
         of_layer = layers.get(int(match[1]))
         if of_layer is None:
             return
-        path, have = found.path(found.files.layers[int(match[1]), tp]), of_layer.get(match[2])
+        path = found.path(found.files.layers[int(match[1]), tp])
+        have = of_layer.get(match[2])
     elif tied is not None:  # in the file of its first layer, which nothing names
         if None in layers.values():
             return
         every = [of_layer[tied[1]] for of_layer in layers.values() if of_layer and tied[1] in of_layer]
-        path, have = found.folder, expected if expected in every else next(iter(every), None)
+        path = found.folder
+        have = expected if expected in every else next(iter(every), None)
     else:
         return
     if have is None:

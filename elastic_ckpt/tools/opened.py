@@ -63,9 +63,11 @@ def seen_together(folders: Folders, config: ElasticConfig | None = None, tag: st
     if (view := VIEW.get()) is not None and view.root == absolute(names[0]):  # by whoever calls this
         yield view.root
         return
-    paths, options = list(map(absolute, names)), {} if config is None else config.storage_options
+    paths = list(map(absolute, names))
+    options = {} if config is None else config.storage_options
     if missing := [path for path in paths if not is_url(path) and not is_folder(path)]:
-        problem, remedy = "there is no such folder", "give the folders that save_checkpoint was given on each node"
+        problem = "there is no such folder"
+        remedy = "give the folders that save_checkpoint was given on each node"
         raise NotFoundError(problem, missing[0], "a folder with files of the checkpoint", "none", remedy=remedy)
     paths = with_replicas(paths) if has_replicas else paths
     remotes = {level: RemoteFolder(path, options) for level, path in enumerate(paths) if is_url(path)}

@@ -58,7 +58,8 @@ def output_folder(target: Path, source: str, files: Sequence[SourceFile], latest
         raise ConfigError("nothing is written to an object store", str(target), "a folder, to be uploaded")
     # asks the system: whether there is room for what is written
     if around or os.path.lexists(target) or target.name in ("", "..", LATEST, LATEST_UNIVERSAL):
-        problem, remedy = "a checkpoint cannot be written there", "choose another name, or remove it"
+        problem = "a checkpoint cannot be written there"
+        remedy = "choose another name, or remove it"
         expected = "a new folder outside the checkpoint"
         # asks the system: whether there is room for what is written
         found = f"a folder inside {around}" if around else "it exists" if target.exists() else repr(target.name)

@@ -60,7 +60,9 @@ _MORE_NBYTES = max(ITEMSIZE.values()) - 1
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "complex128"})
 #: How the files of formats that are not DeepSpeed's end.
 _ENDINGS = {"dcp": (naming.DCP_METADATA, naming.DCP_SUFFIX), "safetensors": (SUFFIX,)}
-OWN, SWAPPED, OTHER = "own", "swapped", "other"
+OWN = "own"
+SWAPPED = "swapped"
+OTHER = "other"
 #: Kind of the finding on optimizer states that are not in the metadata, as of ``inspect``'s.
 _STATES = "states"
 _WORDS = {"nan": "NaN", "inf": "infinite values"}
@@ -108,7 +110,8 @@ def verify(
     """
     began = time.perf_counter()
     ShardingRules.of(config)  # a missing preset is an error at once, not after an hour of reading
-    path, misled = absolute(folder), list[Finding]()
+    path = absolute(folder)
+    misled = list[Finding]()
     try:
         found = locate(path, tag, config.trust_pickle, without_latest=False)  # its loss is a finding
     except (NotFoundError, DamagedError) as error:
@@ -165,7 +168,9 @@ def _check_bytes(
     """Read all files."""
     known: dict[str, SourceFile] = {} if metadata is None else {file.path: file for file in metadata.files}
     spans = {} if metadata is None else spans_of(metadata)
-    sizes, is_read, view = files[OWN] | files[SWAPPED], True, VIEW.get()
+    sizes = files[OWN] | files[SWAPPED]
+    is_read = True
+    view = VIEW.get()
 
     def check(path: str, copy: str, is_read: bool) -> list[Finding]:
         # an object is read as the file that it is seen as, one of a folder where it is
@@ -174,10 +179,13 @@ def _check_bytes(
 
     def check_copy(path: str, copy: str, is_read: bool) -> list[Finding]:
         file: SourceFile | PickledFile | None = known.get(path)
-        findings, is_pickled, values = list[Finding](), path in files[OWN] and not found.foreign, spans.get(path, [])
+        findings = list[Finding]()
+        is_pickled = path in files[OWN] and not found.foreign
+        values = spans.get(path, [])
         if is_pickled and (file is None or not is_read):
             try:
-                file, first = open_file(copy, config.trust_pickle), file
+                first = file
+                file = open_file(copy, config.trust_pickle)
                 values = values if first is None or [*file.records] == [*first.records] else []
             except ElasticCkptError as error:
                 findings.append(of_unreadable(error))
@@ -313,7 +321,8 @@ def scan_file(
     path: str, nbytes: int, records: Sequence[Record], spans: Sequence[Span], advance: Callable[[int], object]
 ) -> Iterator[Finding]:
     """Read a file; findings on its records and values. ``advance`` is called with the bytes that were read."""
-    sums, odd = dict.fromkeys(records, 0), dict[tuple[str, str], _Counts]()
+    sums = dict.fromkeys(records, 0)
+    odd = dict[tuple[str, str], _Counts]()
     waiting: list[Record | Span] = [*records, *spans]
     waiting.sort(key=lambda item: -item.offset)
     active: list[Record | Span] = []
@@ -329,7 +338,8 @@ def scan_file(
                     active.append(waiting.pop())
                 for item in active:
                     if isinstance(item, Record):
-                        low, high = max(item.offset, start), min(item.offset + item.nbytes, stop)
+                        low = max(item.offset, start)
+                        high = min(item.offset + item.nbytes, stop)
                         sums[item] = isal_zlib.crc32(view[low - start : high - start], sums[item])
                     else:
                         _look_at(item, start, stop, view, odd.setdefault((item.name, item.key), {}))
@@ -375,7 +385,9 @@ def spans_of(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
     spans: dict[str, list[Span]] = {}
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         for chunk in tensor.chunks:
-            code, numel, file = chunk.code, chunk.range.numel, chunk.file
+            code = chunk.code
+            numel = chunk.range.numel
+            file = chunk.file
             if not numel or (code is None and tensor.dtype not in _FLOATS):
                 continue
             if code is None:
@@ -383,8 +395,10 @@ def spans_of(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
                 span = Span(chunk.byte_offset, nbytes, tensor.dtype, tensor.name, tensor.key, chunk.range.start)
             else:  # its scales
                 size = ITEMSIZE["float32"]
-                first, last = code.position // code.format.numel, (code.position + numel - 1) // code.format.numel
-                offset, nbytes = code.scales_offset + first * size, (last - first + 1) * size
+                first = code.position // code.format.numel
+                last = (code.position + numel - 1) // code.format.numel
+                offset = code.scales_offset + first * size
+                nbytes = (last - first + 1) * size
                 file = code.scales_file if code.scales_file >= 0 else file
                 span = Span(offset, nbytes, "float32", tensor.name, code.format.scales, first)
             spans.setdefault(metadata.files[file].path, []).append(span)

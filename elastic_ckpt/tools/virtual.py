@@ -87,7 +87,8 @@ class VirtualJob:
 
     def __init__(self, metadata: CheckpointMetadata, topology: Topology, options: LoadOptions) -> None:
         metadata = rename_saved(metadata, options.config.rename)
-        saved, ep = metadata.source, topology.ep
+        saved = metadata.source
+        ep = topology.ep
         unchanged = (topology.dp, topology.tp, topology.pp) == (saved.partition_degree, saved.tp, saved.pp)
         if unchanged and saved.by_rank and saved.zero_stage == 3:
             # each rank would read buffers from its own file; here all read the first one, which has the same size
@@ -161,7 +162,8 @@ class VirtualJob:
         for names in groups:  # a checkpoint has the members of one expert-parallel rank after those of another
             if all(name in self._experts for name in names):
                 names.sort(key=lambda name: (layers[self._experts[name].layer], self._experts[name].number))
-        flats, rules = list[FlatPartition](), list[Sequence[PartitionRule]]()
+        flats = list[FlatPartition]()
+        rules = list[Sequence[PartitionRule]]()
         every = ((number, tuple(key)) for number, names in enumerate(groups) for key in self._sub_groups(names, at))
         for number, key in every:
             of_expert = key[0] in self._experts
@@ -186,7 +188,8 @@ class VirtualJob:
         uneven = [layer for layer, count in self._counts.items() if count % ep]
         is_other = (self.topology.zero_stage == 3) if self._experts else ep > 1
         if uneven or is_other or self.topology.dp % ep:
-            problem, remedy = "there is no such job with MoE layers", "other degrees, or another stage"
+            problem = "there is no such job with MoE layers"
+            remedy = "other degrees, or another stage"
             expected = "ZeRO-0, 1 or 2, and an expert-parallel degree that divides experts and data-parallel ranks"
             both = expected, f"{self.topology}, {listed(set(map(str, self._counts.values())))} experts in a layer"
             layers = listed(uneven) if uneven else None
@@ -198,14 +201,16 @@ class VirtualJob:
         ZeRO-3 ends a sub-group once its partitions reach ``sub_group_size``: ``_create_fp16_sub_groups`` (stage3.py).
         """
         gathered: list[str] = []
-        numel, stage = 0, self.topology.zero_stage
+        numel = 0
+        stage = self.topology.zero_stage
         for name in names:
             gathered.append(name)
             numel += self._step(math.prod(self.layouts[name].shapes[at.tp_rank]))
             is_full = stage == 0 or (stage == 3 and numel >= self.topology.sub_group_numel)
             if is_full or name is names[-1]:
                 yield gathered
-                gathered, numel = [], 0
+                gathered = []
+                numel = 0
 
     def _rules(self, numels: Sequence[int], dp: int) -> tuple[int, Sequence[PartitionRule]]:
         """Elements of a rank's flat partition, and where its members are."""
@@ -248,7 +253,8 @@ class VirtualJob:
 
     def _wholes(self, names: Iterable[str], at: RankCoordinates) -> Iterator[WholeTensor]:
         for name in names:
-            key, tensor = self._keys[name], tensor_of(self.metadata, name)
+            key = self._keys[name]
+            tensor = tensor_of(self.metadata, name)
             if key == MASTER or tensor is None:
                 continue
             shape = self.layouts[name].shapes[at.tp_rank]
@@ -269,7 +275,8 @@ def forecast(local_state: LocalState, plan: LoadPlan, options: ReadOptions) -> d
     broadcasts. ``files``: path -> bytes. ``memory``: bytes of masters, optimizer states, buffers and frozen weights.
     ``filled``: their tensors and elements, and elements among them that no read fills.
     """
-    reads, coordinates = plan.reads, local_state.model.coordinates
+    reads = plan.reads
+    coordinates = local_state.model.coordinates
     nbytes_read, calls = staged_reads(reads, options)
     replicas = (replica for check in plan.replica_checks for replica in check.replicas)
     received = (share for share in reads.shares if share.owner != coordinates.partition_rank)
@@ -335,10 +342,8 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
     if empty := set(range(pp)).difference(*stages.values()):
         problem = "this pipeline would have stages without a parameter, for which no optimizer can be made"
         expected = f"at most as many stages as layers have parameters: {len(set(layer_of.values()))}"
-        both, remedy = (
-            (expected, f"{counted(pp, 'stage')}, of which {len(empty)} are empty"),
-            "a lower pipeline-parallel degree",
-        )
+        both = (expected, f"{counted(pp, 'stage')}, of which {len(empty)} are empty")
+        remedy = "a lower pipeline-parallel degree"
         raise UnsupportedError(problem, metadata.source.folder, *both, remedy=remedy)
     return stages
 
@@ -351,7 +356,8 @@ def _balanced(
         weights[layer] += numels[name]
     shift = 0
     if tied:  # a tied layer is both first and last, and both occurrences count
-        ends, first = sum(numels[name] for name in tied), min(layer_of.values())
+        ends = sum(numels[name] for name in tied)
+        first = min(layer_of.values())
         shift = 0 if first else 1
         weights = [0] * shift + weights + [ends]
         weights[first + shift - 1] = ends
@@ -375,13 +381,18 @@ def _partition(weights: tuple[int, ...], pp: int) -> tuple[int, ...]:
     heaviest[0] = 0.0  # no layers on no stages
     begins = np.zeros((pp + 1, count + 1), dtype=int)
     for stages in range(1, pp + 1):
-        before, heaviest = heaviest, np.full(count + 1, np.inf)
-        lightest_before, lightest = lightest, np.full(count + 1, np.inf)
+        before = heaviest
+        heaviest = np.full(count + 1, np.inf)
+        lightest_before = lightest
+        lightest = np.full(count + 1, np.inf)
         for stop in range(stages, count + 1):
             last = until[stop] - until[:stop]
-            most, least = np.maximum(before[:stop], last), np.minimum(lightest_before[:stop], last)
+            most = np.maximum(before[:stop], last)
+            least = np.minimum(lightest_before[:stop], last)
             start = stop - 1 - int((most - least)[::-1].argmin())
-            heaviest[stop], lightest[stop], begins[stages, stop] = most[start], least[start], start
+            heaviest[stop] = most[start]
+            lightest[stop] = least[start]
+            begins[stages, stop] = start
     bounds = [count]
     for stages in range(pp, 0, -1):
         bounds.append(int(begins[stages, bounds[-1]]))

@@ -11,7 +11,7 @@ from operator import or_
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.checksums import PartialSum, Records
+from elastic_ckpt.core.checksums import PartialSum, Records, _hash
 
 
 @st.composite
@@ -105,3 +105,9 @@ def test_records_are_found_by_offset() -> None:
     found = {offset: records.index(offset) for offset in (0, 63, 64, 163, 164, 305, 640, 739, 740)}
     assert found == {0: None, 63: None, 64: 0, 163: 0, 164: None, 305: None, 640: 2, 739: 2, 740: None}
     assert Records.of([]).index(0) is None
+
+
+def test_the_hash_of_a_position_is_splitmix64() -> None:
+    """Its first numbers from the seeds 0 and 1, as the reference implementation gives them."""
+    assert _hash(0) == 0xE220A8397B1DCDAF
+    assert _hash(1) == 0x910A2DEC89025CC1

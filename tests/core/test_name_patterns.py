@@ -135,3 +135,13 @@ def test_as_many_names_written_out_as_parameters_are_looked_up() -> None:
 def test_what_is_no_pattern_is_an_error(pattern: Any) -> None:
     with pytest.raises(ValueError, match=r"pattern|verbose"):
         NamePatterns([f"{pattern}.*"])
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_patterns_have_so_many_characters_at_most(more: int) -> None:
+    pattern = r"\w+".ljust(name_patterns.LONGEST + more, "a")
+    if not more:
+        assert NamePatterns([pattern]).matching(pattern.replace(r"\w+", "x")) == (pattern,)
+        return
+    with pytest.raises(ValueError, match="characters"):
+        NamePatterns([pattern])

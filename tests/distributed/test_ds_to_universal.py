@@ -95,6 +95,9 @@ def test_its_arguments_are_deepspeeds(monkeypatch: pytest.MonkeyPatch, tmp_path:
     words = ["--input_folder", "a", "--output_folder", "b", "--num_merge_workers", "7", "--no_strict"]
     monkeypatch.setattr(sys, "argv", ["ds_to_universal", *words])
     assert vars(parse_arguments()) == {**vars(deepspeeds.parse_arguments()), "really": False}
+    for needed in (words[:2], words[2:4]):
+        with pytest.raises(SystemExit):
+            parse_arguments(needed)
     assert set(re.findall(r"'(--\w+)'", Path(deepspeeds.__file__).read_text())) <= set(
         re.findall(r'"(--\w+)"', (REPO / "elastic_ckpt" / "ds_to_universal" / "__init__.py").read_text())
     )

@@ -64,8 +64,10 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
     Memory beside metadata: one tensor for each thread. Raises :class:`ElasticCkptError` if the checkpoint cannot be
     converted exactly, or the target exists. Nothing is left of it.
     """
-    target, started = target.absolute(), time.monotonic()
-    metadata, found = opened.metadata, opened.found
+    target = target.absolute()
+    started = time.monotonic()
+    metadata = opened.metadata
+    found = opened.found
     refuse_unconvertible(metadata)
     refuse_lost_entries(opened)
     models = _model_files(opened)
@@ -115,7 +117,8 @@ def convert(opened: OpenedCheckpoint, target: Path, threads: int = 4, progress: 
         common |= {CONTENTS: _contents(folders, written)}
         save(common, zero / UNIVERSAL_OPTIMIZER)
     files = sum(len(names) for _, _, names in os.walk(target))  # asks the system: counts what was written
-    seconds, to_load = time.monotonic() - started, _call_that_loads(target, found.folder)
+    seconds = time.monotonic() - started
+    to_load = _call_that_loads(target, found.folder)
     return WriteReport(str(target), len(tensors), files, nbytes, seconds, notes, to_load)
 
 
@@ -161,7 +164,8 @@ def _call_that_loads(target: Path, source: str) -> str:
 
 def _model_files(opened: OpenedCheckpoint) -> list[str]:
     """The model-states files; :class:`UnsupportedError` if they do not list what the optimizer updates."""
-    found, read = opened.found, {file.path for file in opened.metadata.files}
+    found = opened.found
+    read = {file.path for file in opened.metadata.files}
     names = (*found.files.model.values(), *found.files.model_zero3.values())
     models = [path for path in map(found.path, names) if path in read]
     if open_pickled(models[0], opened.config.trust_pickle).tree.get("param_shapes") is None:
@@ -172,7 +176,8 @@ def _model_files(opened: OpenedCheckpoint) -> list[str]:
 
 def _write_model_files(opened: OpenedCheckpoint, models: Sequence[str], place: Path) -> tuple[str, ...]:
     """Write the model-states files anew; returns notes on what is left out."""
-    skips, notes = opened.config.on_unreadable_entry == "skip", list[str]()
+    skips = opened.config.on_unreadable_entry == "skip"
+    notes = list[str]()
     for path in models:
         written = place / plain_name(os.path.basename(path))
         unread = rewrite(path, written, trust_pickle=opened.config.trust_pickle, skip_unreadable=skips)
@@ -187,7 +192,9 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
     """
     refuse_damaged_states(metadata)
     refuse_without_masters(metadata)
-    source, tensors, is_universal = metadata.source, metadata.tensors.items(), to == "universal"
+    source = metadata.source
+    tensors = metadata.tensors.items()
+    is_universal = to == "universal"
     if metadata.states.opaque:
         raise _unknown_states(metadata, to)
     reasons: dict[str, Collection[str]] = {
@@ -262,14 +269,16 @@ def tp_entries(rule: ShardSpec | None, tensor: LogicalTensor) -> dict[str, Any]:
         return {}
     if rule.kind == VOCABULARY:
         return {"cat_dim": 0, "vocab_tensor": True}
-    parts, dim = rule.sub_parameters, rule.cut_dim
+    parts = rule.sub_parameters
+    dim = rule.cut_dim
     if not isinstance(parts, list) or len(parts) == 1:
         return {"cat_dim": dim}
     if parts == [1, 1] and dim == 0:
         return {"cat_dim": 0, "param_n_sub_params": 2}
     shape = tensor.shape[1:] if tensor.planes > 1 else tensor.shape
     sizes = tuple(shape[dim] // sum(parts) * part for part in parts)
-    widths, noted = (*shape[:dim], sizes, *shape[dim + 1 :]), Call(Global(_SUBPARAM_SHAPE), (), "new")
+    widths = (*shape[:dim], sizes, *shape[dim + 1 :])
+    noted = Call(Global(_SUBPARAM_SHAPE), (), "new")
     vars(noted).update(patterns=[re.escape(tensor.name)], shape=widths, partition_dim=dim)
     return {"sub_param_shape": noted}
 

@@ -41,10 +41,13 @@ _OTHERS = frozenset({"max_coeff", "use_muon"})
 
 def convert_to_dcp(opened: OpenedCheckpoint, target: Path, progress: bool | None = None) -> WriteReport:
     """Write a DCP folder. Memory beside metadata: the largest tensor, twice. Errors are those of ``convert``."""
-    target, started, metadata = target.absolute(), time.monotonic(), opened.metadata
+    target = target.absolute()
+    started = time.monotonic()
+    metadata = opened.metadata
     refuse_unconvertible(metadata, "dcp")
     refuse_lost_entries(opened)
-    reader, adamw = LogicalReader(metadata, opened.config), _adamw_of(opened)
+    reader = LogicalReader(metadata, opened.config)
+    adamw = _adamw_of(opened)
     tensors = {path: tensor for tensor in reader.tensors.values() for path in _paths_of(tensor, metadata)}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with (
@@ -115,7 +118,8 @@ def _adamw_of(opened: OpenedCheckpoint) -> dict[str, Any]:
     if opened.found.foreign:
         return {}
     section = config_section(open_file(opened.checkpoint.model_path, opened.config.trust_pickle), "optimizer")
-    kind, given = str(section.get("type", "")).lower(), section.get("params")
+    kind = str(section.get("type", "")).lower()
+    given = section.get("params")
     mode = given.get("adam_w_mode", True) if isinstance(given, Mapping) else True
     decoupled = {"adamw": True, "adam": bool(mode)}.get(kind)  # as DeepSpeedEngine._configure_basic_optimizer decides
     defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
@@ -153,7 +157,9 @@ class _Planner(dcp.DefaultSavePlanner):
         self, tensors: Mapping[tuple[str, ...], LogicalTensor], reader: LogicalReader, advance: Callable[[int], object]
     ) -> None:
         super().__init__()
-        self._tensors, self._reader, self._advance = tensors, reader, advance
+        self._tensors = tensors
+        self._reader = reader
+        self._advance = advance
         self._last = torch.empty(0)
 
     def _logical(self, item: WriteItem) -> LogicalTensor | None:

@@ -22,8 +22,12 @@ from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.tree import refusals
 from elastic_ckpt.formats.torch_archive.writer import TreePickler, pickled_tree
 
-#: Of a record's header: its size without name and extra field, that of a block of 64-bit sizes, and torch's alignment.
-_HEADER_NBYTES, _WIDE_NBYTES, _ALIGNMENT = 30, 20, 64
+#: Of a record's header without name and extra field.
+_HEADER_NBYTES = 30
+#: Of a block of 64-bit sizes.
+_WIDE_NBYTES = 20
+#: To which torch aligns records.
+_ALIGNMENT = 64
 #: A block of the extra field, with torch's own mark of padding: the mark and its size.
 _PADDING = struct.Struct("<2sH")
 #: Of torch's archives (``kProducedFileFormatVersion``).
@@ -70,7 +74,8 @@ def rewrite(source: str, target: Path, *, trust_pickle: bool, skip_unreadable: b
 
 def _without_unreadable(tree: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
     """A tree without entries of its client state, and extra states of modules, that are not made; and their names."""
-    kept, unread = dict(tree), list[str]()
+    kept = dict(tree)
+    unread = list[str]()
     places: list[tuple[dict[Any, Any], Mapping[Any, Any]]] = [
         (kept, {key: value for key, value in tree.items() if key != "module"})
     ]

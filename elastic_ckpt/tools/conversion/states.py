@@ -59,7 +59,8 @@ def quantized_states(reader: LogicalReader, tensors: Iterable[LogicalTensor]) ->
             both = "a state of plain values", "8-bit codes"
             folder = reader.metadata.source.folder
             raise MismatchError(problem, folder, *both, parameter=logical.name, remedy=remedy)
-        runs, scales = [], []
+        runs = []
+        scales = []
         for item in _consecutive(items):
             code = item.code
             if code is None or code.format != tensor.blocks:
@@ -93,7 +94,8 @@ def read_quantized(state: QuantizedState, reader: LogicalReader) -> tuple[torch.
     counts = [len(run.blocks(state.blocks.numel)) for run in state.runs]
     codes = torch.empty(logical.shape, dtype=torch.uint8)
     scales = torch.empty(sum(counts), dtype=torch.float32)
-    copies, at = [replace(item, code=None) for item in state.items], 0
+    copies = [replace(item, code=None) for item in state.items]
+    at = 0
     for (file, byte_offset), count in zip(state.scales, counts, strict=True):
         copies.append(ReadItem(file, byte_offset, 1, at, count, SCALE_DTYPE))
         at += count
