@@ -36,6 +36,35 @@ def test_no_file_outgrows_its_room() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 8
 
 
+def packed_values(code: str) -> list[str]:
+    """Assignments of several values to as many names, but those that exchange some."""
+    lines = code.splitlines()
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        (target, *_) = node.targets
+        if not isinstance(target, ast.Tuple) or len(target.elts) != len(node.value.elts):
+            continue
+        if any(isinstance(each, ast.Starred) for each in (*target.elts, *node.value.elts)):
+            continue
+        targets = {ast.unparse(each) for each in target.elts}
+        values = {ast.unparse(each) for each in node.value.elts}
+        if targets.isdisjoint(values):
+            found.append(f"{node.lineno}: {lines[node.lineno - 1].strip()}")
+    return found
+
+
+def test_one_statement_is_one_idea() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): packed
+        for path in PACKAGE.rglob("*.py")
+        if (packed := packed_values(path.read_text()))
+    }
+    assert found == {}, "assign each value on a line of its own"
+    assert packed_values("a, b = 1, 2\nc, d = d, c\ne, f = pair") == ["1: a, b = 1, 2"]
+
+
 #: Functions and methods, called or passed on, that open, list or look at what has a path.
 _ASKS = re.compile(
     r"open|os\.(open|stat|lstat|access|readlink|listdir|scandir|f?walk|pread|preadv)|shutil\.copy(file|tree|2)?|torch\.load"
