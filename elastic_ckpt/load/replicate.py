@@ -8,7 +8,9 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
+from itertools import product
 from typing import Any
 
 from isal import isal_zlib
@@ -19,8 +21,9 @@ from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, list_checkpoints
 from elastic_ckpt.load.nodes import SECRET_NBYTES, Node, identity_of, inside, own_address, words_of
-from elastic_ckpt.storage import Entry, file_names, is_folder, modified, walk
-from elastic_ckpt.storage.local import is_link, made_whole, version_of
+from elastic_ckpt.storage import Entry, file_names, modified, walk
+from elastic_ckpt.storage.held_folders import HeldRoot, held_below, held_root, is_folder_in, remove_in, version_in
+from elastic_ckpt.storage.local import is_link, made_whole
 from elastic_ckpt.storage.peers import FileServer, Peers
 from elastic_ckpt.storage.view import REPLICAS, NodeListing, list_folders
 
@@ -176,40 +179,53 @@ class _Pull(threading.Thread):
         self._tag = tag
         self._wanted = wanted
         self._peers = peers
+        self._path = folder  # that it is at
         self.error: ElasticCkptError | None = None
 
     def run(self) -> None:
         try:
-            for path, _ in walk(os.path.join(self._folder, self._tag)):
-                if os.path.relpath(path, self._folder) not in self._wanted:  # of an older save, or cut short
-                    self._refuse_links(path)
-                    os.unlink(path)
-            for name in sorted(self._wanted, key=lambda name: name == LATEST):  # which comes last
-                source, number, entry = self._wanted[name]
-                if version_of(os.path.join(self._folder, name))[1:] != (entry.nbytes, entry.mtime_ns):
-                    self._copy(source, number, entry)
+            with held_root(os.path.dirname(self._folder)) as root:
+                self._make_alike(root)
         except ElasticCkptError as error:
             self.error = error
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free memory there, or keep fewer tags" if is_full else "remove what is there, and replicate again"
             found = f"{type(error).__name__}: {error.strerror}"
-            self.error = ElasticCkptError("a copy could not be written", error.filename, found=found, remedy=remedy)
+            self.error = ElasticCkptError("a copy could not be written", self._path, found=found, remedy=remedy)
         finally:
             self._peers.close()
 
-    def _copy(self, source: int, number: int, entry: Entry) -> None:
-        path = os.path.normpath(os.path.join(self._folder, entry.name))
-        if not path.startswith(os.path.join(self._folder, "")):
-            raise DamagedError("a listing names a file that is not below its folder", path)
-        self._refuse_links(path)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        _refuse_without_space(path, entry.nbytes)
+    def _make_alike(self, root: HeldRoot) -> None:
+        """Remove the files that are not wanted, and copy those that are not there. ``root``: has the replicas."""
+        for path, _ in walk(os.path.join(self._folder, self._tag)):
+            if os.path.relpath(path, self._folder) not in self._wanted:  # of an older save, or cut short
+                self._path = path
+                with self._held(root, path) as folder, suppress(FileNotFoundError):
+                    os.unlink(os.path.basename(path), dir_fd=folder)
+        for name in sorted(self._wanted, key=lambda name: name == LATEST):  # which comes last
+            source, number, entry = self._wanted[name]
+            path = self._path = os.path.normpath(os.path.join(self._folder, entry.name))
+            if not path.startswith(os.path.join(self._folder, "")):
+                raise DamagedError("a listing names a file that is not below its folder", path)
+            with self._held(root, path, make=True) as folder:
+                if version_in(folder, os.path.basename(path))[1:] != (entry.nbytes, entry.mtime_ns):
+                    self._copy(source, number, entry, folder)
+
+    def _held(self, root: HeldRoot, path: str, make: bool = False) -> AbstractContextManager[int]:
+        """The folder of a file of the replicas, which no link leads to."""
+        place = os.path.dirname(self._folder)
+        return held_below(root, os.path.relpath(os.path.dirname(path), place), make)
+
+    def _copy(self, source: int, number: int, entry: Entry, folder: int) -> None:
+        """Copy a file into a folder that is held."""
+        path = self._path
+        _refuse_without_space(folder, path, entry.nbytes)
         raw = bytearray(min(_CHUNK_NBYTES, entry.nbytes))
         buffer = memoryview(raw)
         zeros = memoryview(bytes(len(raw)))
         crc32 = 0
-        with made_whole(path, entry.mtime_ns) as stream:
+        with made_whole(os.path.basename(path), entry.mtime_ns, folder) as stream:
             stream.truncate(entry.nbytes)
             while left := entry.nbytes - stream.tell():
                 count = self._peers.read_into(source, number, [buffer[:left]], stream.tell())
@@ -224,17 +240,10 @@ class _Pull(threading.Thread):
             if crc32 != expected:
                 raise DamagedError("a copy differs from its original", path, f"CRC32 {expected:08x}", f"{crc32:08x}")
 
-    def _refuse_links(self, path: str) -> None:
-        """Raise :class:`ConfigError` unless a path leads to where it says, below the folder that has the replicas."""
-        place = os.path.dirname(self._folder)
-        folder = os.path.dirname(path)
-        if os.path.realpath(folder) != os.path.join(os.path.realpath(place), os.path.relpath(folder, place)):
-            raise ConfigError("replicate does not follow links", folder, "a folder", "a link", remedy="remove it")
 
-
-def _refuse_without_space(path: str, nbytes: int) -> None:
+def _refuse_without_space(folder: int, path: str, nbytes: int) -> None:
     """Raise OSError for a file that is larger than the space for it: one of holes alone may claim any size."""
-    space = shutil.disk_usage(os.path.dirname(path))
+    space = shutil.disk_usage(folder)
     if space.total and nbytes > space.free:
         raise OSError(errno.ENOSPC, f"{nbytes} bytes, and {space.free} are free", path)
 
@@ -250,10 +259,26 @@ def _prune(folder: str, tag: str, keep: int | None) -> None:
             written = max(modified(found.path(name)) for name in file_names(found.folder))
             newest[found.tag] = max(written, newest.get(found.tag, 0.0))
     older = [each for each, written in newest.items() if written < newest.get(tag, 0.0)]
-    for each in sorted(older, key=lambda each: -newest[each])[keep - 1 :]:
-        for path in (os.path.join(place, each) for place in places):
-            if is_folder(path) and not is_link(path):
-                hidden = os.path.join(os.path.dirname(path), f".{each}.removed")
-                shutil.rmtree(hidden, ignore_errors=True)  # which a process left that was killed
-                os.rename(path, hidden)  # half of it is no checkpoint
-                shutil.rmtree(hidden)
+    older = sorted(older, key=lambda each: -newest[each])[keep - 1 :]
+    if not older:
+        return
+    path = folder
+    try:
+        with held_root(folder) as root:
+            for each, place in product(older, ("", REPLICAS)):
+                path = os.path.join(folder, place, each)
+                if is_folder_in(root.descriptor, place or os.curdir):
+                    _remove_tag(root, place, each)
+    except OSError as error:
+        why = f"{type(error).__name__}: {error.strerror}"
+        raise ElasticCkptError("an older tag could not be removed", path, found=why, remedy="remove it") from error
+
+
+def _remove_tag(root: HeldRoot, place: str, tag: str) -> None:
+    """Remove the folder of a tag below a held folder; a link stays, and what it leads to."""
+    with held_below(root, place) as folder:
+        if is_folder_in(folder, tag):
+            hidden = f".{tag}.removed"
+            remove_in(folder, hidden)  # which a process left that was killed
+            os.rename(tag, hidden, src_dir_fd=folder, dst_dir_fd=folder)  # half of it is no checkpoint
+            remove_in(folder, hidden)

@@ -114,18 +114,25 @@ def first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 @contextmanager
-def made_whole(path: str, mtime_ns: int | None = None) -> Iterator[BinaryIO]:
-    """A file to write, which gets its name (and time) once the body has ended, and is removed if that fails."""
+def made_whole(path: str, mtime_ns: int | None = None, folder: int | None = None) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name (and time) once the body has ended, and is removed if that fails.
+
+    ``folder``: the descriptor of the folder that ``path`` is a name in, whatever is under the folder's own name by now.
+    """
     partial_path = f"{path}.{secrets.token_hex(4)}.partial"
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o666, dir_fd=folder)
+
     try:
-        with open(partial_path, "xb") as stream:  # never through a link that was there
+        with open(partial_path, "xb", opener=opener) as stream:  # never through a link that was there
             yield stream
         if mtime_ns is not None:
-            os.utime(partial_path, ns=(mtime_ns, mtime_ns))
-        os.replace(partial_path, path)
+            os.utime(partial_path, ns=(mtime_ns, mtime_ns), dir_fd=folder, follow_symlinks=folder is None)
+        os.replace(partial_path, path, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
         with suppress(OSError):  # it has its name
-            os.unlink(partial_path)
+            os.unlink(partial_path, dir_fd=folder)
 
 
 class LocalRanges:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from elastic_ckpt import replicate
-from elastic_ckpt.errors import ConfigError, DamagedError
+from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, UnforeseenError
 from elastic_ckpt.load.replicate import _Pull
-from elastic_ckpt.storage import Entry
+from elastic_ckpt.storage import Entry, file_names, walk
 from elastic_ckpt.storage.peers import FileServer, Peers
 
 
@@ -71,6 +71,100 @@ def test_nothing_is_removed_or_written_through_a_link(memory: Path, link: str, t
     with pytest.raises(ConfigError, match="does not follow links"):
         replicate(memory, "step4").wait()
     assert [path.name for path in elsewhere.iterdir()] == ["file.pt"]
+
+
+def swap(folder: Path, elsewhere: Path) -> None:
+    """Put a link where a folder was."""
+    folder.rename(folder.with_name("away"))
+    folder.symlink_to(elsewhere)
+
+
+def test_a_folder_that_becomes_a_link_does_not_lead_a_copy_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, source = tmp_path / "elsewhere", tmp_path / "source" / "step1" / "file.pt"
+    for folder in (elsewhere, source.parent):
+        folder.mkdir(parents=True)
+    source.write_text("a copy")
+    (elsewhere / "file.pt").write_text("precious")
+
+    def swap_at_once(*_: Any) -> None:
+        swap(tmp_path / ".replicas" / "step1", elsewhere)
+
+    monkeypatch.setattr("elastic_ckpt.load.replicate._refuse_without_space", swap_at_once)
+    with pulled(tmp_path, "step1/file.pt") as pull:
+        assert pull.error is None
+    assert [path.name for path in elsewhere.iterdir()] == ["file.pt"]
+    assert (elsewhere / "file.pt").read_text() == "precious"
+    assert (tmp_path / ".replicas" / "away" / "file.pt").read_text() == "a copy"
+
+
+def test_a_folder_that_becomes_a_link_does_not_lead_a_removal_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, source = tmp_path / "elsewhere", tmp_path / "source" / "step1" / "file.pt"
+    old = tmp_path / ".replicas" / "step1" / "old.pt"
+    for path in (elsewhere / "old.pt", source, old):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    def listed_then_swapped(folder: str) -> Any:
+        found = [*walk(folder)]
+        swap(old.parent, elsewhere)
+        return found
+
+    monkeypatch.setattr("elastic_ckpt.load.replicate.walk", listed_then_swapped)
+    # the look and the removal are one, or nothing is seen in between
+    monkeypatch.setattr("elastic_ckpt.load.replicate.os.path.realpath", os.path.abspath)
+    with pulled(tmp_path, "step1/file.pt") as pull:
+        assert isinstance(pull.error, ConfigError) and pull.error.file == str(old.parent)
+    assert [path.name for path in elsewhere.iterdir()] == ["old.pt"]
+
+
+def test_replicas_that_become_a_link_do_not_have_tags_removed_elsewhere(
+    memory: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "step1").mkdir()
+
+    def names_then_swapped(folder: str) -> list[str]:
+        if not (memory / ".replicas").is_symlink():
+            swap(memory / ".replicas", elsewhere)
+        return file_names(folder)
+
+    monkeypatch.setattr("elastic_ckpt.load.replicate.file_names", names_then_swapped)
+    replicate(memory, "step4", keep=1).wait()
+    assert tags(elsewhere) == ["step1"]
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.parent / "step4")
+
+
+def full(path: Path) -> None:
+    (path / "inner").mkdir(parents=True)
+    (path / "inner" / "file").touch()
+    (path / "link").symlink_to(path.parent / "step4")
+
+
+@pytest.mark.parametrize("make", [link, Path.touch, full, lambda path: path.symlink_to("nowhere")])
+def test_what_has_the_name_of_a_removed_tag_is_replaced(memory: Path, make: Any) -> None:
+    make(memory / ".step1.removed")
+    replicate(memory, "step4", keep=1).wait()
+    assert tags(memory) == ["step4"] and list((memory / "step4").iterdir())
+    assert not [path for path in memory.iterdir() if path.name.endswith(".removed")]
+
+
+def test_a_tag_that_cannot_be_removed_is_an_error_that_names_it(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("elastic_ckpt.load.replicate.os.rename", fail)
+    with pytest.raises(ElasticCkptError, match="an older tag could not be removed") as caught:
+        replicate(memory, "step4", keep=1).wait()
+    assert not isinstance(caught.value, UnforeseenError)
+    assert caught.value.file == str(memory / "step3")
+    assert tags(memory) == ["step1", "step2", "step3", "step4"]
 
 
 @pytest.mark.parametrize("folder", [None, 5, ["run"]], ids=repr)
