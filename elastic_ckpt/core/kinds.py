@@ -20,6 +20,8 @@ TEXT = "a text"
 NOTHING = "nothing"
 #: Integers beyond it are none that torch takes.
 _LARGEST = 1 << 63
+#: The largest count of steps, samples or tokens: torch takes it, and as much again.
+LARGEST_COUNT = (1 << 62) - 1
 
 
 class Strange(NamedTuple):
@@ -73,6 +75,11 @@ def described(value: Any) -> str:
     except ValueError:  # numpy prints no date without a unit
         return kind_of(value)
     return f"{kind_of(value)}: {text}"[:200]
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a count: an integer from 0 to :data:`LARGEST_COUNT`, and no flag."""
+    return type(value) is int and 0 <= value <= LARGEST_COUNT
 
 
 def is_finite(value: Any) -> bool:

@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ckpt.errors import ConfigError, MismatchError
+from elastic_ckpt.core.kinds import LARGEST_COUNT, MAPPING, described, is_count
+from elastic_ckpt.errors import WEIGHTS_ALONE, ConfigError, MismatchError, Remedy
+
+#: Entry of a position: samples, of all ranks and epochs, that optimizer steps have used.
+SAMPLES = "samples_consumed"
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,25 @@ class Trained:
     #: Micro-batches since the last step; ``None`` where a step fetches them itself (``PipelineEngine.train_batch``).
     in_flight: int | None = 0
     micro_batches: int = 1  # of a step
+
+
+def refuse_strange_position(state: Any) -> None:
+    """Raise :class:`MismatchError` for what is no position in any data."""
+    if not isinstance(state, Mapping):
+        raise _no_position(f"{MAPPING} with {SAMPLES!r}", state, "data position")
+    refuse_strange_count(SAMPLES, state.get(SAMPLES))
+
+
+def refuse_strange_count(name: str, value: Any) -> None:
+    """Raise :class:`MismatchError` for an entry of a position that is no count."""
+    if not is_count(value):
+        raise _no_position(f"an integer from 0 to {LARGEST_COUNT}", value, name)
+
+
+def _no_position(expected: str, found: Any, name: str) -> MismatchError:
+    remedy = Remedy("take another tag"), WEIGHTS_ALONE
+    problem = "this is not a data position"
+    return MismatchError(problem, None, expected, described(found), parameter=name, remedy=remedy)
 
 
 class _Anchor(NamedTuple):
@@ -66,7 +89,7 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and facts that tell whether it is of the same data."""
-        return {"samples_consumed": self.samples_consumed, **self.facts()}
+        return {SAMPLES: self.samples_consumed, **self.facts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position; a :class:`MismatchError` if it is of other data, or of another order.
@@ -74,22 +97,25 @@ class DataPosition:
         A position without these facts (``{"samples_consumed": 4096}``) is not compared.
         """
         self.check(state)
-        self.move_to(state["samples_consumed"])
+        self.move_to(state[SAMPLES])
 
     def check(self, state: Any) -> None:
         """Raise the error of :meth:`load_state_dict`, if there is one."""
-        consumed = state.get("samples_consumed") if isinstance(state, Mapping) else None
+        refuse_strange_position(state)
+        consumed = state[SAMPLES]
         facts = self.facts()
-        if not isinstance(consumed, int) or consumed < 0:
-            problem = "this is not a data position"
-            expected = 'a "samples_consumed" of 0 or more'
-            raise MismatchError(problem, None, expected, repr(state)[:200])
         differ = sorted(key for key in facts if state.get(key, facts[key]) != facts[key])
         if differ and consumed != self.samples_consumed:
             problem = f"the data position is of other data, or of another order: {', '.join(differ)}"
             saved, found = ({key: each[key] for key in differ} for each in (state, facts))
             remedy = f'to continue in this data, call its load_state_dict({{"samples_consumed": {consumed}}}) before'
             raise MismatchError(problem, None, f"{saved}, as saved", found, remedy=remedy)
+
+    def refuse_uncounted(self, state: Mapping[str, Any], counted: int) -> None:
+        """Raise :class:`MismatchError` for a position that takes time to reach and that the counters do not show.
+
+        ``counted``: samples that the run which saved it had trained on. By default no position takes time.
+        """
 
     def facts(self) -> dict[str, Any]:
         """What tells whether a position is one in the same data."""

@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from elastic_ckpt.data.position import DataPosition, Trained
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.data.position import SAMPLES, DataPosition, Trained, refuse_strange_count
+from elastic_ckpt.errors import MismatchError, Remedy
 
 #: Samples whose documents are remembered: more than loaders prefetch for all ranks.
 _REMEMBERED = 1 << 16
+#: Entry of a position: documents in the samples that optimizer steps have used.
+_DOCUMENTS = "documents_consumed"
+#: More documents than are packed into one sample.
+_DOCUMENTS_OF_SAMPLE = 1 << 16
 
 
 class ElasticStream(DataPosition, IterableDataset[Any]):
@@ -55,20 +59,41 @@ class ElasticStream(DataPosition, IterableDataset[Any]):
 
     def check(self, state: Any) -> None:
         super().check(state)
-        documents = state.get("documents_consumed")
-        if not isinstance(documents, int) or documents < 0:
-            problem = "the saved data position is none in a stream"
-            expected = 'a "documents_consumed" of 0 or more'
-            raise MismatchError(problem, None, expected, repr(state)[:200])
+        refuse_strange_count(_DOCUMENTS, state.get(_DOCUMENTS))
+
+    def refuse_uncounted(self, state: Mapping[str, Any], counted: int) -> None:
+        """The documents of an iterable are skipped one by one, so a position alone must not say how many."""
+        samples = state[SAMPLES]
+        documents = state[_DOCUMENTS]
+        is_counted = samples <= counted and documents <= samples * _DOCUMENTS_OF_SAMPLE
+        is_here = samples == self.samples_consumed and self._remembered(samples) == (samples, documents)
+        if callable(self._documents) or is_counted or is_here:
+            return
+        remedy = (
+            Remedy("give the stream its documents as a function of the first one's number"),
+            Remedy(
+                "to skip so many, call the stream's load_state_dict("
+                f'{{"{SAMPLES}": {samples}, "{_DOCUMENTS}": {documents}}}) before the load'
+            ),
+        )
+        raise MismatchError(
+            "the counters of the checkpoint do not show as many samples as its data position, whose documents would "
+            "have to be skipped one by one",
+            None,
+            f"at most {counted} samples, of at most {_DOCUMENTS_OF_SAMPLE} documents each",
+            f"{samples} samples of {documents} documents",
+            parameter=_DOCUMENTS,
+            remedy=remedy,
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "documents_consumed": self.documents_consumed}
+        return {**super().state_dict(), _DOCUMENTS: self.documents_consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a document; the number of samples before it tells nothing where others are packed now."""
         super().load_state_dict(state)
-        documents = state["documents_consumed"]
-        samples = state["samples_consumed"]
+        documents = state[_DOCUMENTS]
+        samples = state[SAMPLES]
         self._used[samples % _REMEMBERED] = torch.tensor([samples, documents])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,8 +123,13 @@ class ElasticStream(DataPosition, IterableDataset[Any]):
                 self.refuse_if_older(loads)
                 yield sample
 
-    def _documents_in(self, samples: int) -> int:
+    def _remembered(self, samples: int) -> tuple[int, int]:
+        """A number of samples and the documents in them, as they are kept in the place of ``samples``."""
         remembered, documents = self._used[samples % _REMEMBERED].tolist()
+        return remembered, documents
+
+    def _documents_in(self, samples: int) -> int:
+        remembered, documents = self._remembered(samples)
         if remembered != samples:
             problem = "which documents are in the samples that were trained on is not known"
             remedy = "give the stream the loader's batch_size; prefetch fewer batches"

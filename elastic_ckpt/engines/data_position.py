@@ -7,8 +7,10 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from elastic_ckpt.core.kinds import is_count
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.data import DataPosition, Trained
+from elastic_ckpt.data.position import SAMPLES
 from elastic_ckpt.engines.compat import dp_group_of
 from elastic_ckpt.engines.coordinates import coordinates_of
 
@@ -46,6 +48,8 @@ def bind_sampler(engine: Any, sampler: DataPosition) -> None:
     sampler.bind(lambda: trained(engine, degree), None if at.sequence.strided else (degree, data_rank))
     setattr(engine, _SAMPLER, sampler)
     if (position := saved_position(engine)) is not None:
+        sampler.check(position)
+        sampler.refuse_uncounted(position, engine.global_samples)
         sampler.load_state_dict(position)
 
 
@@ -78,8 +82,8 @@ def samples_consumed(saved: TrainingState) -> int | None:
     """Samples that the run which saved a checkpoint had trained on; ``None`` if it does not tell."""
     position = saved.checkpoint.get(POSITION_KEY)
     batch = saved.batch.global_batch
-    if isinstance(position, Mapping) and isinstance(position.get("samples_consumed"), int):
-        return int(position["samples_consumed"])
+    if isinstance(position, Mapping) and is_count(position.get(SAMPLES)):
+        return int(position[SAMPLES])
     counted = counted_samples(saved)
     return counted if counted is not None or batch is None else int(saved.counters["global_steps"] * batch)
 

@@ -20,6 +20,7 @@ from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, SchedulerPlan
 from elastic_ckpt.core.values import BatchSizes, TrainingState
+from elastic_ckpt.data.position import refuse_strange_position
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.coordinates import follow_topology
 from elastic_ckpt.engines.data_position import POSITION_KEY, counted_samples, position_of, registered, take_position
@@ -121,10 +122,14 @@ class TrainingStateCommit:
         self.outcomes += [Outcome(key, "fresh", (), none) for key in own if key not in self._own_schedulers]
         self._position = None if arguments.load_module_only else saved.checkpoint.get(POSITION_KEY)
         self._position_before = position_of(engine)
+        if self._position is not None:  # also without a sampler: one may be registered later, or a Trainer takes it
+            with errors_of_file(saved.file):
+                refuse_strange_position(self._position)
         if not arguments.load_module_only and (sampler := registered(engine)) is not None:
             if self._position is not None:
                 with errors_of_file(saved.file):
                     sampler.check(self._position)
+                    sampler.refuse_uncounted(self._position, samples)
                 self.outcomes.append(Outcome(DATA_POSITION, "restored"))
             else:
                 stays = f"{none}; the sampler continues after {self._position_before} samples"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.kinds import is_count
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.data import DataPosition
 from elastic_ckpt.engines import compat
@@ -75,6 +76,8 @@ def check_position(call: LoadCall, found: CheckpointInfo) -> None:
     def check() -> None:
         if (position := saved_entry(found, POSITION_KEY, call.config.trust_pickle)) is not None:
             sampler.check(position)
+            counted = saved_entry(found, "global_samples", call.config.trust_pickle)
+            sampler.refuse_uncounted(position, counted if is_count(counted) else 0)
 
     distributed.broadcast("compare the data position", check)
 

@@ -18,11 +18,13 @@ from typing import Any
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.kinds import described, is_count
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.data import ElasticSampler, Trained
+from elastic_ckpt.data.position import SAMPLES
 from elastic_ckpt.engines.data_position import registered, saved_position, set_registered
-from elastic_ckpt.load.trainer_steps import at_first_epoch, finish_saved_step, is_done, is_over, steps_ahead
+from elastic_ckpt.load.trainer_steps import at_first_epoch, finish_saved_step, is_done, is_epoch, is_over, steps_ahead
 from elastic_ckpt.patches import unwrap, wrap
 
 logger = logger_of(__name__)
@@ -248,6 +250,10 @@ def _place(trainer: Any, call: dict[str, Any]) -> tuple[_Place, str]:
     if not is_resumed:
         return _Place(length, order), ""
     if length is None or (saved := _saved_position(trainer, length)) is None:
+        state = trainer.state
+        if not is_epoch(state):
+            found = f"{described(state.epoch)} for the epochs of {state.global_step} steps"
+            return _Place(), f"{_LEFT}, since its state has {one_line(found)}"
         return _Place(), _of_the_trainers_own(trainer, call)
     skipped = min(call["steps_trained_in_current_epoch"] * _per_batch(trainer), length)
     skipped += call["epochs_trained"] * length
@@ -331,13 +337,15 @@ def _saved_position(trainer: Any, length: int) -> int | None:
     """Samples after which a save was made: as it says, or by its part of an epoch and the batch of the saved run."""
     position = saved_position(trainer.deepspeed)
     if position is not None:
-        own = {"samples_consumed": 0, _ORDER: ""}
-        if {**position, **own} != _Counter(trainer, length, "").facts() | own:
+        own = {SAMPLES: 0, _ORDER: ""}
+        if {**position, **own} != _Counter(trainer, length, "").facts() | own or not is_count(position[SAMPLES]):
             return None
-        saved = int(position["samples_consumed"])
+        saved = int(position[SAMPLES])
     else:
         per_batch = _saved_per_batch(trainer)
         if per_batch is None or not (batches := _batches(trainer, length, per_batch)):
+            return None
+        if not is_epoch(trainer.state):
             return None
         epoch, batch = divmod(round(trainer.state.epoch * batches), batches)
         saved = int(epoch * length + min(batch * per_batch, length))

@@ -91,12 +91,18 @@ def _step_scheduler(trainer: Any) -> None:
         scheduler.step()
 
 
+def is_epoch(state: Any) -> bool:
+    """Whether a Trainer's state has as many epochs as its steps can have taken: each takes one step at least."""
+    return type(state.epoch) in (int, float) and 0 <= state.epoch <= state.global_step
+
+
 def _epoch_after_step(trainer: Any, call: dict[str, Any]) -> float:
     """The Trainer's count of epochs after one more step of the saved run, which ends with its epoch."""
-    epoch = float(trainer.state.epoch or 0.0)
+    state = trainer.state
     report = trainer.deepspeed.elastic_report
     part = float(trainer.args.gradient_accumulation_steps / max(call["steps_in_epoch"], 1))
+    epoch = float(state.epoch if is_epoch(state) else state.global_step * part)
     batch = None if report is None or report.batch is None else report.batch.global_batch
     if epoch and batch != trainer.get_total_train_batch_size(trainer.args):  # the mean of its steps tells
-        part = epoch / int(trainer.state.global_step)
+        part = epoch / int(state.global_step)
     return min(epoch + part, math.floor(epoch + _ROUNDING) + 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, islice
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from elastic_ckpt.data import ElasticStream
 from elastic_ckpt.errors import MismatchError
 from tests.data.engine_counters import Counting
+from tests.distributed.malformed import VALUES
 
 
 def in_pairs(documents: Iterator[int]) -> Iterator[tuple[list[int], int]]:
@@ -77,3 +79,41 @@ def test_positions_that_cannot_be_are_refused() -> None:
     engine.train()
     with pytest.raises(MismatchError, match="older than the position"):
         next(samples)
+
+
+@pytest.mark.parametrize("entry", ["samples_consumed", "documents_consumed"])
+@pytest.mark.parametrize("name", [*VALUES, "1 << 62"])
+def test_what_is_no_count_is_no_position(entry: str, name: str) -> None:
+    value = {**VALUES, "1 << 62": 1 << 62}[name]
+    stream = ElasticStream(range(9))
+    stream.load_state_dict({"samples_consumed": 4, "documents_consumed": 4})
+    state = {**stream.state_dict(), entry: value}
+    if type(value) is int and 0 <= value < 1 << 62:
+        stream.check(state)
+        return
+    with pytest.raises(MismatchError) as caught:
+        stream.check(state)
+    assert caught.value.parameter == entry and "an integer from 0 to" in str(caught.value.expected)
+    assert [remedy.arguments for remedy in caught.value.remedies][-1] == {"load_module_only": True}
+
+
+@pytest.mark.parametrize("state", [None, 7, "x", [], {}, [("samples_consumed", 4)]], ids=repr)
+def test_what_is_no_dictionary_is_no_position(state: Any) -> None:
+    with pytest.raises(MismatchError, match="not a data position"):
+        ElasticStream(range(9)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("samples", [0, 24, 25, (1 << 62) - 1])
+@pytest.mark.parametrize("documents", [0, 24, 24 << 16, (24 << 16) + 1, (1 << 62) - 1])
+def test_no_more_documents_are_skipped_than_the_counters_show(samples: int, documents: int) -> None:
+    state = {"samples_consumed": samples, "documents_consumed": documents}
+    stream = ElasticStream(iter(range(1 << 62)))
+    if samples <= 24 and documents <= samples << 16:
+        stream.refuse_uncounted(state, 24)
+    else:
+        with pytest.raises(MismatchError, match="skipped one by one") as caught:
+            stream.refuse_uncounted(state, 24)
+        assert str(state).replace("'", '"') in str(caught.value)
+    stream.load_state_dict(state)  # as the error has it
+    stream.refuse_uncounted(state, 24)
+    ElasticStream(lambda first: range(first, first + 9)).refuse_uncounted(state, 24)  # skips nothing

@@ -186,6 +186,12 @@ CELLS: dict[str, Case] = {
     "a schedule that would lose a method": Case(
         PLAIN, Cell("", PLAIN), "MismatchError", change=edits(lambda tree: tree["lr_scheduler"].update(step=3), MODEL)
     ),
+    "a data position that no data has": Case(
+        PLAIN,
+        Cell("", PLAIN, exact=WEIGHTS),
+        "MismatchError",
+        change=edits(lambda tree: tree.update(elastic_ckpt_data={"samples_consumed": -1}), MODEL),
+    ),
     "a schedule with an entry too few": Case(
         PLAIN,
         Cell("", PLAIN),

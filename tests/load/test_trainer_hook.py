@@ -119,6 +119,21 @@ def test_another_order_is_said(caplog: pytest.LogCaptureFixture, saved: Any, wor
     assert words in log and ("order" in log) == bool(words)
 
 
+@pytest.mark.parametrize("epoch", [-1e9, 1e18, 10**400, float("nan"), float("inf"), True, "1\x1b[2J"], ids=repr)
+def test_epochs_that_no_steps_have_taken_are_left_to_the_trainer(caplog: pytest.LogCaptureFixture, epoch: Any) -> None:
+    trainer = trainer_of()
+    trainer.state.epoch = epoch
+    counter, log = counted(trainer, Loader(Ordered(1)), caplog)
+    assert counter is None and "\x1b" not in log
+    assert "leaves the data to the Trainer, since its state has" in log and "for the epochs of 4 steps" in log
+
+
+@pytest.mark.parametrize("consumed", [-600, True, 12.7, "16", 1 << 62, float("nan"), None], ids=repr)
+def test_a_position_that_is_none_is_left_to_the_trainer(caplog: pytest.LogCaptureFixture, consumed: Any) -> None:
+    counter, _ = counted(trainer_of({**position(1), "samples_consumed": consumed}), Loader(Ordered(1)), caplog)
+    assert counter is None
+
+
 def test_a_sequence_has_one_order(caplog: pytest.LogCaptureFixture) -> None:
     counter, log = counted(trainer_of(), Loader(SequentialSampler(range(LENGTH))), caplog)
     assert counter.samples_consumed == 16 and "order" not in log

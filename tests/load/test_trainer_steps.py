@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from elastic_ckpt.core.values import BatchSizes
-from elastic_ckpt.load.trainer_steps import at_first_epoch, finish_saved_step, is_done, is_over, steps_ahead
+from elastic_ckpt.load.trainer_steps import at_first_epoch, finish_saved_step, is_done, is_epoch, is_over, steps_ahead
 
 
 def trainer_of(own: int, engine: int, *, skipped: int = 0, in_step: int = 1, steps: int = 100, **more: Any) -> Any:
@@ -53,6 +53,20 @@ def test_within_an_epoch_its_next_step_follows() -> None:
     assert (trainer.state.global_step, trainer.state.epoch) == (3, pytest.approx(0.6))
     assert trainer.lr_scheduler.get_last_lr() == [1 / 4]
     assert not is_done(trainer, 0)
+
+
+#: Epochs that no 2 steps of a Trainer have taken.
+NO_EPOCHS = [None, "1", True, -1, -1e9, 3, 1e18, 10**400, float("nan"), float("inf"), [1]]
+
+
+@pytest.mark.parametrize("epoch", NO_EPOCHS, ids=lambda each: repr(each)[:8])
+def test_epochs_that_no_steps_have_taken_are_counted_by_the_steps(epoch: Any) -> None:
+    trainer = trainer_of(2, 3)
+    assert is_epoch(trainer.state)
+    trainer.state.epoch = epoch
+    assert not is_epoch(trainer.state)
+    finish_saved_step(trainer, call_of(steps=2))
+    assert trainer.state.epoch == pytest.approx(0.6)
 
 
 def test_the_last_step_of_an_epoch_ends_it() -> None:
