@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.kinds import is_count
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, SchedulerPlan
@@ -23,6 +24,7 @@ from elastic_ckpt.core.values import BatchSizes, TrainingState
 from elastic_ckpt.data.position import refuse_strange_position
 from elastic_ckpt.engines.compat import is_dynamic, loss_scaler
 from elastic_ckpt.engines.coordinates import follow_topology
+from elastic_ckpt.engines.data_efficiency import load_own_state, own_schedulers, refuse_strange_state
 from elastic_ckpt.engines.data_position import POSITION_KEY, counted_samples, position_of, registered, take_position
 from elastic_ckpt.engines.schedule_kinds import refuse_strange_entries
 from elastic_ckpt.engines.schedule_states import (
@@ -95,13 +97,11 @@ class TrainingStateCommit:
         self._arguments = arguments
         self._restored = restored
         self.scheduler = _scheduler_plan(engine.lr_scheduler, saved, arguments, restored)
-        own = {}  # DeepSpeed's own schedulers that the engine has, by their keys in a checkpoint
-        if not arguments.load_module_only:
-            if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
-                own["random_ltd"] = engine.random_ltd_scheduler
-            if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
-                own["data_sampler"] = engine.training_dataloader.data_sampler
+        own = {} if arguments.load_module_only else own_schedulers(engine)
         self._own_schedulers = {key: each for key, each in own.items() if saved.checkpoint.get(key) is not None}
+        for key, each in self._own_schedulers.items():
+            with errors_of_file(saved.file):
+                refuse_strange_state(key, each, saved.checkpoint[key])
         #: Whether :meth:`load_schedulers` has any to load.
         self.runs_code = self.scheduler.is_restored or bool(self._own_schedulers)
         self._undo = ExitStack()
@@ -151,7 +151,8 @@ class TrainingStateCommit:
             before = {key: each.copy() if isinstance(each, (dict, list)) else each for key, each in vars(own).items()}
             self._undo.callback(vars(own).update, before)
             self._undo.callback(np.random.set_state, np.random.get_state())  # which the sampler sets
-            own.load_state_dict(copy.deepcopy(self._saved.checkpoint[key]))
+            with errors_of_file(self._saved.file):
+                load_own_state(key, own, self._saved.checkpoint[key])
 
     def _load_lr_scheduler(self, plan: LoadPlan) -> list[Outcome]:
         scheduler = self._engine.lr_scheduler
@@ -335,7 +336,7 @@ def warn_of_data(saved: TrainingState) -> tuple[str, ...]:
         warnings.append(f"{text}: a batch that set_train_batch_size ramps up is not restored, but the config's is used")
     sampler = saved.checkpoint.get("data_sampler")
     fetched = sampler.get("consumed_samples") if isinstance(sampler, Mapping) else None
-    if isinstance(fetched, int) and samples is not None:
+    if is_count(fetched) and samples is not None:
         text = f"DeepSpeed's data sampler continues after {fetched} samples that its loader had fetched, {samples} of"
         warnings.append(f"{text} them trained on; its own generator is in no checkpoint, so that it draws other ones")
     return tuple(warnings)

@@ -385,6 +385,10 @@ REASONS: dict[str, str] = {
     "cli/plan.py plan: command": _ELSEWHERE,
     "cli/plan.py plan: load_optimizer_states": "of a command: test_cli_plan.py follows it",
     "core/fqn.py cannot_slice: load_optimizer_states": "needs expert parallelism: test_experts.py follows it",
+    "engines/data_efficiency.py refuse_strange_state: load_module_only": "needs DeepSpeed's data sampler: "
+    "test_data_efficiency_loads.py follows it",
+    "engines/data_efficiency.py load_own_state: load_module_only": "needs DeepSpeed's data sampler: "
+    "test_data_efficiency_loads.py follows it",
     "formats/saved_config.py refuse_features: mode": "needs ZenFlow, which needs CUDA",
     "formats/saved_files.py refuse_other_files: verify": "needs a save without ZeRO: test_saved_files.py follows it",
     "formats/zero0.py _refuse_other_states: verify": "needs expert parallelism: test_saved_files.py follows it",
