@@ -69,10 +69,10 @@ def load_own_state(key: str, own: Any, saved: Any) -> None:
         problem = f"{_NAMES[key]} could not load the saved state"
         expected = f"a state that the live {type(own).__name__} loads"
         found = f"{type(error).__name__}: {error}"[:200]
-        remedy = Remedy(_TURNED_OFF[key]), WEIGHTS_ALONE
+        remedy = [Remedy(_TURNED_OFF[key]), WEIGHTS_ALONE]
         if key == "data_sampler" and isinstance(error, OSError):
             expected = 'the clusters that the state names, in "data_cluster_path" of the DeepSpeed config'
-            remedy = Remedy("restore that folder"), *remedy
+            remedy = [Remedy("restore that folder"), *remedy]
         raise MismatchError(problem, None, expected, found, parameter=key, remedy=remedy) from error
 
 

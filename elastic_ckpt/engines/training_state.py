@@ -129,7 +129,7 @@ class TrainingStateCommit:
             if self._position is not None:
                 with errors_of_file(saved.file):
                     sampler.check(self._position)
-                    sampler.refuse_uncounted(self._position, samples)
+                    sampler.refuse_uncounted(self._position, samples or 0)
                 self.outcomes.append(Outcome(DATA_POSITION, "restored"))
             else:
                 stays = f"{none}; the sampler continues after {self._position_before} samples"

@@ -11,14 +11,18 @@ from elastic_ckpt.core.kinds import is_count
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.data import DataPosition
 from elastic_ckpt.engines import compat
+from elastic_ckpt.engines.data_efficiency import own_schedulers, refuse_strange_state
 from elastic_ckpt.engines.data_position import POSITION_KEY, bind_sampler, position_of, registered, take_position
 from elastic_ckpt.engines.step_in_progress import is_within_step
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.errors import MismatchError, errors_of_file
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.detect import saved_entry
+from elastic_ckpt.formats.objects import materialise
+from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.load.flow import LoadCall, as_partial_load_error
 from elastic_ckpt.load.installation import install
 from elastic_ckpt.load.resume_sheet import files_before_save, write_sheet
+from elastic_ckpt.storage import exists
 
 logger = logger_of(__name__)
 
@@ -80,6 +84,30 @@ def check_position(call: LoadCall, found: CheckpointInfo) -> None:
             sampler.refuse_uncounted(position, counted if is_count(counted) else 0)
 
     distributed.broadcast("compare the data position", check)
+
+
+def check_own_states(call: LoadCall, found: CheckpointInfo) -> None:
+    """Refuse strange states that DeepSpeed's own loader would give to the engine's data schedulers. Collective.
+
+    Raises the same :class:`MismatchError` on every rank.
+    """
+    own = {} if call.arguments.load_module_only else own_schedulers(call.engine)
+    if not own:
+        return
+
+    def check() -> None:
+        names = sorted({*found.files.model.values(), *found.files.model_zero3.values()})
+        has_own_files = call.engine.use_node_local_storage()
+        mine = names if has_own_files else names[distributed.rank() :: distributed.world_size()]
+        for path in filter(exists, map(found.path, mine)):
+            file = open_pickled(path, call.config.trust_pickle)
+            for key, scheduler in own.items():
+                state = file.tree.get(key)
+                if state is not None:
+                    with errors_of_file(path):
+                        refuse_strange_state(key, scheduler, materialise(file, state))
+
+    distributed.all_gather("compare the states of DeepSpeed's data schedulers", check)
 
 
 def with_position(engine: Any, load: Callable[[], Any], wanted: bool) -> Any:

@@ -21,7 +21,7 @@ from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.formats import CheckpointInfo
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.agreed_config import agreed_config
-from elastic_ckpt.load.data_position import check_position, save_checkpoint, with_position
+from elastic_ckpt.load.data_position import check_own_states, check_position, save_checkpoint, with_position
 from elastic_ckpt.load.early_schedulers import in_live_order
 from elastic_ckpt.load.fallback import (
     at_saved_topology,
@@ -162,6 +162,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
             return execute_load(ready)
     try:
         check_position(call, found)
+        check_own_states(call, found)
         is_universal = found.files.is_universal
         result = load_by_deepspeed(call, is_universal, functools.partial(own, found.tag))
         with distributed.agree("look at the checkpoint's files again"):

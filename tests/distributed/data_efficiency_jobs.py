@@ -38,7 +38,7 @@ def engine_of(clusters: str, **learning: Any) -> Any:
     """An engine with both schedulers, and a stream whose documents are skipped one by one."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
-    sampling = copy.deepcopy(SAMPLING)
+    sampling: dict[str, Any] = copy.deepcopy(SAMPLING)
     sampling["data_sampling"]["curriculum_learning"].update(data_cluster_path=clusters, **learning)
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -125,10 +125,10 @@ def load_each(case: dict[str, Any]) -> list[SimpleNamespace]:
     return [SimpleNamespace(refused=refused, problems=problems)]
 
 
-def _loaded(engine: Any, folder: str) -> tuple[str, Any, bool]:
+def _loaded(engine: Any, folder: str, **arguments: Any) -> tuple[str, Any, bool]:
     """The outcome of a load, and whether the engine is as before."""
     before = _held(engine)
-    what, result = outcome(lambda: engine.load_checkpoint(folder))
+    what, result = outcome(lambda: engine.load_checkpoint(folder, **arguments))
     return what, result, before == _held(engine)
 
 
@@ -147,15 +147,7 @@ def _continues(engine: Any) -> bool:
 def follow(case: dict[str, Any]) -> list[SimpleNamespace]:
     """Follow each way out of a state of the data sampler that is refused. Collective."""
     elastic_ckpt.install()
-    scratch = Path(case["scratch"])
-    clusters = str(scratch / "clusters")
-    folder = str(scratch / "run")
-    engine = engine_of(clusters)
-    next(iter(engine.training_dataloader.data_sampler))
-    _train(engine)
-    engine.save_checkpoint(folder, tag="step1")
-    saved = oracle.fingerprint(engine)
-    close(engine)
+    clusters, folder, saved = _save(case)
     path = Path(folder) / FILE
     if dist.get_rank() == 0:
         tree = torch.load(path, weights_only=False)
@@ -199,3 +191,39 @@ def follow(case: dict[str, Any]) -> list[SimpleNamespace]:
             lost=str(lost),
         )
     ]
+
+
+def leave(case: dict[str, Any]) -> list[SimpleNamespace]:
+    """Load by DeepSpeed's own loader, which knows an argument that elastic_ckpt does not: broken, then whole. Collective."""
+    elastic_ckpt.install()
+    clusters, folder, _ = _save(case)
+    path = Path(folder) / FILE
+    tree = torch.load(path, weights_only=False)
+    broken = {**tree, "random_ltd": {**tree["random_ltd"], "max_value": 100}}
+    by_own = {"custom_load_fn": lambda src, dst: dst.load_state_dict(src)}
+    engine = engine_of(clusters)
+    found = []
+    for each in (tree if SPOILS else broken, tree):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            torch.save(each, path)
+        dist.barrier()
+        what, result, is_held = _loaded(engine, folder, **by_own)
+        found.append((what, str(result), is_held, engine.elastic_report))
+    close(engine)
+    return [SimpleNamespace(loads=found)]
+
+
+def _save(case: dict[str, Any]) -> tuple[str, str, dict[str, str]]:
+    """Save a run of one step: its clusters, its folder, and hashes of what it held."""
+    scratch = Path(case["scratch"])
+    clusters = str(scratch / "clusters")
+    folder = str(scratch / "run")
+    engine = engine_of(clusters)
+    next(iter(engine.training_dataloader.data_sampler))
+    next(iter(engine._elastic_ckpt_sampler))
+    _train(engine)
+    engine.save_checkpoint(folder, tag="step1")
+    saved = oracle.fingerprint(engine)
+    close(engine)
+    return clusters, folder, saved

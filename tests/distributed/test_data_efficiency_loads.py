@@ -27,3 +27,11 @@ def test_each_way_out_of_a_strange_state_works(cell: Cell, facts: list[Any]) -> 
         ]
         assert found.weights and found.differ == set()
         assert found.is_held and "restore that folder" in found.lost
+
+
+@cells([Cell("left to DeepSpeed", None, "data_efficiency_jobs.leave", 2)])
+def test_a_strange_state_is_refused_before_deepspeeds_own_loader_begins(cell: Cell, facts: list[Any]) -> None:
+    for found in facts:
+        (what, error, is_held, _), (loaded, _, _, report) = found.loads
+        assert what == "refused" and is_held and "max_value of random_ltd" in error
+        assert loaded == "ok" and report is None

@@ -21,8 +21,11 @@ from tests.distributed.malformed import VALUES, WAYS, changed, places
 
 SAMPLES = 96
 LINEAR = {"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}
-DISCRETE = {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [1, 2.5], "max_step": [5]}}
-CUSTOM = {"schedule_type": "custom"}
+DISCRETE: dict[str, Any] = {
+    "schedule_type": "fixed_discrete",
+    "schedule_config": {"difficulty": [1, 2.5], "max_step": [5]},
+}
+CUSTOM: dict[str, Any] = {"schedule_type": "custom"}
 #: Beside those of any entry: numbers and texts that would be of the kind.
 HOSTILE: dict[str, Any] = {
     "larger than any count": LARGEST_COUNT + 1,
@@ -132,7 +135,6 @@ def _goes_on_sampling(folder: Path, state: Any) -> None:
     before = np.random.get_state()
     try:
         np.random.set_state(state["np_rng_state"])
-        assert 0 <= np.random.get_state()[2] <= 624  # type: ignore[operator]
         assert 0 <= np.random.random() < 1
     finally:
         np.random.set_state(before)
