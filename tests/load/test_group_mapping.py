@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -49,3 +50,16 @@ def test_what_has_no_known_order_is_refused_without_an_argument_of_load_checkpoi
         assert "as they were saved" in str(caught.value.remedy) and not any(
             each.is_data for each in caught.value.remedies
         )
+
+
+@pytest.mark.parametrize(
+    ("sources", "keeps_live", "groups"),
+    [([(0, 1), (2,)], True, "0"), ([(0,), (1, 2)], True, "1"), ([(0,), (1,)], True, ""), ([(0, 1)], False, "")],
+)
+def test_groups_that_were_several_are_said_to_keep_their_live_values(
+    sources: list[tuple[int, ...]], keeps_live: bool, groups: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    GroupMapping(sources, 3, [None] * len(sources), True, keeps_live).say_what_is_kept()
+    said = [record.getMessage() for record in caplog.records if "keep their live values" in record.getMessage()]
+    assert [text.partition("param groups ")[2].split(" ")[0] for text in said] == ([groups] if groups else [])
