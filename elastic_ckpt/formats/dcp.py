@@ -211,6 +211,7 @@ class _Builder(MetadataBuilder):
         weights = self._entries.weights
         members = dict[str, int]()
         groups = list[Mapping[str, Any]]()
+        by_text: dict[str, int] = {}  # numbers of groups; what is equal has one text: not each is compared with all
         for (_, key), entries in saved.items():
             for value in map(self._values.__getitem__, entries.values()):
                 if isinstance(value, ElasticCkptError):
@@ -222,13 +223,15 @@ class _Builder(MetadataBuilder):
                 both = "names of the model's parameters, as get_state_dict saves them", f"{names!r}"[:200]
                 remedy = Remedy("save the state dict of get_state_dict"), WITHOUT_STATES
                 raise UnsupportedError(problem, self._found.folder, *both, remedy=remedy)
-            if isinstance(key, int) or values not in groups:
+            number = (
+                len(groups) if isinstance(key, int) else by_text.setdefault(repr(sorted(values.items())), len(groups))
+            )
+            if number == len(groups):
                 groups.append(values)
             if twice := sorted(members.keys() & set(names)):
                 problem = "two param groups of this torch.distributed.checkpoint folder have one parameter"
                 where = self._found.folder, "each parameter in one of them"
                 raise MismatchError(problem, *where, parameter=twice, remedy=SAVE_ALONE)
-            number = len(groups) - 1 if isinstance(key, int) else groups.index(values)
             members |= dict.fromkeys(names, number)
         stateful = [name for name, _ in self._entries.states if name not in members]
         alone = self._common.groups if len(self._common.groups) == 1 else [{}] * bool(stateful)

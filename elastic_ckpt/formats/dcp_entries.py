@@ -319,13 +319,11 @@ def read_common_state(folder: str, trust_pickle: bool) -> CommonState | None:
         chained = list(optimizer.values()) if set(map(type, optimizer)) == {int} else [optimizer]
         parts = [part.get("optimizer", part) for part in chained]  # of mixed precision
         groups = [group for part in parts for group in part.get("param_groups", ())]
-        by_text: dict[str, list[dict[str, Any]]] = {}  # what is equal has one text: not each is compared with all
+        by_text: dict[str, dict[str, Any]] = {}  # what is equal has one text: not each is compared with all
         for group in groups:
             values = {key: value for key, value in group.items() if key not in ("params", "step")}
-            of_one_text = by_text.setdefault(repr(values), [])
-            if values not in of_one_text:
-                of_one_text.append(values)
-        distinct = [values for of_one_text in by_text.values() for values in of_one_text]
+            by_text.setdefault(repr(values), values)
+        distinct = list(by_text.values())
         steps = [part["state"]["common_step"] for part in parts if "common_step" in part.get("state", {})]
         steps += [group["step"] for group in groups if "step" in group]  # as the distributed optimizer keeps it
         run = vars(others["args"]) if isinstance(others.get("args"), Namespace) else {}

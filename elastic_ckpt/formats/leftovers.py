@@ -23,11 +23,14 @@ def find_leftovers(found: CheckpointInfo, indexed: Mapping[str, Any]) -> frozens
     """
     files = found.files
     left = set[str]()
-    zero_files = [*files.model_zero3.items(), *files.optimizer.items()]
+    zero_files: dict[int, list[tuple[int, str]]] = {}  # by model-parallel rank: the data-parallel one, and the name
+    for (dp, mp), name in (*files.model_zero3.items(), *files.optimizer.items()):
+        zero_files.setdefault(mp, []).append((dp, name))
     for mp in files.mp_ranks:
+        own = zero_files.get(mp, [])
         ranks = _ranks_stated_by(indexed.get(files.model.get(mp) or files.model_zero3.get((0, mp), "")))
-        beyond = [name for (dp, at), name in zero_files if at == mp and dp >= ranks]
-        below = {_ranks_stated_by(indexed[name]) for (dp, at), name in zero_files if at == mp and dp < ranks}
+        beyond = [name for dp, name in own if dp >= ranks]
+        below = {_ranks_stated_by(indexed[name]) for dp, name in own if dp < ranks}
         if ranks > 0 and below <= {ranks, -1} and not {ranks, 0} & {_ranks_stated_by(indexed[name]) for name in beyond}:
             left.update(beyond)
     return frozenset(left)

@@ -116,6 +116,7 @@ def with_more(metadata: CheckpointMetadata, more: CheckpointMetadata) -> Checkpo
 def _with_empty_shards(ranks: Ranks) -> Ranks:
     """Add empty shards: AutoTP may leave a rank without elements of a parameter, which its files then do not list."""
     holders = {name: rank for rank in reversed(ranks) for name in rank.parameters}
+    keys: dict[int, dict[str, list[str]]] = {}  # by the rank that holds them, and the name
     completed = []
     for number, rank in enumerate(ranks):
         parameters = dict(rank.parameters)
@@ -128,12 +129,22 @@ def _with_empty_shards(ranks: Ranks) -> Ranks:
             if math.prod(shape) == 0:
                 parameters[name] = replace(holders[name].parameters[name], shape=shape, replicated=())
                 tensors.pop((name, FROZEN), None)
-                for key, tensor in holders[name].tensors.items():
-                    if key[0] == name:
-                        leading = tensor.shape[: len(tensor.shape) - len(shape)]
-                        tensors[key] = replace(tensor, shape=(*leading, *shape), sources=chunks_of())
+                holder = holders[name]
+                if id(holder) not in keys:
+                    keys[id(holder)] = _keys_by_name(holder)
+                for key in keys[id(holder)].get(name, ()):
+                    tensor = holder.tensors[name, key]
+                    leading = tensor.shape[: len(tensor.shape) - len(shape)]
+                    tensors[name, key] = replace(tensor, shape=(*leading, *shape), sources=chunks_of())
         completed.append(replace(rank, parameters=parameters, tensors=tensors))
     return completed
+
+
+def _keys_by_name(rank: CheckpointMetadata) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, key in rank.tensors:
+        found.setdefault(name, []).append(key)
+    return found
 
 
 def _offsets(ranks: Ranks) -> list[int]:
@@ -202,8 +213,14 @@ def _check_same_stage(first: CheckpointMetadata, other: CheckpointMetadata) -> N
         found = all_found[what]
         if expected != found:
             problem = f"tensor-parallel ranks of one pipeline stage were saved with different {what}"
-            alone = ([item for item in one if item not in two] for one, two in ((expected, found), (found, expected)))
+            alone = (_only_in(expected, found), _only_in(found, expected))
             raise DamagedError(problem, other.files[0].path, *(str(items)[:300] for items in alone))
+
+
+def _only_in(one: Iterable[Any], two: Iterable[Any]) -> list[Any]:
+    """What only the first of two lists has, by its text: not each is compared with all."""
+    texts = set(map(repr, two))
+    return [item for item in one if repr(item) not in texts]
 
 
 def _united(

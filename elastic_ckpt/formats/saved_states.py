@@ -23,12 +23,15 @@ from elastic_ckpt.core.values import merged
 from elastic_ckpt.formats.known_states import check_tensor, check_value
 from elastic_ckpt.formats.own_entries import check_groups, check_states
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
+from elastic_ckpt.formats.torch_archive.charges import limit_error
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.values import hyperparameters, read_bytes, read_numbers, tensor_values, to_numbers
 
 T = TypeVar("T")
 _SMALL_NUMEL = 4096  # tensors up to this size are read: they might be the same on all ranks
 _MOST_REPLICATED_NUMEL = 1 << 24
+#: States of one parameter, or of a flat tensor, whose members have them all: known optimizers keep ten at most.
+_MOST_STATES = 1 << 10
 _QMAPS = frozenset(qmap for _, qmap in COMPANIONS.values())
 #: Entry under which bitsandbytes hides quantized tensors from FSDP in ``state_dict`` since 0.49.2.
 NESTED = "__bnb_optimizer_quant_state__"
@@ -89,6 +92,8 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
     check_states(file, NESTED, nested)
     entries = {**saved, **nested}
     entries.pop(NESTED, None)
+    if len(entries) > _MOST_STATES:  # all members of a flat tensor have them
+        raise limit_error(f"at most {_MOST_STATES} states of a parameter", str(len(entries)), file.path)
     file.budget.charge_objects(len(entries))  # many parameters may share one long dictionary
     tensors: dict[str, TensorRef] = {}
     points: dict[str, TensorRef] = {}

@@ -153,15 +153,22 @@ def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
     for number, group in enumerate(base["param_groups"]):
         for index in group["params"]:
             flat_groups[index] = number
-    flats = []
     folder = os.path.join(os.path.dirname(file.path), SWAPPED_FOLDER, f"rank{dp_rank:02d}")
+    refs: list[TensorRef] = []
+    swapped_of: list[Mapping[str, SourceFile]] = []
+    every: dict[int, StatesOfOne] = {}
     for index, master in enumerate(masters):
         ref = _flat_ref(file, f"fp32 partition of sub-group {index}", master)
         state = base["state"].get(index, {})
         swapped = _swap_files(file, folder, ref, state)
         kept = {key: value for key, value in state.items() if key not in swapped}
-        states = with_strangers({index: sort_states(file, kept, options)}, base)[index]
-        flats.append(FlatShard(ref, -1 if swapped else ref.numel, states, swapped=swapped))
+        refs.append(ref)
+        swapped_of.append(swapped)
+        every[index] = sort_states(file, kept, options)
+    flats = [
+        FlatShard(ref, -1 if swapped else ref.numel, states, swapped=swapped)
+        for ref, swapped, states in zip(refs, swapped_of, with_strangers(every, base).values(), strict=True)
+    ]
     is_swapped = any(flat.swapped for flat in flats)
     if not is_swapped and is_folder(folder) and any(name.endswith(_SUFFIX) for name in file_names(folder)):
         # of a rewritten shard, they may be stale

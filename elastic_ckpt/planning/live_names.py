@@ -179,12 +179,18 @@ def _assigned(numbered: NumberedStates, names: Sequence[str]) -> Names | None:
     if saved.total() != len(names) and saved != named:
         return None
     assigned: list[list[str]] = [[] for _ in left]
+    next_of: dict[Shape | None, set[int]] = {}  # the groups whose next member has a shape
+    for group, rest in enumerate(left):
+        if rest:
+            next_of.setdefault(rest[0], set()).add(group)
     for name in names:
-        fitting = [group for group, rest in enumerate(left) if rest and rest[0] in (None, shapes[name])]
+        fitting = [*next_of.get(None, ()), *next_of.get(shapes[name], ())]
         if len(fitting) > 1 or (not fitting and shapes[name] in saved):
             return None
         for group in fitting:
-            left[group].popleft()
+            next_of[left[group].popleft()].remove(group)
+            if left[group]:
+                next_of.setdefault(left[group][0], set()).add(group)
             assigned[group].append(name)
     return None if any(left) else assigned
 

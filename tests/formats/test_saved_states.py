@@ -95,6 +95,16 @@ def test_states_of_a_real_adamw_are_tensors_and_a_step(tmp_path: Path) -> None:
     assert found.opaque == {}
 
 
+def test_a_parameter_has_few_states(tmp_path: Path) -> None:
+    """All members of a flat tensor have them: few bytes would be many members times many states."""
+    many = {f"k{number}": float(number) for number in range(1025)}
+    with pytest.raises(UnsupportedError) as caught:
+        sorted_of(tmp_path, many)
+    assert caught.value.expected == "at most 1024 states of a parameter" and caught.value.found == "1025"
+    del many["k0"]
+    assert len(sorted_of(tmp_path, many).scalars) == 1024
+
+
 def test_a_buffer_that_is_not_used_is_no_tensor(tmp_path: Path) -> None:
     assert sorted_of(tmp_path, {"momentum_buffer": None}) == StatesOfOne({}, (("momentum_buffer", None),))
     state = stepped(torch.optim.SGD([parameter(4)]))["state"]

@@ -1,0 +1,166 @@
+"""What a file has many of is looked up, and not compared each with all: comparisons and walks are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.core.chunks import StorageChunk, chunks_of
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, SourceFile, TensorMetadata
+from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.formats import merging, shards
+from elastic_ckpt.formats.dcp import _Builder
+from elastic_ckpt.formats.dcp_entries import CommonState, Entries
+from elastic_ckpt.formats.leftovers import find_leftovers
+from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.saved_states import with_strangers
+from elastic_ckpt.planning import live_names
+
+COUNT = 100
+
+
+class Compared:
+    """A value that counts how often any is compared."""
+
+    times = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"value {self.number}"
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return repr(self) == repr(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_param_groups_by_parameter_are_not_compared_with_all_others() -> None:
+    names = [f"p{number}" for number in range(COUNT)]
+    values = {f"{name}.lr": {"": Compared(number // 2)} for number, name in enumerate(names)}
+    saved = {((), name): {"lr": f"{name}.lr"} for name in names}
+    found = SimpleNamespace(folder="folder")
+    of_folder = SimpleNamespace(
+        _entries=Entries({name: name for name in names}), _values=values, _found=found, _common=CommonState()
+    )
+    Compared.times = 0
+    members, groups = _Builder._groups_of(of_folder, saved)  # type: ignore[arg-type]
+    assert members == {name: number // 2 for number, name in enumerate(names)}
+    assert len(groups) == COUNT // 2
+    assert Compared.times == 0
+
+
+def test_what_tensor_parallel_ranks_differ_in_is_not_compared_with_all() -> None:
+    one, two = ([Compared(number) for number in range(start, start + COUNT)] for start in (0, 1))
+    Compared.times = 0
+    assert [item.number for item in merging._only_in(one, two)] == [0]
+    assert [item.number for item in merging._only_in(two, one)] == [COUNT]
+    assert Compared.times == 0
+
+
+class Walked(dict[Any, Any]):
+    """Tensors that count how often all of them are met."""
+
+    times = 0
+
+    def items(self) -> Any:
+        Walked.times += 1
+        return super().items()
+
+    def __iter__(self) -> Iterator[Any]:
+        Walked.times += 1
+        return super().__iter__()
+
+
+def test_tensors_are_met_once_for_all_parameters_without_elements() -> None:
+    """As AutoTP leaves them on some rank."""
+    names = [f"p{number}" for number in range(COUNT)]
+    chunk = StorageChunk(FlatRange(0, 4), 0, 0)
+    tensors = Walked(
+        ((name, key), TensorMetadata(name, key, (4,), "float32", chunks_of(chunk)))
+        for name in names
+        for key in ("fp32", "exp_avg")
+    )
+    layout = SimpleNamespace(degree=2, shard_shape=lambda number: (0,))
+    declared = SimpleNamespace(layout=lambda name: layout)
+    source = SourceFacts("native", "/ckpt", "step", 1, 2, "0.19.8")
+    parameters = dict.fromkeys(names, SavedParameter((4,), 0, ()))
+    files = (SourceFile("/ckpt/a", 99),)
+    first = CheckpointMetadata(source, files, parameters, tensors, ({},), declared=declared)  # type: ignore[arg-type]
+    second = replace(first, parameters={}, tensors={})
+    Walked.times = 0
+    _, completed = merging._with_empty_shards([first, second])
+    assert {key: tensor.shape for key, tensor in completed.tensors.items()} == dict.fromkeys(tensors, (0,))
+    assert Walked.times <= 5
+
+
+def test_members_are_assigned_without_a_look_at_all_groups() -> None:
+    class Shape(tuple[int, ...]):
+        times = 0
+        __slots__ = ()
+        __hash__ = tuple.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            Shape.times += 1
+            return tuple.__eq__(self, other)  # type: ignore[arg-type]
+
+    names = [f"p{number}" for number in range(COUNT)]
+    weights = {name: Shape((number, 7)) for number, name in enumerate(names)}
+    groups = [[Shape((number, 7))] for number in range(COUNT)]
+    numbered = SimpleNamespace(is_flat=False, shapes=groups, weights=weights)
+    assert live_names._assigned(numbered, names) == [[name] for name in names]  # type: ignore[arg-type]
+    assert Shape.times <= 20 * COUNT
+    twice = SimpleNamespace(is_flat=False, shapes=[[(1,)], [(1,)]], weights={"a": (1,), "b": (1,)})
+    assert live_names._assigned(twice, ["a", "b"]) is None  # type: ignore[arg-type]
+    mixed = SimpleNamespace(is_flat=False, shapes=[[(1,), None], [(2,)]], weights={"a": (1,), "b": (3,), "c": (2,)})
+    assert live_names._assigned(mixed, ["a", "b", "c"]) == [["a", "b"], ["c"]]  # type: ignore[arg-type]
+
+
+class Rank(int):
+    """A model-parallel rank that counts how often any is compared."""
+
+    times = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Rank.times += 1
+        return int(self) == other
+
+
+def test_files_of_a_folder_are_sorted_once_for_all_model_parallel_ranks() -> None:
+    optimizer = {(0, Rank(mp)): f"optimizer {mp}" for mp in range(COUNT)}
+    model = {mp: f"model {mp}" for mp in range(COUNT)}
+    files = SimpleNamespace(mp_ranks=range(COUNT), model=model, model_zero3={}, optimizer=optimizer)
+    Rank.times = 0
+    indexed = dict.fromkeys([*model.values(), *optimizer.values()])
+    assert find_leftovers(SimpleNamespace(files=files), indexed) == frozenset()  # type: ignore[arg-type]
+    assert Rank.times <= 10 * COUNT
+
+
+def test_sub_groups_are_marked_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marked: list[int] = []
+
+    def with_strangers_counted(states: Any, base: Any) -> Any:
+        marked.append(len(states))
+        return with_strangers(states, base)
+
+    monkeypatch.setattr(shards, "with_strangers", with_strangers_counted)
+    flats = [torch.ones(4) for _ in range(3)]
+    group = {"lr": 0.1, "params": [0, 1, 2]}
+    state = {number: {"step": 1.0, "exp_avg": flat} for number, flat in enumerate(flats)}
+    base = {"state": {**state, "odd": 1}, "param_groups": [group]}
+    own = {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": flats, "optimizer_state_dict": base}
+    path = str(tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    torch.save({"optimizer_state_dict": own, "ds_version": "0.19.8", "ds_config": {}}, path)
+    shard = shards.index_shard(open_pickled(path), 0, StateOptions())
+    assert marked == [3]
+    assert [list(flat.states.opaque) for flat in shard.flats] == [["odd"], [], []]
