@@ -7,7 +7,7 @@ and those that are read with a default for whatever else is there, are not liste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ from elastic_ckpt.formats.torch_archive.tensors import StorageRef, TensorRef
 _PROBLEM = "an entry of this file is not what DeepSpeed writes there"
 _MOST_STAGE = 3
 _MOST_UNROLLED = 1 << 20
+#: Of all names of nested modules, which few bytes can share.
+_MOST_CHARACTERS = 1 << 26
 _NO_CONTAINERS = (bool, int, float, complex, str, bytes, bytearray, TensorRef, StorageRef)
 
 
@@ -307,14 +309,28 @@ def not_tensors(path: str, entries: Mapping[str, str]) -> DamagedError:
 
 
 def module_entries(module: Any) -> dict[str, Any]:
-    """The entries of ``module`` by FQN; Megatron-DeepSpeed's without a pipeline are nested."""
-    found: dict[str, Any] = {}
-    for name, value in module.items() if isinstance(module, Mapping) else ():
-        if isinstance(value, Mapping) and not is_extra_state(str(name)):
-            found |= {f"{name}.{key}": each for key, each in module_entries(value).items()}
-        else:
-            found[str(name)] = value
-    return found
+    """The entries of ``module`` by FQN; Megatron-DeepSpeed's without a pipeline are nested.
+
+    Raises :class:`UnsupportedError` if nested names are many times longer than is reasonable: each has those above it.
+    """
+    characters = 0
+
+    def below(prefix: str, text: str) -> str:
+        nonlocal characters
+        characters += len(prefix) + len(text) if prefix else 0
+        if characters > _MOST_CHARACTERS:
+            raise limit_error(f"names of at most {_MOST_CHARACTERS} characters in nested modules", "more")
+        return prefix + text
+
+    def named(prefix: str, entries: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+        for key, value in entries.items():
+            name = str(key)
+            if isinstance(value, Mapping) and not is_extra_state(name):
+                yield from named(below(prefix, f"{name}."), value)
+            else:
+                yield below(prefix, name), value
+
+    return dict(named("", module)) if isinstance(module, Mapping) else {}
 
 
 def _check_lengths(file: PickledFile, state: Mapping[str, Any]) -> None:

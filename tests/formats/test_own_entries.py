@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
-from elastic_ckpt.formats.own_entries import check_groups, check_optimizer_file, check_own_entries
+from elastic_ckpt.formats.own_entries import check_groups, check_optimizer_file, check_own_entries, module_entries
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.stacked_experts import stacked_experts
 from tests.attacks.seeds import TREES
@@ -118,3 +118,13 @@ def test_experts_of_all_layers_together_have_a_limit(entry: str, layers: int, tm
         check_own_entries(file)
         stacked_experts(file)
     assert layers == 1 or caught.value.file == file.path
+
+
+def test_names_of_nested_modules_do_not_multiply() -> None:
+    """Each entry is named by all modules around it, whose names the file has once."""
+    long = "x" * 100_000
+    few = {long: {"a": {"b": 1, "c": 2}}, "d": 3}
+    assert module_entries(few) == {f"{long}.a.b": 1, f"{long}.a.c": 2, "d": 3}
+    with pytest.raises(UnsupportedError) as caught:
+        module_entries({long: {f"k{number}": number for number in range(1000)}})
+    assert "characters in nested modules" in str(caught.value.expected)
