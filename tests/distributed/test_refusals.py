@@ -64,7 +64,7 @@ DAMAGED: dict[str, tuple[Save | tuple[Save, Save], Any, str, list[str]]] = {
     "strange state": (Z1, damage.in_turn(STRANGE0, STRANGE1), "UnsupportedError", ["curvature", "(3, 2)"]),
     "strange state in one shard": (Z1, STRANGE1, "DamagedError", [RANK1, "optimizer states"]),
     "a master dropped": (Z1, damage.edit(RANK1, damage.drop_master), "DamagedError", [RANK1, "group_paddings"]),
-    "another shape in the file": (Z1, damage.edit(MODEL, damage.change_shape), "MismatchError", ["hidden.weight", "(29, 13)", "(13, 29)"]),
+    "another shape in the file": (Z1, damage.edit(MODEL, damage.change_shape), "DamagedError", [MODEL, "hidden.weight", "(29, 13)", "(13, 29)"]),
     "a parameter forgotten": (Z3, damage.edit("zero_pp_rank_0_mp_rank_00_model_states.pt", damage.forget_parameter), "DamagedError", ["param_shapes"]),
     "a weight that is no tensor": (WHOLE, damage.edit(MODEL, lambda tree: tree["module"].update({"hidden.weight": 5})), "DamagedError", [MODEL, "hidden.weight", "a tensor"]),
     "no counters": (Z1, damage.edit(MODEL, damage.no_counters), "DamagedError", ["global_steps", MODEL]),
