@@ -16,7 +16,7 @@ from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
 from elastic_ckpt.core.read_plan import SchedulerPlan
 from elastic_ckpt.core.values import LeftInFile
 from elastic_ckpt.errors import MismatchError, UnsupportedError
-from elastic_ckpt.planning.param_groups import match_groups, transferable
+from elastic_ckpt.planning.param_groups import match_groups, transferable, with_first_beta
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import ADAM, TWO, live, names_of, saved
 
@@ -249,3 +249,18 @@ def test_what_a_schedule_may_get_back_is_of_the_live_kind(rate: Any) -> None:
     ]
     assert [plan.start_values for plan in plans] == [({"lr": 1e-3}, {"lr": 0.5}), ({"lr": 1e-3}, {})]
     assert all("lr" not in values for plan in plans for values in plan.hyperparameters)
+
+
+@pytest.mark.parametrize(
+    ("of_first", "others", "expected"),
+    [
+        ((0.5, 0.6), (0.9, 0.99, 0.999), (0.5, 0.99, 0.999)),
+        ([0.5, 0.6], [0.9, 0.99], (0.5, 0.99)),
+        ((0.5,), (0.9, 0.99), (0.9, 0.99)),
+        ((0.5, 0.6), (0.9,), (0.9,)),
+        (0.5, (0.9, 0.99), (0.9, 0.99)),
+        ((0.5, 0.6), 0.9, 0.9),
+    ],
+)
+def test_a_schedule_sets_the_first_of_two_momenta_alone(of_first: Any, others: Any, expected: Any) -> None:
+    assert with_first_beta(of_first, others) == expected
