@@ -50,7 +50,7 @@ _READS = {
     "files": "files read from",
     "memory": "bytes of memory filled",
 }
-#: Where a model lies that nobody has saved, and how to say otherwise.
+#: Where a model is that nobody has saved, and how to say otherwise.
 _ASSUMED = Medium("local", "assumed")
 _OTHER_STORAGE = 'for a network: "reading": {"storage": "network"} in --config'
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}

@@ -22,8 +22,15 @@ from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, list_checkpoints
 from elastic_ckpt.load.nodes import SECRET_NBYTES, Node, identity_of, inside, own_address, words_of
 from elastic_ckpt.storage import Entry, file_names, modified, walk
-from elastic_ckpt.storage.held_folders import HeldRoot, held_below, held_root, is_folder_in, remove_in, version_in
 from elastic_ckpt.storage.local import is_link, made_whole
+from elastic_ckpt.storage.opened_folders import (
+    OpenedFolder,
+    is_folder_in,
+    opened_below,
+    opened_root,
+    remove_in,
+    version_in,
+)
 from elastic_ckpt.storage.peers import FileServer, Peers
 from elastic_ckpt.storage.view import REPLICAS, NodeListing, list_folders
 
@@ -184,7 +191,7 @@ class _Pull(threading.Thread):
 
     def run(self) -> None:
         try:
-            with held_root(os.path.dirname(self._folder)) as root:
+            with opened_root(os.path.dirname(self._folder)) as root:
                 self._make_alike(root)
         except ElasticCkptError as error:
             self.error = error
@@ -196,29 +203,29 @@ class _Pull(threading.Thread):
         finally:
             self._peers.close()
 
-    def _make_alike(self, root: HeldRoot) -> None:
+    def _make_alike(self, root: OpenedFolder) -> None:
         """Remove the files that are not wanted, and copy those that are not there. ``root``: has the replicas."""
         for path, _ in walk(os.path.join(self._folder, self._tag)):
             if os.path.relpath(path, self._folder) not in self._wanted:  # of an older save, or cut short
                 self._path = path
-                with self._held(root, path) as folder, suppress(FileNotFoundError):
+                with self._opened(root, path) as folder, suppress(FileNotFoundError):
                     os.unlink(os.path.basename(path), dir_fd=folder)
         for name in sorted(self._wanted, key=lambda name: name == LATEST):  # which comes last
             source, number, entry = self._wanted[name]
             path = self._path = os.path.normpath(os.path.join(self._folder, entry.name))
             if not path.startswith(os.path.join(self._folder, "")):
                 raise DamagedError("a listing names a file that is not below its folder", path)
-            with self._held(root, path, make=True) as folder:
+            with self._opened(root, path, make=True) as folder:
                 if version_in(folder, os.path.basename(path))[1:] != (entry.nbytes, entry.mtime_ns):
                     self._copy(source, number, entry, folder)
 
-    def _held(self, root: HeldRoot, path: str, make: bool = False) -> AbstractContextManager[int]:
+    def _opened(self, root: OpenedFolder, path: str, make: bool = False) -> AbstractContextManager[int]:
         """The folder of a file of the replicas, which no link leads to."""
         place = os.path.dirname(self._folder)
-        return held_below(root, os.path.relpath(os.path.dirname(path), place), make)
+        return opened_below(root, os.path.relpath(os.path.dirname(path), place), make)
 
     def _copy(self, source: int, number: int, entry: Entry, folder: int) -> None:
-        """Copy a file into a folder that is held."""
+        """Copy a file into an opened folder."""
         path = self._path
         _refuse_without_space(folder, path, entry.nbytes)
         raw = bytearray(min(_CHUNK_NBYTES, entry.nbytes))
@@ -264,7 +271,7 @@ def _prune(folder: str, tag: str, keep: int | None) -> None:
         return
     path = folder
     try:
-        with held_root(folder) as root:
+        with opened_root(folder) as root:
             for each, place in product(older, ("", REPLICAS)):
                 path = os.path.join(folder, place, each)
                 if is_folder_in(root.descriptor, place or os.curdir):
@@ -274,9 +281,9 @@ def _prune(folder: str, tag: str, keep: int | None) -> None:
         raise ElasticCkptError("an older tag could not be removed", path, found=why, remedy="remove it") from error
 
 
-def _remove_tag(root: HeldRoot, place: str, tag: str) -> None:
-    """Remove the folder of a tag below a held folder; a link stays, and what it leads to."""
-    with held_below(root, place) as folder:
+def _remove_tag(root: OpenedFolder, place: str, tag: str) -> None:
+    """Remove the folder of a tag below an opened folder; a link stays, and what it leads to."""
+    with opened_below(root, place) as folder:
         if is_folder_in(folder, tag):
             hidden = f".{tag}.removed"
             remove_in(folder, hidden)  # which a process left that was killed

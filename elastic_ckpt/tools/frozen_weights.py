@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic_ckpt.core.metadata import FROZEN, WEIGHTS, CheckpointMetadata
@@ -51,11 +52,18 @@ def frozen_left_out(metadata: CheckpointMetadata) -> FrozenLeftOut | None:
 def _has_adapter_alone(names: Iterable[str]) -> bool:
     """Whether an adapter's parameter is there, and no other weight of the module that it adapts."""
     adapted: set[str] = set()
-    with_weights: set[str] = set()
+    others: list[str] = []
     for name in names:
         if (adapter := _ADAPTER.match(name)) is not None:
             adapted.add(adapter[1] or "")
         else:
-            parts = name.split(".")
-            with_weights.update(".".join(parts[:end]) for end in range(len(parts)))
-    return not adapted <= with_weights
+            others.append(name)
+    others.sort()
+    return not all(_has_below(others, module) for module in adapted)
+
+
+def _has_below(names: Sequence[str], module: str) -> bool:
+    """Whether one of some sorted names is of a module, or of one inside of it; empty: of the model."""
+    prefix = f"{module}." if module else ""
+    place = bisect_left(names, prefix)
+    return place < len(names) and names[place].startswith(prefix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -59,3 +60,16 @@ def test_no_frozen_weights_are_missing(metadata: CheckpointMetadata) -> None:
 def test_an_adapter_in_a_folder_of_its_own_was_not_saved_by_an_engine() -> None:
     found = frozen_left_out(metadata_of(*LORA, foreign="safetensors", frozen_recorded=True))
     assert str(found) == "the frozen weights are not in this checkpoint"
+
+
+def test_a_long_name_takes_memory_in_proportion_to_its_length() -> None:
+    """Counted in bytes: all of its beginnings would be the square of that."""
+    name = "a." * 5000 + "weight"
+    metadata = metadata_of(*LORA, name)
+    tracemalloc.start()
+    try:
+        frozen_left_out(metadata)
+        _, most_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_nbytes < 50 * len(name)

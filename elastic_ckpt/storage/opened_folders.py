@@ -1,4 +1,4 @@
-"""Folders that are held by their descriptors: no link that takes the place of one leads what is done in it elsewhere.
+"""Folders that are opened once and used by descriptor, so that no link that takes their place leads elsewhere.
 
 A path is looked up again by each call, so that a look at it says nothing about the next one. Here a folder is opened
 part by part, through no link, and names of files are looked up in what was opened.
@@ -18,7 +18,7 @@ from elastic_ckpt.storage.local import Version
 _OPENED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class HeldRoot(NamedTuple):
+class OpenedFolder(NamedTuple):
     """A folder that is open, and the path by which it was opened."""
 
     path: str
@@ -26,17 +26,17 @@ class HeldRoot(NamedTuple):
 
 
 @contextmanager
-def held_root(path: str) -> Iterator[HeldRoot]:
+def opened_root(path: str) -> Iterator[OpenedFolder]:
     """The folder at a path, whose links are followed."""
     descriptor = os.open(path, _OPENED)
     try:
-        yield HeldRoot(path, descriptor)
+        yield OpenedFolder(path, descriptor)
     finally:
         os.close(descriptor)
 
 
 @contextmanager
-def held_below(root: HeldRoot, name: str, make: bool = False) -> Iterator[int]:
+def opened_below(root: OpenedFolder, name: str, make: bool = False) -> Iterator[int]:
     """A descriptor of the folder ``name`` below ``root``; :class:`ConfigError` if a part of it is a link.
 
     ``make``: make what is not there. ``name`` may be empty: ``root`` itself.
@@ -70,7 +70,7 @@ def _opened(folder: int, part: str, path: str, make: bool) -> int:
 
 
 def version_in(folder: int, name: str) -> Version:
-    """The version of a file in a held folder, or of the link there; zeros if there is none."""
+    """The version of a file in an opened folder, or of the link there; zeros if there is none."""
     try:
         return Version.of(os.stat(name, dir_fd=folder, follow_symlinks=False))
     except OSError:
@@ -78,12 +78,12 @@ def version_in(folder: int, name: str) -> Version:
 
 
 def is_link_in(folder: int, name: str) -> bool:
-    """Whether a name in a held folder is that of a link."""
+    """Whether a name in an opened folder is that of a link."""
     return _has_kind(folder, name, stat.S_IFLNK)
 
 
 def is_folder_in(folder: int, name: str) -> bool:
-    """Whether a name in a held folder is that of a folder, and not of a link to one."""
+    """Whether a name in an opened folder is that of a folder, and not of a link to one."""
     return _has_kind(folder, name, stat.S_IFDIR)
 
 
@@ -95,7 +95,7 @@ def _has_kind(folder: int, name: str, kind: int) -> bool:
 
 
 def remove_in(folder: int, name: str) -> None:
-    """Remove what has a name in a held folder, if anything has: of a link, the link alone."""
+    """Remove what has a name in an opened folder, if anything has: of a link, the link alone."""
     if not is_folder_in(folder, name):
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)

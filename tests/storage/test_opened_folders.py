@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.storage.held_folders import (
-    held_below,
-    held_root,
+from elastic_ckpt.storage.local import Version, made_whole
+from elastic_ckpt.storage.opened_folders import (
     is_folder_in,
     is_link_in,
+    opened_below,
+    opened_root,
     remove_in,
     version_in,
 )
-from elastic_ckpt.storage.local import Version, made_whole
 
 
 def test_a_held_folder_is_the_one_that_was_opened(tmp_path: Path) -> None:
-    with held_root(str(tmp_path)) as root, held_below(root, "a/b", make=True) as folder:
+    with opened_root(str(tmp_path)) as root, opened_below(root, "a/b", make=True) as folder:
         (tmp_path / "a").rename(tmp_path / "away")
         (tmp_path / "elsewhere" / "b").mkdir(parents=True)
         (tmp_path / "a").symlink_to(tmp_path / "elsewhere")
@@ -40,7 +40,7 @@ def test_no_part_may_be_a_link(tmp_path: Path, name: str, make: bool) -> None:
     for place in (tmp_path, tmp_path / "folder"):
         (place / "link").symlink_to(tmp_path / "elsewhere")
     refused = pytest.raises(ConfigError, match="does not follow links")
-    with held_root(str(tmp_path)) as root, refused as caught, held_below(root, name, make):
+    with opened_root(str(tmp_path)) as root, refused as caught, opened_below(root, name, make):
         raise AssertionError(name)
     assert caught.value.file == str(tmp_path / name.partition("/inner")[0])
 
@@ -48,26 +48,26 @@ def test_no_part_may_be_a_link(tmp_path: Path, name: str, make: bool) -> None:
 @pytest.mark.parametrize("name", ["..", "a/../..", "./a"])
 def test_no_part_leads_up(tmp_path: Path, name: str) -> None:
     (tmp_path / "a").mkdir()
-    with held_root(str(tmp_path)) as root, pytest.raises(ConfigError, match="not below"), held_below(root, name):
+    with opened_root(str(tmp_path)) as root, pytest.raises(ConfigError, match="not below"), opened_below(root, name):
         raise AssertionError(name)
 
 
 def test_what_is_not_there_or_no_folder_is_what_the_system_says(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with held_root(str(tmp_path)) as root:
+    with opened_root(str(tmp_path)) as root:
         for name, kind in (("nothing", FileNotFoundError), ("file", NotADirectoryError)):
-            with pytest.raises(kind), held_below(root, name):
+            with pytest.raises(kind), opened_below(root, name):
                 raise AssertionError(name)
 
 
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     (tmp_path / "link").symlink_to(tmp_path)
-    with held_root(str(tmp_path)) as root:
+    with opened_root(str(tmp_path)) as root:
         for _ in range(20):
-            with held_below(root, "a/b/c", make=True):
+            with opened_below(root, "a/b/c", make=True):
                 pass
-            with pytest.raises(ConfigError), held_below(root, "a/../link"):
+            with pytest.raises(ConfigError), opened_below(root, "a/../link"):
                 pass
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -77,7 +77,7 @@ def test_kinds_and_versions_are_of_the_name_itself(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "to file").symlink_to("file")
     (tmp_path / "to folder").symlink_to("folder")
-    with held_root(str(tmp_path)) as root:
+    with opened_root(str(tmp_path)) as root:
         names = ("file", "folder", "to file", "to folder", "nothing")
         assert [is_link_in(root.descriptor, name) for name in names] == [False, False, True, True, False]
         assert [is_folder_in(root.descriptor, name) for name in names] == [False, True, False, False, False]
@@ -94,7 +94,7 @@ def test_what_is_removed_is_removed_whole_and_nothing_beyond_a_link(tmp_path: Pa
         (place / "file").touch()
         (place / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with held_root(str(tmp_path)) as root:
+    with opened_root(str(tmp_path)) as root:
         for name in ("tree", "link", "nothing"):
             remove_in(root.descriptor, name)
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
