@@ -36,6 +36,13 @@ class BlockCode:
         """The same where ``files`` more files come before that of the scales."""
         return self if self.scales_file < 0 else replace(self, scales_file=self.scales_file + files)
 
+    def scales_of(self, numel: int, file: int) -> tuple[int, int, int]:
+        """File, byte offset and size in bytes of the scales of ``numel`` elements; ``file`` is the chunk's own."""
+        first = self.position // self.format.numel
+        stop = self.format.blocks(self.position + numel)
+        of_scales = file if self.scales_file < 0 else self.scales_file
+        return of_scales, self.scales_offset + first * _SCALE_NBYTES, (stop - first) * _SCALE_NBYTES
+
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as FlatRange
 class StorageChunk:

@@ -53,7 +53,8 @@ def main(args: Any) -> None:
     target = Path(os.path.abspath(args.output_folder))
     found = locate(args.input_folder, None)
     if args.strict and (findings := verify(found.folder, None, config).problems):
-        more = f" (and {len(findings) - 1} more findings: elastic-ckpt verify)" if len(findings) > 1 else ""
+        others = len(findings) - 1
+        more = f" (and {counted(others, 'more finding')}: elastic-ckpt verify)" if others else ""
         first = findings[0]
         if first.level == UNCHECKED:
             problem = f"the checkpoint could not be checked: {first.text}{more}"

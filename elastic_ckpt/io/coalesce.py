@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem
 from elastic_ckpt.storage import VIEW
 from elastic_ckpt.storage.media import OBJECT_STORE, Medium
 from elastic_ckpt.storage.remote import REQUEST_NBYTES
@@ -180,11 +180,7 @@ def parts_of(item: RequantizeItem, staging_nbytes: int) -> Iterator[RequantizeIt
 def scales_of(item: ReadItem) -> tuple[int, int, int]:
     """File, byte offset and size of the scales of quantized elements."""
     assert item.code is not None
-    first = item.code.position // item.code.format.numel
-    stop = item.code.format.blocks(item.code.position + item.numel)
-    itemsize = ITEMSIZE[SCALE_DTYPE]
-    file = item.code.scales_file if item.code.scales_file >= 0 else item.file
-    return file, item.code.scales_offset + first * itemsize, (stop - first) * itemsize
+    return item.code.scales_of(item.numel, item.file)
 
 
 def read_sizes(item: RequantizeItem) -> list[int]:

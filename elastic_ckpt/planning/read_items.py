@@ -228,9 +228,8 @@ def split_plane(plane: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeI
         if first < last:  # blocks that the source has whole
             codes = item.clip(plane.start + first * step, min(plane.start + last * step, plane.stop))
             assert codes.code is not None
-            scales = codes.code.scales_offset + codes.code.position // step * ITEMSIZE[SCALE_DTYPE]
+            file, scales, _ = codes.code.scales_of(codes.numel, item.file)
             to_scales = plane.scales_target, plane.scales_start + first, last - first
-            file = codes.code.scales_file if codes.code.scales_file >= 0 else item.file
             copies += [replace(codes, code=None), ReadItem(file, scales, *to_scales, SCALE_DTYPE)]
         for left, right in ((start // step, first), (last, end)):
             if rest and left < right and left <= rest[-1][1]:

@@ -394,12 +394,8 @@ def spans_of(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
                 nbytes = numel * ITEMSIZE[tensor.dtype]
                 span = Span(chunk.byte_offset, nbytes, tensor.dtype, tensor.name, tensor.key, chunk.range.start)
             else:  # its scales
-                size = ITEMSIZE["float32"]
+                file, offset, nbytes = code.scales_of(numel, file)
                 first = code.position // code.format.numel
-                last = (code.position + numel - 1) // code.format.numel
-                offset = code.scales_offset + first * size
-                nbytes = (last - first + 1) * size
-                file = code.scales_file if code.scales_file >= 0 else file
                 span = Span(offset, nbytes, "float32", tensor.name, code.format.scales, first)
             spans.setdefault(metadata.files[file].path, []).append(span)
     return spans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -206,6 +207,13 @@ def quantized(draw: st.DrawFn) -> tuple[QuantizedChunks, list[int], dict[int, tu
     blocks = BlockFormat(block, "absmax1", CODEBOOK)
     shuffled = QuantizedChunks(tuple(runs), blocks, 3, 500, 7, begin)
     return shuffled, scales, scale_of
+
+
+def test_scales_are_in_the_chunks_own_file_or_in_the_one_that_is_named() -> None:
+    code = BlockCode(BlockFormat(4, "absmax1", CODEBOOK), 6, 1000)
+    assert code.scales_of(7, 3) == (3, 1004, 12)
+    assert code.scales_of(2, 3) == (3, 1004, 4)
+    assert replace(code, scales_file=0).scales_of(2, 3) == (0, 1004, 4)
 
 
 @given(quantized(), st.data())

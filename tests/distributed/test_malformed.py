@@ -32,7 +32,9 @@ from tests.distributed.malformed import (
 )
 from tests.distributed.model import Setup
 
-SEED, COUNT = 11, 40
+SEED = 11
+#: Changes of each kind in a run of all tests, and of a night.
+COUNT, COUNT_OF_NIGHT = 24, 200
 #: Kind -> session fixture, and folder in it.
 SOURCES = {
     "ZeRO-0": ("unpartitioned", "z0-fp32-adamw-dp2"),
@@ -65,10 +67,11 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return Path(request.getfixturevalue(fixture)) / name
 
 
-def test_no_change_of_one_entry_breaks_a_command(folder: Path) -> None:
+@pytest.mark.parametrize("count", [COUNT, pytest.param(COUNT_OF_NIGHT, marks=pytest.mark.nightly)])
+def test_no_change_of_one_entry_breaks_a_command(folder: Path, count: int) -> None:
     assert broken(folder) == [], "what is not changed is whole"
     tried, problems = 0, []
-    for name, place, way, tree in cells(folder, SEED, COUNT):
+    for name, place, way, tree in cells(folder, SEED, count):
         tried += 1
         with with_change(folder, name, tree) as target:
             problems += [f"{name} {place} <- {way}: {problem}" for problem in broken(target)]

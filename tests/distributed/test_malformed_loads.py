@@ -20,7 +20,7 @@ from tests.distributed.pretrained_folders import MODELS
 ANOTHER_RUN = {"first": 50}
 PIPELINE = Parallel("pipeline", "uniform", pp=2, stage=1)
 #: Changes of each kind and number of ranks in a run of all tests, and of a night.
-COUNT, COUNT_OF_COMMANDS, COUNT_OF_NIGHT = 16, 8, 400
+COUNT, COUNT_OF_COMMANDS, COUNT_OF_NIGHT = 12, 8, 400
 
 
 def beside(copy: Path, other: Path) -> None:

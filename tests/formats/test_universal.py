@@ -294,6 +294,38 @@ def test_a_state_that_no_optimizer_writes_is_damage_of_its_file_for_verify_too(
     assert finding.file == path and not finding.suspected
 
 
+class Unknown:
+    """Of no package that a reader knows."""
+
+
+def test_an_object_that_is_not_made_is_no_whole_checkpoint_for_verify(found: CheckpointInfo) -> None:
+    path = found.path("mp_rank_00_model_states.pt")
+    torch.save({**torch.load(path, weights_only=False), "note": Unknown()}, path)
+    (finding,) = verify(found.folder, None, ElasticConfig()).problems
+    assert finding.file == path and "Unknown" in str(finding)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_random_states_have_a_rank_only_where_one_rank_saved_them(found: CheckpointInfo, tp: int, pp: int) -> None:
+    """Of several model-parallel ranks, one wrote the folder."""
+    path = Path(found.path("mp_rank_00_model_states.pt"))
+    tree = torch.load(path, weights_only=False)
+    tree |= {"mp_world_size": tp, "checkpoint_parallel_dimensions": {"tp_degree": tp, "pp_degree": pp}}
+    for rank in range(tp * pp):
+        own = NAMES[rank // tp :: pp]
+        shapes = [{name: tree["module"][name].shape for name in own}]
+        weights = {name: tree["module"][name] for name in own}
+        file = path.with_name(f"mp_rank_{rank:02}_model_states.pt")
+        torch.save(tree | {"module": weights, "param_shapes": shapes}, file)
+    for name in NAMES if tp > 1 else ():
+        for state in Path(found.path(f"zero/{name}")).glob("[ef]*.pt"):
+            torch.save({"param": torch.load(state)["param"]}, state)
+    located = look_at(str(path.parent.parent), "tag")
+    assert located is not None
+    state = read_checkpoint(located, OPTIONS).training_state
+    assert state.degrees == ((1, 1) if tp * pp == 1 else (0, 0))
+
+
 @pytest.mark.parametrize("where", ["", "zero", "zero/layers.3.weight", "notes"])
 def test_folders_nested_without_end_are_a_note_and_take_no_time(found: CheckpointInfo, where: str) -> None:
     """A load reads none of them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, united
-from elastic_ckpt.planning.planner import compare_replicas
+from elastic_ckpt.planning.planner import compare_replicas, with_own_copies
 from elastic_ckpt.sharding.resolve import ReshardPlan
 
 OPTIONS = ReadOptions(threads=1)
@@ -227,6 +228,22 @@ def test_a_name_that_only_one_stage_knows_by_another_is_compared_there() -> None
         comparisons = compare_replicas(mine, live, ReshardPlan(), live.layouts, True, saved)
         found.update({one.name: one.numel for one in comparisons})
     assert found == {"new": 100, "other": 100}
+
+
+@pytest.mark.parametrize("live_stages", [(0, 1), (0, 2), (0,), (1,)])
+def test_a_stage_keeps_its_own_copy_where_the_stages_are_those_of_the_save(live_stages: tuple[int, ...]) -> None:
+    """Of what the live stages do not synchronize."""
+    checkpoint = Checkpoint({"tied": (100, 1, 2)}, {}, "float32", (MASTER,))
+    saved = checkpoint.metadata()
+    saved = replace(saved, source=replace(saved.source, pp=2), stages={"tied": (0, 1)})
+    copies = (saved.tensors["tied", MASTER], *saved.replicas["tied", MASTER])
+    ranks = jobs(checkpoint, 1, 1, 2, {"tied": (0, 1)})
+    for stage, rank in enumerate(ranks):
+        own = with_own_copies(saved, replace(rank, unsynchronized={"tied": live_stages}))
+        if live_stages == (0, 1):
+            assert own.tensors["tied", MASTER].sources == copies[stage].sources and not own.replicas
+        else:
+            assert own == saved
 
 
 def _new(place: tuple[str, str]) -> tuple[str, str]:

@@ -204,6 +204,12 @@ def test_layers_that_are_frozen_now_keep_the_others_states_on_the_same_stages() 
     assert named(replace(elsewhere, cut=(2,), frozen=frozenset()), elsewhere) is None
 
 
+def test_states_of_what_trains_no_more_are_skipped_on_the_same_stages() -> None:
+    saved = Pipeline((KINDS[3], KINDS[0], KINDS[3]), (1, 2), by_dim=True)
+    found = named(saved, replace(saved, frozen=frozenset({0})))
+    assert found == [((), ("None",)), (("1.weight",), ()), ((), ("2.scale",))]
+
+
 def test_without_a_live_model_all_that_is_saved_trains() -> None:
     saved = of_blocks(4, 2)
     assert named(saved, None) == truth(saved)

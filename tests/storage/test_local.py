@@ -12,7 +12,7 @@ import pytest
 
 from elastic_ckpt.errors import DamagedError, UnforeseenError
 from elastic_ckpt.storage.listing import file_names, folder_names
-from elastic_ckpt.storage.local import open_descriptor, open_stream
+from elastic_ckpt.storage.local import Version, open_descriptor, open_stream, version_of
 from tests.privileges import without_privileges
 
 
@@ -47,6 +47,13 @@ def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path, what: str) -
 
 def open_descriptors() -> list[str]:
     return [fd for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+
+
+def test_a_file_that_is_gone_has_a_version_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert version_of(str(path)) == Version(0, 0, 0)
+    path.touch()
+    assert version_of(str(path)) == Version.of(path.stat())
 
 
 def test_files_are_read_through_links_and_wait_for_their_bytes(tmp_path: Path) -> None:

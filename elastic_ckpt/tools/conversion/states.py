@@ -14,7 +14,7 @@ import torch
 
 from elastic_ckpt.core.chunks import QuantizedRun
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, ReplicatedState
+from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, TargetTensor, in_file_order
 from elastic_ckpt.core.state_kinds import COMPANIONS, BlockFormat, Codebook
 from elastic_ckpt.core.values import common, differing
@@ -66,13 +66,12 @@ def quantized_states(reader: LogicalReader, tensors: Iterable[LogicalTensor]) ->
             if code is None or code.format != tensor.blocks:
                 problem = f"tensor-parallel ranks saved {logical.key} of this parameter in different 8-bit blocks"
                 raise UnsupportedError(problem, reader.metadata.source.folder, parameter=logical.name)
-            file = code.scales_file if code.scales_file >= 0 else item.file
+            file, byte_offset, _ = code.scales_of(item.numel, item.file)
             origin = origins.setdefault((file, code.scales_offset), len(origins))
             stride = item.target_stride or item.numel
             run = QuantizedRun(item.target_offset, item.numel, item.rows, stride, origin, code.position)
-            first = run.blocks(tensor.blocks.numel).start
             runs.append(run)
-            scales.append((file, code.scales_offset + first * ITEMSIZE[SCALE_DTYPE]))
+            scales.append((file, byte_offset))
         found[logical.name, logical.key] = QuantizedState(
             logical, tensor.blocks, tuple(items), tuple(runs), tuple(scales)
         )
