@@ -81,7 +81,7 @@ def test_what_is_not_whole_is_refused_unless_it_is_not_to_be_checked(run: Path) 
     assert done.returncode == 1 and done.stderr.startswith("DamagedError: the checkpoint is not complete"), done.stderr
     assert "more finding" not in done.stderr
     assert not os.path.lexists(run / "step4_universal")
-    next((run / "step4").glob("*zero_pp_rank_0_*optim_states.pt")).unlink()
+    os.truncate(next((run / "step4").glob("*zero_pp_rank_0_*optim_states.pt")), 1000)
     assert "(and 1 more finding: elastic-ckpt verify)" in convert(run).stderr
     theirs = SimpleNamespace(input_folder=str(run / "step4"), output_folder=str(run / "out"), strict=True)
     with pytest.raises(DamagedError):
