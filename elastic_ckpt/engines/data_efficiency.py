@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,36 @@ def refuse_strange_state(key: str, own: Any, saved: Any) -> None:
     raise MismatchError(problem, None, strange.expected, strange.found, parameter=name, remedy=remedy)
 
 
+def begin_clusters_anew(own: Any) -> None:
+    """Let a data sampler that has trained or loaded forget its clusters: a load appends those of its state to them."""
+    if isinstance(own, DeepSpeedDataSampler) and hasattr(own, "data_clusters"):  # on the first rank alone
+        own.data_clusters = []
+        own.data_cluster_sizes = []
+
+
+@contextmanager
+def clusters_anew(engine: Any) -> Iterator[None]:
+    """While the body runs, whoever loads the state of an engine's data sampler has it forget its clusters first."""
+    sampler = getattr(getattr(engine, "training_dataloader", None), "data_sampler", None)
+    if not isinstance(sampler, DeepSpeedDataSampler):
+        yield
+        return
+    load = sampler.load_state_dict
+
+    def load_anew(state: Any) -> None:
+        begin_clusters_anew(sampler)
+        load(state)
+
+    sampler.load_state_dict = load_anew
+    try:
+        yield
+    finally:
+        del sampler.load_state_dict
+
+
 def load_own_state(key: str, own: Any, saved: Any) -> None:
     """Let a scheduler load its state; what its class raises is a :class:`MismatchError`."""
+    begin_clusters_anew(own)
     try:
         own.load_state_dict(copy.deepcopy(saved))
     except ElasticCkptError:

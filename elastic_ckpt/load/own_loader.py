@@ -10,6 +10,7 @@ from typing import Any
 from elastic_ckpt import distributed
 from elastic_ckpt.core.text import one_line
 from elastic_ckpt.engines import compat
+from elastic_ckpt.engines.data_efficiency import clusters_anew
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, UnforeseenError
 from elastic_ckpt.formats.objects import read_objects
 from elastic_ckpt.load.flow import LoadCall, as_partial_load_error
@@ -19,9 +20,10 @@ from elastic_ckpt.storage import seen_through
 def load_by_deepspeed(call: LoadCall, is_universal: bool, own: Callable[[], Any]) -> Any:
     """What DeepSpeed's own loader returns; what it raises is the cause of a :class:`PartialLoadError`."""
     in_its_mode = compat.universal_flag(call.engine, is_universal)
+    clusters = clusters_anew(call.engine)
     on_all_ranks = distributed.together("load the checkpoint", agrees=False)
     try:
-        with seen_through(None), in_its_mode, _objects_for_deepspeed(call), on_all_ranks:
+        with seen_through(None), in_its_mode, _objects_for_deepspeed(call), clusters, on_all_ranks:
             return _run_own_loader(own, call.arguments.load_dir)
     except (CommunicationError, UnforeseenError) as error:
         raise as_partial_load_error(error) from _foreign_cause(error)

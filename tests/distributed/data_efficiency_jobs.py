@@ -194,7 +194,10 @@ def follow(case: dict[str, Any]) -> list[SimpleNamespace]:
 
 
 def leave(case: dict[str, Any]) -> list[SimpleNamespace]:
-    """Load by DeepSpeed's own loader, which knows an argument that elastic_ckpt does not: broken, then whole. Collective."""
+    """Load by DeepSpeed's own loader, which knows an argument that elastic_ckpt does not, and go on. Collective.
+
+    What is broken, then what is whole: twice, as both that loader and elastic_ckpt may load more than once.
+    """
     elastic_ckpt.install()
     clusters, folder, _ = _save(case)
     path = Path(folder) / FILE
@@ -210,8 +213,11 @@ def leave(case: dict[str, Any]) -> list[SimpleNamespace]:
         dist.barrier()
         what, result, is_held = _loaded(engine, folder, **by_own)
         found.append((what, str(result), is_held, engine.elastic_report))
+    for arguments in (by_own, {}):
+        engine.load_checkpoint(folder, **arguments)
+        found.append(_continues(engine))
     close(engine)
-    return [SimpleNamespace(loads=found)]
+    return [SimpleNamespace(loads=found[:2], continues=found[2:])]
 
 
 def _save(case: dict[str, Any]) -> tuple[str, str, dict[str, str]]:

@@ -35,3 +35,4 @@ def test_a_strange_state_is_refused_before_deepspeeds_own_loader_begins(cell: Ce
         (what, error, is_held, _), (loaded, _, _, report) = found.loads
         assert what == "refused" and is_held and "max_value of random_ltd" in error
         assert loaded == "ok" and report is None
+        assert found.continues == [True, True]

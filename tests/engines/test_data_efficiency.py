@@ -13,9 +13,13 @@ import pytest
 import torch
 from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+from deepspeed.runtime.data_pipeline.data_sampling.utils import (
+    close_mmap_dataset_builder,
+    create_mmap_dataset_builder,
+)
 
 from elastic_ckpt.core.kinds import LARGEST_COUNT
-from elastic_ckpt.engines.data_efficiency import load_own_state, refuse_strange_state, strange_state
+from elastic_ckpt.engines.data_efficiency import clusters_anew, load_own_state, refuse_strange_state, strange_state
 from elastic_ckpt.errors import MismatchError
 from tests.distributed.malformed import VALUES, WAYS, changed, places
 
@@ -225,6 +229,26 @@ def test_what_a_scheduler_cannot_load_is_a_mismatch(tmp_path: Path) -> None:
         np.random.set_state(before)
     assert caught.value.parameter == "data_sampler" and "data_cluster_path" in str(caught.value.expected)
     assert [remedy.arguments for remedy in caught.value.remedies][-1] == {"load_module_only": True}
+
+
+def test_a_sampler_that_loads_once_more_has_each_cluster_once(tmp_path: Path) -> None:
+    for name, cluster in (("cluster_seqlen8", [3, 95]), ("cluster_seqlen16", [4])):
+        builder = create_mmap_dataset_builder(str(tmp_path / name), np.int64)
+        builder.add_item_numpy(np.array(cluster))
+        close_mmap_dataset_builder(builder, str(tmp_path / name))
+    own = sampler_of(tmp_path)
+    engine = SimpleNamespace(training_dataloader=SimpleNamespace(data_sampler=own))
+    before = np.random.get_state()
+    try:
+        for _ in range(2):
+            load_own_state("data_sampler", own, sampled())
+            with clusters_anew(engine):
+                own.load_state_dict(sampled())  # as DeepSpeed's own loader
+            assert own.data_cluster_sizes == [2, 1]
+            assert [[*each[0]] for each in own.data_clusters] == [[3, 95], [4]]
+    finally:
+        np.random.set_state(before)
+    assert "load_state_dict" not in vars(own)
 
 
 @pytest.mark.parametrize("name", VALUES)
