@@ -6,7 +6,8 @@ take any state dict without a look at it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from elastic_ckpt.core.text import counted
@@ -53,6 +54,12 @@ _CLASSES: Mapping[frozenset[str], str] = {
     frozenset({"anneal_epochs"}): "SWALR",
 }
 _MODULE_OF_TORCH = "torch.optim.lr_scheduler"
+#: Values that a state may come to where containers in it are shared, at least, and for each that it has.
+_MOST_VALUES = 1 << 20
+_MOST_TIMES = 8
+_MOST_DEPTH = 128  # as in pickles
+_MOST_BITS = 1 << 13  # of integers, as in pickles: Python writes no more than 4,300 digits
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
 #: A remedy for a schedule that is not restored.
 BEGIN_ANEW = Remedy("begins the live schedule anew, from the live lr", arguments={"load_lr_scheduler_states": False})
 
@@ -71,6 +78,51 @@ def refuse_other_scheduler(scheduler: Any, live: Any, saved: Any) -> None:
         parameter="lr_scheduler",
         remedy=(BEGIN_ANEW, Remedy("build the scheduler that was saved")),
     )
+
+
+def refuse_endless(scheduler: Any, state: Any) -> None:
+    """Raise :class:`MismatchError` for a state that comes to more than can be looked through or written down.
+
+    ``state``: of a file that others have read. Lists that have each other twice come to more values than can be counted
+    within a few hundred bytes.
+    """
+    values = _each_once(state)
+    most = max(_MOST_VALUES, _MOST_TIMES * len(values))
+    level = [state]
+    left = most
+    for _ in range(_MOST_DEPTH):
+        level = list(islice(chain.from_iterable(map(_values_in, level)), left + 1))
+        left -= len(level)
+        if left < 0 or not level:
+            break
+    if level or any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in values):
+        raise MismatchError(
+            f"the state that a {type(scheduler).__name__} is given comes to more than any scheduler keeps",
+            expected=f"at most {most} values, nested at most {_MOST_DEPTH} deep, and integers of {_MOST_BITS} bits",
+            found="more, or lists in lists that come to more",
+            remedy="let the framework begin its scheduler anew, or resume from another checkpoint",
+        )
+
+
+def _each_once(state: Any) -> list[Any]:
+    """The values in the containers of a state, each of which is looked into once."""
+    seen = {id(state)}
+    waiting = [state]
+    found = []
+    while waiting:
+        for value in _values_in(waiting.pop()):
+            found.append(value)
+            if id(value) not in seen and isinstance(value, _CONTAINERS):
+                seen.add(id(value))
+                waiting.append(value)
+    return found
+
+
+def _values_in(value: Any) -> Iterable[Any]:
+    """What a container has, keys too; nothing for other values."""
+    if isinstance(value, Mapping):
+        return chain(value.keys(), value.values())
+    return value if isinstance(value, _CONTAINERS) else ()
 
 
 def is_of_another_scheduler(scheduler: Any, live: Any, saved: Any) -> bool:

@@ -22,7 +22,7 @@ from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.core.read_plan import NO_PLAN, LoadPlan
 from elastic_ckpt.engines import compat
 from elastic_ckpt.engines.adapter import set_hyperparameters
-from elastic_ckpt.engines.schedule_states import schedule_states
+from elastic_ckpt.engines.schedule_states import refuse_endless, schedule_states
 from elastic_ckpt.load.early_schedulers import (
     early_schedulers,
     forget_all_early,
@@ -175,6 +175,7 @@ def _load_state_dict(original: Callable[..., Any], scheduler: Any, *args: Any, *
     if not _WATCHED or is_in_live_order() or not (args or named):
         return restore()  # also where a wrapper around this one keeps it in place
     state_dict, *more = (*args, *named.values())
+    refuse_endless(scheduler, state_dict)
     load = next((each for each in _LOADS if each.awaits(scheduler, state_dict)), None)
     given = repr(state_dict)  # which some classes change
     with in_live_order():  # those of its base class and of inner schedulers

@@ -18,6 +18,7 @@ from elastic_ckpt.load.scheduler_hook import (
     expect_schedulers,
     forget_schedulers,
     unwatch_schedulers,
+    watch_schedulers,
 )
 from elastic_ckpt.planning.param_groups import transferable
 from tests.schedulers import FACTORIES, LOSSES, OF_TORCH, REBUILT, advance, engine_of, optimizer_of, plan_of, saved_run
@@ -257,3 +258,34 @@ def test_no_state_of_torch_in_a_client_state_is_refused(kind: str, sources: list
     optimizer = optimizer_of(["a"] * len(sources))
     FACTORIES["LambdaLR"](optimizer, ["a"] * len(sources))
     check_client_schedulers(engine_of(optimizer), plan_of(sources, 2), {"lr_schedulers": [state]})
+
+
+def shared(times: int) -> list[Any]:
+    """A list of two values, in a list that has it twice, and so on."""
+    found: list[Any] = [1, 2]
+    for _ in range(times):
+        found = [found, found]
+    return found
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("entry", ["extra", "_schedulers"])
+def test_a_state_of_few_bytes_that_comes_to_millions_of_values_is_refused(entry: str, is_early: bool) -> None:
+    """As a file that the framework reads may have one: its text would be as long."""
+    optimizer = optimizer_of(["a"])
+    scheduler = FACTORIES["LambdaLR"](optimizer, ["a"])
+    before = copy.deepcopy(scheduler.state_dict())
+    engine = engine_of(optimizer)
+    if is_early:
+        watch_schedulers(engine)
+    else:
+        expect_schedulers(engine, plan_of([0], 1, [0.1]))
+    deep: Any = []
+    for _ in range(200):
+        deep = [deep]
+    for value in (shared(20), deep, 1 << 20000):
+        with pytest.raises(MismatchError, match="a LambdaLR is given comes to more"):
+            scheduler.load_state_dict({**before, entry: value})
+        assert scheduler.state_dict() == before
+    for value in ([0.5] * (1 << 20), shared(10)):
+        scheduler.load_state_dict({**before, entry: value})
