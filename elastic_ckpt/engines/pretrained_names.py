@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -90,7 +90,7 @@ def _converted(
     found: dict[str, TensorMetadata] = {}
     conversions: dict[str, Any] = {}
     unexpected: set[str] = set()
-    for name in sorted(saved, key=core_model_loading.dot_natural_key):
+    for name in _in_order(saved, core_model_loading.dot_natural_key):
         new, pattern = rename(name, renamings, converters, prefix, state)
         if new not in state and name in state:
             new, pattern = rename(name, [], [], prefix, state)
@@ -110,6 +110,20 @@ def _converted(
             else:
                 unexpected.add(name)
     return found, unexpected, tuple(rule for rule in rules if rule.was_used())
+
+
+def _in_order(names: Iterable[str], key: Callable[[str], Any]) -> list[str]:
+    """The names as Transformers sorts them, by the numbers in them."""
+    keys = {}
+    for name in names:
+        try:
+            keys[name] = key(name)
+        except ValueError as error:
+            problem = "Transformers cannot put the name of this weight in order"
+            expected = "numbers of decimal digits"
+            remedy = "save the weights again, under the names of the model"
+            raise UnsupportedError(problem, None, expected, str(error), parameter=name, remedy=remedy) from error
+    return sorted(keys, key=keys.__getitem__)
 
 
 def _convert(name: str, conversion: Any, module: Any) -> dict[str, BoxedTensor]:

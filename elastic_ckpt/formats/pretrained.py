@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.text import counted
@@ -27,6 +28,8 @@ from elastic_ckpt.storage import absolute, file_names, is_folder
 
 _CONTIGUOUS = Remedy("save the weights again, each with .contiguous()")
 _INDEX_OF_ARCHIVES = ".bin.index.json"
+#: Of a name of a weight. Transformers' patterns for names are Python's ``re``, which takes the square of it.
+_MOST_CHARACTERS = 2048
 #: The files of which ``from_pretrained`` takes the first that is there.
 _CHOICES = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}", "pytorch_model.bin", f"pytorch_model{_INDEX_OF_ARCHIVES}")
 
@@ -100,9 +103,23 @@ def no_folder(folder: str) -> NotFoundError:
     return NotFoundError(problem, folder, expected, remedy=remedy)
 
 
+def check_length(path: str, names: Iterable[Any]) -> None:
+    """Raise :class:`DamagedError` if a file has a weight of a name that is longer than any module's. Local."""
+    longest = max((name for name in names if isinstance(name, str)), key=len, default="")
+    if len(longest) > _MOST_CHARACTERS:
+        problem = "a weight of this file has a name that is too long"
+        expected = f"names of at most {_MOST_CHARACTERS} characters"
+        found = f"{longest[:100]}..., of {len(longest)} characters"
+        raise DamagedError(problem, path, expected, found)
+
+
 def _read_file(path: str, trust_pickle: bool) -> WeightsFile:
-    if path.endswith(SUFFIX):
-        return read_header(path)
+    file = read_header(path) if path.endswith(SUFFIX) else _read_archive(path, trust_pickle)
+    check_length(path, file.tensors)
+    return file
+
+
+def _read_archive(path: str, trust_pickle: bool) -> WeightsFile:
     file = open_file(path, trust_pickle)
     refuse_unmade(file)
     if not isinstance(file.tree, Mapping):

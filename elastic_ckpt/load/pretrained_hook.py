@@ -22,7 +22,9 @@ from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.engines.pretrained_names import own_loaders
 from elastic_ckpt.errors import ElasticCkptError, Remedy, UnforeseenError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.objects import read_objects
-from elastic_ckpt.formats.pretrained import other_than_weights
+from elastic_ckpt.formats.pickled import named_errors
+from elastic_ckpt.formats.pretrained import check_length, check_names, other_than_weights
+from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.load.pretrained import PretrainedLoad
 from elastic_ckpt.load.pretrained_remedies import with_ways_for_weights
 from elastic_ckpt.patches import unwrap, wrap
@@ -89,8 +91,8 @@ def _load_pretrained_model(
     why = next((each for each in everybody if each is not None), None)
     if why == "":
         return own_way()
+    index = (load_config.sharded_metadata or {}).get("weight_map", {})
     if why is None:
-        index = (load_config.sharded_metadata or {}).get("weight_map", {})
         folder = _folder_of(checkpoint_files, index)
         rules = load_config.weight_mapping
         load = PretrainedLoad(None, model, folder, configs[0], paths=checkpoint_files, index=index, rules=rules)
@@ -106,12 +108,14 @@ def _load_pretrained_model(
             return LoadStateDictInfo({*weights.missing}, {*weights.unexpected}, mismatched, [], {}, set()), None
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves these weights to Transformers: %s", why)
-    # quantized weights, which every rank reads whole, are neither partitioned nor compared
-    if not (state_dict is not None or load_config.is_quantized or configs[0].trust_pickle):
-        try:
-            state_dict = _unpickled(checkpoint_files or ())
-        except ElasticCkptError as error:
-            raise _with_ways(with_ways_for_weights(error)) from error.__cause__
+    try:
+        with distributed.agree("look at the index"):
+            check_names(_folder_of(checkpoint_files or [""], index), index)
+        # quantized weights, which every rank reads whole, are neither partitioned nor compared
+        if state_dict is None and not load_config.is_quantized:
+            state_dict = _read_for_transformers(checkpoint_files or (), configs[0].trust_pickle)
+    except ElasticCkptError as error:
+        raise _with_ways(with_ways_for_weights(error)) from error.__cause__
     info, offload_index = own_way()
     # of what rank 0 alone copies
     everybodys = distributed.all_gather("load the weights by Transformers", lambda: info.error_msgs)
@@ -131,20 +135,21 @@ def _with_ways(error: ElasticCkptError) -> ElasticCkptError:
     return error
 
 
-def _unpickled(files: Sequence[str]) -> dict[Any, Any] | None:
-    """What Transformers would unpickle, made by this package's reader: on rank 0, tensors without values on others.
+def _read_for_transformers(files: Sequence[str], trust_pickle: bool) -> dict[Any, Any] | None:
+    """What Transformers would read of these files: on rank 0, tensors without values on others.
 
+    Pickles are read by this package's reader. Read by Transformers, what fails on one rank leaves the others waiting.
     ``None`` for files of another kind. Collective.
     """
-    if not files or not all(file.endswith(".bin") for file in files):
+    suffixes = (SUFFIX,) if trust_pickle else (SUFFIX, ".bin")
+    if not files or not all(file.endswith(suffixes) for file in files):
         return None
     made: dict[Any, Any] = {}
 
     def make() -> dict[Any, tuple[tuple[int, ...], torch.dtype] | None]:
         for file in files:
-            content = read_objects(file)
-            if not isinstance(content, Mapping):
-                raise other_than_weights(file, type(content).__name__)
+            content = _content(file)
+            check_length(file, content)
             made.update(content)
         return {
             name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
@@ -158,6 +163,25 @@ def _unpickled(files: Sequence[str]) -> dict[Any, Any] | None:
         name: None if outline is None else torch.empty(outline[0], dtype=outline[1], device="meta")
         for name, outline in outlines.items()
     }
+
+
+def _content(file: str) -> Mapping[Any, Any]:
+    """The weights of a file by name. Local."""
+    if file.endswith(SUFFIX):
+        from transformers.modeling_utils import load_state_dict  # noqa: PLC0415
+
+        with named_errors(file, "a safetensors file of dtypes that torch has"):
+            return load_state_dict(file)
+    content = read_objects(file)
+    if not isinstance(content, Mapping):
+        raise other_than_weights(file, type(content).__name__)
+    for name, value in content.items():
+        if not isinstance(name, str):
+            raise other_than_weights(file, f"a name of type {type(name).__name__}")
+        # on rank 0 alone, other layouts are copied in other ways than those of the tensors without values
+        if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_quantized):
+            raise other_than_weights(file, f"a tensor of layout {value.layout} under {name[:100]!r}")
+    return content
 
 
 def _folder_of(files: Sequence[str], index: Mapping[str, str]) -> str:

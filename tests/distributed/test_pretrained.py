@@ -300,6 +300,28 @@ def with_dtype(name: str) -> Callable[[Path], None]:
     return change
 
 
+def add_scale(folder: Path) -> None:
+    """One more tensor, of a dtype that torch has and Transformers' list of dtypes has not."""
+    shard = shard_of(folder)
+    whole = shard.read_bytes()
+    nbytes = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + nbytes])
+    data = whole[8 + nbytes :]
+    header["scale"] = {"dtype": "F8_E8M0", "shape": [8], "data_offsets": [len(data), len(data) + 8]}
+    text = json.dumps(header).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + data + bytes(8))
+    edit_index(lambda index: index.update(scale=shard.name))(folder)
+
+
+def name_at_length(folder: Path) -> None:
+    """The same, with a name as long as a file may want it."""
+    name = "experts." * 1000
+    with_entry(torch.ones(1))(folder)
+    weights = torch.load(folder / "pytorch_model.bin")
+    weights[name] = weights.pop("more")
+    torch.save(weights, folder / "pytorch_model.bin")
+
+
 def with_config(**widths: int) -> Callable[[Path], None]:
     """The configuration of another model beside the weights."""
 
@@ -418,6 +440,12 @@ HOOK = "refused_by_hook"
         wrong("integers", "MismatchError", "dtype of this weight", with_dtype("I32"), job=HOOK),
         wrong("code", "UnsafePickleError", "safe globals", with_entry(print), job=HOOK),
         wrong("code elsewhere", "UnsafePickleError", "weights_only", with_entry(print), job=HOOK, model="OwnLoader"),
+        wrong("index that leads out, left", "DamagedError", "not in its folder", lead_out, job=HOOK, model="OwnLoader"),
+        wrong("cut, left", "DamagedError", "truncated or unreadable", cut, job=HOOK, model="OwnLoader"),
+        wrong("long name", "DamagedError", "too long", name_at_length, job=HOOK),
+        wrong("long name, left", "DamagedError", "too long", name_at_length, job=HOOK, model="OwnLoader"),
+        wrong("sparse", "UnsupportedError", "weights alone", weight_in_archive(torch.Tensor.to_sparse), job=HOOK),
+        wrong("number", "UnsupportedError", "weights alone", archive({5: torch.ones(1)}), job=HOOK),
         wrong("a list", "UnsupportedError", "does not hold weights alone", listed_weights, job=HOOK),
         wrong("cut archive", "DamagedError", "truncated", cut_archive, job=HOOK, model="OwnLoader"),
         wrong(
@@ -429,6 +457,12 @@ def test_from_pretrained_refuses_wrong_folders_on_every_rank(cell: Cell, facts: 
     cell.expected.check(facts)
     assert [each.kinds[0] for each in facts] == [cell.expected.error] * cell.ranks
     assert len({each.texts for each in facts}) == 1 and all(each.remedies for each in facts)
+
+
+@cells([Cell("scale", LLAMA, "pretrained_jobs.refused_by_hook", 2, LLAMA_CASE, add_scale)])
+def test_what_transformers_reads_on_rank_0_alone_keeps_no_rank_waiting(cell: Cell, facts: list[Refused]) -> None:
+    """Of other ranks, Transformers asks the name of a dtype, which it does not know."""
+    assert [each.texts for each in facts] == [{"loaded without an error"}] * cell.ranks
 
 
 @cells(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,14 @@ def test_other_conversions_are_refused_by_name(
     with pytest.raises(UnsupportedError, match="more than rearrange") as raised:
         live_weights(metadata, model, [loading.WeightConverter("w2.weight", "down_proj.weight", [operation])])
     assert raised.value.parameter == NAME and type(operation).__name__ in str(raised.value.found)
+
+
+@pytest.mark.parametrize("digits", ["²", "9" * 5000])
+def test_names_that_transformers_cannot_sort_are_told(digits: str, model: Any, tmp_path: Path) -> None:
+    metadata = saved(tmp_path, weight=torch.ones(1))
+    (tensor,) = metadata.tensors.values()
+    name = f"model.layers.{digits}.weight"
+    metadata = replace(metadata, tensors={(name, FROZEN): replace(tensor, name=name)})
+    with pytest.raises(UnsupportedError, match="cannot put the name of this weight in order") as caught:
+        live_weights(metadata, model)
+    assert caught.value.parameter == name and caught.value.remedies

@@ -108,3 +108,17 @@ def test_an_index_that_disagrees_and_a_tensor_in_two_files_are_refused(tmp_path:
     both = read_weights(str(tmp_path), [str(tmp_path / "part1.bin"), str(tmp_path / "part2.bin")], False)
     with pytest.raises(MismatchError, match="two files"):
         weights_metadata(str(tmp_path), both)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_a_name_that_is_longer_than_any_modules_is_damage(suffix: str, tmp_path: Path) -> None:
+    """Transformers' patterns for names would take the square of its length."""
+    path = tmp_path / f"weights{suffix}"
+    for name, is_damaged in (("experts." * 256, False), ("experts." * 256 + "w", True)):
+        (save_file if suffix == ".safetensors" else torch.save)({name: torch.ones(1)}, path)
+        if not is_damaged:
+            assert [*read_weights(str(tmp_path), [str(path)], False)[0].tensors] == [name]
+            continue
+        with pytest.raises(DamagedError, match="a name that is too long") as caught:
+            read_weights(str(tmp_path), [str(path)], False)
+        assert caught.value.file == str(path) and "2049 characters" in str(caught.value.found)
