@@ -229,11 +229,15 @@ def _owners(files: Sequence[WeightsFile]) -> dict[tuple[bool, str], int]:
         for name in file.tensors:
             first = owner.setdefault((_stem(os.path.basename(file.path)) == _OPTIMIZER, name), number)
             if first != number:
-                problem = "two files of this folder have a tensor of one name"
-                remedy = "remove the one that is foreign"
-                both = "one file for each tensor", f"also in {files[first].path}"
-                raise MismatchError(problem, file.path, *both, parameter=name, remedy=remedy)
+                raise in_two_files(name, file.path, files[first].path)
     return owner
+
+
+def in_two_files(name: str, path: str, other: str) -> MismatchError:
+    """The error for a tensor that another file of the folder has, too."""
+    problem = "two files of this folder have a tensor of one name"
+    remedy = "remove the one that is foreign"
+    return MismatchError(problem, path, "one file for each tensor", f"also in {other}", parameter=name, remedy=remedy)
 
 
 def metadata_of(

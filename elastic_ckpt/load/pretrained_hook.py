@@ -20,11 +20,18 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, read_config
 from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.engines.pretrained_names import own_loaders
-from elastic_ckpt.errors import ElasticCkptError, Remedy, UnforeseenError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.errors import (
+    ElasticCkptError,
+    Remedy,
+    UnforeseenError,
+    UnsafePickleError,
+    UnsupportedError,
+    printable_errors,
+)
 from elastic_ckpt.formats.objects import read_objects
 from elastic_ckpt.formats.pickled import named_errors
 from elastic_ckpt.formats.pretrained import check_length, check_names, other_than_weights
-from elastic_ckpt.formats.safetensors import SUFFIX
+from elastic_ckpt.formats.safetensors import SUFFIX, in_two_files
 from elastic_ckpt.load.pretrained import PretrainedLoad
 from elastic_ckpt.load.pretrained_remedies import with_ways_for_weights
 from elastic_ckpt.patches import unwrap, wrap
@@ -109,11 +116,12 @@ def _load_pretrained_model(
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves these weights to Transformers: %s", why)
     try:
-        with distributed.agree("look at the index"):
-            check_names(_folder_of(checkpoint_files or [""], index), index)
-        # quantized weights, which every rank reads whole, are neither partitioned nor compared
-        if state_dict is None and not load_config.is_quantized:
-            state_dict = _read_for_transformers(checkpoint_files or (), configs[0].trust_pickle)
+        with printable_errors():
+            with distributed.agree("look at the index"):
+                check_names(_folder_of(checkpoint_files or [""], index), index)
+            # quantized weights, which every rank reads whole, are neither partitioned nor compared
+            if state_dict is None and not load_config.is_quantized:
+                state_dict = _read_for_transformers(checkpoint_files or (), configs[0].trust_pickle)
     except ElasticCkptError as error:
         raise _with_ways(with_ways_for_weights(error)) from error.__cause__
     info, offload_index = own_way()
@@ -145,11 +153,15 @@ def _read_for_transformers(files: Sequence[str], trust_pickle: bool) -> dict[Any
     if not files or not all(file.endswith(suffixes) for file in files):
         return None
     made: dict[Any, Any] = {}
+    owner: dict[Any, str] = {}
 
     def make() -> dict[Any, tuple[tuple[int, ...], torch.dtype] | None]:
         for file in files:
             content = _content(file)
             check_length(file, content)
+            for name in content:
+                if owner.setdefault(name, file) != file:
+                    raise in_two_files(name, file, owner[name])
             made.update(content)
         return {
             name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None

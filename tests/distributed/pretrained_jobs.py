@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from tests.distributed.facts import Refused, attempt, log_lines
 from tests.distributed.jobs import SPOILS, spoiled
 from tests.distributed.kept import close_kept, engine_of
 from tests.distributed.model import PRECISIONS, Setup, build_engine, close
+from tests.hostile_text import controls_in
 
 #: Where weights are loaded into: an engine, or a module that gets its engine afterwards: under ``deepspeed.zero.Init``,
 #: or on the meta device.
@@ -275,6 +277,18 @@ def refused_by_hook(case: Case) -> list[Refused]:
     except elastic_ckpt.ElasticCkptError as error:
         kinds, texts, remedies = tuple(each.__name__ for each in type(error).__mro__), str(error), error.remedies
     return [Refused(case, kinds, frozenset([texts]), frozenset(), (), remedies)]
+
+
+def controls_of_hook(case: Case) -> list[list[str]]:
+    """The same; what a terminal must not get of the traceback of the error."""
+    close_kept()
+    try:
+        with noting_loads():
+            _from_pretrained(case)
+    except elastic_ckpt.ElasticCkptError as error:
+        lines = traceback.format_exception(error)
+        return [controls_in("".join(lines), "\n") if any("SafetensorError" in line for line in lines) else lines]
+    return [["loaded without an error"]]
 
 
 def errors_of_transformers(case: Case) -> list[str]:

@@ -20,6 +20,7 @@ from tests.distributed.facts import Refused, Refuses
 from tests.distributed.model import Setup
 from tests.distributed.pretrained_folders import MODELS
 from tests.distributed.pretrained_jobs import ENGINE, META, MODULE, Hooked
+from tests.hostile_text import HOSTILE_UTF8
 
 #: Where to: engines of each stage, and modules of ZeRO-3 before they have one.
 PLACES = [
@@ -313,6 +314,13 @@ def add_scale(folder: Path) -> None:
     edit_index(lambda index: index.update(scale=shard.name))(folder)
 
 
+def name_badly(folder: Path) -> None:
+    """A tensor that begins nowhere, with a name that does something to a terminal."""
+    shard = shard_of(folder)
+    text = json.dumps({HOSTILE_UTF8: {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+
+
 def name_at_length(folder: Path) -> None:
     """The same, with a name as long as a file may want it."""
     name = "experts." * 1000
@@ -442,6 +450,7 @@ HOOK = "refused_by_hook"
         wrong("code elsewhere", "UnsafePickleError", "weights_only", with_entry(print), job=HOOK, model="OwnLoader"),
         wrong("index that leads out, left", "DamagedError", "not in its folder", lead_out, job=HOOK, model="OwnLoader"),
         wrong("cut, left", "DamagedError", "truncated or unreadable", cut, job=HOOK, model="OwnLoader"),
+        wrong("in two shards, left", "MismatchError", "tensor of one name", save_twice, job=HOOK, model="OwnLoader"),
         wrong("long name", "DamagedError", "too long", name_at_length, job=HOOK),
         wrong("long name, left", "DamagedError", "too long", name_at_length, job=HOOK, model="OwnLoader"),
         wrong("sparse", "UnsupportedError", "weights alone", weight_in_archive(torch.Tensor.to_sparse), job=HOOK),
@@ -457,6 +466,13 @@ def test_from_pretrained_refuses_wrong_folders_on_every_rank(cell: Cell, facts: 
     cell.expected.check(facts)
     assert [each.kinds[0] for each in facts] == [cell.expected.error] * cell.ranks
     assert len({each.texts for each in facts}) == 1 and all(each.remedies for each in facts)
+
+
+@cells([Cell("text", LLAMA, "pretrained_jobs.controls_of_hook", 2, {**LLAMA_CASE, "model": "OwnLoader"}, name_badly)])
+def test_what_the_library_of_safetensors_says_of_a_file_controls_no_terminal(
+    cell: Cell, facts: list[list[str]]
+) -> None:
+    assert facts == [[]] * cell.ranks
 
 
 @cells([Cell("scale", LLAMA, "pretrained_jobs.refused_by_hook", 2, LLAMA_CASE, add_scale)])
