@@ -162,8 +162,18 @@ def halve(values: torch.Tensor) -> torch.Tensor:
     return values / 2
 
 
-def mean_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(scores.float().flatten(0, 1), labels.flatten())
+def waves(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An embedding without parameters."""
+    return torch.sin(tokens.unsqueeze(-1) * torch.arange(1, HIDDEN + 1) / HIDDEN).to(dtype)
+
+
+def scores(values: torch.Tensor) -> torch.Tensor:
+    """Scores of twice as many rows as there are features, without parameters."""
+    return torch.cat([values, values.flip(-1)], -1)
+
+
+def mean_loss(values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(values.float().flatten(0, 1), labels.flatten())
 
 
 class FusedBlock(nn.Module):

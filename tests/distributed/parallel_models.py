@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -36,6 +37,8 @@ from tests.distributed.parallel_layers import (
     halve,
     logits,
     mean_loss,
+    scores,
+    waves,
 )
 from tests.distributed.parallel_layouts import cut_of, piece_of, whole_shape
 
@@ -45,6 +48,7 @@ TOKENS = 61
 #: A model that is in bf16 by itself, of whose precision DeepSpeed is told nothing.
 NATIVE = "bf16_model"
 PRECISIONS: dict[str, dict[str, Any]] = {**OF_ANY_MODEL, NATIVE: {}}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,10 @@ def megatron_loss(engine: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline_model(parallel: Parallel) -> tuple[nn.Module, Any]:
-    """Nine layers: tied embedding and head, positions, four blocks of two kinds, a function, a norm. Collective."""
+    """Nine layers: tied embedding and head, positions, four blocks of two kinds, a function, a norm. Collective.
+
+    Or four equal blocks between functions.
+    """
     dp, group = parallel.dp, None
     for start in range(0, dist.get_world_size(), parallel.tp):
         members = range(start, start + parallel.tp)
@@ -185,7 +192,10 @@ def pipeline_model(parallel: Parallel) -> tuple[nn.Module, Any]:
         LayerSpec(nn.LayerNorm, HIDDEN),
         TiedLayerSpec("embed", Vocabulary, parallel.rows, group, forward_fn=logits),
     ]
-    kind = DualPipeVModule if parallel.kind == "dualpipev" else PipelineModule
+    if parallel.kind.startswith("even"):
+        dtype = DTYPES.get(parallel.precision[:4], torch.float32)
+        layers = [partial(waves, dtype=dtype), *(LayerSpec(PlainBlock, group) for _ in range(4)), scores]
+    kind = DualPipeVModule if parallel.kind in ("dualpipev", "even_dualpipev") else PipelineModule
     return kind(layers, topology=topology, loss_fn=mean_loss, partition_method=parallel.style), None
 
 
@@ -197,7 +207,7 @@ def micro_batches(rows: torch.Tensor, parallel: Parallel) -> Iterator[tuple[torc
 
 def micro_batch_size(rows: int, parallel: Parallel) -> int:
     """Of a pipeline: several of them where there are enough rows; DualPipeV wants four for two ranks."""
-    if parallel.kind == "dualpipev":
+    if parallel.kind.endswith("dualpipev"):
         return max(1, rows // (2 * parallel.pp))
     return 3 if rows % 3 == 0 else 2
 
@@ -263,6 +273,8 @@ MODELS = {
     "pipeline": pipeline_model,
     "dualpipev": pipeline_model,
     "3d": pipeline_model,
+    "even": pipeline_model,
+    "even_dualpipev": pipeline_model,
     "autotp": autotp_model,
 }
 LOSSES = {"megatron": megatron_loss, "autotp": autotp_loss}

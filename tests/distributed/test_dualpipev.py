@@ -72,3 +72,69 @@ def test_states_of_equal_layers_may_be_those_of_either_class(
     for refused, wrong in facts:
         Refuses("MismatchError", ("DualPipeVModule", "load_module_only=True")).check([refused])
         assert wrong == {}
+
+
+def even(precision: str, pp: int = 2, kind: str = "even") -> Parallel:
+    """Four equal layers without ZeRO, which either class may have divided."""
+    return Parallel(kind, "parameters", pp=pp, precision=precision)
+
+
+def even_dual(precision: str) -> Parallel:
+    return even(precision, kind="even_dualpipev")
+
+
+#: By which losses may differ where other ranks add up gradients in 16 bits.
+ROUNDING_OF_16_BITS = 3e-2
+
+
+@cells(
+    [
+        Cell(
+            f"{source.name} to {target.name}-n{ranks}",
+            Save(source, job="parallel_jobs.save_each"),
+            "parallel_jobs.resume",
+            ranks,
+            {"setup": target},
+            expected=Resumes("native", ROUNDING_OF_16_BITS),
+        )
+        for source, targets in (
+            # slices of flat masters have names
+            (even("bf16"), [(2, even("bf16")), (2, even("bf16", pp=1)), (4, even("bf16")), (2, even_dual("bf16"))]),
+            (even_dual("bf16"), [(2, even("bf16")), (2, even("bf16", pp=1)), (2, even_dual("bf16"))]),
+            # masters are compared with the weights
+            (even("fp16"), [(2, even("fp16")), (4, even("fp16"))]),
+            (even_dual("fp16"), [(2, even_dual("fp16"))]),
+        )
+        for ranks, target in targets
+    ]
+)
+def test_masters_tell_equal_layers_in_16_bits(cell: Cell, facts: list[Loaded]) -> None:
+    cell.expected.check(facts)
+
+
+OF_OTHERS = ("MismatchError", ("this parameter's are not those of its weights",))
+NOT_KNOWN = ("UnsupportedError", ("which stage had which parameters is not known", "load_module_only=True"))
+
+
+@cells(
+    [
+        Cell(
+            f"{source.name} to {target.name}",
+            Save(source, job="parallel_jobs.save_each"),
+            "parallel_jobs.refuse",
+            2,
+            {"setup": target},
+            expected=Refuses(error, words),
+            fits=(Save(even_dual("bf16"), job="parallel_jobs.save_each"), {"setup": even("bf16")}),
+        )
+        for source, target, (error, words) in (
+            (even("fp16"), even_dual("fp16"), OF_OTHERS),
+            (even_dual("fp16"), even("fp16"), OF_OTHERS),
+            (even("fp16"), even("fp16", pp=1), NOT_KNOWN),
+            (even("fp32"), even("fp32", pp=1), NOT_KNOWN),
+            (even_dual("fp32"), even("fp32", pp=1), NOT_KNOWN),
+        )
+    ]
+)
+def test_equal_layers_of_other_stages_or_of_the_other_class_are_refused(cell: Cell, facts: list[Refused]) -> None:
+    cell.expected.check(facts)

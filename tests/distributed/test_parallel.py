@@ -234,6 +234,8 @@ def numbered(pp: int, kind: tuple[str, str] = PIPELINE, **more: Any) -> Parallel
 
 
 IN_BF16 = {"precision": NATIVE}
+#: Of masters in fp32, and by which losses may differ.
+IN_16_BITS = {"bf16": BF16, "fp16": BF16, "fp16_static": BF16}
 NUMBERED_STAGES = [
     *each(
         [NUMBERED],
@@ -247,6 +249,18 @@ NUMBERED_STAGES = [
     *each([saved(4, numbered(2)), saved(1, numbered(1))], (2, numbered(2))),
     *each([saved(2, numbered(2, **IN_BF16))], (4, numbered(2, **IN_BF16)), expected=Resumes("native", BF16)),
     *each([saved(4, numbered(2, **IN_BF16))], (2, numbered(2, **IN_BF16)), expected=Resumes("native", BF16)),
+    # fp32 masters beside weights in 16 bits: of bf16 flat ones, of fp16 one for each parameter or flat ones
+    *(
+        cell
+        for precision, rounding in IN_16_BITS.items()
+        for cell in each(
+            [saved(2, numbered(2, precision=precision))],
+            (2, numbered(2, precision=precision)),
+            (4, numbered(2, precision=precision)),
+            (2, numbered(1, precision=precision)),
+            expected=Resumes("native", rounding),
+        )
+    ),
     # in an order of the user's own, which fits on the same stages
     *each([REVERSED], (4, REVERSED.setup)),
     *each([saved(4, numbered(2, THREE, tp=2))], (2, numbered(2, THREE)), (2, numbered(1, THREE, tp=2))),
