@@ -317,6 +317,14 @@ class CheckpointMetadata:
         return {name: frozenset(found) for name, found in keys.items()}
 
     @cached_property
+    def aliases_of(self) -> Mapping[str, Sequence[str]]:
+        """The tied names without data of their own, by the name that holds it."""
+        found: dict[str, list[str]] = {}
+        for alias, holder in self.aliases.items():
+            found.setdefault(holder, []).append(alias)
+        return found
+
+    @cached_property
     def _names(self) -> Mapping[str, Sequence[str]]:
         found: dict[str, list[str]] = {}
         for name, key in self.tensors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -19,7 +19,14 @@ from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import TrainingState, left_in_file
-from elastic_ckpt.errors import ElasticCkptError, LayoutError, MismatchError, MissingFilesError, listed
+from elastic_ckpt.errors import (
+    ElasticCkptError,
+    LayoutError,
+    MismatchError,
+    MissingFilesError,
+    UnsupportedError,
+    listed,
+)
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences, find_drift, united, without_untrained
 from elastic_ckpt.report import progress_bar
@@ -34,6 +41,8 @@ MISSING = "missing"
 _EXTRA_STATES = "extra states of modules"
 _LOSS_SCALE = "loss scale"
 _MIB = 1 << 20
+#: Hyperparameters of all pairs of param groups; a group of each layer has a dozen.
+_MOST_HYPERPARAMETERS = 1 << 18
 #: Of each side, why it is without optimizer states; ``None``: it has them.
 Without = tuple[ElasticCkptError | None, ElasticCkptError | None]
 _ONE_CHUNK = ReadOptions(threads=1, chunk_nbytes=16 * _MIB, staging_nbytes=16 * _MIB)
@@ -151,8 +160,10 @@ def compare(
 
 def _kinds(equal: Mapping[str, int], found: Sequence[tuple[str, Difference]]) -> dict[str, dict[str, float | str]]:
     kinds: dict[str, dict[str, float | str]] = {}
-    for kind in sorted({*equal, *(kind for kind, _ in found)}, key=lambda kind: (kind not in WEIGHTS, kind)):
-        mine = [each for of, each in found if of == kind]
+    by_kind: dict[str, list[Difference]] = {kind: [] for kind in equal}
+    for kind, each in found:
+        by_kind.setdefault(kind, []).append(each)
+    for kind, mine in sorted(by_kind.items(), key=lambda item: (item[0] not in WEIGHTS, item[0])):
         counts = (sum(each.what == what for each in mine) for what in (DIFFERS, MISSING))
         apart = max((each.max_abs for each in mine if each.max_abs is not None), default="")
         names = ("equal", DIFFERS, MISSING, "largest")
@@ -262,13 +273,9 @@ def _facts(
         )
         for key in sorted({*mine, *theirs}):
             yield key, _fact(name, key, mine.get(key), theirs.get(key))
-    for pair in dict.fromkeys((mine.group, theirs.group) for _, mine, theirs in shared):  # numbers may differ
-        group = left.groups[pair[0]]
-        other = right.groups[pair[1]]
-        for key in sorted({*group, *other}, key=str):
-            of_degree = key == "name" and group.get("moe")  # ep_size_2
-            if not (str(key).startswith("_ds_") or of_degree):
-                yield "hyperparameters", _fact(f"param group {pair[0]}", str(key), group.get(key), other.get(key))
+    pairs = dict.fromkeys((mine.group, theirs.group) for _, mine, theirs in shared)  # numbers may differ
+    for fact in _of_groups(left, right, pairs):
+        yield "hyperparameters", fact
     for key in ("global_steps", "global_samples", "skipped_steps"):
         yield "counters", _fact(key, "counter", *(state.counters.get(key) for state in training))
     scales = [state.loss_scale for state in training]
@@ -276,6 +283,33 @@ def _facts(
     yield _LOSS_SCALE, _fact(_LOSS_SCALE, "", *values)
     yield from _of_extra_states(left, right)
     yield "lr scheduler", _fact("lr scheduler", "", *(repr(state.lr_scheduler) for state in training))
+
+
+def _of_groups(
+    left: CheckpointMetadata, right: CheckpointMetadata, pairs: Iterable[tuple[int, int]]
+) -> Iterator[Difference | None]:
+    """Hyperparameters of pairs of param groups that have parameters in common: one group may be in many pairs."""
+    compared = 0
+    texts: dict[int, str] = {}  # a value may be long, and is compared in each pair
+
+    def text(value: Any) -> str:
+        if id(value) not in texts:
+            texts[id(value)] = repr(value)
+        return texts[id(value)]
+
+    for pair in pairs:
+        group = left.groups[pair[0]]
+        other = right.groups[pair[1]]
+        compared += len(group) + len(other)
+        if compared > _MOST_HYPERPARAMETERS:
+            problem = "the param groups of these checkpoints have too many hyperparameters to be compared"
+            expected = f"at most {_MOST_HYPERPARAMETERS} in all pairs of groups with a parameter in common"
+            found = f"{compared} and more, in {len(left.groups)} and {len(right.groups)} groups"
+            raise UnsupportedError(problem, left.source.folder, expected, found, remedy="compare other checkpoints")
+        for key in sorted({*group, *other}, key=str):
+            of_degree = key == "name" and group.get("moe")  # ep_size_2
+            if not (str(key).startswith("_ds_") or of_degree):
+                yield _fact(f"param group {pair[0]}", str(key), group.get(key), other.get(key), text=text)
 
 
 def _of_extra_states(left: CheckpointMetadata, right: CheckpointMetadata) -> Iterator[tuple[str, Difference | None]]:
@@ -311,12 +345,12 @@ def _not_understood(first: CheckpointMetadata, second: CheckpointMetadata) -> tu
     return differences, notes
 
 
-def _fact(name: str, key: str, mine: Any, theirs: Any) -> Difference | None:
-    if mine == theirs or repr(mine) == repr(theirs):
+def _fact(name: str, key: str, mine: Any, theirs: Any, *, text: Callable[[Any], str] = repr) -> Difference | None:
+    if mine == theirs or text(mine) == text(theirs):
         return None
     apart = abs(mine - theirs) if isinstance(mine, int | float) and isinstance(theirs, int | float) else None
     what = MISSING if None in (mine, theirs) else DIFFERS
-    return Difference(name, key, what, f"{mine!r:.120} and {theirs!r:.120}", apart)
+    return Difference(name, key, what, f"{text(mine):.120} and {text(theirs):.120}", apart)
 
 
 def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: int) -> Iterator[Finding]:

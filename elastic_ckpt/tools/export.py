@@ -192,7 +192,7 @@ def _write(
         expected = "5GB, 500MB, or a number of bytes"
         raise ConfigError("this is not a shard size", expected=expected, found=repr(limit)) from error
     for file, names in plan.filename_to_tensors.items():
-        tied = {alias: name for alias, name in reader.metadata.aliases.items() if name in names}
+        tied = {alias: name for name in names for alias in reader.metadata.aliases_of.get(name, ())}
         shard = {name: tensors[name] for name in names}
         _save(place / file, reader, shard, {**tied, **facts, "format": "pt"})
         advance(sum(map(_nbytes, shard.values())))
@@ -284,10 +284,13 @@ def optimizer_facts(metadata: CheckpointMetadata, names: Collection[str]) -> dic
     ``scalars``: FQN -> scalar states (``{"w": {"step": 3}}``); ``param_groups``: hyperparameters of each param group,
     and under ``params`` the FQNs of its parameters, of those that are exported.
     """
-    owned = {name: saved.group for name, saved in metadata.parameters.items() if name in names}
+    owned = [name for name in metadata.parameters if name in names]
     scalars = {name: found for name in owned if (found := scalars_of(metadata, name))}
+    members: dict[int, list[str]] = {}
+    for name in owned:
+        members.setdefault(metadata.parameters[name].group, []).append(name)
     groups = [
-        {**_as_json(plain(common(group))), "params": [name for name, of in owned.items() if of == number]}
+        {**_as_json(plain(common(group))), "params": members.get(number, [])}
         for number, group in enumerate(metadata.groups)
     ]
     return {"scalars": json.dumps(_as_json(scalars)), "param_groups": json.dumps(groups)}
@@ -315,7 +318,7 @@ def selected(
     Patterns are regular expressions, searched for anywhere in the name. Raises :class:`ConfigError` for one that is
     invalid or matches nothing, or if nothing is selected.
     """
-    names = {name: [name, *(alias for alias, of in metadata.aliases.items() if of == name)] for name in weights}
+    names = {name: [name, *metadata.aliases_of.get(name, ())] for name in weights}
 
     def matching(pattern: str) -> set[str]:
         try:

@@ -7,7 +7,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Literal
 
 from elastic_ckpt.config import ElasticConfig
@@ -48,6 +48,8 @@ NOTE: Level = "note"
 #: Roles of a parameter; buffers and frozen weights have their key. ``WEIGHT``: it is unknown whether it was trained.
 WEIGHT = "weight"
 SCALAR = "scalar"
+#: Keys that a finding names: each of many parameters may lack thousands.
+_MOST_KEYS = 8
 
 
 @dataclass(frozen=True)
@@ -165,20 +167,22 @@ def _extra_state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
 def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Members of a param group have the same states; without ZeRO, as in DCP, those without gradients have none."""
     may_lack_all = metadata.source.format == "dcp" or (metadata.source.zero_stage == 0 and metadata.source.by_rank)
-    for group in range(len(metadata.groups)):
-        states = {
-            name: {
+    named = set(chain.from_iterable(metadata.states.missing.values()))
+    groups: dict[int, dict[str, set[str]]] = {}
+    for name, saved in metadata.parameters.items():
+        if (name, MASTER) in metadata.tensors:  # the others are reported above
+            groups.setdefault(saved.group, {})[name] = {
                 *metadata.keys_by_name.get(name, ()),
                 *(key for key, value in saved.scalars if value is not None),  # as some optimizers leave one unused
             }
-            for name, saved in metadata.parameters.items()
-            if saved.group == group and (name, MASTER) in metadata.tensors  # the others are reported above
-        }
-        every = set().union(*states.values())
+    for _, states in sorted(groups.items()):
+        every = sorted(set().union(*states.values()))
         for name, present in states.items():
-            is_named = any(name in names for names in metadata.states.missing.values())
-            if (lost := every - present) and (present or not may_lack_all) and not is_named:
-                text = f"no {', '.join(sorted(lost))} of this parameter, but of others in its param group"
+            lost = len(every) - len(present)
+            if lost and (present or not may_lack_all) and name not in named:
+                first = islice((key for key in every if key not in present), _MOST_KEYS)
+                more = f" and {lost - _MOST_KEYS} more" if lost > _MOST_KEYS else ""
+                text = f"no {', '.join(first)}{more} of this parameter, but of others in its param group"
                 yield Finding(ERROR, "state-missing", text, name, metadata.source.folder)
 
 
@@ -272,12 +276,10 @@ def inspected(
         keys.setdefault(name, []).append(key)
     with_data = [name for name in keys if tensor_of(metadata, name) is not None]
     layouts = virtual_layouts(metadata, with_data, 1, rules, unknown)
-    tied: dict[str, list[str]] = defaultdict(list)
-    for alias, holder in metadata.aliases.items():
-        tied[holder].append(alias)
     shapes = {name: layout.shapes[0] for name, layout in layouts.items()}
     parameters = [
-        _entry(metadata, name, mine, bool(refused)) | {"shape": shapes.get(name), "tied": tied[name]}
+        _entry(metadata, name, mine, bool(refused))
+        | {"shape": shapes.get(name), "tied": list(metadata.aliases_of.get(name, ()))}
         for name, mine in keys.items()
     ]
     by_problem: dict[str, list[str]] = defaultdict(list)  # at the saved degree, a load needs no layout

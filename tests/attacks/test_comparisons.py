@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, SourceFile, TensorMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.values import TrainingState
+from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats import merging, shards
 from elastic_ckpt.formats.dcp import _Builder
 from elastic_ckpt.formats.dcp_entries import CommonState, Entries
@@ -22,6 +25,9 @@ from elastic_ckpt.formats.leftovers import find_leftovers
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.saved_states import with_strangers
 from elastic_ckpt.planning import live_names
+from elastic_ckpt.tools import comparison, export, inspection
+from elastic_ckpt.tools.conversion.dcp import _paths_of
+from elastic_ckpt.tools.logical import LogicalTensor
 
 COUNT = 100
 
@@ -123,6 +129,107 @@ def test_members_are_assigned_without_a_look_at_all_groups() -> None:
     assert live_names._assigned(twice, ["a", "b"]) is None  # type: ignore[arg-type]
     mixed = SimpleNamespace(is_flat=False, shapes=[[(1,), None], [(2,)]], weights={"a": (1,), "b": (3,), "c": (2,)})
     assert live_names._assigned(mixed, ["a", "b", "c"]) == [["a", "b"], ["c"]]  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def of_many_groups() -> CheckpointMetadata:
+    """Each parameter with a param group, a name that is tied to it and a state that no other has."""
+    names = [f"p{number}" for number in range(COUNT)]
+    chunk = StorageChunk(FlatRange(0, 4), 0, 0)
+    keys = [(name, key) for number, name in enumerate(names) for key in ("fp32", f"state{number}")]
+    return CheckpointMetadata(
+        SourceFacts("native", "/ckpt", "step", 1, 2, "0.19.8"),
+        (SourceFile("/ckpt/a", 99),),
+        Walked((name, SavedParameter((4,), number, ())) for number, name in enumerate(names)),
+        Walked((at, TensorMetadata(*at, (4,), "float32", chunks_of(chunk))) for at in keys),
+        ({},) * COUNT,
+        aliases=Walked((f"tied{number}", name) for number, name in enumerate(names)),
+    )
+
+
+def test_tied_names_are_met_once_for_all_parameters(of_many_groups: CheckpointMetadata) -> None:
+    Walked.times = 0
+    weights = dict.fromkeys(of_many_groups.parameters)
+    chosen = export.selected(of_many_groups, weights, ["tied7$"], [])  # type: ignore[arg-type]
+    assert list(chosen) == ["p7"]
+    logical = (LogicalTensor(name, "fp32", (4,), "float32") for name in of_many_groups.parameters)
+    paths = [path for each in logical for path in _paths_of(each, of_many_groups)]
+    assert paths[:2] == [("model", "p0"), ("model", "tied0")]
+    assert len(paths) == 2 * COUNT
+    assert Walked.times <= 5
+
+
+def test_parameters_are_met_once_for_all_param_groups(of_many_groups: CheckpointMetadata) -> None:
+    Walked.times = 0
+    facts = export.optimizer_facts(of_many_groups, set(of_many_groups.parameters))
+    assert json.loads(facts["param_groups"]) == [{"params": [name]} for name in of_many_groups.parameters]
+    assert not list(inspection._state_findings(of_many_groups))
+    assert Walked.times <= 9
+
+
+def test_a_finding_names_the_first_of_many_states_that_a_parameter_lacks(of_many_groups: CheckpointMetadata) -> None:
+    parameters = {name: replace(saved, group=0) for name, saved in of_many_groups.parameters.items()}
+    findings = list(inspection._state_findings(replace(of_many_groups, parameters=parameters)))
+    assert [finding.parameter for finding in findings] == list(parameters)
+    assert findings[0].text.startswith("no state1, state10, state11, ")
+    assert f" and {COUNT - 1 - 8} more of this parameter" in findings[0].text
+    assert all(len(finding.text) < 200 for finding in findings)
+
+
+class Kind(str):
+    """A key of states that counts how often any is compared."""
+
+    times = 0
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Kind.times += 1
+        return str.__eq__(self, other)
+
+
+def test_differences_are_met_once_for_all_kinds_of_states() -> None:
+    kinds = [Kind(f"state{number}") for number in range(COUNT)]
+    found = [
+        (kind, comparison.Difference("p", kind, comparison.MISSING, "", float(at))) for at, kind in enumerate(kinds)
+    ]
+    Kind.times = 0
+    rows = comparison._kinds({Kind("equal"): 3}, found)
+    assert rows["state7"] == {"equal": 0, "differs": 0, "missing": 1, "largest": 7.0}
+    assert rows["equal"] == {"equal": 3, "differs": 0, "missing": 0, "largest": ""}
+    assert Kind.times <= 9 * COUNT
+
+
+def test_a_param_group_with_many_values_is_not_compared_with_each_of_many(
+    of_many_groups: CheckpointMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = {name: replace(saved, group=0) for name, saved in of_many_groups.parameters.items()}
+    values = {f"value{number}": Compared(number) for number in range(COUNT)}
+    left = replace(of_many_groups, parameters=one, groups=(values,))
+    training = (TrainingState.after(0), TrainingState.after(0))
+    facts = [fact for kind, fact in comparison._facts(left, of_many_groups, training) if kind == "hyperparameters"]
+    assert len(facts) == COUNT * COUNT  # of so few, all
+    monkeypatch.setattr(comparison, "_MOST_HYPERPARAMETERS", 10 * COUNT)
+    Compared.times = 0
+    with pytest.raises(UnsupportedError, match="too many hyperparameters"):
+        list(comparison._facts(left, of_many_groups, training))
+    assert Compared.times <= 30 * COUNT
+
+
+def test_a_long_value_is_written_out_once_for_all_param_groups(of_many_groups: CheckpointMetadata) -> None:
+    class Long:
+        times = 0
+
+        def __repr__(self) -> str:
+            Long.times += 1
+            return "long"
+
+    one = {name: replace(saved, group=0) for name, saved in of_many_groups.parameters.items()}
+    left = replace(of_many_groups, parameters=one, groups=({"value": Long()},))
+    training = (TrainingState.after(0), TrainingState.after(0))
+    facts = [fact for _, fact in comparison._facts(left, of_many_groups, training) if fact is not None]
+    assert [fact.detail for fact in facts] == ["long and None"] * COUNT
+    assert Long.times == 1
 
 
 class Rank(int):

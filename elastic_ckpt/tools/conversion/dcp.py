@@ -74,7 +74,7 @@ def _paths_of(tensor: LogicalTensor, metadata: CheckpointMetadata) -> Iterator[t
     """Where a tensor is in the state dict; tied weights are there under each name."""
     if tensor.key in WEIGHTS:
         yield "model", tensor.name
-        yield from (("model", alias) for alias, name in metadata.aliases.items() if name == tensor.name)
+        yield from (("model", alias) for alias in metadata.aliases_of.get(tensor.name, ()))
     else:
         yield "optim", "state", tensor.name, tensor.key
 
