@@ -32,8 +32,9 @@ _MOST_TRIED = 12
 _MOST_RULES = 8
 #: Places at which a pair of names may differ.
 _MOST_CHANGES = 2
-#: Characters of a name.
+#: Characters of a name, and segments, of which frameworks' names have a dozen.
 _MOST_CHARACTERS = 500
+_MOST_SEGMENTS = 32
 _WORD = re.compile(r"[a-z]+|[A-Z][a-z]*|\d+")
 _ESCAPED = re.compile(r"\\|\(\.\*\)")
 #: The form of a rule, where none is found.
@@ -62,8 +63,8 @@ def propose_renames(saved: Shapes, live: Shapes) -> Renames:
     Names that both have stay as they are. Without rules if none is found, or if others would do as well.
     """
     kept = saved.keys() & live.keys()
-    left = {name: shape for name, shape in saved.items() if name not in kept and len(name) <= _MOST_CHARACTERS}
-    free = {name: shape for name, shape in live.items() if name not in kept and len(name) <= _MOST_CHARACTERS}
+    left = {name: shape for name, shape in saved.items() if name not in kept and _is_short(name)}
+    free = {name: shape for name, shape in live.items() if name not in kept and _is_short(name)}
     rules: list[Rule] = []
     while left and free and len(rules) < _MOST_RULES:
         rule, settled = _best_rule(left, free, kept)
@@ -79,6 +80,11 @@ def propose_renames(saved: Shapes, live: Shapes) -> Renames:
     if _has_a_choice(rules, pairs, saved, live):
         return Renames()
     return Renames(tuple(rules), tuple(sorted(pairs.items()))) if pairs and is_unique else Renames()
+
+
+def _is_short(name: str) -> bool:
+    """Whether a name is as short as frameworks' names are: of others, too much would have to be compared."""
+    return len(name) <= _MOST_CHARACTERS and name.count(".") < _MOST_SEGMENTS
 
 
 def _best_rule(saved: Shapes, live: Shapes, kept: Iterable[str]) -> tuple[Rule, dict[str, str]]:
@@ -110,8 +116,8 @@ def _settled(saved: Shapes, live: Shapes, rules: RenameRules, kept: Iterable[str
 
 def _has_a_choice(rules: RenameRules, pairs: Mapping[str, str], saved: Shapes, live: Shapes) -> bool:
     """Whether another rule in the place of one would do as well, for all names that go by it."""
-    only_saved = _Neighbours({name: shape for name, shape in saved.items() if name not in live})
-    only_live = _Neighbours({name: shape for name, shape in live.items() if name not in saved})
+    only_saved = _Neighbours({name: shape for name, shape in saved.items() if name not in live}, pairs)
+    only_live = _Neighbours({name: shape for name, shape in live.items() if name not in saved}, pairs.values())
     by_rule: dict[str, list[tuple[str, str]]] = {}
     for old, new in pairs.items():
         pattern = next(pattern for pattern, _ in rules if re.search(pattern, old))
@@ -125,11 +131,23 @@ def _has_a_choice(rules: RenameRules, pairs: Mapping[str, str], saved: Shapes, l
 
 
 class _Neighbours:
-    """The names that differ from one in a single segment, among those of one side."""
+    """The names that differ from one of some ``names`` in a single segment, among those of one side."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: Shapes, names: Iterable[str]) -> None:
         self._shapes = shapes
-        self._by_rest: dict[int, dict[tuple[str, ...], list[str]]] = {}
+        #: By all segments but one, which is a dot here; of these names alone, since each has as many as segments.
+        self._by_rest: dict[tuple[str, ...], list[str]] = {
+            rest: [] for name in names for rest in self._rests(name.split("."))
+        }
+        for name in filter(_is_short, shapes):
+            for rest in self._rests(name.split(".")):
+                if rest in self._by_rest:
+                    self._by_rest[rest].append(name)
+
+    @staticmethod
+    def _rests(parts: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """The segments without each one in turn, but for the last, which is the same on both sides."""
+        return ((*parts[:position], ".", *parts[position + 1 :]) for position in range(len(parts) - 1))
 
     def others(self, name: str, counterpart: str, shape: Shape | None) -> set[tuple[str, str]]:
         """The segments of a name, each with one that would fit the name's counterpart on the other side as well."""
@@ -137,27 +155,17 @@ class _Neighbours:
         other = counterpart.split(".")
         replaced = [each for each in other if each not in own]
         found: set[tuple[str, str]] = set()
-        for position, segment in enumerate(own[:-1]):  # the last one is the same on both sides
+        for position, (segment, rest) in enumerate(zip(own, self._rests(own), strict=False)):
             if segment in other or segment.isdecimal():
                 continue
             nearness = _words_in_common(segment, replaced)
-            for neighbour in self._of(own, position):
+            for neighbour in self._by_rest[rest]:
                 segment_there = neighbour.split(".")[position]
                 if neighbour == name or segment_there.isdecimal() or not _fit(shape, self._shapes[neighbour]):
                     continue
                 if _words_in_common(segment_there, replaced) >= nearness:
                     found.add((segment, segment_there))
         return found
-
-    def _of(self, parts: Sequence[str], position: int) -> Sequence[str]:
-        if position not in self._by_rest:
-            index: dict[tuple[str, ...], list[str]] = {}
-            for name in self._shapes:
-                each = name.split(".")
-                if len(each) > position:
-                    index.setdefault((*each[:position], "", *each[position + 1 :]), []).append(name)
-            self._by_rest[position] = index
-        return self._by_rest[position].get((*parts[:position], "", *parts[position + 1 :]), ())
 
 
 def _words_in_common(segment: str, others: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from itertools import product
 
 import pytest
@@ -155,3 +156,25 @@ def test_what_is_proposed_is_a_rename_that_a_load_takes(saved: Shapes, live: Sha
     settled = {new for _, new in renames.pairs}
     assert len(settled) == len(renames.pairs) and settled <= live.keys() - saved.keys()
     assert all(None in (saved[old], live[new]) or saved[old] == live[new] for old, new in renames.pairs)
+
+
+def test_names_of_many_segments_are_left_out() -> None:
+    """Each would be kept as often as it has segments, each time with all of them."""
+    saved = {f"old.{'a.' * 26}layers.{layer}.q.weight": (8, 8) for layer in range(4)}
+    live = {f"new.{'a.' * 26}layers.{layer}.q.weight": (8, 8) for layer in range(4)}
+    assert len(propose_renames(saved, live).pairs) == 4
+    longer = {name.replace(".layers", ".a.a.layers"): shape for name, shape in saved.items()}
+    assert propose_renames(longer, {name.replace(".layers", ".a.a.layers"): (8, 8) for name in live}) == Renames()
+
+
+def test_memory_follows_the_size_of_names() -> None:
+    live = decoder("model.")
+    saved = {name.replace("model.", f"{'x.' * 20}"): shape for name, shape in live.items()}
+    names = {f"{number}.{'y.' * 28}weight": (5, 5) for number in range(2000)}
+    tracemalloc.start()
+    try:
+        assert len(propose_renames({**saved, **names}, live).pairs) == len(live)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most <= 16 * sum(map(len, names)) + (4 << 20)
