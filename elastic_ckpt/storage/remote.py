@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from elastic_ckpt.core.logs import logger_of
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.errors import (
     ANOTHER_TAG,
     ConfigError,
@@ -33,6 +34,7 @@ from elastic_ckpt.errors import (
 )
 from elastic_ckpt.report import Requests
 from elastic_ckpt.storage import Entry
+from elastic_ckpt.storage.listing import MOST_DEPTH
 from elastic_ckpt.storage.local import first_bytes
 
 logger = logger_of(__name__)
@@ -50,6 +52,8 @@ _MOST_OBJECTS = 1 << 20
 _MOST_PAGE_SECONDS = 120.0
 #: Characters of an object's name: as many as S3, Google Cloud Storage and Azure take bytes.
 _MOST_NAME_LENGTH = 1024
+#: Folders in it: those that are looked into below a tag, and the tag's.
+_MOST_FOLDERS = MOST_DEPTH + 1
 _PART_NBYTES = 1 << 20  # of an answer that is looked at at a time
 _SHOWN = 400
 _SECRETS = re.compile(r"(?<=\?)\S+|(?<=//)[^/\s]*(?=@)")  # of a URL: a signature in its query, a password
@@ -104,7 +108,7 @@ class RemoteFolder:
         """The objects in the folder: all of them, or those at the top and below some tags. A request for 1,000."""
         found: list[Any] = []
         if tags is not None:
-            found += self._ask(self.url, lambda: _awaited(self._top()))["objects"]
+            found += self._ask(self.url, lambda: _awaited(self._top()))
         for tag in [""] if tags is None else sorted(tags):
             prefix = self._key(tag) or None
             for page in self._ask(self.url, lambda prefix=prefix: _awaited(self._pages(prefix))):  # type: ignore[misc]
@@ -112,16 +116,26 @@ class RemoteFolder:
         begin = len(self._prefix) + bool(self._prefix)
         paths = sorted(each["path"] for each in found)
         # consoles make empty objects in the place of folders, whose names have lost their last slash
-        return [
+        entries = [
             self._entry(each["path"][begin:], each)
             for each in found
             if each["size"] or not (each["path"] == self._prefix or _is_above(each["path"], paths))
         ]
+        # a name has hundreds of folders in it, each with a path of its own for whoever makes or lists them
+        kept = [entry for entry in entries if entry.name.count("/") <= _MOST_FOLDERS]
+        if len(kept) < len(entries):
+            what = counted(len(entries) - len(kept), "object")
+            where = f"in more than {_MOST_FOLDERS} folders below {self.url}"
+            logger.warning("elastic_ckpt leaves out %s %s, which no checkpoint has", what, where)
+        return kept
 
-    async def _top(self) -> Any:
+    async def _top(self) -> Sequence[Any]:
+        """What is listed at the top of the folder, all of it in one answer."""
         import obstore  # noqa: PLC0415
 
-        return await self._in_time(obstore.list_with_delimiter_async(self._store, prefix=self._prefix or None))
+        listed = await self._in_time(obstore.list_with_delimiter_async(self._store, prefix=self._prefix or None))
+        self._add_paths(set(), listed["objects"], 1)
+        return listed["objects"]
 
     async def _pages(self, prefix: str | None) -> list[Any]:
         """All that is listed below a prefix, in pages; an error for a listing that has no end."""
@@ -132,17 +146,21 @@ class RemoteFolder:
         listed_paths: set[str] = set()
         while page := await self._in_time(anext(stream, None)):
             pages.append(page)
-            paths = {each["path"] for each in page}
-            if len(paths) < len(page) or not listed_paths.isdisjoint(paths):
-                found = f"{next(iter(listed_paths & paths), 'an object')} again, on page {len(pages)}"
-                raise self._endless("each object once", found)
-            if (longest := max(map(len, paths))) > _MOST_NAME_LENGTH:
-                problem = "the object store lists an object whose name is longer than any store takes"
-                raise ElasticCkptError(problem, self.url, f"at most {_MOST_NAME_LENGTH} characters", str(longest))
-            listed_paths |= paths
-            if len(listed_paths) > _MOST_OBJECTS:
-                raise self._endless(f"at most {_MOST_OBJECTS} objects in a folder", f"{len(listed_paths)} and more")
+            self._add_paths(listed_paths, page, len(pages))
         return pages
+
+    def _add_paths(self, known: set[str], page: Sequence[Any], number: int) -> None:
+        """Add a page of a listing to the known paths; an error for what no store lists."""
+        paths = {each["path"] for each in page}
+        if len(paths) < len(page) or not known.isdisjoint(paths):
+            found = f"{next(iter(known & paths), 'an object')} again, on page {number}"
+            raise self._endless("each object once", found)
+        if (longest := max(map(len, paths), default=0)) > _MOST_NAME_LENGTH:
+            problem = "the object store lists an object whose name is longer than any store takes"
+            raise ElasticCkptError(problem, self.url, f"at most {_MOST_NAME_LENGTH} characters", str(longest))
+        known |= paths
+        if len(known) > _MOST_OBJECTS:
+            raise self._endless(f"at most {_MOST_OBJECTS} objects in a folder", f"{len(known)} and more")
 
     async def _in_time(self, answer: Awaitable[T]) -> T:
         """The next page of a listing. A store may send empty ones without end, of which obstore would ask for more."""

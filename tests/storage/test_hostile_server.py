@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -147,17 +149,58 @@ def listing_of(*names: str) -> Callable[[Hostile, BaseHTTPRequestHandler], None]
     return answer
 
 
+def at_the_top(*names: str) -> Callable[[Hostile, BaseHTTPRequestHandler], None]:
+    """Objects that are listed where those at the top of a folder are asked for, and nowhere else."""
+
+    def answer(hostile: Hostile, handler: BaseHTTPRequestHandler) -> None:
+        listing_of(*(names if "delimiter" in handler.path else ("step4/x",)))(hostile, handler)
+
+    return answer
+
+
+@pytest.mark.parametrize("listed", [listing_of, at_the_top])
 @pytest.mark.parametrize("tags", [None, ("step4",)], ids=["whole", "of a tag"])
-def test_a_name_longer_than_stores_take_is_an_error(hostile: Hostile, tags: tuple[str, ...] | None) -> None:
+def test_a_name_longer_than_stores_take_is_an_error(
+    hostile: Hostile, tags: tuple[str, ...] | None, listed: Any
+) -> None:
     """Of many folders in each other, work and memory were the square of its length."""
-    hostile.answer = listing_of("step4/" + "a/" * 600 + "x")
+    hostile.answer = listed("step4/" + "a/" * 600 + "x")
+    if listed is at_the_top and tags is None:
+        assert [entry.name for entry in folder_on(hostile).entries()] == ["step4/x"]
+        return
     with pytest.raises(ElasticCkptError, match="longer than any store takes") as caught:
         folder_on(hostile).entries(tags)
     assert caught.value.file == URL and caught.value.found == str(len("run/step4/") + 1201)
 
 
+def test_an_object_that_is_listed_twice_at_the_top_is_an_error(hostile: Hostile) -> None:
+    hostile.answer = at_the_top("latest", "latest")
+    with pytest.raises(ElasticCkptError, match="lists this folder without end"):
+        folder_on(hostile).entries(("step4",))
+
+
+def test_objects_that_are_nested_deeper_than_a_checkpoints_are_left_out(
+    hostile: Hostile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A listing of 2 MB, each of its names with 500 folders, took 1.2 GB."""
+    hostile.answer = listing_of("step4/x", *(f"step4/{number:03}/{'a/' * 500}x" for number in range(300)))
+    tracemalloc.start()
+    try:
+        entries = folder_on(hostile).entries()
+        view = FolderView(URL, [NodeListing(URL, (URL,), (tuple(entries),))])
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [os.path.relpath(path, URL) for path, _ in view.walk(URL)] == ["step4/x"]
+    assert most < 10 << 20
+    (record,) = caplog.records
+    assert "leaves out 300 objects in more than 33 folders" in record.getMessage()
+    hostile.answer = listing_of(f"{'a/' * 33}x", f"{'a/' * 34}x")
+    assert [entry.name for entry in folder_on(hostile).entries()] == [f"{'a/' * 33}x"]
+
+
 def test_empty_objects_in_the_place_of_folders_are_none(hostile: Hostile) -> None:
-    deep = "a/" * 500
+    deep = "a/" * 30
     hostile.answer = listing_of("step4/", "step4/x", "step4-empty/", f"{deep}x", f"{deep}", "a/", "a.b/", "a!/c")
     assert [entry.name for entry in folder_on(hostile).entries()] == [
         "step4/x",
