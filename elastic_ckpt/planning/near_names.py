@@ -72,7 +72,8 @@ def propose_renames(saved: Shapes, live: Shapes) -> Renames:
             break
         rules.append(rule)
         left = {name: shape for name, shape in left.items() if name not in settled}
-        free = {name: shape for name, shape in free.items() if name not in settled.values()}
+        taken = set(settled.values())
+        free = {name: shape for name, shape in free.items() if name not in taken}
     # the first rule that is found in a name applies: those for few names before those for many
     rules.sort(key=lambda rule: len(_ESCAPED.sub("", rule[0])), reverse=True)
     pairs = _settled(saved, live, rules, kept)

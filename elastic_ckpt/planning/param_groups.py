@@ -348,7 +348,8 @@ def with_own_values(
     for number, group in enumerate(metadata.groups):
         taken_here = _taken(group, named, file)
         own_now = live.get(number, {})
-        values = {key: taken_here.get(key, own_now.get(key)) for key in group if key in {**own_now, **taken_here}}
+        known = own_now.keys() | taken_here.keys()
+        values = {key: taken_here.get(key, own_now.get(key)) for key in group if key in known}
         if scheduler.sets_first_beta and "betas" in named and "betas" in values:
             values["betas"] = with_first_beta(group["betas"], values["betas"])
         groups.append(values)

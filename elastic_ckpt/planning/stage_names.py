@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, combinations, pairwise
 
 from elastic_ckpt.core.fqn import NamedStates, NumberedStates, RenameRules, rename
@@ -28,6 +29,26 @@ from elastic_ckpt.planning.live_names import name_states, named_in_order
 _OWNER = re.compile(rf"{re.escape(TIED_MODULES)}[^.]+\.|[^.]+\.")
 #: More tied modules could be on too many combinations of stages.
 _MOST_TIED = 4
+#: Steps of a search for divisions, each a layer or a name that is looked at: a hundred layers on a dozen stages of
+#: DualPipeV take a million.
+_MOST_STEPS = 1 << 22
+
+
+class _TooManySteps(Exception):
+    """The stages of a pipeline could be divided in more ways than are looked at."""
+
+
+@dataclass
+class _Steps:
+    """The steps that are left of a search."""
+
+    left: int
+
+    def take(self, count: int) -> None:
+        """Raise :class:`_TooManySteps` where there are not so many."""
+        self.left -= count
+        if self.left < 0:
+            raise _TooManySteps
 
 
 class StateNames:
@@ -93,6 +114,12 @@ class _Division:
     stages: Sequence[NumberedStates]
     live: Sequence[LiveStage]  # by saved names, of what is saved; empty without a live model
     groups: Sequence[LiveGroup]  # of this rank, of whose hyperparameters those of all stages are
+    steps: _Steps = field(default_factory=lambda: _Steps(_MOST_STEPS))
+
+    @cached_property
+    def _positions(self) -> Mapping[str, int]:
+        """The place of each weight in the order of the pipeline."""
+        return {name: at for at, name in enumerate(self.stages[0].weights)}
 
     @classmethod
     def of(cls, stages: Sequence[NumberedStates], live: LocalState | None, rules: RenameRules) -> _Division:
@@ -113,6 +140,10 @@ class _Division:
         ]
         return cls(stages, by_saved, live.groups)
 
+    @cached_property
+    def _buffers(self) -> frozenset[str]:
+        return frozenset(chain.from_iterable(stage.buffers for stage in self.stages))
+
     def on_live_stages(self) -> Sequence[NamedStates] | None:
         """The names of all members if each stage had what the live one has; ``None`` if they do not fit."""
         if len(self.live) != len(self.stages) or not (self.is_consecutive() or self.stages[0].may_be_folded):
@@ -131,13 +162,17 @@ class _Division:
         first = self.stages[0]
         if first.compared or not first.may_be_folded or len(self.stages) == 1:
             return False
-        others = self._ways(folded=True) if self.is_consecutive() else self.ways()
+        try:
+            others = self._ways(folded=True) if self.is_consecutive() else self.ways()
+        except _TooManySteps:  # none of these is known not to be it
+            return True
         return any(_members(way) != _members(named) for way in others)
 
     def is_consecutive(self) -> bool:
         """Whether the live stages are consecutive layers, not DualPipeV's."""
-        position = {name: at for at, name in enumerate(self.stages[0].weights)}
-        own = ([position[name] for name in each.names if not name.startswith(TIED_MODULES)] for each in self.live)
+        own = (
+            [self._positions[name] for name in each.names if not name.startswith(TIED_MODULES)] for each in self.live
+        )
         bounds = [(min(each), max(each)) for each in own if each]
         return all(before[1] < after[0] for before, after in pairwise(bounds))
 
@@ -152,7 +187,10 @@ class _Division:
 
     def only_one(self) -> Sequence[NamedStates] | None:
         """The names of all members if a single division gives each stage what it numbers; ``None`` if others do too."""
-        ways = self.ways()
+        try:
+            ways = self.ways()
+        except _TooManySteps:
+            return None
         return ways[0] if len(ways) == 1 else None
 
     def ways(self) -> Sequence[Sequence[NamedStates]]:
@@ -169,8 +207,7 @@ class _Division:
         """Two :meth:`ways` at most, of consecutive layers, or ``folded`` as DualPipeV's."""
         group_of = self._trained()
         first = self.stages[0]
-        position = {name: at for at, name in enumerate(first.weights)}
-        orders = ([position[name] for name in group] for stage in self.live for group in stage.groups)
+        orders = ([self._positions[name] for name in group] for stage in self.live for group in stage.groups)
         if not all(order == sorted(order) for order in orders):
             return []
         owned: dict[str, list[str]] = {}
@@ -210,6 +247,7 @@ class _Division:
             for rest in self._shares(number, layers, left, size, folded):
                 of_layers = chain(range(left.start, rest.start), range(rest.stop, left.stop))
                 names = [*of_tied, *chain.from_iterable(layers[each] for each in of_layers)]
+                self.steps.take(len(names))
                 groups = [[name for name in names if group_of[name] == group] for group in range(len(self.groups) or 1)]
                 named = self._named(number, frozenset(names), groups if self.groups else ())
                 if named is not None and {*chain.from_iterable(named[0])} == {*names}:
@@ -219,33 +257,40 @@ class _Division:
         self, number: int, layers: Sequence[Sequence[str]], left: range, size: int, folded: bool
     ) -> Iterator[range]:
         """The layers that are left if this stage has some of ``size``, from the front; ``folded``: from both ends."""
+        of_front = 0
         for start in range(left.start, left.stop + 1):
-            missing = size - sum(self._sum(number, layers[each]) for each in range(left.start, start))
+            missing = size - of_front
             stop = left.stop
             while folded and missing > 0 and stop > start:
                 stop -= 1
                 missing -= self._sum(number, layers[stop])
+                self.steps.take(len(layers[stop]) + 1)
             if missing == 0:
                 yield range(start, stop)
-            if missing <= 0 and not folded:
+            if (missing <= 0 and not folded) or start == left.stop:
                 return
+            of_front += self._sum(number, layers[start])
+            self.steps.take(len(layers[start]) + 1)
 
     def _trained(self) -> dict[str, int]:
         """Saved name of each parameter that trains -> number of its live param group; all without a live model."""
         first = self.stages[0]
         if not self.live:
-            return dict.fromkeys((name for name in first.weights if name not in {*first.buffers, *first.aliases}), 0)
+            others = {*first.buffers, *first.aliases}
+            return dict.fromkeys((name for name in first.weights if name not in others), 0)
         pairs = ((name, number) for stage in self.live for number, group in enumerate(stage.groups) for name in group)
         return {first.aliases.get(name, name): number for name, number in pairs}
 
     def _named(self, number: int, names: Collection[str], groups: Sequence[Sequence[str]]) -> NamedStates | None:
         """The names of a saved stage's members if it had these parameters, in these live groups."""
         stage = self.stages[number]
+        in_order = sorted(filter(stage.weights.__contains__, names), key=self._positions.__getitem__)
+        weights = {name: stage.weights[name] for name in in_order}
         own = replace(
             stage,
-            weights={name: shape for name, shape in stage.weights.items() if name in names},
-            aliases={name: first for name, first in stage.aliases.items() if name in names},
-            buffers=[name for name in stage.buffers if name in names],
+            weights=weights,
+            aliases={name: stage.aliases[name] for name in weights if name in stage.aliases},
+            buffers=[name for name in weights if name in self._buffers],
         )
         if len(groups) != len(self.groups):
             return None  # live stages have different param groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -107,3 +107,24 @@ def test_a_restored_schedule_keeps_the_first_of_betas_alone_where_the_user_keeps
     for plan, betas in ((NO_SCHEDULER, (0.9, 0.95)), (SchedulerPlan(True, sets_first_beta=True), (0.85, 0.95))):
         found, _ = with_own_values(metadata, mine, config, plan)
         assert [group["betas"] for group in found.groups] == [betas]
+
+
+def test_live_hyperparameters_are_met_once_for_all_saved_ones() -> None:
+    """A group may be saved with any number of them."""
+
+    class Values(dict[str, Any]):
+        times = 0
+
+        def __iter__(self) -> Iterator[str]:
+            Values.times += 1
+            return super().__iter__()
+
+        def keys(self) -> Any:
+            Values.times += 1
+            return super().keys()
+
+    groups = tuple(replace(each, hyperparameters=Values(ADAM)) for each in engine(True).groups)
+    metadata = checkpoint(d=(1e-6, 2e-6), **{f"value{number}": (1, 1) for number in range(100)})
+    found, _ = with_own_values(metadata, replace(engine(True), groups=groups), ElasticConfig())
+    assert len(found.groups[0]) == len(ADAM) + 101
+    assert Values.times <= 10

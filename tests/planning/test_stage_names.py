@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from elastic_ckpt.core.fqn import NumberedStates
 from elastic_ckpt.core.local_state import LiveGroup, LiveStage, LocalState, ModelLayout
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import MismatchError, UnsupportedError
+from elastic_ckpt.planning import stage_names
+from elastic_ckpt.planning.live_names import named_in_order
 from elastic_ckpt.planning.stage_names import StateNames
 
 #: Key of the tied module, of which a layer may be an occurrence.
@@ -264,3 +267,48 @@ def test_saved_values_tell_the_class(live: Pipeline) -> None:
     stages = [replace(each, compared=True) for each in live.numbered(may_be_folded=True)]
     found = StateNames(live.live())(replace(stages[0], stages=stages))
     assert found is not None and [tuple(group) for group in found[0]] == list(truth(live)[0])
+
+
+def of_one_shape(layers: int, stages: int) -> Pipeline:
+    """Layers of one shape, of which each rank has as many from the front as from the back."""
+    size = layers // (2 * stages)
+    return Pipeline(({"weight": (4, 4)},) * layers, tuple(range(size, layers, size)), folded=True)
+
+
+def test_ways_to_divide_layers_of_one_shape_are_looked_at_in_a_counted_number_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are as many as the square of the layers: of 800, a file each, the search took minutes."""
+    looked_at: list[int] = []
+
+    def counted(numbered: NumberedStates, *more: Any) -> Any:
+        looked_at.append(len(numbered.weights))
+        return named_in_order(numbered, *more)
+
+    monkeypatch.setattr(stage_names, "named_in_order", counted)
+    monkeypatch.setattr(stage_names, "_MOST_STEPS", 5000, raising=False)
+    assert named(of_one_shape(16, 4), None, may_be_folded=True) is None  # for want of shapes that tell
+    assert sum(looked_at) < 4000
+    looked_at.clear()
+    assert named(of_one_shape(160, 4), None, may_be_folded=True) is None
+    assert sum(looked_at) <= 4 * 5000  # once for each stage that is asked for
+
+
+def test_stages_that_fit_are_not_taken_where_not_all_others_could_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Pipeline(tuple({"weight": (4, 4 + layer)} for layer in range(16)), (4, 8, 12))
+    assert named(saved, saved, may_be_folded=True) == truth(saved)
+    monkeypatch.setattr(stage_names, "_MOST_STEPS", 10, raising=False)
+    assert named(saved, saved, may_be_folded=True) is None
+
+
+def test_buffers_of_a_pipeline_are_met_once_for_all_its_weights() -> None:
+    class Buffers(list[str]):
+        times = 0
+
+        def __iter__(self) -> Any:
+            Buffers.times += 1
+            return super().__iter__()
+
+    stages = [replace(each, buffers=Buffers(["1.steps"])) for each in of_blocks(100, 50).numbered()]
+    StateNames(needed=False)(replace(stages[0], stages=stages))
+    assert Buffers.times < 100
