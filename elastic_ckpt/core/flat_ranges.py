@@ -6,6 +6,7 @@ partitions parameters along flat ranges only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,3 +80,14 @@ def checked_shape(sizes: Collection[Any], of: str = "a tensor") -> tuple[int, ..
         if type(size) is not int or not 0 <= size < _LARGEST_SIZE:
             raise ValueError(f"{of[:200]} has a size, stride or offset that is none")
     return tuple(sizes)
+
+
+def checked_tensor_shape(sizes: Collection[Any], of: str = "a tensor") -> tuple[int, ...]:
+    """The shape of a tensor, checked to be one that torch can make: its strides have 63 bits, too.
+
+    That matters for empty tensors alone, which are in any file whatever their sizes are.
+    """
+    shape = checked_shape(sizes, of)
+    if 0 in shape and math.prod(size or 1 for size in shape) >= _LARGEST_SIZE:
+        raise ValueError(f"{of[:200]} has a shape that no tensor has: {shape}")
+    return shape

@@ -262,6 +262,9 @@ def with_slices(metadata: CheckpointMetadata, with_states: bool = True) -> Check
     """
     parameters = dict(metadata.parameters)
     tensors = dict(metadata.tensors)
+    keys: dict[str, list[str]] = {}
+    for name, key in metadata.tensors:
+        keys.setdefault(name, []).append(key)
     for name, number in metadata.stacked.items():
         saved = parameters.pop(name, None)
         if saved is None:
@@ -272,7 +275,7 @@ def with_slices(metadata: CheckpointMetadata, with_states: bool = True) -> Check
             raise metadata.error(LayoutError, problem, name, expected, f"shape {saved.shape}")
         parts = list(slices(name, saved.shape, range(number)))
         parameters |= {part.name: replace(saved, shape=part.shape) for part in parts}
-        for _, key in [each for each in metadata.tensors if each[0] == name]:
+        for key in keys.get(name, ()):
             tensor = tensors.pop((name, key))
             if tensor.has_own_shape:
                 if with_states:

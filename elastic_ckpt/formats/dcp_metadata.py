@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any, BinaryIO, cast
 
 from elastic_ckpt.core.checksums import Records
-from elastic_ckpt.core.flat_ranges import checked_shape
+from elastic_ckpt.core.flat_ranges import checked_shape, checked_tensor_shape
 from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import is_number
@@ -189,7 +189,7 @@ def _entries(
         if entry.name.endswith(".BytesStorageMetadata"):
             chunks[name, None] = None
             continue
-        shape = checked_shape(entry.size, name)
+        shape = checked_tensor_shape(entry.size, name)
         dtype = entry.properties.dtype.name.removeprefix("torch.")
         if dtype not in ITEMSIZE:
             problem = "a tensor has a dtype that is not supported"

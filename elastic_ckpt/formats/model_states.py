@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.extra_states import is_extra_state
-from elastic_ckpt.core.flat_ranges import checked_shape
+from elastic_ckpt.core.flat_ranges import checked_tensor_shape
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shard_specs import DeclaredSpecs, declared_by
 from elastic_ckpt.core.state_kinds import StateOptions
@@ -273,7 +273,9 @@ def refuse_own_kind(file: PickledFile, state: Any) -> None:
 
 def _named_shapes(file: PickledFile, shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:
     with named_errors(file.path):
-        return tuple((without_hidden(str(name)), checked_shape(shape, str(name))) for name, shape in shapes.items())
+        return tuple(
+            (without_hidden(str(name)), checked_tensor_shape(shape, str(name))) for name, shape in shapes.items()
+        )
 
 
 def _hidden_names(tree: Mapping[str, Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any
 
-from elastic_ckpt.core.flat_ranges import checked_shape
+from elastic_ckpt.core.flat_ranges import checked_shape, checked_tensor_shape
 from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, SavedParameter, SourceFile
 from elastic_ckpt.core.state_kinds import MOMENTS, StateOptions
 from elastic_ckpt.core.strided import Shape
@@ -141,7 +141,7 @@ def read_header(path: str) -> WeightsFile:
                 remedy = Remedy("convert it to one of these, and save the file again")
                 raise UnsupportedError(problem, None, listed(_TORCH_DTYPES), found, parameter=name, remedy=remedy)
             dtype = _TORCH_DTYPES[entry["dtype"]]
-            shape = checked_shape(entry["shape"], name)
+            shape = checked_tensor_shape(entry["shape"], name)
             start, stop = (8 + nbytes + offset for offset in checked_shape(entry["data_offsets"], name))
             if start != position or stop - start != math.prod(shape) * ITEMSIZE[dtype]:
                 raise ValueError(f"{name} of {dtype} and shape {shape} from byte {start} to {stop}, after {position}")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from math import isfinite
@@ -191,14 +191,14 @@ def compare_counts(
         step = {1} if scalers else {0, 1}
     elif () < tuple(map(int, re.findall(r"\d+", ds_version)[:3])) < _NO_STEP_WHEN_BUILT:
         step = {0, 1}
-    explained: Mapping[str, Collection[int]] = {"step": step, "cur_iter": {0}, **recorded.ahead}
+    explained: Mapping[str, Set[int]] = {"step": step, "cur_iter": {0}, **recorded.ahead}
     odd_steps = {each - expected for each in steps} - set(explained["step"])
     odd = {each - counted for each in scaled} - set(explained["cur_iter"])
     if not counted and not recorded.at_save and (recorded.ahead or not has_schedule):
         return odd_steps, None  # no step has touched the counters; nothing shows that one would
     exact = exact and (counted > 0 or recorded.at_save)
     near, near_steps = (  # one step apart from a count that is explained
-        any(abs(each - known) == 1 for each in found for known in explained[key])
+        any(not explained[key].isdisjoint((each - 1, each + 1)) for each in found)
         for key, found in (("cur_iter", odd), ("step", odd_steps))
     )
     if near:

@@ -107,7 +107,10 @@ def counts_ahead(file: PickledFile) -> RecordedCounts:
     """By how many steps the optimizer's counts are ahead of the counters, as far as the run has recorded it."""
     record = section_of(config_section(file, CONFIG_KEY), AHEAD)
     lists = {key: each for key, each in record.items() if isinstance(each, list)}
-    ahead = {key: frozenset(each for each in steps if type(each) is int) for key, steps in lists.items()}
+    # of 64 bits: of longer ones, any number may share a hash
+    ahead = {
+        key: frozenset(each for each in steps if type(each) is int and is_number(each)) for key, steps in lists.items()
+    }
     return RecordedCounts(ahead, record.get(AT_SAVE) is True, record.get(WITHIN_STEP) is True)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 
 from elastic_ckpt.core.wrappers import without_hidden
 from elastic_ckpt.errors import ANOTHER_TAG, DamagedError, ElasticCkptError, Remedy
@@ -24,6 +26,24 @@ _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
 Shape = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Layers:
+    """The shapes in the files of one tensor-parallel rank's layers; ``None`` for a file that cannot be read."""
+
+    shapes: dict[int, dict[str, Shape] | None]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, dict[Shape, None]] | None:
+        """The shapes, each once, under a name in any of the files; ``None`` if one cannot be read."""
+        found: dict[str, dict[Shape, None]] = {}
+        for of_file in self.shapes.values():
+            if of_file is None:
+                return None
+            for name, shape in of_file.items():
+                found.setdefault(name, {})[shape] = None
+        return found
+
+
 def layer_findings(found: CheckpointInfo, trust_pickle: bool = False) -> Iterator[Finding]:
     """Findings on weights and buffers that the files of layers lack or hold in another shape, of each stage's list.
 
@@ -32,11 +52,13 @@ def layer_findings(found: CheckpointInfo, trust_pickle: bool = False) -> Iterato
     if not found.files.layers or found.foreign:
         return
     shapes = {at: _shapes_in(found, at, trust_pickle) for at in found.files.layers}
-    tp = 1 + max(tp_rank for _, tp_rank in shapes)
+    layers = [_Layers({}) for _ in range(1 + max(tp_rank for _, tp_rank in shapes))]
+    for (layer, tp_rank), of_file in shapes.items():
+        layers[tp_rank].shapes[layer] = of_file
     for mp, listed in _listed(found, trust_pickle).items():
-        mine = {layer: shapes[layer, rank] for layer, rank in shapes if rank == mp % tp}
+        tp_rank = mp % len(layers)
         for name, expected in listed.items():
-            yield from _of_name(found, name, expected, mine, mp % tp)
+            yield from _of_name(found, name, expected, layers[tp_rank], tp_rank)
 
 
 def refuse_lost_entries(opened: OpenedCheckpoint, is_wanted: Callable[[str], object] = lambda _: True) -> None:
@@ -66,22 +88,20 @@ def odd_entries(found: CheckpointInfo, trust_pickle: bool = False) -> Iterator[F
                 yield Finding(UNCHECKED, "not-checked", text, name, model.path)
 
 
-def _of_name(
-    found: CheckpointInfo, name: str, expected: Shape | None, layers: Mapping[int, Mapping[str, Shape] | None], tp: int
-) -> Iterator[Finding]:
+def _of_name(found: CheckpointInfo, name: str, expected: Shape | None, layers: _Layers, tp: int) -> Iterator[Finding]:
     """The finding on one name, if any, in the files of a tensor-parallel rank; ``expected``: its shape, if known."""
     match = _OF_LAYER.fullmatch(name)
     tied = _TIED.fullmatch(name)
     if match is not None:
-        of_layer = layers.get(int(match[1]))
+        of_layer = layers.shapes.get(int(match[1]))
         if of_layer is None:
             return
         path = found.path(found.files.layers[int(match[1]), tp])
         have = of_layer.get(match[2])
     elif tied is not None:  # in the file of its first layer, which nothing names
-        if None in layers.values():
+        if layers.by_name is None:
             return
-        every = [of_layer[tied[1]] for of_layer in layers.values() if of_layer and tied[1] in of_layer]
+        every = layers.by_name.get(tied[1], {})
         path = found.folder
         have = expected if expected in every else next(iter(every), None)
     else:

@@ -350,6 +350,12 @@ def retype(metadata: Any) -> None:
     entry.properties.dtype = torch.uint4
 
 
+def empty(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["model.first.weight"]
+    entry.size = torch.Size((0, 1 << 40, 1 << 40))
+    entry.chunks = []
+
+
 DAMAGE: dict[str, tuple[Callable[[Any], object], type[ElasticCkptError], str]] = {
     "a file above the folder": (lambda m: store(m, relative_path="../x.distcp"), DamagedError, "not in this folder"),
     "an absolute path": (lambda m: store(m, relative_path="/etc/passwd"), DamagedError, "not in this folder"),
@@ -362,6 +368,7 @@ DAMAGE: dict[str, tuple[Callable[[Any], object], type[ElasticCkptError], str]] =
         DamagedError,
         r"two entries are in the same bytes[^$]*(model\.first\.weight[^$]*behind|behind model\.first\.weight)",
     ),
+    "sizes that no tensor has": (empty, DamagedError, "a shape that no tensor has"),
     "no place": (forget, DamagedError, "in which file"),
     "a chunk outside": (reshape, DamagedError, "a chunk of"),
     "compression": (lambda m: store(m, transform_descriptors=["zstd"]), UnsupportedError, "extensions"),

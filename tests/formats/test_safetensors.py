@@ -110,6 +110,9 @@ BAD: dict[str, Callable[[Path], object]] = {
     "metadata of lists": lambda path: write(path, {"__metadata__": {"b": ["a"]}, "a": ENTRY}, bytes(8)),
     "a tensor that is a list": lambda path: write(path, {"a": [1]}, bytes(8)),
     "a size that is none": lambda path: write(path, {"a": {**ENTRY, "shape": [3]}}, bytes(8)),
+    "sizes that no tensor has": lambda path: write(
+        path, {"a": {**ENTRY, "shape": [0, 1 << 40, 1 << 40], "data_offsets": [0, 0]}}
+    ),
     "a negative offset": lambda path: write(path, {"a": {**ENTRY, "data_offsets": [-8, 0]}}, bytes(8)),
     "an overlap": lambda path: write(path, {"a": ENTRY, "b": ENTRY}, bytes(8)),
     "a hole": lambda path: write(path, {"a": {**ENTRY, "data_offsets": [8, 16]}}, bytes(16)),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_ckpt.core.flat_ranges import checked_shape
+from elastic_ckpt.core.flat_ranges import checked_shape, checked_tensor_shape
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import AT_ITS_TOPOLOGY, Remedy, UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import Call, Global, described, refuse_errors
@@ -141,7 +141,7 @@ def _rebuild(
         raise kind_error(f"a tensor of torch.{dtype}")
     if len(size) != len(stride) or type(offset) is not int:
         raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
-    size = checked_shape(size)
+    size = checked_tensor_shape(size)
     stride = checked_shape(stride)
     end = (offset + 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))) * itemsize
     if 0 in size:
