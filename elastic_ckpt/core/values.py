@@ -59,8 +59,11 @@ def merged(parts: Iterable[tuple[range, Mapping[str, Any]]]) -> dict[str, Any]:
     """The values of several ranks by key, each with the files that it saved, the first of which is file 0 to itself."""
     parts = list(parts)
     found: dict[str, Any] = {}
-    for key in dict.fromkeys(chain.from_iterable(values for _, values in parts)):
-        every = [(files, values[key]) for files, values in parts if key in values]
+    by_key: dict[str, list[tuple[range, Any]]] = {}
+    for files, values in parts:
+        for key, value in values.items():
+            by_key.setdefault(key, []).append((files, value))
+    for key, every in by_key.items():
         (_, first), *others = every
         is_one = len(every) == len(parts) and not isinstance(first, PerRank)
         is_one = is_one and all(value is first or repr(value) == repr(first) for _, value in others)

@@ -17,7 +17,7 @@ from elastic_ckpt.core.chunks import StorageChunk, chunks_of
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, SourceFile, TensorMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.core.values import RecordedCounts, TrainingState
+from elastic_ckpt.core.values import PerRank, RecordedCounts, TrainingState, merged
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats import merging, shards
 from elastic_ckpt.formats.dcp import _Builder
@@ -300,6 +300,24 @@ def test_tied_modules_are_not_looked_for_in_all_files_of_layers(
     Shapes.times = 0
     assert [each.parameter for each in module_files.layer_findings(found)] == ["tied_modules.x.bias"]
     assert Shapes.times <= 4 * COUNT
+
+
+def test_values_of_a_rank_are_not_looked_for_among_those_of_all_others() -> None:
+    class Key(str):
+        times = 0
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            Key.times += 1
+            return str.__hash__(self)
+
+    parts = [(range(rank, rank + 1), {Key(f"only on {rank}"): 1, Key("lr"): 0.1}) for rank in range(COUNT)]
+    Key.times = 0
+    found = merged(parts)
+    assert list(found)[:3] == ["only on 0", "lr", "only on 1"]
+    assert found["lr"] == 0.1
+    assert found["only on 7"] == PerRank(((7, 1),))
+    assert Key.times <= 10 * COUNT
 
 
 class Rank(int):
