@@ -30,6 +30,7 @@ from elastic_ckpt.formats.rank_files import RankFiles, extra_states_of
 from elastic_ckpt.formats.same_save import refuse_within_step, spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.zero0 import numbered_states, unpartitioned_metadata
 
 
@@ -120,16 +121,20 @@ def _spot_check(
 
     known = frozenset(chain.from_iterable(metadata.parameters for metadata in all_metadata.values()))
     first_layers: dict[str, int] = {}
+    of_places: dict[tuple[int, int], list[tuple[LayerShard, dict[str, TensorRef]]]] = {}
+    for layer in layers:
+        # a tied module's first layer is the first stage's, and copies on other stages may have other values
+        by_stage: dict[int, dict[str, TensorRef]] = {}
+        for name, ref in layer.named(known).items():
+            if first_layers.setdefault(name, layer.layer) == layer.layer:
+                by_stage.setdefault(files.metadata.stages.get(name, (0,))[0], {})[name] = ref
+        for stage, own in by_stage.items():
+            of_places.setdefault((stage, layer.tp_rank), []).append((layer, own))
     of_across = set() if across is None else opened_of(across)
     for mp, rank in files.ranks.items():
         mine = opened_of(all_metadata[mp])
         spot_check(all_metadata[mp], rank.model.path, rank.model.weights, mine)
-        stage, tp_rank = divmod(mp, files.grid.tp)
-        for layer in (layer for layer in layers if layer.tp_rank == tp_rank):
-            # a tied module's first layer is the first stage's, and copies on other stages may have other values
-            weights = layer.named(known)
-            firsts = [name for name in weights if first_layers.setdefault(name, layer.layer) == layer.layer]
-            own = {name: weights[name] for name in firsts if files.metadata.stages.get(name, (stage,))[0] == stage}
+        for layer, own in of_places.get(divmod(mp, files.grid.tp), ()):
             spot_check(all_metadata[mp], layer.path, own, mine)
         for expert in rank.experts:
             of_experts, shards = (all_metadata[mp], mine) if across is None else (across, of_across)

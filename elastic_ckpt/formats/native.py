@@ -143,10 +143,12 @@ def _expected_files(found: CheckpointInfo, wanted: MetadataOptions) -> list[tupl
         refuse_mixture(file)
         return index_model(file)
 
+    optimizers = _by_model_rank(files.optimizer)
+    models_zero3 = _by_model_rank(files.model_zero3)
     for mp in sorted(files.mp_ranks):
         model = files.model.get(mp)
-        optimizer = _of(files.optimizer, mp)
-        zero3 = _of(files.model_zero3, mp)
+        optimizer = optimizers.get(mp, {})
+        zero3 = models_zero3.get(mp, {})
         if model and zero3:
             problem = "model-states files of ZeRO-3 and of another stage are in one folder: two saves are mixed"
             raise DamagedError(problem, found.path(model), "files of one save", f"{model} beside {zero3[min(zero3)]}")
@@ -162,6 +164,14 @@ def _expected_files(found: CheckpointInfo, wanted: MetadataOptions) -> list[tupl
         every.append((mp, name, partial(index_unpartitioned, options=options, ep_rank=ep_rank)))
     experts = sorted((mp, layer, expert, name) for (layer, expert, mp), name in files.experts.items())
     return [*every, *((mp, name, merging.index_expert) for mp, _, _, name in experts)]
+
+
+def _by_model_rank(files: Mapping[tuple[int, int], str]) -> dict[int, dict[int, str]]:
+    """Model-parallel rank -> data-parallel rank -> file."""
+    found: dict[int, dict[int, str]] = {}
+    for (dp, mp), name in files.items():
+        found.setdefault(mp, {})[dp] = name
+    return found
 
 
 def _of(files: Mapping[tuple[int, int], str], mp: int) -> dict[int, str]:

@@ -251,17 +251,21 @@ def check_experts(
             if parts is not None:
                 degrees[parts.layer] = ep
             if placed is not None and len(placed) != ep:
-                problem = "experts of AutoEP are not placed as their optimizer states are divided"
-                wanted = f"{counted(ep, 'expert-parallel rank')}, from the optimizer-states files"
-                raise LayoutError(
-                    problem, model.path, wanted, f"experts on {counted(len(placed), 'rank')}", parameter=name
-                )
+                raise placed_otherwise(model, name, ep)
     local = _experts_of_a_rank(model.param_shapes)
     for number, path in names.items():
         if path in local and local[path] * degrees[path] != counts[number]:
             problem = "experts in the optimizer's files are not as many as the model's"
             have = f"{counted(local[path], 'expert')} on each of {counted(degrees[path], 'expert-parallel rank')}"
             raise LayoutError(problem, model.path, f"{counted(counts[number], 'expert')}", have, parameter=f"{path}*")
+
+
+def placed_otherwise(model: ModelShard, name: str, ep: int) -> LayoutError:
+    """The error for stacked experts that a model-states file places on another number of ranks than have states."""
+    problem = "experts of AutoEP are not placed as their optimizer states are divided"
+    wanted = f"{counted(ep, 'expert-parallel rank')}, from the optimizer-states files"
+    found = f"experts on {counted(len(model.stacked[name]), 'rank')}"
+    return LayoutError(problem, model.path, wanted, found, parameter=name)
 
 
 def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], model: ModelShard) -> CheckpointMetadata:

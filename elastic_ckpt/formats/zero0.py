@@ -38,7 +38,7 @@ from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, Unpartit
 from elastic_ckpt.formats.module_weights import weights_alone
 from elastic_ckpt.formats.numbered_stages import StageFiles
 from elastic_ckpt.formats.own_entries import not_tensors
-from elastic_ckpt.formats.partitioned import degree_in_name
+from elastic_ckpt.formats.partitioned import degree_in_name, placed_otherwise
 from elastic_ckpt.formats.saved_states import ELEMENTWISE_NAMES, StatesOfOne, merged_groups, saved_shape, settings
 from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
@@ -64,7 +64,10 @@ def unpartitioned_metadata(
     if optimizers:
         refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.groups)})
         ep = _degree(found, model, experts, optimizers)
+        for name in (name for name, placed in model.stacked.items() if len(placed) != ep):
+            raise placed_otherwise(model, name, ep)
     local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
+    of_ranks = _by_expert_rank(model, experts, local, first_file=1 + ep) if optimizers else {}
     all_states = list(optimizers) or [state for state in (model.optimizer,) if state is not None]
     sources: list[_Source] = []
     notes: list[str] = []
@@ -75,7 +78,7 @@ def unpartitioned_metadata(
         mine = None
         files = dict[str, int]()
         if optimizers:
-            shard, files = _on_rank(model, experts, state, local, first_file=1 + ep)
+            shard, files = _on_rank(model, of_ranks.get(ep_rank, ()), state)
             mine = ExpertRank(ep_rank, local, frozenset(shard.stacked), weights_crc32s([model]))
         if stage is not None:
             shard = stage.model
@@ -328,20 +331,43 @@ def _degree(
     return ep
 
 
+def _by_expert_rank(
+    model: ModelShard, experts: Sequence[ExpertShard], local: Mapping[str, int], first_file: int
+) -> dict[int, list[tuple[int, ExpertShard]]]:
+    """By expert-parallel rank, the files of its experts, with the number of each file.
+
+    Stacked experts are where AutoEP has placed them, others in turn, ``local`` of a layer on each rank.
+    """
+    placed: dict[tuple[str, int], int] = {}
+    for name, of_ranks in model.stacked.items():
+        layer = name.rpartition(".")[0]
+        placed |= {(layer, expert): rank for rank, mine in enumerate(of_ranks) for expert in mine}
+    found: dict[int, list[tuple[int, ExpertShard]]] = {}
+    for file, each in enumerate(experts, first_file):
+        in_turn = each.expert // local[each.path_of_layer]
+        rank = placed.get((each.path_of_layer, each.expert), in_turn)
+        found.setdefault(rank, []).append((file, each))
+    return found
+
+
 def _on_rank(
-    model: ModelShard, experts: Sequence[ExpertShard], of: UnpartitionedState, local: Mapping[str, int], first_file: int
+    model: ModelShard, experts: Sequence[tuple[int, ExpertShard]], of: UnpartitionedState
 ) -> tuple[ModelShard, dict[str, int]]:
-    """The model with the weights of one rank's experts (of stacked ones, a shape alone), and the file of each."""
+    """The model with the weights of one rank's experts (of stacked ones, a shape alone), and the file of each.
+
+    Raises :class:`LayoutError` for stacked experts that are in no file.
+    """
     weights = dict(model.weights)
     files = dict.fromkeys(model.weights, 0)
     stacked = {name: (placed[of.ep_rank],) for name, placed in model.stacked.items()}
-    for file, each in enumerate(experts, first_file):
-        placed = next((mine for name, (mine,) in stacked.items() if name.startswith(f"{each.path_of_layer}.")), None)
-        is_mine = each.expert // local[each.path_of_layer] == of.ep_rank if placed is None else each.expert in placed
-        if is_mine:
-            weights |= each.weights
-            files |= dict.fromkeys(each.weights, file)
+    for file, each in experts:
+        weights |= each.weights
+        files |= dict.fromkeys(each.weights, file)
     for name, (mine,) in stacked.items():
-        part = weights[f"{name}.{mine[0]}"]
+        part = weights.get(f"{name}.{mine[0]}")
+        if part is None:
+            problem = "the weights of stacked experts are in no file"
+            expected = f"{name}.{mine[0]} in a file of that expert, as {model.path} places it"
+            raise LayoutError(problem, model.path, expected, "none", parameter=name)
         weights[name] = replace(part, shape=(len(mine), *part.shape), stride=(part.numel, *part.stride))
     return replace(model, weights=weights, stacked=stacked), files

@@ -9,6 +9,7 @@ import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from elastic_ckpt.core.counts import first_apart, gaps
 from elastic_ckpt.core.fqn import EXPERTS, expert_name
 from elastic_ckpt.core.shard_specs import CannotSplit, declared_by
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
+from elastic_ckpt.formats.base import CheckpointInfo, MetadataOptions
+from elastic_ckpt.formats.merging import LayerShard
+from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.formats.native import native_reading
+from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.tools.verification import Verification, verify
 from elastic_ckpt.tools.virtual import stages_of
 from tests.attacks.guard import counted
@@ -128,11 +134,42 @@ def without_zero(degree: str = "ep_size_1") -> Folder:
     return files
 
 
+def stacked(ranks: int = 2, prefix: str = "moe.experts") -> Folder:
+    """Two experts that AutoEP stacks, of a run without ZeRO on two ranks, as the model-states file places them."""
+    names = [f"moe.experts.{weight}" for weight in ("w1", "w2", "w3")]
+    files = {
+        f"layer_0_expert_{number}_mp_rank_00_model_states.pt": {f"{name}.{number}": torch.ones(4) for name in names}
+        for number in range(2)
+    }
+    layer = {"expert_key_prefix": prefix, "num_local_experts": 2 // ranks, "ep_size": ranks, "num_experts": 2}
+    model = model_states(
+        ds_autoep_layers=[layer], num_experts=[2], param_shapes=None, ds_config={"train_batch_size": 8}
+    )
+    of_numbers = [(6,), *[(1, 4)] * 3]
+    states = [{"step": torch.tensor(4.0), "exp_avg": torch.ones(n), "exp_avg_sq": torch.ones(n)} for n in of_numbers]
+    groups = [{**partition([], [])[0], "params": [0]}]
+    groups += [{**partition([], [])[0], "params": [1, 2, 3], "name": "ep_size_2", "moe": True}]
+    optimizer = {"optimizer": {"state": dict(enumerate(states)), "param_groups": groups}}
+    return {MODEL: model, **files, **{f"expp_rank_{rank}_mp_rank_00_optim_states.pt": optimizer for rank in range(2)}}
+
+
 def of_layers(*numbers: int) -> Folder:
     """Weights of a pipeline, whose layers have files of their own."""
     model = model_states(module=OrderedDict(), param_shapes=None, ds_config={"train_batch_size": 8})
     files = {f"layer_{number:02d}-model_states.pt": {"w": torch.ones(3)} for number in numbers}
     return {MODEL: model, **files}
+
+
+def of_stages(count: int) -> Folder:
+    """ZeRO-1 of pipeline stages that have a layer each."""
+    folder: Folder = {}
+    for stage in range(count):
+        more = {"module": None, "param_shapes": [OrderedDict({f"{stage}.a": torch.Size((6,))})]}
+        model = model_states(**more, checkpoint_parallel_dimensions={"tp_degree": 1, "pp_degree": count})
+        folder[MODEL.replace("rank_00", f"rank_{stage:02d}")] = model
+        folder[OPTIMIZER.replace("mp_rank_00", f"mp_rank_{stage:02d}")] = partitioned()[OPTIMIZER]
+        folder[f"layer_{stage:02d}-model_states.pt"] = {"a": torch.arange(6.0)}
+    return folder
 
 
 def changed(folder: Folder, name: str, **more: Any) -> Folder:
@@ -159,6 +196,8 @@ WHOLE: dict[str, Callable[[], Folder]] = {
     "partitioned": partitioned,
     "experts": of_experts,
     "experts without ZeRO": without_zero,
+    "stacked experts without ZeRO": stacked,
+    "stages": lambda: of_stages(3),
 }
 
 
@@ -218,6 +257,51 @@ def read(path: str) -> Verification:
 def test_folders_are_whole_without_a_claim(tmp_path: Path, what: str) -> None:
     found = read(written(WHOLE[what](), tmp_path))
     assert found.ok, found.problems
+
+
+def test_a_layer_is_not_looked_at_for_each_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[int]()
+    named = LayerShard.named
+
+    def noted(self: LayerShard, known: frozenset[str]) -> dict[str, TensorRef]:
+        calls.append(self.layer)
+        return named(self, known)
+
+    monkeypatch.setattr(LayerShard, "named", noted)
+    count = 24
+    assert verify(written(of_stages(count), tmp_path), None, ElasticConfig()).ok
+    assert set(calls) == set(range(count)) and len(calls) <= 6 * count
+
+
+def test_names_of_files_are_not_looked_through_for_each_rank() -> None:
+    seen = list[int]()
+
+    class Listed(dict[Any, str]):
+        def items(self) -> Any:
+            for item in super().items():
+                seen.append(1)
+                yield item
+
+    count = 400
+    names = [OPTIMIZER.replace("mp_rank_00", f"mp_rank_{mp:02d}") for mp in range(count)]
+    files = sort_names([*names, *(MODEL.replace("rank_00", f"rank_{mp:02d}") for mp in range(count))], False)
+    files = replace(files, optimizer=Listed(files.optimizer), model_zero3=Listed())
+    found = CheckpointInfo("native", "/ckpt/tag", "tag", files)
+    reading = native_reading(found, MetadataOptions(), lambda work: work())
+    assert reading.count == 2 * count and len(seen) <= 4 * count
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        (stacked(ranks=1), "experts of AutoEP are not placed as their optimizer states are divided"),
+        (stacked(prefix="x"), "the weights of stacked experts are in no file"),
+    ],
+    ids=["ranks", "names"],
+)
+def test_stacked_experts_are_where_the_files_have_them(tmp_path: Path, folder: Folder, words: str) -> None:
+    found = read(written(folder, tmp_path))
+    assert words in str(found.problems)
 
 
 @pytest.mark.parametrize("what", CLAIMS)
