@@ -197,12 +197,9 @@ class MetadataBuilder:
         for key, kind in kinds.items():
             if kind.kind == OPAQUE and alone and key not in COMPANIONS:
                 kinds[key] = replace(kind, kind=PER_PARAMETER)
-            # files share what they have in common
-            refs = {id(ref): ref for ref in (flat.states.tensors.get(key) for flat in flats) if ref is not None}
-            view = next((ref for ref in refs.values() if not ref.is_contiguous), None)
-            if view is not None and kinds[key].kind in (ELEMENTWISE, PER_PARAMETER, TOUCHED):
-                why = f"a view of shape {view.shape} and strides {view.stride}"
-                kinds[key] = replace(kind, kind=OPAQUE, why=why)
+            view = _first_view(key, kind, flats)
+            if view and kinds[key].kind in (ELEMENTWISE, PER_PARAMETER, TOUCHED):
+                kinds[key] = replace(kind, kind=OPAQUE, why=view)
         if alone:
             kinds |= _uneven_moments(kinds, flats[0].states.tensors)
         self.record(kinds, alone[0] if alone else "")
@@ -293,6 +290,18 @@ class MetadataBuilder:
             warnings=(*unmatched, *warnings),
             **facts,
         )
+
+
+def _first_view(key: str, kind: SavedKind, flats: Sequence[FlatShard]) -> str:
+    """What is a view of a state, or of the scales of its codes, on any rank, since both are read in one piece."""
+    for name in (key, COMPANIONS[key][0]) if kind.block_numel else (key,):
+        # files share what they have in common
+        refs = {id(ref): ref for ref in (flat.states.tensors.get(name) for flat in flats) if ref is not None}
+        view = next((ref for ref in refs.values() if not ref.is_contiguous), None)
+        if view is not None:
+            of_scales = "" if name == key else f"its scales, {name}, are "
+            return f"{of_scales}a view of shape {view.shape} and strides {view.stride}"
+    return ""
 
 
 def _uneven_moments(kinds: Mapping[str, SavedKind], tensors: Mapping[str, TensorRef]) -> dict[str, SavedKind]:
@@ -392,6 +401,7 @@ def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_fi
     for rank in rule.ranks:
         mine = min(rule.step, numel - rank * rule.step)
         ref = refs[rank]
+        refuse_view(name, "a rank's part of this frozen parameter", ref, models[rank].path)
         if mine > ref.numel or (ref.numel, ref.dtype) != (first.numel, first.dtype):
             problem = "a rank's part of this frozen parameter has the wrong size or dtype"
             expected = f"{mine} elements of {first.dtype}"

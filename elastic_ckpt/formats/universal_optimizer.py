@@ -11,6 +11,7 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import CONVERT_AGAIN
+from elastic_ckpt.formats.metadata_builder import refuse_view
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.own_entries import check_groups, check_numbered, check_optimizer_file, malformed
 from elastic_ckpt.formats.pickled import PickledFile, opened_once
@@ -56,6 +57,8 @@ def index_optimizer(file: PickledFile, options: StateOptions) -> OptimizerFile:
         expected = "tensors and numbers by name"
         raise DamagedError(problem, file.path, expected, type(saved).__name__, remedy=CONVERT_AGAIN)
     shared = sort_states(file, saved, options)
+    for key, ref in shared.tensors.items() if options.are_restored else ():  # which are read in one piece
+        refuse_view(key, "this state of all parameters", ref, file.path, CONVERT_AGAIN)
     groups = check_groups(file, file.section("param_groups"))
     states = file.tree.get("optimizer_state_dict", {}).get("state", {})
     check_numbered(file, states)

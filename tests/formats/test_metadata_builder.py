@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from elastic_ckpt.core.chunks import PartitionRule
-from elastic_ckpt.core.metadata import BUFFER, MASTER, SourceFile, TensorMetadata
-from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFile, TensorMetadata
+from elastic_ckpt.core.state_kinds import StateOptions, codebook
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import CheckpointInfo
 from elastic_ckpt.formats.merging import shard_by_shard
@@ -104,6 +104,38 @@ def test_a_state_that_is_a_view_is_opaque() -> None:
     made.add_flat(SHAPES, RULES, 0, {}, [whole, view], range(2))
     made.add_flat([("c", (4,))], [PartitionRule(4, 4)], 0, {}, [view], range(1), is_alone=True)
     assert made.opaque == {"exp_avg": "a view of shape (4,) and strides (2,)"}
+
+
+CODEBOOK = codebook(tuple(number / 255 for number in range(256)))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_codes_whose_scales_are_a_view_are_opaque(alone: bool, stride: int) -> None:
+    scales = TensorRef("float32", (2,), (stride,), 4096)
+    tensors = {"state1": ref("uint8", 512), "absmax1": scales, "qmap1": ref("float32", 256)}
+    states = StatesOfOne(tensors, codebooks={"qmap1": CODEBOOK})
+    found = CheckpointInfo("native", "/ckpt/tag", "tag", sort_names([], is_universal=False))
+    made = MetadataBuilder(found, [SourceFile("0.pt", 9999)], StateOptions(), [("0.pt", states)])
+    whole = FlatShard(ref("float32", 512), 512, states)
+    made.add_flat([("a", (512,))], [PartitionRule(512, 512)], 0, {}, [whole], range(1), is_alone=alone)
+    why = "its scales, absmax1, are a view of shape (2,) and strides (2,)"
+    assert made.opaque == ({} if stride == 1 else {"state1": why})
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_part_of_a_frozen_parameter_that_is_a_view_is_refused(stride: int) -> None:
+    parts = [{"a": TensorRef("float32", (4,), (step,), 64)} for step in (1, stride)]
+    shapes = (("a", (2, 4)),)
+    ranks = [
+        replace(model(), frozen_shapes=shapes, frozen_fragments=each, path=f"{n}.pt") for n, each in enumerate(parts)
+    ]
+    if stride == 1:
+        assert [*module_tensors(ranks, None, ())[0]] == [("a", FROZEN)]
+        return
+    with pytest.raises(UnsupportedError, match="part of this frozen parameter was saved as a view") as caught:
+        module_tensors(ranks, None, ())
+    assert (caught.value.parameter, caught.value.file) == ("a", "1.pt")
 
 
 @pytest.mark.parametrize(("own", "is_said"), [(None, True), (0, False), (1, False)])

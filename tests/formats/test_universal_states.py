@@ -107,6 +107,14 @@ def test_what_the_file_records_as_shared_needs_no_config_and_is_said(tmp_path: P
         read(zero, schema={"my_map": "elementwise"})
 
 
+def test_a_shared_state_that_is_a_view_is_refused_where_states_are_restored(tmp_path: Path) -> None:
+    zero = written(tmp_path, {"my_map": torch.arange(512.0)[::2]})
+    with pytest.raises(UnsupportedError, match="state of all parameters was saved as a view") as caught:
+        read(zero)
+    assert caught.value.parameter == "my_map"
+    assert read(zero, are_restored=False).parameters
+
+
 @pytest.mark.parametrize("shared", [[], {1: MAP}])
 def test_shared_states_that_are_no_dictionary_are_damage(shared: Any, tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match="share are no dictionary"):
