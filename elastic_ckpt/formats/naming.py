@@ -24,6 +24,9 @@ _PATTERNS = {
 }
 _WRITER = re.compile(r"(?<=\.pt)-(\d+)\.(\d+)$")
 
+#: Of a file's name, on any file system.
+_MOST_CHARACTERS = 255
+
 UNIVERSAL_FOLDER = "zero"  # of a universal checkpoint, with one folder per parameter
 UNIVERSAL_OPTIMIZER = "optimizer_state.pt"  # in it, with what belongs to no parameter
 SWAPPED_FOLDER = "offloaded_tensors"  # of a tag, to which DeepSpeed copies optimizer states on NVMe
@@ -121,5 +124,7 @@ def is_another_file(root: str, stem: str) -> bool:
     """Whether names (without suffix) are of two files of one kind: two ranks', layers' or optimizer states'."""
     names = [re.sub("^(?:bf16_)?(?:fp16_)?", "", name) for name in (root, stem)]
     pattern, other_pattern = (re.sub(r"\d+", "#", name) for name in names)
+    if pattern != other_pattern or max(map(len, names)) > _MOST_CHARACTERS:  # an archive may have any name
+        return False
     numbers, others = (list(map(int, re.findall(r"\d+", name))) for name in names)
-    return pattern == other_pattern and numbers != others
+    return numbers != others

@@ -71,7 +71,7 @@ def packed(records: Records, comment: bytes = b"") -> bytes:
     """A zip archive as torch writes it: uncompressed, data at multiples of 64, sizes behind it and in the directory."""
     raw, directory = bytearray(), bytearray()
     for path, data in records:
-        label, header, crc = path.encode(), len(raw), zlib.crc32(data)
+        label, header, crc = path.encode(errors="surrogateescape"), len(raw), zlib.crc32(data)
         padding = -(header + 30 + len(label) + 4) % 64
         raw += struct.pack("<4s5H3L2H", b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(label), 4 + padding)
         raw += label + struct.pack("<2H", 0x4246, padding) + b"Z" * padding + data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import refuse_other_saves, refuse_swapped
 from elastic_ckpt.formats.pickled import open_pickled
+from tests.attacks.assembly import packed, records_of
 
 SHARD = "zero_pp_rank_{}_mp_rank_{}_optim_states.pt"
 
@@ -33,6 +35,26 @@ def test_a_file_that_was_saved_as_another_is_refused(tmp_path: Path, was: str, n
     with pytest.raises(DamagedError, match="changed places") as caught:
         refuse_swapped(open_pickled(str(tmp_path / now)))
     assert was.removesuffix(".pt") in str(caught.value.found) and now in str(caught.value.expected)
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        f"mp_rank_{'9' * 5000}_model_states",
+        f"mp_rank_{'9' * 300}_model_states",
+        "x" * 60_000,
+        "..",
+        "a\0b",
+        "\udcff",
+        "é",
+    ],
+    ids=["5000 digits", "300 digits", "long", "above", "a null", "no text", "another letter"],
+)
+def test_an_archive_may_have_any_name(tmp_path: Path, root: str) -> None:
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    records = [(name.replace("file", root, 1), data) for name, data in records_of(pickle.dumps({}, 2))]
+    path.write_bytes(packed(records))
+    refuse_swapped(open_pickled(str(path)))
 
 
 def test_a_state_that_was_copied_over_another_is_refused(tmp_path: Path) -> None:
