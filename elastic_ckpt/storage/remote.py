@@ -115,6 +115,11 @@ class RemoteFolder:
                 found += page
         begin = len(self._prefix) + bool(self._prefix)
         paths = sorted(each["path"] for each in found)
+        for path in paths if self._prefix else ():  # by its length: servers may spell the folder in other cases
+            if len(path) != len(self._prefix) and path[len(self._prefix) :][:1] != "/":
+                problem = "the object store lists an object that is not in this folder"
+                expected = f"names that begin with {self._prefix}/"
+                raise ElasticCkptError(problem, self.url, expected, path, remedy="look at the URL and its endpoint")
         # consoles make empty objects in the place of folders, whose names have lost their last slash
         entries = [
             self._entry(each["path"][begin:], each)
@@ -189,6 +194,11 @@ class RemoteFolder:
             remedy = "take one that sends an ETag with each file"
             expected = "an ETag, without which a file that is overwritten during the load goes unnoticed"
             raise ConfigError(problem, f"{self.url}/{name}", expected, remedy=remedy)
+        if not version.isprintable():
+            problem = "this server gives a file a version that no request can name"
+            remedy = "look at its endpoint, or upload the file anew"
+            expected = "an ETag without control characters"
+            raise ElasticCkptError(problem, f"{self.url}/{name}", expected, repr(version)[:200], remedy=remedy)
         return Entry(name, meta["size"], int(meta["last_modified"].timestamp() * 1e9), version)
 
     def open_ranges(self, entry: Entry) -> RemoteRanges:

@@ -173,6 +173,29 @@ def test_a_name_longer_than_stores_take_is_an_error(
     assert caught.value.file == URL and caught.value.found == str(len("run/step4/") + 1201)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (b"<Key>run/", b"<Key>running/", "not in this folder"),
+        (b"<Key>run/", b"<Key>r", "not in this folder"),
+        (b"<ETag>e<", b"<ETag>e&#13;&#10;X: 1<", "a version that no request can name"),
+        (b"<ETag>e<", b"<ETag>&#27;[31m<", "a version that no request can name"),
+    ],
+)
+def test_an_object_that_cannot_be_asked_for_is_an_error(hostile: Hostile, old: bytes, new: bytes, problem: str) -> None:
+    body = page(0, 1, None).replace(old, new)
+
+    def answer(_hostile: Hostile, handler: BaseHTTPRequestHandler) -> None:
+        respond(handler, 200, len(body))
+        handler.wfile.write(body)
+
+    hostile.answer = answer
+    with pytest.raises(ElasticCkptError, match=problem) as caught:
+        folder_on(hostile).entries()
+    assert caught.value.found and caught.value.remedy
+    assert "\x1b" not in str(caught.value)
+
+
 def test_an_object_that_is_listed_twice_at_the_top_is_an_error(hostile: Hostile) -> None:
     hostile.answer = at_the_top("latest", "latest")
     with pytest.raises(ElasticCkptError, match="lists this folder without end"):
