@@ -34,7 +34,7 @@ def mpu() -> SimpleNamespace:
     try:
         from megatron.core import parallel_state  # noqa: PLC0415  an optional package
     except ImportError as error:
-        raise ImportError("elastic_ckpt.megatron needs megatron-core: pip install elastic_ckpt[megatron]") from error
+        raise ImportError("elastic_ckpt.megatron needs megatron-core: pip install 'megatron-core>=0.16.1'") from error
     if not parallel_state.model_parallel_is_initialized():
         remedy = "call megatron.core.parallel_state.initialize_model_parallel() before elastic_ckpt.megatron.mpu()"
         raise ElasticCkptError("Megatron's model parallelism is not initialised", remedy=remedy)

@@ -83,7 +83,7 @@ def try_commands(checkpoint: str, has_torch: bool) -> None:
     try:
         elastic_ckpt.install()
     except elastic_ckpt.ElasticCkptError as error:
-        assert "pip install 'elastic_ckpt[deepspeed]'" in str(error), error
+        assert "pip install torch 'deepspeed>=0.14.5'" in str(error), error
     else:
         raise AssertionError("install() does without DeepSpeed")
 

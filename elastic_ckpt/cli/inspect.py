@@ -23,7 +23,7 @@ from elastic_ckpt.tools.inspection import ERROR, inspect_folder
 from elastic_ckpt.tools.latest import newest_whole
 from elastic_ckpt.tools.verification import verify as verify_checkpoint
 
-_ABOUT = "Metadata only: elastic-ckpt verify lists all problems of a checkpoint, with --full those of every byte."
+_ABOUT = "Only metadata was read. elastic-ckpt verify lists all problems; with --full, it checks every byte."
 #: Hyperparameters that are shown first, in this order.
 _FIRST = ("name", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum")
 
@@ -67,7 +67,7 @@ def report(found: Mapping[str, Any], params: bool) -> Iterator[RenderableType]:
             (literal(title(each["key"][:_MOST_NAME_LENGTH])), kind, each["dtype"], f"{each['tensors']:,}", *sizes)
         )
     if rows:
-        yield table("What it holds", "what", "kind", "dtype", ">number", ">elements", ">bytes", rows=rows)
+        yield table("Contents", "what", "kind", "dtype", ">number", ">elements", ">bytes", rows=rows)
     if found["groups"]:
         rows = []
         for number, group in enumerate(found["groups"][:_MOST_ROWS]):
@@ -102,7 +102,7 @@ def _overview(found: Mapping[str, Any]) -> Table:
         steps += f" ({run['global_samples']} samples, {run['skipped_steps']} skipped)"
     by = f", DeepSpeed {source['ds_version'][:_MOST_NAME_LENGTH]}" if source["ds_version"] else ""
     steps_of_rank = run["accumulation_steps"]
-    batch = f"{run['micro_batch'] or '?'} a rank x {steps_of_rank or '?'} micro-batch{'es' * (steps_of_rank != 1)}"
+    batch = f"{run['micro_batch'] or '?'} per rank x {steps_of_rank or '?'} micro-batch{'es' * (steps_of_rank != 1)}"
     experts = Counter(found["experts"].values())
     scale = run["loss_scale"]
     facts = {
@@ -110,7 +110,7 @@ def _overview(found: Mapping[str, Any]) -> Table:
         "format": f"{source['format']}, tag {literal(source['tag'])}",
         "saved": literal(f"{steps}, {found['topology']}{by}"),
         "optimizer": run["optimizer"] and literal(run["optimizer"]),
-        "batch": run["global_batch"] and f"{run['global_batch']} samples a step: {batch}",
+        "batch": run["global_batch"] and f"{run['global_batch']} samples per step: {batch}",
         "lr scheduler": literal(_pairs(run["lr_scheduler"])),
         "loss scale": scale and literal(_pairs(scale)) + (", last step overflowed" if run["overflow"] else ""),
         "experts": ", ".join(f"{counted(count, 'layer')} of {number}" for number, count in sorted(experts.items())),
@@ -159,7 +159,7 @@ def verify(
         bool,
         typer.Option(
             "--full",
-            help="Read every byte: check CRC32 sums, NaN and infinite values, and copies that have drifted apart.",
+            help="Read every byte: check CRC32 sums, NaN and infinite values, and copies that differ.",
         ),
     ] = False,
     tag: Tag = None,
@@ -169,8 +169,8 @@ def verify(
     Without --full, only metadata is read: every file opens, none is missing or from another save, and each element is
     stored exactly once. Notes, such as files that are not DeepSpeed's, go to standard error.
 
-    Exit code 1: something is wrong. 3: nothing is known to be, but part of it could not be checked, since this version
-    does not support it; each such part is a line "not-checked".
+    Exit code 1: something is wrong. 3: no problem was found, but this version could not check part of the checkpoint.
+    Each such part is a line "not-checked".
     """
     found = verify_checkpoint(folders[0], tag, config, full, threads=min(os.cpu_count() or 1, 16), show_progress=None)
     listed = {
@@ -201,10 +201,11 @@ def latest(
     """Print the path of the newest complete checkpoint in a folder, whatever its latest file says.
 
     It looks at folders of tags and at those of Hugging Face's Trainer (checkpoint-20), Accelerate and Lightning. Newer
-    checkpoints that are incomplete, or could not be checked, are listed on standard error, with the reason. The newest
-    is not passed over for what is only suspected, such as files that may be of two saves: standard error names it too.
+    checkpoints that are incomplete or could not be checked are listed on standard error, with the reason. If there is
+    only a suspicion, such as files that may be of two saves, the checkpoint is printed, and standard error names the
+    suspicion.
 
-    Exit code 1: none is complete. 3: none is known to be, and one at least could not be checked.
+    Exit code 1: no checkpoint is complete. 3: none is known to be complete, and at least one could not be checked.
     """
     newest, skipped = newest_whole(folders[0], config, full)
     path = newest.path if newest else ""

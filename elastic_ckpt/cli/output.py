@@ -40,7 +40,7 @@ FOLDERS: Any = typer.Argument(
     "Several folders, one from each node that saved to its own disk, are read as one.",
 )
 Folders = Annotated[list[str], FOLDERS]
-Tag = Annotated[str | None, typer.Option("--tag", help="Tag of the checkpoint; default: the latest.")]
+Tag = Annotated[str | None, typer.Option("--tag", help="Tag of the checkpoint. Default: the latest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON to standard output.")]
 Replicated = Annotated[
     Literal["strict", "first", "mean"] | None,

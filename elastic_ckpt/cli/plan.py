@@ -40,7 +40,7 @@ _MOST_RANKS = 1 << 20
 _MOST_BY_DEFAULT = 64
 _LEAST_WIDTH = 72
 _NOTES_SHOWN = 12
-_ADDED_ROWS = "added_rows: how many there are only the live model knows; all sizes here are those of the checkpoint"
+_ADDED_ROWS = "added_rows: only a load knows how many rows the live model adds; sizes here are the checkpoint's"
 #: Keys of a forecast, and their titles.
 _READS = {
     "nbytes_read": "bytes read",
@@ -83,14 +83,19 @@ def plan(
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage.")] = None,
     gpu_memory: Annotated[
         int | None,
-        typer.Option("--gpu-memory", parser=nbytes_of, metavar="SIZE", help="GPU memory, such as 80GB: does it fit?"),
+        typer.Option(
+            "--gpu-memory",
+            parser=nbytes_of,
+            metavar="SIZE",
+            help="Say whether the load fits into this GPU memory, such as 80GB.",
+        ),
     ] = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", min=1, help="Also show batch sizes that keep this global batch.")
     ] = None,
     max_micro_batch: Annotated[
         int | None,
-        typer.Option("--max-micro-batch", min=1, help="Largest micro-batch of a rank; default: that of the save."),
+        typer.Option("--max-micro-batch", min=1, help="Largest micro-batch per rank. Default: the saved one."),
     ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="As with load_module_only=True: no optimizer states.")
@@ -98,24 +103,25 @@ def plan(
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Plan only this rank, in detail.")] = None,
     every: Annotated[
         bool,
-        typer.Option("--all", help=f"Plan and list every rank; by default, at most {_MOST_BY_DEFAULT} are planned."),
+        typer.Option("--all", help=f"Plan and list every rank. By default, at most {_MOST_BY_DEFAULT} are planned."),
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw who reads which bytes: FILE.svg, .png or .pdf.")
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw which rank reads which bytes: FILE.svg, .png or .pdf."),
     ] = None,
     tag: Tag = None,
 ) -> Answer:
     """Plan a load without a GPU: whether it works, whether it fits, and what each rank reads.
 
-    The planner is that of a load. Degrees default to those of the save. ZeRO stage, precision, offload and batch sizes
-    come from --config, or else from the checkpoint; --zero overrides the stage.
+    It uses the planner of a load. Degrees default to those of the checkpoint. ZeRO stage, precision, offload and batch
+    sizes come from --config, or else from the checkpoint. --zero overrides the stage.
 
     Exit code 1: the load would be refused, for the reason that is printed, or does not fit into --gpu-memory.
     """
     if rank is not None and every:
-        raise typer.BadParameter("--rank plans one rank; --all needs them all")
+        raise typer.BadParameter("--rank plans one rank, and --all plans all: give only one of them")
     if bool(folders) == bool(model):
-        raise typer.BadParameter("Missing argument 'DIR...'; or give --model alone")
+        raise typer.BadParameter("Missing argument 'DIR...'; or give only --model")
     try:
         metadata, before, batch = _opened(folders, tag, config, not weights_only, model)
     except MismatchError as error:  # only live param groups could name the states
@@ -129,9 +135,7 @@ def plan(
     alignment = max(config.align_partitions, 1)
     topology = Topology(dp, tp or saved.tp, pp or saved.pp, run.zero_stage, alignment=alignment, ep=ep)
     if topology.ranks > _MOST_RANKS:
-        raise typer.BadParameter(
-            f"{topology} would be {counted(topology.ranks, 'rank')}, and {_MOST_RANKS} are the most"
-        )
+        raise typer.BadParameter(f"{topology} would be {counted(topology.ranks, 'rank')}; the limit is {_MOST_RANKS}")
     if rank is not None and rank >= topology.ranks:
         raise typer.BadParameter(f"{topology} has the ranks 0 to {topology.ranks - 1}", param_hint="--rank")
     ranks = [rank] if rank is not None else some_of(topology.ranks, topology.ranks if every else _MOST_BY_DEFAULT)
@@ -147,7 +151,7 @@ def plan(
         try:
             from elastic_ckpt.cli.plot import draw  # noqa: PLC0415  matplotlib is an extra
         except ImportError as error:
-            remedy = Remedy(command=("pip", "install", "elastic_ckpt[plots]"))
+            remedy = Remedy(command=("pip", "install", "matplotlib>=3.6"))
             raise ConfigError("--plot needs matplotlib", found=str(error), remedy=remedy) from error
         draw(job, ranks, plot)
     shown = {"storage": str(medium), **document(job, found)}
@@ -232,7 +236,7 @@ def answer(
             f" Whether it fits into {size(gpu_memory or 0)} is unknown: {left_out.what} are not in the checkpoint."
         )
     shown["notes"] = [*filter(None, (refused, left_out and str(left_out))), *shown["notes"]]
-    said = [f"{_change(model or saved_topology(job.metadata.source), str(job.topology))}, {size(needed)} a GPU"]
+    said = [f"{_change(model or saved_topology(job.metadata.source), str(job.topology))}, {size(needed)} per GPU"]
     said += [f"{size(_at(most, place))} on {place}" for place in others]
     said += [_change(*(each.precision for each in runs))] if before.precision != run.precision or model else []
     said += [f"global batch {_change(*map(str, (saved.global_batch, batch)))}"] if batch and saved.global_batch else []
@@ -271,7 +275,7 @@ def document(job: VirtualJob, found: list[dict[str, Any]]) -> dict[str, Any]:
     if job.options.config.added_rows:
         notes = [_ADDED_ROWS, *notes]
     if topology.pp > 1 and topology.zero_stage > 1:
-        notes = [f"DeepSpeed's pipeline engine refuses ZeRO-{topology.zero_stage}: take stage 0 or 1", *notes]
+        notes = [f"DeepSpeed's pipeline engine refuses ZeRO-{topology.zero_stage}: use stage 0 or 1", *notes]
     return {
         "source": source_dict(job.metadata.source) | {"files": len(job.metadata.files)},
         "target": dataclasses.asdict(topology) | {"ranks": topology.ranks},
@@ -301,7 +305,7 @@ def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[
         rate = "" if factor == 1 else f"; learning rate x {factor:.4g}, if it is proportional to the batch"
         facts += [("batch", f"{total} samples: micro-batch {micro_batch}, gradient_accumulation_steps={steps}{rate}")]
     if len(ranks) < job.topology.ranks:
-        facts += [("planned", f"{len(ranks)} of them; --all plans every one")]
+        facts += [("planned", f"{len(ranks)} of them; --all plans all")]
     facts += [("note", literal(note)) for note in notes[:_NOTES_SHOWN]]
     if len(notes) > _NOTES_SHOWN:
         facts += [("note", f"and {len(notes) - _NOTES_SHOWN} more, with --json")]
@@ -319,7 +323,7 @@ def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[
         elements = f"{each['numel']:,}" + (f", {each['padding']:,} padding" if each["padding"] else "")
         where = (literal(title(each["key"])), each["place"], each["dtype"], each["tensors"])
         rows.append((*where, elements, size(each["nbytes"])))
-    heading = f"memory after the load, before gradients and activations; most: rank {most['rank']}"
+    heading = f"memory after loading, without gradients and activations; rank {most['rank']} needs most"
     yield table(heading, "", "on", ">dtype", ">tensors", ">elements", ">bytes", rows=rows, min_width=_LEAST_WIDTH)
     if in_detail:
         rows = []

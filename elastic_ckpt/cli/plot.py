@@ -53,7 +53,7 @@ def draw(job: VirtualJob, ranks: Sequence[int], path: Path) -> None:
     of = f" of {job.topology.ranks}" * (len(ranks) < job.topology.ranks)
     about = f"{size(sum(sum(each.values()) for each in read))} of {len(numbers)} files go to {len(ranks)}{of} ranks"
     axes.text(0, 0.92, f"{saved_topology(source)}  →  {job.topology}", color=_INK, fontsize=13, fontweight="bold")
-    axes.text(0, 0.86, f"{about}, to each what it owns", color=_INK, fontsize=9)
+    axes.text(0, 0.86, f"{about}, each reads only its own bytes", color=_INK, fontsize=9)
     colors = [_COLORS[at % len(_COLORS)] for at in range(len(numbers))]
     files = [job.metadata.files[n] for n in numbers]
     labels = [f"{os.path.relpath(file.path, source.folder)}, {size(file.nbytes)}" for file in files]

@@ -45,16 +45,17 @@ def convert(
         str,  # which tells universal from ./universal
         typer.Argument(
             metavar="OUT",
-            help="Folder to create. [bold]universal[/] or [bold]dcp[/] alone stands for TAG_universal or TAG_dcp "
-            "beside the checkpoint; a universal checkpoint for OUT/ is written to OUT/TAG_universal. The file "
-            "latest_universal beside it names it, unless that folder has other files than checkpoints.",
+            help="Folder to create. If OUT is only [bold]universal[/] or [bold]dcp[/], it is TAG_universal or TAG_dcp "
+            "next to the checkpoint. With a slash at the end, a universal checkpoint is written to OUT/TAG_universal. "
+            "The file latest_universal next to it names it, unless that folder has files that are not checkpoints.",
         ),
     ],
-    to: Annotated[_Format, typer.Option("--to", help="Format; dcp: torch.distributed.checkpoint.")] = "universal",
+    to: Annotated[_Format, typer.Option("--to", help="Format. dcp is torch.distributed.checkpoint.")] = "universal",
     tag: Tag = None,
     replicated: Replicated = None,
     threads: Annotated[
-        int, typer.Option("--threads", min=1, max=64, help="Tensors in memory, and files written, at a time.")
+        int,
+        typer.Option("--threads", min=1, max=64, help="Number of tensors in memory, and of files written, at a time."),
     ] = 4,
 ) -> Answer:
     """Convert a checkpoint to DeepSpeed's universal format, or to torch.distributed.checkpoint.
@@ -64,7 +65,7 @@ def convert(
     opened = open_folder(folders[0], tag, config)
     if out in get_args(_Format):
         if to not in ("universal", out) or is_url(opened.found.folder):
-            raise typer.BadParameter(f"'{out}' alone is the format, not a folder: write ./{out}", param_hint="OUT")
+            raise typer.BadParameter(f"'{out}' is the format, not a folder: write ./{out}", param_hint="OUT")
         to = cast(_Format, out)
         out = f"{opened.found.folder}_{out}"
     elif to == "universal" and out.endswith(os.sep):  # the folder passed to load_checkpoint
@@ -173,13 +174,14 @@ def explain(
     config: ElasticConfig,
     a: Annotated[str, _checkpoint("A")],
     b: Annotated[
-        str | None, typer.Argument(metavar="B", help="The other run. Without it: what has changed during A.")
+        str | None,
+        typer.Argument(metavar="B", help="The other run. Without it, the command shows what changed during A."),
     ] = None,
 ) -> Answer:
     """Name the component in which two runs deviate, or what has changed during one run.
 
-    Components are weights, optimizer, lr, hyperparameters, batch, data order, RNG, precision and code versions. Tensors
-    and resume sheets are compared; of two runs, at the first common step at which anything deviates.
+    Components are weights, optimizer, lr, hyperparameters, batch, data order, RNG, precision and code versions. The
+    command compares tensors and resume sheets. For two runs, it shows the first common step at which they deviate.
 
     Exit code 1: something deviates or has changed.
     """
@@ -187,7 +189,7 @@ def explain(
         if b is None:
             steps, changed = changes(a, config)
             rows = [[f"{each.first} -> {each.second}", *_words(each.deviation)] for each in changed]
-            nothing = "nothing changed" if len(steps) > 1 else "nothing to compare: that takes two such steps"
+            nothing = "nothing changed" if len(steps) > 1 else "nothing to compare: two such steps are needed"
             found = [table("What has changed", "steps", "component", "how", rows=rows)] if rows else [nothing]
             sheets = f"steps with a resume sheet: {shortened(map(str, steps)) or 'none'}"
             return Answer({"steps": steps, "changes": changed}, [sheets, *found], exit_code=EXIT_FOUND if rows else 0)

@@ -22,8 +22,8 @@ from elastic_ckpt.core.logs import logger_of
 from elastic_ckpt.errors import UnsupportedError
 
 logger = logger_of(__name__)
-#: Brings what engines need.
-INSTALL = "pip install 'elastic_ckpt[deepspeed]'"
+#: Brings what engines need; elastic_ckpt itself is on no package index, so that its extras cannot be named.
+INSTALL = "pip install torch 'deepspeed>=0.14.5'"
 
 
 def installed(name: str) -> str | None:
@@ -100,7 +100,9 @@ def warn_of_newer() -> None:
     found = [f"{each.name} {each.found}" for each in REQUIREMENTS if each.found and each.compare(each.found) > 0]
     if found and os.environ.get("RANK", "0") == "0":
         tried = ", ".join(map(str, REQUIREMENTS))
-        text = "elastic_ckpt was not tried on %s, only on %s; loads that need private names which it lacks are refused"
+        text = (
+            "elastic_ckpt is not tested with %s, only with %s. Loads that need private names which it lacks are refused"
+        )
         logger.warning(text, ", ".join(found), tried)
 
 
@@ -260,7 +262,7 @@ def refuse_missing(engine: Any, uses: Collection[str]) -> None:
             lacking += [f"{each.owner or each.module}.{name}" for name in each.names if not _has(owner, name)]
     if lacking:
         problem = "this version of DeepSpeed lacks private names that elastic_ckpt needs to load into such an engine"
-        remedy = "install a version of DeepSpeed that was tried (elastic-ckpt doctor), or a newer elastic_ckpt"
+        remedy = "install a version of DeepSpeed that is tested (elastic-ckpt doctor), or a newer elastic_ckpt"
         expected = ", ".join(lacking)
         found = f"DeepSpeed {installed('DeepSpeed')} without them"
         raise UnsupportedError(problem, expected=expected, found=found, remedy=remedy)

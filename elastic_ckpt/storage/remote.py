@@ -83,7 +83,7 @@ class RemoteFolder:
             from obstore.store import from_url  # noqa: PLC0415
         except ImportError as error:
             problem = "reading from an object store needs obstore"
-            remedy = Remedy(command=("pip", "install", "elastic_ckpt[remote]"))
+            remedy = Remedy(command=("pip", "install", "obstore>=0.12"))
             raise ConfigError(problem, url, remedy=remedy) from error
         self.url = url
         self._prefix = unquote(parts.path).strip("/")
@@ -185,7 +185,7 @@ class RemoteFolder:
 
     def _endless(self, expected: str, found: str) -> ElasticCkptError:
         problem = "the object store lists this folder without end"
-        remedy = "look at the URL and its endpoint; of a folder so large, give the one of the checkpoint alone"
+        remedy = "check the URL and its endpoint; of a folder so large, give the one of the checkpoint alone"
         return ElasticCkptError(problem, self.url, expected, found, remedy=remedy)
 
     def _entry(self, name: str, meta: Mapping[str, Any]) -> Entry:
@@ -223,7 +223,7 @@ class RemoteFolder:
             for part in answer.stream(min_chunk_size=_PART_NBYTES):  # its end is the server's to choose
                 if count + len(part) > len(raw):
                     problem = "the object store sends more bytes than it was asked for"
-                    remedy = "look at its endpoint"
+                    remedy = "check its endpoint"
                     both = f"{len(raw)} bytes from byte {start} on", f"{count + len(part)} and more"
                     raise ElasticCkptError(problem, url, *both, remedy=remedy)
                 raw[count : count + len(part)] = part
@@ -307,7 +307,7 @@ def _parts_of(url: str) -> SplitResult:
             return parts
     problem = "this URL is not that of a folder in an object store"
     expected = "s3://bucket/run, say"
-    remedy = 'give keys and signatures by the environment, or under "storage_options"; of a name, write # and ? as '
+    remedy = 'give keys and signatures in the environment, or under "storage_options"; of a name, write # and ? as '
     found = "one without a bucket, or with keys, a query or a fragment"
     raise ConfigError(problem, f"{url.partition('://')[0]}://...", expected, found, remedy=f"{remedy}%23 and %3F")
 
@@ -337,7 +337,7 @@ def _wrong_option(
         return False
 
     if is_wrong():
-        remedy = "look at its spelling, and at variables such as AWS_ENDPOINT_URL"
+        remedy = "check its spelling, and at variables such as AWS_ENDPOINT_URL"
         return ConfigError("this cannot be read as an object store", url, found=_words_of(error), remedy=remedy)
     wrong = list(filter(is_wrong, options)) or list(options)
     problem = f'under "storage_options", this is not understood: {listed(wrong)}'
@@ -368,7 +368,7 @@ def _raise_named(error: BaseException, url: str, found: str) -> NoReturn:
         ways = (Remedy("load again"), ANOTHER_TAG)
         raise SavedOverError(problem, url, "the object that was listed", "none", remedy=ways) from None
     if isinstance(error, known.PreconditionError):
-        problem = "the checkpoint was saved over while it was being loaded"
+        problem = "the checkpoint was overwritten while it was being loaded"
         remedy = "load again once that save has ended; a tag of its own for each save avoids it"
         raise SavedOverError(problem, url, "the version that was listed", "another one", remedy=remedy) from None
     if isinstance(error, known.InvalidPathError) or "Could not parse path" in found:  # a//b, a/../b, control characters
@@ -378,7 +378,7 @@ def _raise_named(error: BaseException, url: str, found: str) -> NoReturn:
     if isinstance(error, ValueError) and _NO_DATE.search(found):  # of one in the listing, and which is not told
         problem = "an object has a date that cannot be read"
         expected = "one of the years 1 to 9999"
-        ways = Remedy("upload anew what has it"), ANOTHER_TAG
+        ways = Remedy("upload the object again"), ANOTHER_TAG
         raise DamagedError(problem, url, expected, found, remedy=ways) from None
     if not isinstance(error, known.BaseError) or "builder error" in found:  # a panic, say
         problem = "no request can be made of this URL and the options"
@@ -400,11 +400,11 @@ def _raise_named(error: BaseException, url: str, found: str) -> NoReturn:
     if isinstance(error, (known.PermissionDeniedError, known.UnauthenticatedError)) or _EXPIRED.search(found):
         problem = "the object store does not let this job read"
         expected = "credentials that may list and read there"
-        remedy = "set those of the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_... )"
+        remedy = "set them in the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_... )"
         raise ConfigError(problem, url, expected, found, remedy=remedy) from None
     problem = "the object store does not answer as it should"
-    remedy = "load again once it does; look at its endpoint"
+    remedy = "load again once it does; check its endpoint"
     if isinstance(error, Exception) and not _is_passing(error):
-        remedy = "look at the URL and its endpoint: https:// is for servers of WebDAV, s3:// and the like for stores"
+        remedy = "check the URL and its endpoint: https:// is for servers of WebDAV, s3:// and the like for stores"
     # no CommunicationError, after which ranks take part in no collective any more
     raise ElasticCkptError(problem, url, found=found, remedy=remedy) from None

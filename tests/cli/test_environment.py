@@ -64,7 +64,7 @@ def test_what_is_not_installed_ends_with_1_and_says_what_works(monkeypatch: pyte
     assert (
         result.exit_code == 1 and "not installed" in result.output and "all commands; an engine needs" in result.output
     )
-    assert "pip install 'elastic_ckpt[deepspeed]'" in result.output
+    assert "pip install torch 'deepspeed>=0.14.5'" in result.output
 
 
 @pytest.mark.parametrize("command", ["convert", "diff", "export"])

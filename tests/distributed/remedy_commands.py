@@ -136,10 +136,9 @@ def command_line(words: Sequence[str], without: str = "") -> subprocess.Complete
 
 
 def requirements_of(command: str) -> set[str]:
-    """Packages of the extra that ``pip install elastic_ckpt[extra]`` adds, as the project declares them."""
-    *start, requirement = shlex.split(command)
-    found = re.fullmatch(r"elastic_ckpt\[(\w+)\]", requirement)
-    assert start == ["pip", "install"] and found, command
+    """Packages that a ``pip install`` installs, in versions that one of the project's extras declares."""
+    first, second, *requirements = shlex.split(command)
+    assert (first, second) == ("pip", "install"), command
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    (line,) = re.findall(rf"^{found[1]} = \[(.*)\]$", text, re.MULTILINE)
-    return set(re.findall(r'"([\w-]+)', line))
+    assert all(re.search(rf'^\w+ = \[.*"{re.escape(each)}"', text, re.MULTILINE) for each in requirements), command
+    return {re.split("[<>=]", each)[0] for each in requirements}

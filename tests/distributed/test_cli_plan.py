@@ -117,7 +117,7 @@ def test_the_answer_follows_the_config(native: Path, tmp_path: Path) -> None:
     assert found["global_batch"] == {"saved": GLOBAL_BATCH, "now": 8} and found["fits"] is True
     numel, buffers = 1358, 68  # as counted above
     assert found["gpu_nbytes"] == 4 * numel + buffers
-    sizes = "5.50kB a GPU, 16.3kB on host, bfloat16 -> float32"
+    sizes = "5.50kB per GPU, 16.3kB on host, bfloat16 -> float32"
     first = f"Loads: yes. ZeRO-3 DP 2 -> ZeRO-2 DP 1, {sizes}, global batch {GLOBAL_BATCH} -> 8. Fits into 1.00MB."
     assert found["answer"] == first
     (rank,) = found["ranks"]

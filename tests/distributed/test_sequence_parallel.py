@@ -96,7 +96,7 @@ def test_the_command_line_names_the_degrees(saves: Saves) -> None:
     result = CliRunner().invoke(app, ["inspect", str(saves.folder(ZERO_3))])
     assert result.exit_code == 0, result.output
     assert "ZeRO-3, DP=2, SP=2" in result.stdout
-    assert "6 a rank x 1 micro-batch " in result.stdout
+    assert "6 per rank x 1 micro-batch " in result.stdout
 
 
 def test_a_lost_file_of_a_sequence_parallel_rank_is_named(saves: Saves, tmp_path: Path) -> None:

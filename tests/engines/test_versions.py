@@ -45,7 +45,7 @@ def test_a_package_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(versions, "REQUIREMENTS", (Requirement("no-such-package", "1", "2"),))
     with pytest.raises(UnsupportedError, match="no-such-package is not installed") as error:
         versions.refuse_older()
-    assert error.value.remedy == "pip install 'elastic_ckpt[deepspeed]'"
+    assert error.value.remedy == "pip install torch 'deepspeed>=0.14.5'"
 
 
 def test_a_fork_under_another_name_is_found_by_the_package_that_it_brings(
@@ -64,7 +64,7 @@ def test_a_newer_version_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert not caplog.records
     monkeypatch.setattr(versions, "REQUIREMENTS", (Requirement("DeepSpeed", "0.1", "0.2"),))
     versions.warn_of_newer()
-    assert f"was not tried on DeepSpeed {RANGE.found}, only on DeepSpeed 0.1 to 0.2" in caplog.text
+    assert f"is not tested with DeepSpeed {RANGE.found}, only with DeepSpeed 0.1 to 0.2" in caplog.text
 
 
 def test_a_known_bug_is_told_of_its_versions_only() -> None:

@@ -258,11 +258,11 @@ def test_commands_list_the_tag_that_they_are_given_and_no_other(bucket: Bucket) 
     assert storage.medium_of("/dev/shm", "auto") != OBJECT_STORE
 
 
-def test_without_the_library_the_remedy_is_its_extra(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_remedy_installs_it(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
     with pytest.raises(ConfigError) as caught:
         folder_in(bucket)
-    assert "elastic_ckpt[remote]" in str(caught.value.remedy)
+    assert "pip install 'obstore>=0.12'" in str(caught.value.remedy)
 
 
 def test_a_view_reads_objects_and_files_of_a_folder_together(bucket: Bucket, tmp_path: Path) -> None:
