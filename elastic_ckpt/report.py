@@ -24,7 +24,7 @@ from elastic_ckpt.errors import shortened
 
 _NAMES_SHOWN = 12
 #: Columns where the output is no terminal, as a rule.
-_WIDTH = 110
+_WIDTH = 80
 #: Columns there if a word is wider.
 _WIDEST = 100_000
 #: Facts of the source that its text shows, or that only planning uses.
@@ -195,7 +195,9 @@ class LoadReport:
             rows += [(what, _shown(outcome)) for outcome in self.outcomes if outcome.what == what]
         if self.samples_consumed is not None:
             skip = f"to skip: {self.batches_to_skip:,} batches of each rank's loader"
-            skip += f", and {self.samples_to_skip} samples of the next one of all ranks" if self.samples_to_skip else ""
+            skip += (
+                f", and {self.samples_to_skip} samples of the next batch of all ranks" if self.samples_to_skip else ""
+            )
             if any((each.role, each.what) == (DATA_POSITION, "restored") for each in self.outcomes):
                 skip = "the registered sampler continues there"
             rows += [("data", f"{self.samples_consumed:,} samples consumed; {skip}")]

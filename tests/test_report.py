@@ -188,7 +188,7 @@ def test_the_text_is_the_table_and_breaks_off_nothing() -> None:
     names = tuple(f"a.rather.long.name.of.a.parameter.{number}" for number in range(12))
     text = str(report_of(Outcome(MASTER, "fresh", names, "not in the checkpoint")))
     assert text.startswith("elastic_ckpt: checkpoint restored")
-    assert max(map(len, text.splitlines())) <= 110
+    assert max(map(len, text.splitlines())) <= 80
     together = re.sub(r"[\s│┃|]+", "", text)
     assert all(name in together for name in names)
 
