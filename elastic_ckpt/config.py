@@ -28,7 +28,9 @@ _NO_NULL = r"^[^\x00]*$"
 _FOR_ANY_LOADER = {"mode", "pretrained", "trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
 _FOR_ANY_LOADER |= {"sheet", _SECRET := "storage_options"}  # whose values are never printed
 #: Options that others have, and why these are none here.
-_LEFT_OUT = {"readers_per_node": "leave it out: it hardly pays once reads are merged (elastic-ckpt docs compatibility)"}
+_LEFT_OUT = {
+    "readers_per_node": "leave it out: it gains little once reads are merged (elastic-ckpt docs compatibility)"
+}
 #: A key of ``"states"`` about unknown states of at most so many elements.
 _THRESHOLD = re.compile(r"numel<=(\d{1,9})", re.ASCII)
 
@@ -50,7 +52,7 @@ class Reading(BaseModel):
         ge=0,
         le=1 << 20,
         description="merge reads that are at most this many KiB apart in a file, and discard the bytes between them, "
-        "which takes more bytes and far fewer calls. 0 reads only the bytes that a rank owns. With null, `storage` "
+        "which reads more bytes in far fewer calls. 0 reads only the bytes that a rank owns. With null, `storage` "
         "decides",
     )
     extra_memory_mib: int = Field(
@@ -89,7 +91,7 @@ class ElasticConfig(BaseModel):
         "error",
         description="when the checkpoint is damaged or incomplete, or latest names none: error: refuse it; previous: "
         "load the newest complete checkpoint of load_dir that is older, and log as an error which steps are lost. An "
-        "integer N does the same, going back at most N steps. What may be of two saves is always refused",
+        "integer N does the same, going back at most N steps. A folder that may mix two saves is always refused",
     )
     fallback_dirs: list[Annotated[str, Field(min_length=1, pattern=_NO_NULL)]] = Field(
         [],
@@ -137,7 +139,7 @@ class ElasticConfig(BaseModel):
     param_groups: Literal["match", "keep_live"] = Field(
         "match",
         description="match: each live param group takes the hyperparameters of the saved group that its members were "
-        "in; keep_live: all keep those of the live run, but for what a restored lr scheduler sets",
+        "in; keep_live: all groups keep those of the live run, except what a restored lr scheduler sets",
     )
     states: dict[str, Literal["replicated", "elementwise", "fresh"]] = Field(
         dict.fromkeys(NON_SHARD_KEYS, "replicated"),

@@ -266,7 +266,7 @@ def _failure(doing: str, error: Exception, on_rank: int | None) -> tuple[Elastic
     where = traceback.extract_tb(error.__traceback__)[-1]
     problem = f"failed to {doing}: {type(error).__name__}: {one_line(str(error))}"
     found = f"raised at {where.filename}:{where.lineno}"
-    remedy = "this was not foreseen: please report it, with this message and the traceback below"
+    remedy = "this error is unexpected: please report it, with this message and the traceback below"
     path = getattr(error, "filename", None)
     return UnforeseenError(problem, path, found=found, remedy=remedy, rank=on_rank), error
 

@@ -68,16 +68,16 @@ class Remedy:
 Remedies = str | Remedy | Sequence[Remedy] | None
 
 #: When a state can be left out: an optimizer that looks for it in a step would raise.
-MADE_ANEW = "if the optimizer's next step makes it anew"
+MADE_ANEW = "if the optimizer's next step computes it again"
 #: For a save that is damaged or does not fit.
-ANOTHER_TAG = Remedy("take another tag")
+ANOTHER_TAG = Remedy("use another tag")
 #: For what cannot be loaded elsewhere.
 AT_ITS_TOPOLOGY = Remedy("load at the topology it was saved with", at_saved_topology=True)
 AT_ITS_DTYPE = Remedy("resume with the dtype of master weights and states that the checkpoint was saved with")
 #: For optimizers of which DeepSpeed's own loader restores what this package cannot, and nothing in the files proves it.
 BY_DEEPSPEED = Remedy(AT_ITS_TOPOLOGY.text, at_saved_topology=True, by_own_loader=True)
 WITHOUT_STATES = Remedy("leaves all optimizer states out", arguments={"load_optimizer_states": False})
-WEIGHTS_ALONE = Remedy("loads the weights alone", arguments={"load_module_only": True})
+WEIGHTS_ALONE = Remedy("loads only the weights", arguments={"load_module_only": True})
 NOT_STRICT = Remedy("restores what matches and reports the rest", arguments={"load_module_strict": False})
 #: For states of another optimizer.
 ITS_OPTIMIZER = (Remedy("resume with the optimizer that saved it"), WITHOUT_STATES)
@@ -163,7 +163,7 @@ class ElasticCkptError(Exception):
         ways = [each for each in self.remedies if not each.at_saved_topology]
         if any(each.by_own_loader for each in self.remedies):
             ways.append(Remedy("gives DeepSpeed's own loader, which restores such states", config={"mode": "off"}))
-        none = Remedy("no way is known: please report it, with the output of elastic-ckpt inspect")
+        none = Remedy("there is no known remedy: please report it, with the output of elastic-ckpt inspect")
         self.remedies = tuple(ways) or (none,)
 
     @property
@@ -277,7 +277,7 @@ def refuse_used_up(error: Exception, path: str) -> None:
     if isinstance(error, OSError) and error.errno in _USED_UP:
         problem = "this process has used up its file descriptors or its memory"
         expected = "a file that can be read"
-        remedy = "raise the limit (ulimit -n), or free memory, and load again: the checkpoint is not damaged"
+        remedy = "raise the limit (ulimit -n) or free memory, and load again: the checkpoint is not damaged"
         found = f"{type(error).__name__}: {error.strerror}"
         raise UnforeseenError(problem, path, expected, found, remedy=remedy) from error
 

@@ -40,7 +40,7 @@ def refuse_strange_count(name: str, value: Any) -> None:
 
 
 def _no_position(expected: str, found: Any, name: str) -> MismatchError:
-    remedy = Remedy("take another tag"), WEIGHTS_ALONE
+    remedy = Remedy("use another tag"), WEIGHTS_ALONE
     problem = "this is not a data position"
     return MismatchError(problem, None, expected, described(found), parameter=name, remedy=remedy)
 
@@ -106,7 +106,7 @@ class DataPosition:
         facts = self.facts()
         differ = sorted(key for key in facts if state.get(key, facts[key]) != facts[key])
         if differ and consumed != self.samples_consumed:
-            problem = f"the data position is of other data, or of another order: {', '.join(differ)}"
+            problem = f"the data position belongs to other data or another order: {', '.join(differ)}"
             saved, found = ({key: each[key] for key in differ} for each in (state, facts))
             remedy = f'to continue in this data, call its load_state_dict({{"samples_consumed": {consumed}}}) before'
             raise MismatchError(problem, None, f"{saved}, as saved", found, remedy=remedy)

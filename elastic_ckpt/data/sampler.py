@@ -106,10 +106,10 @@ class ElasticSampler(DataPosition, Sampler[int]):
             else:
                 in_flight = 0
                 logger.warning(
-                    "elastic_ckpt: a loader has given all samples of an epoch, %d before those that the engine has "
-                    "trained on by its own count; going on there. That is right after leaving an epoch early. If not: "
-                    "the loader's batch_size is to be the config's train_micro_batch_size_per_gpu, and Accelerate's "
-                    "prepare() needs num_replicas=1, rank=0",
+                    "elastic_ckpt: a loader has given all samples of an epoch, but the engine counts %d samples fewer, "
+                    "and its count is used. That is right if you left the epoch early. If you did not, set the "
+                    "loader's batch_size to the config's train_micro_batch_size_per_gpu. With Accelerate, prepare() "
+                    "needs num_replicas=1, rank=0",
                     left,
                 )
         if not self.share(self.end_of_epoch(position) - position):

@@ -33,7 +33,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--input_folder", required=True, help="folder of a tag")
-    parser.add_argument("--output_folder", required=True, help="folder to make")
+    parser.add_argument("--output_folder", required=True, help="folder to create")
     parser.add_argument("--num_extract_workers", type=int, default=4, help=_IGNORED)
     parser.add_argument("--num_merge_workers", type=int, default=2, help="with --really: tensors in memory at a time")
     parser.add_argument("--keep_temp_folder", action="store_true", help=_IGNORED)

@@ -177,13 +177,11 @@ class EngineAdapter(ABC):
             return
         sharded = sharded_base_weights(self._engine)
         for name in (target.name for target in plan.reads.targets if target.key == FROZEN and target.name in sharded):
-            problem = "each rank has another shard of this frozen weight, and the checkpoint has one rank's alone"
+            problem = "each rank has another shard of this frozen weight, and the checkpoint has only one rank's"
             found = f"deepspeed.linear.OptimizedLinear with base_weight_sharding: {sharded[name]}"
             remedy = "the other shards are in no file: build the base weights from where the run took them, and save "
             remedy += "with exclude_frozen_parameters=True, whose checkpoints load"
-            raise UnsupportedError(
-                problem, None, "a weight that is whole on each rank", found, parameter=name, remedy=remedy
-            )
+            raise UnsupportedError(problem, None, "the whole weight on each rank", found, parameter=name, remedy=remedy)
 
     def param(self, flat: int) -> OptimizerParam:
         """What the base optimizer updates in place of one flat partition."""

@@ -201,7 +201,7 @@ def swaps_to_nvme(engine: Any) -> bool:
     """
     swaps = any(getattr(engine.optimizer, name, False) for name in ("swap_optimizer", "params_in_nvme_and_cpu"))
     if swaps and Version(deepspeed.__version__) < Version("0.19.7"):
-        problem = "the live engine swaps to NVMe, which was not tried before DeepSpeed 0.19.7"
+        problem = "the live engine swaps to NVMe, which is not tested before DeepSpeed 0.19.7"
         remedy = '"offload_optimizer": {"device": "cpu"} and "offload_param": {"device": "cpu"}'
         raise UnsupportedError(problem, found=f"DeepSpeed {deepspeed.__version__}", remedy=remedy)
     return swaps

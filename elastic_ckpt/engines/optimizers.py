@@ -214,7 +214,7 @@ def _deepspeed_muon(base: Any) -> StateSchema:
     """
     auxiliary = getattr(base, "aux_optimizer", None)
     if auxiliary is not None and class_name(auxiliary) not in KNOWN:
-        problem = "Muon's auxiliary optimizer is not a known one"
+        problem = "Muon's auxiliary optimizer is unknown"
         name = class_name(auxiliary)
         raise UnsupportedError(problem, None, "torch's Adam or AdamW, FusedAdam or DeepSpeedCPUAdam", name)
     of_auxiliary = None if auxiliary is None else KNOWN[class_name(auxiliary)](base)

@@ -61,7 +61,7 @@ _MOST_DEPTH = 128  # as in pickles
 _MOST_BITS = 1 << 13  # of integers, as in pickles: Python writes no more than 4,300 digits
 _CONTAINERS = (Mapping, list, tuple, set, frozenset)
 #: A remedy for a schedule that is not restored.
-BEGIN_ANEW = Remedy("begins the live schedule anew, from the live lr", arguments={"load_lr_scheduler_states": False})
+BEGIN_ANEW = Remedy("restarts the live schedule from the live lr", arguments={"load_lr_scheduler_states": False})
 
 
 def refuse_other_scheduler(scheduler: Any, live: Any, saved: Any) -> None:
@@ -263,7 +263,7 @@ def _check_lengths(saved: Any, live: Any, count: int) -> None:
         if len(entries) not in (count, len(own)):
             problem = "the saved lr scheduler does not have as many entries as there are param groups"
             both = f"{count} entries", f"{len(entries)}"
-            remedy = BEGIN_ANEW, Remedy("take another tag")
+            remedy = BEGIN_ANEW, Remedy("use another tag")
             raise MismatchError(problem, None, *both, parameter=f"{key} of lr_scheduler", remedy=remedy)
     for inner, own in zip(_inner_states(saved), _inner_states(live), strict=False):
         _check_lengths(inner, own, count)

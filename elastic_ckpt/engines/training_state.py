@@ -162,9 +162,9 @@ class TrainingStateCommit:
         if not self.scheduler.is_restored:
             what, why = ("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")
             if self.scheduler.kept_live and plan.restores_states:
-                why += "; the live one begins anew, from the live lr"
+                why += "; the live one restarts from the live lr"
             elif _is_among(scheduler, self._restored):
-                why += "; the live one was restored before the load, and goes on"
+                why += "; the live one was restored before the load, and continues"
             return [Outcome("lr scheduler", what, (), why)]
         groups = self._engine.optimizer.param_groups
         before, undo = state_and_undo(scheduler, groups)
@@ -207,8 +207,8 @@ class TrainingStateCommit:
             saved["args"] = follow_topology(saved["args"], at, distributed.rank())
         random = tuple(sorted(key for key in saved if isinstance(key, str) and _RANDOM.search(key)))
         if random and not (self._saved.same_ranks and self._saved.degrees == (at.tp, at.pp)):
-            reason = "the job has other ranks than the save; no generator is touched, and the client state holds "
-            reason += "rank 0's entries: give each rank a seed of its own rather than these"
+            reason = "the topology differs from the saved one: generators keep their state, and the client state holds "
+            reason += "rank 0's entries. Give each rank its own seed instead of these"
             self.outcomes.append(Outcome("random state", "skipped", random, reason))
         return {key: value for key, value in saved.items() if key not in own}
 
@@ -283,7 +283,7 @@ def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple
         why = f"the live engine does not train in fp16; saved: {shown}"
     elif scale.kind != kind:
         what = "fresh"
-        why = f"the checkpoint has a {shown}, the config a {kind} one of {live.cur_scale:g}, which counts"
+        why = f"the checkpoint has a {shown}, the config a {kind} one of {live.cur_scale:g}, which is used"
     else:
         what = "restored"
         why = shown
@@ -315,7 +315,7 @@ def compare_batches(
     if changes and refuse:
         expected = f"{_as_config(saved)}, as in the checkpoint"
         found = f"{_as_config(live)} in the live engine"
-        goes_on = Remedy("goes on with a warning", config={"on_change": "warn"})
+        goes_on = Remedy("continues with a warning", config={"on_change": "warn"})
         remedy = Remedy("set them to fit the number of ranks"), goes_on
         raise MismatchError("; ".join(changes), expected=expected, found=found, remedy=remedy)
     return tuple(changes)
@@ -333,12 +333,12 @@ def warn_of_data(saved: TrainingState) -> tuple[str, ...]:
     batch = saved.batch.global_batch
     if samples is not None and batch is not None and samples != steps * batch:
         text = f"the saved run's {steps} steps used {samples} samples, not {batch} each as in its config"
-        warnings.append(f"{text}: a batch that set_train_batch_size ramps up is not restored, but the config's is used")
+        warnings.append(f"{text}: a batch that set_train_batch_size ramps up is not restored; the config's is used")
     sampler = saved.checkpoint.get("data_sampler")
     fetched = sampler.get("consumed_samples") if isinstance(sampler, Mapping) else None
     if is_count(fetched) and samples is not None:
         text = f"DeepSpeed's data sampler continues after {fetched} samples that its loader had fetched, {samples} of"
-        warnings.append(f"{text} them trained on; its own generator is in no checkpoint, so that it draws other ones")
+        warnings.append(f"{text} them trained on; its own generator is in no checkpoint, so it draws different ones")
     return tuple(warnings)
 
 

@@ -22,7 +22,7 @@ FileT = TypeVar("FileT", bound=SourceFile)
 #: Class attribute: the fields of a dataclass in which files differ, whatever they have in common.
 OWN_FIELDS = "OWN_FIELDS"
 CONVERT_AGAIN = "convert the native checkpoint again"
-REMOVE_FOREIGN = "remove the foreign file and restore the right one, or take another tag"
+REMOVE_FOREIGN = "remove the foreign file and restore the right one, or use another tag"
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ _STEP = "step"
 #: Seconds by which clocks of nodes may differ.
 _MOST_SKEW = 60.0
 _NEWER = (
-    "files of {} are newer than its .metadata, which a save writes last: a save over it did not end, so that values of "
-    "two steps are mixed, or copying changed the times: {}"
+    "files of {} are newer than its .metadata, which a save writes last: a later save into it did not finish, so that "
+    "values of two steps are mixed, or copying changed the times: {}"
 )
 #: In the names of extra states, those of Transformer Engine for example.
 _EXTRA_STATE = "._extra_state"

@@ -364,7 +364,7 @@ def unstacked(contents: DcpContents, folder: str) -> DcpContents:
         if other != item.name:
             problem = "two entries of this torch.distributed.checkpoint folder are one layer's parameter"
             both = "one entry that has this layer", f"{item.name} and {other}"
-            remedy = "save the checkpoint again, or take another tag: no save of Megatron Core writes it so"
+            remedy = "save the checkpoint again, or use another tag: no save of Megatron Core writes it so"
             raise DamagedError(problem, folder, *both, parameter=name, remedy=remedy)
         contents.budget.charge_nbytes(len(name))  # the layers of a stack share a name in the file
         tensors[name] = dtype, shape[1:]

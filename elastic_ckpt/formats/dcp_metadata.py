@@ -212,7 +212,7 @@ def _entries(
             problem = "the chunks of a tensor do not cover it, by this .metadata"
             expected = f"chunks of the {math.prod(shape)} elements of shape {shape}"
             remedy = (
-                "the save is incomplete, or two are mixed: restore the folder from its original, or take another tag"
+                "the save is incomplete, or two are mixed: restore the folder from its original, or use another tag"
             )
             found = f"{covered} elements in {counted(len(entry.chunks), 'chunk')}"
             raise DamagedError(problem, path, expected, found, parameter=name, remedy=remedy)
@@ -229,7 +229,7 @@ def _refuse_overlaps(file: str, items: Sequence[StoredItem], path: str) -> None:
             problem = f"two entries are in the same bytes of {file}, by this .metadata"
             expected = f"{following.name} behind {item.name}, which ends at byte {item.start + item.nbytes}"
             found = f"{following.name} at byte {following.start}"
-            remedy = "save the checkpoint again, or take another tag: no save of torch writes it so"
+            remedy = "save the checkpoint again, or use another tag: no save of torch writes it so"
             raise DamagedError(problem, path, expected, found, parameter=following.name, remedy=remedy)
 
 

@@ -96,7 +96,7 @@ def grid_of(
             kind = MissingFilesError
             file = folder
             problem = "files of model-parallel ranks are missing"
-        remedy = "restore the missing files, or remove those of another save; or take another tag"
+        remedy = "restore the missing files, or remove those of another save; or use another tag"
         raise kind(problem, file, wanted, f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}", remedy=remedy)
     stages = [ranks[at : at + tp] for at in range(0, len(ranks), tp or 1)]
     names = []

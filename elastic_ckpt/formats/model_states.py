@@ -236,7 +236,7 @@ def _refuse_other_shapes(
         if weight is not None and weight.numel and weight.shape != shape:
             problem = "this file lists a parameter with another shape than its weight has there"
             expected = f"param_shapes / {name}: {weight.shape}, as module / {name}"
-            remedy = Remedy("take another tag")
+            remedy = Remedy("use another tag")
             raise DamagedError(problem, file.path, expected, str(shape), parameter=name, remedy=remedy)
 
 
@@ -349,5 +349,5 @@ def saved_without_states(file: PickledFile) -> bool:
 
 def _damaged(file: PickledFile, expected: str, found: Any) -> DamagedError:
     problem = "the optimizer entry of this file is not one that DeepSpeed writes"
-    remedy = Remedy("the file is of another kind of run: take another tag"), WITHOUT_STATES
+    remedy = Remedy("the file is of another kind of run: use another tag"), WITHOUT_STATES
     return UnknownLayoutError(problem, file.path, expected, found, remedy=remedy)

@@ -20,7 +20,7 @@ from elastic_ckpt.formats.merging import LayerShard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors, refuse_view
 from elastic_ckpt.formats.model_states import ModelShard
 
-RESTORE = Remedy("restore the missing files, or take another tag")
+RESTORE = Remedy("restore the missing files, or use another tag")
 #: Where the model-states files have all weights, too.
 RESTORE_OR_ALONE = RESTORE, WEIGHTS_ALONE
 _MOST_SHOWN = 8  # layers without files

@@ -52,7 +52,7 @@ from elastic_ckpt.formats.saved_files import refuse_other_files
 from elastic_ckpt.formats.shards import OptimizerShard, index_shard
 from elastic_ckpt.storage import open_stream
 
-_SAVE_ELSE = 'take another tag; save without "writer", or with "type": "fast" and "data_parallel": "replica"'
+_SAVE_ELSE = 'use another tag; save without "writer", or with "type": "fast" and "data_parallel": "replica"'
 #: Files that are not there are not enumerated if they would be more than this, and than those that are: the number of
 #: ranks is only a file's claim.
 _MOST_RANKS = 1 << 17
@@ -236,7 +236,7 @@ def refuse_writers(found: CheckpointInfo, trust_pickle: bool) -> None:
         expected, counters = ({key: file.tree.get(key) for key in COUNTERS} for file in (saved, other))
         if counters != expected:
             problem = f"two saves are mixed in one folder: {copy} belongs to another one than {name}"
-            remedy = "remove the older files, or take another tag"
+            remedy = "remove the older files, or use another tag"
             raise DamagedError(problem, other.path, expected, counters, remedy=remedy)
 
 

@@ -93,7 +93,7 @@ def materialise_entries(
         except _NOT_MADE as error:
             file.budget.refuse_if_used_up()  # which is not of this entry
             name = repr(key)[:100] if isinstance(key, (str, int)) else f"of a {type(key).__name__}"
-            remedy = (*error.remedies, Remedy("goes on without it", config={"on_unreadable_entry": "skip"}))
+            remedy = (*error.remedies, Remedy("continues without it", config={"on_unreadable_entry": "skip"}))
             details = {**error.details, "file": file.path, "remedy": remedy}
             errors[key] = type(error)(f"the entry {name} of the client state: {error.problem}", **details)
             if not may_skip(key):
@@ -123,7 +123,7 @@ class _Maker:
             while isinstance(leaf, Call):  # its result was called
                 leaf = leaf.function
             name = leaf if isinstance(leaf, Global) else type(leaf).__name__
-            problem = "an object of this file cannot be made again"
+            problem = "an object of this file cannot be rebuilt"
             remedy = "save it in another form"
             found = f"{name}: {type(error).__name__}: {error}"[:300]
             raise UnsupportedError(problem, self._file.path, found=found, remedy=remedy) from error

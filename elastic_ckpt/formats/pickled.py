@@ -241,7 +241,7 @@ def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> Pick
         if nbytes <= 0 or file.changed_record() is None:
             return file
     problem = "this file may have been written over an older one: it has bytes that no record of its archive has"
-    remedy = "take another tag; if DeepSpeed's fast checkpoint writer wrote it, which appends the last bytes of a new "
+    remedy = "use another tag; if DeepSpeed's fast checkpoint writer wrote it, which appends the last bytes of a new "
     remedy += "file to an old one: remove the folder of a tag before it is saved again, and let each rank write under "
     remedy += 'a name of its own ("data_parallel": "replica")'
     expected = "a file that was written once, by one rank"

@@ -135,6 +135,6 @@ def _read_archive(path: str, trust_pickle: bool) -> WeightsFile:
 
 def other_than_weights(path: str, found: str) -> UnsupportedError:
     """The error for a file of ``torch.save`` that is no state dict."""
-    problem = "this file does not hold weights alone"
+    problem = "this file holds more than weights"
     expected = "the state dict of a module: a tensor for each name"
-    return UnsupportedError(problem, path, expected, found, remedy="save module.state_dict() alone")
+    return UnsupportedError(problem, path, expected, found, remedy="save only module.state_dict()")

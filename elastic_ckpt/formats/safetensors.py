@@ -293,7 +293,7 @@ def _states(tensors: Tensors, members: Collection[str], files: Sequence[WeightsF
             continue
         if (name, MASTER) not in tensors:
             problem = "an optimizer state is of no parameter of a param group"
-            expected = "states of parameters alone"
+            expected = "only states of parameters"
             raise DamagedError(problem, path, expected, f"{key}.{name}", parameter=name)
         own = tensors[name, MASTER].shape
         check_tensor(path, key, tensor.dtype, tensor.shape, options, name)

@@ -39,7 +39,7 @@ _OTHER_RUN = (
     MixedSavesError,
     "the fp32 masters in this file are not those of the weights saved beside it",
     (
-        Remedy("take another tag", when="if the file is of another run, or the save was made within an optimizer step"),
+        Remedy("use another tag", when="if the file is of another run, or the save was made within an optimizer step"),
         Remedy(when="if weights were changed by hand before the save", config={"verify": "bytes"}),
     ),
 )
@@ -48,7 +48,7 @@ _OTHER_ORDER = (
     "without ZeRO, DeepSpeed saves masters without names, and this parameter's are not those of its weights",
     Remedy(
         "build the live param groups with the parameters of the saved ones, in their order; if they are, the file is "
-        "damaged: take another tag"
+        "damaged: use another tag"
     ),
 )
 #: Elements of a parameter that are compared in each file.
@@ -89,7 +89,7 @@ def with_progress_compared(
         problem = "optimizer states and counters are of different steps: files of two saves may be mixed in this folder"
         explained = "if the optimizer was reset during the run, or the run began without ZeRO in fp16 or bf16, or with "
         explained += "DeepSpeed before 0.13, which explains it"
-        another = Remedy("take another tag", when="if files are of two saves, or the save was made within a step")
+        another = Remedy("use another tag", when="if files are of two saves, or the save was made within a step")
         remedy = another, Remedy(when=explained, config={"verify": "bytes"})
         raise MixedSavesError(problem, model.path, *why, remedy=remedy)
     not_counted = steps_not_counted(metadata, model.counters)
@@ -97,11 +97,11 @@ def with_progress_compared(
         return metadata
     found = f"at step {_shown(chain.from_iterable(flats))}, counters at {counted - skipped}"
     if not odd_steps:
-        reason = "something else than engine.step has stepped, as in Lightning Fabric"
+        reason = "something other than engine.step has stepped, as in Lightning Fabric"
         return replace(metadata, notes=(*metadata.notes, f"optimizer states are {found}: {reason}"))
     if not counted or ahead:  # of an unfinished save over an older one, too: a user has to know
         reason = "no step was counted" if not counted else f"no engine.step has counted the last {ahead:g}"
-        reason += ", as where something else than engine.step steps (Lightning Fabric); if that is not so here, the "
+        reason += ", as where something other than engine.step steps (Lightning Fabric); if that is not so here, the "
         reason += "model-states files are of an older save"
         return replace(metadata, warnings=(*metadata.warnings, f"optimizer states are {found}: {reason}"))
     if counts_all and _only_began_later(counted - skipped, flats):
@@ -124,7 +124,7 @@ def refuse_within_step(models: Sequence[ModelShard], check_shards: bool) -> None
         "a save after engine.step() has returned",
         f"{WITHIN_STEP!r} in {counted(len(torn), 'model-states file')}, as the save has recorded",
         remedy=(
-            Remedy("take another tag"),
+            Remedy("use another tag"),
             Remedy("loads it as it is", when="if a step that is half done is good enough", config={"verify": "bytes"}),
         ),
     )
@@ -209,7 +209,7 @@ def compare_counts(
         return odd_steps, None
     # a scaler counts the steps that overflow, too: where it agrees, all files are of one save
     if (odd or not scaled) and (near_steps or (exact and odd_steps)):
-        wanted = f"optimizer step {expected}, from global_steps and skipped_steps, which engine.step alone counts"
+        wanted = f"optimizer step {expected}, from global_steps and skipped_steps, which only engine.step counts"
         return odd_steps, (wanted, f"optimizer step {_shown(steps)}")
     return odd_steps, None
 

@@ -139,7 +139,7 @@ def read_counters(file: PickledFile) -> dict[str, int]:
         if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) < _MOST_COUNT:
             problem = "a counter of this file is not a number of steps, samples or ranks"
             found = value_text(value)
-            remedy = f"leave {key} out of the saved client state, where it replaces DeepSpeed's own; take another tag"
+            remedy = f"leave {key} out of the saved client state, where it replaces DeepSpeed's own; use another tag"
             raise DamagedError(problem, file.path, f"{key}: an integer from 0 to 2 ** 63 - 1", found, remedy=remedy)
     return counters
 
@@ -164,7 +164,7 @@ def refuse_features(features: Features, file: str) -> None:
     """Raise :class:`UnsupportedError` for what cannot be restored at another topology, by name."""
     if features.zenflow:
         problem = "the checkpoint was saved with ZenFlow, whose selective optimizer's states are in no file"
-        without = Remedy("lets DeepSpeed go on without them, at the topology of the save", config={"mode": "off"})
+        without = Remedy("lets DeepSpeed continue without them, at the saved topology", config={"mode": "off"})
         raise UnsupportedError(problem, file, 'a run without "zenflow"', "ZenFlow", remedy=without)
     if features.names:
         problem = f"the checkpoint was saved with {features.names}, whose states are not laid out as ZeRO's"
@@ -365,7 +365,7 @@ def loss_scale_of(saved: Any, wanted: bool = True) -> LossScale | None:
     dynamic = values.get("dynamic_loss_scale" if values is saved else "dynamic") is True
     keys = (*_DYNAMIC, *_HYSTERESIS) if dynamic else _DYNAMIC[:2]
     found = {key: values[key] for key in keys if key in values}
-    remedy = Remedy("take another tag"), WITHOUT_STATES
+    remedy = Remedy("use another tag"), WITHOUT_STATES
     for key, value in found.items():
         expected = _expected_of_scaler(key, value)
         if expected is not None and not wanted:

@@ -83,7 +83,7 @@ def refuse_other_files(folder: str, step: int, items: Iterable[Any]) -> None:
         f"tensors with the digest {noted[others[0]]}, as in {os.path.join(folder, SHEET)}",
         f"{here[others[0]] or 'none'}; so it is with {len(others)} of {counted(len(noted), 'file')}",
         remedy=(
-            Remedy("take another tag", when="if the file is of another run"),
+            Remedy("use another tag", when="if the file is of another run"),
             Remedy(when="if tensors were changed by hand after the save", config={"verify": "bytes"}),
         ),
     )

@@ -175,7 +175,7 @@ def _index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
         problem = "swap files are beside this shard, but none of its tensors says that it was swapped to NVMe"
         expected = "tensors that name their swap files"
         found = f"unnamed files in {folder}"
-        remedy = "take the shard as DeepSpeed saved it; if nothing was swapped, remove the folder"
+        remedy = "use the shard as DeepSpeed saved it; if nothing was swapped, remove the folder"
         raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
     return build_shard(file, 3, flats, base["param_groups"], flat_groups)
 

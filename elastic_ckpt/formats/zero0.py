@@ -196,7 +196,7 @@ def _refuse_other_states(
             "other values, by their checksums",
             parameter=name,
             remedy=(
-                Remedy("take another tag", when="if the file is of another run"),
+                Remedy("use another tag", when="if the file is of another run"),
                 Remedy("loads the first rank's", when="if ranks drifted apart", config={"verify": "bytes"}),
             ),
         )

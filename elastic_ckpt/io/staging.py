@@ -267,7 +267,7 @@ def refuse_odd_scales(scales: torch.Tensor, byte_offset: int) -> None:
     is_finite = torch.isfinite(scales)
     if not is_finite.all():
         found = f"{scales[~is_finite][0].item()} near byte {byte_offset}"
-        remedy = "the run that saved it had diverged, or the file is damaged: take another tag"
+        remedy = "the run that saved it had diverged, or the file is damaged: use another tag"
         raise DamagedError("the scale of an 8-bit block is not finite", None, "finite numbers", found, remedy=remedy)
 
 
@@ -299,7 +299,7 @@ def encode(values: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torc
         problem = "an optimizer state holds values that its 8-bit format cannot express"
         expected = "finite values"
         expected += "" if codebook.signed else " that are not negative"
-        remedy = Remedy("the run that saved it had diverged: take an earlier tag"), WITHOUT_STATES
+        remedy = Remedy("the run that saved it had diverged: use an earlier tag"), WITHOUT_STATES
         raise DamagedError(problem, None, expected, f"{values.min()} to {values.max()}", remedy=remedy)
     divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(1)
     codes = torch.bucketize(values / divisors, midpoints)

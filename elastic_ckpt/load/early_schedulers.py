@@ -201,8 +201,8 @@ def _refuse_stepped(scheduler: Any, noted: EarlyScheduler) -> None:
     if _position(scheduler) == noted.position:
         return
     raise MismatchError(
-        f"a {type(scheduler).__name__} was restored before the load and has stepped since, while param groups are "
-        "others than at the save: its lists by param group mix both orders",
+        f"a {type(scheduler).__name__} was restored before the load and has stepped since, while param groups "
+        "differ from those at the save: its lists by param group mix both orders",
         expected="a scheduler as it was restored",
         found=f"position {_position(scheduler)}, restored to {noted.position}",
         remedy=Remedy("restore the scheduler after load_checkpoint, and step it then"),
@@ -222,8 +222,8 @@ def _refuse_unseen(engine: Any, mapping: GroupMapping, restored_by_load: Any) ->
         if is_known or not _has_moved(scheduler) or not mapping.concerns(own_state(scheduler)):
             continue
         raise MismatchError(
-            f"a {type(scheduler).__name__} is not at its beginning, while param groups are others than at the save: it "
-            "was restored before elastic_ckpt was installed or has stepped, and the order of its lists is not known",
+            f"a {type(scheduler).__name__} is not at its beginning, while param groups differ from those at the save: "
+            "it was restored before elastic_ckpt was installed or has stepped, and the order of its lists is not known",
             expected="a scheduler at its beginning, or one that was restored with elastic_ckpt installed",
             found=f"position {_position(scheduler)}",
             remedy=Remedy("restore the scheduler after load_checkpoint"),

@@ -17,7 +17,7 @@ from elastic_ckpt.errors import MismatchError
 
 logger = logger_of(__name__)
 #: For what only the groups of the save fit.
-AS_SAVED = "build the param groups as they were saved, or let the framework begin its scheduler anew"
+AS_SAVED = "build the param groups as they were saved, or let the framework restart its scheduler"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class GroupMapping:
         merged = [number for number, sources in enumerate(self.sources) if len(sources) > 1]
         if self.keeps_live and merged and distributed.rank() == 0:
             text = "param groups %s were several at the save, and keep their live values: where the saved ones differ, "
-            text += "the restored lr schedule goes on from the live ones"
+            text += "the restored lr schedule continues from the live ones"
             logger.info(f"elastic_ckpt: {text}", ", ".join(map(str, merged)))
 
     def set_new_groups(self, scheduler: Any, state: Any, before: Any) -> None:

@@ -177,7 +177,7 @@ def _load(call: LoadCall, found: CheckpointInfo | None, policy: RetryPolicy, own
 
 def no_other_loader(error: errors.ElasticCkptError, url: str = "") -> errors.ElasticCkptError:
     """An error about a checkpoint in an object store, with what remains to be done. ``url``: the tag's, once known."""
-    error.remedy = "DeepSpeed's own loader reads folders alone: elastic-ckpt fetch URL FOLDER --all brings all files"
+    error.remedy = "DeepSpeed's own loader reads only folders: elastic-ckpt fetch URL FOLDER --all brings all files"
     if url:
         run, tag = url.rstrip("/").split("/")[-2:]
         command = "elastic-ckpt", "fetch", url, f"{run}/{tag}", "--all"

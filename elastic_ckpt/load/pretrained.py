@@ -236,7 +236,7 @@ class PretrainedLoad:
             problem = "weights have other shapes in the files than in the model"
             expected = f"{first} of {live[first]}"
             found = f"{first} of {saved[first]}"
-            anew = "initializes these anew, as for another number of labels"
+            anew = "initializes these again, as for another number of labels"
             remedy = (
                 Remedy("give the folder of this model, or build the model with the sizes it was saved with"),
                 Remedy(anew, arguments={"ignore_mismatched_sizes": True}, function="from_pretrained"),

@@ -137,7 +137,7 @@ def _with_ways(error: ElasticCkptError) -> ElasticCkptError:
         trusted = "if you trust whoever wrote the file"
         both = {"weights_only": False}
         error.remedies = (
-            Remedy("save the weights alone, as safetensors"),
+            Remedy("save only the weights, as safetensors"),
             Remedy(when=trusted, config={"pretrained": "off"}, arguments=both, function="from_pretrained"),
         )
     return error

@@ -29,7 +29,7 @@ def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig
         logger.warning("elastic_ckpt: %s", warning)
     if names := report.initialized:
         text = "elastic_ckpt: %d frozen parameters were initialized by this run and not loaded, since the checkpoint "
-        text += "lacks them; with other values than the saved run's, it is another model: %s"
+        text += "lacks them; if their values differ from the saved run's, so does the model: %s"
         logger.warning(text, len(names), shortened(names))
     if report.restores_little and not config.report:
         logger.warning(report.heading)

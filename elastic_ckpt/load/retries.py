@@ -136,7 +136,7 @@ class RetryPolicy:
             if again and self._older is None and self._wait(cause.problem):
                 return True
             if self._config.on_damage != "error" and not (missing or cause.proves_damage):
-                error.remarks += ('"on_damage" goes back for proven damage alone',)
+                error.remarks += ('"on_damage" goes back only for proven damage',)
             elif self._config.on_damage != "error" and not (missing and self._tag is not None):
                 why_not = self._fall_back(cause, found)
                 if why_not is None:

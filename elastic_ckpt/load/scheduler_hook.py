@@ -91,7 +91,7 @@ class _Load:
         set_hyperparameters(compat.base_optimizer(engine).param_groups, self.start_values)
         if distributed.rank() == 0:
             text = "its state was restored after load_checkpoint: param groups have the saved lr again"
-            logger.info("elastic_ckpt: the engine's lr scheduler does not begin anew; %s", text)
+            logger.info("elastic_ckpt: the engine's lr scheduler does not restart; %s", text)
 
 
 _LOADS: list[_Load] = []

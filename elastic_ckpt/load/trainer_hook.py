@@ -222,7 +222,7 @@ def _counter_at_start(trainer: Any, call: dict[str, Any]) -> _Counter | None:
     is_common = all(replace(each, order=place.order) == place for each, _ in everybody)
     if not is_common:
         lines = (said for each, said in everybody if each.length is None and said)
-        line = next(lines, f"{_LEFT}, since ranks find themselves at different places of it")
+        line = next(lines, f"{_LEFT}, since ranks are at different positions in it")
     if distributed.rank() == 0 and line:
         logger.warning("%s", line)
     if not is_common or place.length is None:
@@ -240,7 +240,7 @@ def _looked_at(trainer: Any, call: dict[str, Any]) -> tuple[_Place, str]:
         return _place(trainer, call)
     except Exception as error:  # of a sampler, a loader or a data set of the user's
         why = f"{type(error).__name__}: {one_line(str(error))}"
-        return _Place(), f"{_LEFT}, since its loader does not tell its place ({why})"
+        return _Place(), f"{_LEFT}, since its loader does not report its position ({why})"
 
 
 def _place(trainer: Any, call: dict[str, Any]) -> tuple[_Place, str]:
@@ -290,7 +290,7 @@ def _of_the_trainers_own(trainer: Any, call: dict[str, Any]) -> str:
         part = abs(own - trainer.state.epoch)
         samples = _len(_dataset(loader))
         off = round(part * (batches * _per_batch(trainer) if samples is None else samples))
-        return f"{_LEFT}, which goes on by its own count of steps, about {off} samples off" if off else ""
+        return f"{_LEFT}, which continues by its own count of steps, about {off} samples off" if off else ""
     if (batch := _saved_per_batch(trainer)) is None:
         return ""
     source = trainer.deepspeed.elastic_report.source

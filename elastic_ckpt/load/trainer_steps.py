@@ -55,7 +55,7 @@ def finish_saved_step(trainer: Any, call: dict[str, Any]) -> dict[str, Any]:
         trainer.control.should_training_stop = True
     if distributed.rank() == 0:
         text = "elastic_ckpt: the checkpoint was saved within a step, which the engine had taken and the Trainer not "
-        logger.warning("%scounted: it goes on behind it, at step %d", text, state.global_step)
+        logger.warning("%scounted: it continues after it, at step %d", text, state.global_step)
     skipped = 0 if trainer.args.ignore_data_skip else steps * in_step
     return {**call, "epochs_trained": epoch, "steps_trained_in_current_epoch": skipped}
 

@@ -164,7 +164,7 @@ def _damaged(metadata: CheckpointMetadata, keys: Sequence[Key], found: int) -> D
     problem += f" (and of records in {counted(others, 'more file')})" if others else ""
     expected = f"CRC32 {crc32:08x} of the {nbytes} bytes from byte {offset} on"
     remedy = (
-        Remedy("copy the file again, or take another tag (elastic-ckpt verify --full names all damage)"),
+        Remedy("copy the file again, or use another tag (elastic-ckpt verify --full names all damage)"),
         Remedy(when="if its writer is known to leave wrong checksums in files", config={"verify": "off"}),
     )
     return DamagedError(problem, source.path, expected, f"{found:08x}", parameter=names, remedy=remedy)

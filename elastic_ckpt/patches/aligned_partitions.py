@@ -70,7 +70,7 @@ def align_engine(config: Any) -> int:
                 wrap(owner, name, wrapper)
         except AttributeError as error:
             problem = '"align_partitions" needs private names of DeepSpeed that this version does not have'
-            raise UnsupportedError(problem, found=str(error), remedy="install a version that was tried") from error
+            raise UnsupportedError(problem, found=str(error), remedy="install a version that is tested") from error
     return numel
 
 

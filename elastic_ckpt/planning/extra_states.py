@@ -52,7 +52,7 @@ def one_value_each(
         return ()
     if takes_first:
         return (f"extra states of modules that differed between ranks are the first rank's: {listed(differing)}",)
-    problem = "ranks saved different extra states (get_extra_state) of a module, and the job has other ranks than then"
+    problem = "ranks saved different extra states (get_extra_state) of a module, and the topology differs"
     first = restored[differing[0]]
     expected = f"one value for all ranks, as in {first.path}"
     found = f"another in {first.other}"

@@ -26,7 +26,7 @@ _DECAYS = frozenset({"betas"})
 #: Ways out of an error about a hyperparameter.
 _REMEDY = (
     Remedy("keeps the live run's hyperparameters", config={"param_groups": "keep_live"}),
-    Remedy("take another tag"),
+    Remedy("use another tag"),
 )
 
 

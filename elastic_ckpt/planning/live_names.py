@@ -262,7 +262,10 @@ def _notes(numbered: NumberedStates, chosen: Members, origin: str) -> tuple[str,
     placed = {name for group in chosen for name in group if name is not None}
     others = weights.keys() - placed - {*numbered.buffers, *numbered.aliases}
     if not numbered.compared and {weights[name] for name in placed} & {weights[name] for name in others}:
-        notes.append("some parameters that do not train have the shape of some that do: they must be the same as then")
+        notes.append(
+            "some parameters that do not train have the shape of some that do: "
+            "the frozen ones must be the same as at the save"
+        )
     if dropped := sum(name is None for group in chosen for name in group):
         notes.append(f"optimizer states of {dropped} saved parameters are skipped: they do not train in the live run")
     return tuple(notes)

@@ -34,7 +34,7 @@ from elastic_ckpt.planning.quantization import compare_quantization, without_the
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
 _EXCLUDED = (
     "initialized by this run, not loaded: saved without frozen parameters (exclude_frozen_parameters=True), which is "
-    "right where the model gets the same values again, as from_pretrained gives them, and wrong for random ones"
+    "right if the model gets the same values again, as from_pretrained gives them, and wrong if they are random"
 )
 _NOT_CONVERTED = "DeepSpeed's converter drops those of pipeline layers: the model's own values stay"
 _LEFT_OUT = "they describe quantized weights that were left out of the save: the model's own stay, with its own weights"
@@ -207,7 +207,7 @@ def _ways_of(
 
 def of_another_model(may_be_renamed: bool) -> tuple[Remedy, ...]:
     """The ways out where nothing of a checkpoint is in the live model, and no rename is found."""
-    renamed = Remedy(GENERIC_RENAME, when="if the names are others")
+    renamed = Remedy(GENERIC_RENAME, when="if the names differ")
     return Remedy("give the folder of this model"), *([renamed] if may_be_renamed else [])
 
 
@@ -224,7 +224,7 @@ def _may_be_renamed(
 
 def from_these_weights(renames: Renames, arguments: Mapping[str, Any]) -> Remedy:
     """The way to begin a run from weights that do not train any more, as those below new adapters, without states."""
-    text = "since they do not train here: the run begins anew, from these weights"
+    text = "since they do not train here: the run starts from these weights"
     config: dict[str, Any] = {}
     if renames.rules:
         text = f"restores {len(renames.pairs)} of them, {text}"
@@ -239,5 +239,5 @@ def _renames_of(renames: Renames, lost: frozenset[str] | set[str]) -> Remedy:
     rules = [list(rule) for rule in renames.rules]
     rest = lost - {live for _, live in renames.pairs}  # of buffers, which have no rules, too
     arguments = {"load_module_strict": False} if rest else {}
-    text = f"settles {len(renames.pairs)}{' and reports the rest' if rest else ''}"
+    text = f"matches {len(renames.pairs)}{' and reports the rest' if rest else ''}"
     return Remedy(text, config={"rename": rules}, arguments=arguments, when="if they were renamed")

@@ -377,7 +377,7 @@ def _refuse(
         return
     source = metadata.source
     key = keys[0]
-    problem = f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions are others "
+    problem = f"{what} {key!r} differs between ranks: each computed it of its own partition, and partitions differ "
     expected = f"the save's {counted(source.partition_degree, 'partition')} (ZeRO-{source.zero_stage}, TP={source.tp})"
     found = str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200]
     fresh = {"states": dict.fromkeys(keys, "fresh")}

@@ -213,7 +213,7 @@ class PlanBuilder:
         tensor = self.metadata.tensors.get((name, key))
         if tensor is None:
             problem = f"the checkpoint knows this parameter but holds no {key} for it"
-            remedy = [Remedy("the save is incomplete: take another tag"), *([] if key == MASTER else [WITHOUT_STATES])]
+            remedy = [Remedy("the save is incomplete: use another tag"), *([] if key == MASTER else [WITHOUT_STATES])]
             raise self.metadata.error(DamagedError, problem, name, f"a tensor for {key}", "none", remedy)
         if (name, key) not in self._tiled:
             check_tiling(self.metadata, tensor)

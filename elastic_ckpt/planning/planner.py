@@ -222,7 +222,7 @@ def _of_live_groups(local_state: LocalState, options: LoadOptions) -> str:
     if options.scheduler.is_restored:
         return f"{stay}, but for what the restored lr scheduler sets"
     if options.scheduler.begins_anew:
-        return f"{stay}, and the lr until the engine's lr scheduler, which begins anew, sets it"
+        return f"{stay}, and the lr until the engine's lr scheduler, which restarts, sets it"
     if any("initial_lr" in group.hyperparameters for group in local_state.groups):  # torch's schedules set it
         stay += f", and the lr, too, {_of_others(options.scheduler)}; "
         stay += '"states": {"betas": "fresh"} in place of "keep_live" keeps single ones, and the lr is the saved one'
@@ -233,10 +233,10 @@ def _of_others(scheduler: SchedulerPlan) -> str:
     """What becomes of a kept lr under schedules outside of the engine, in words."""
     if scheduler.goes_on:
         kinds = " and ".join(scheduler.goes_on)
-        return f"from which {kinds} outside of the engine goes on, restored or not, and not from the saved run's"
+        return f"from which {kinds} outside of the engine continues, restored or not, and not from the saved run's"
     if scheduler.sets_rates:
         return f"until {' and '.join(scheduler.sets_rates)} outside of the engine sets it after the first step"
-    return "until a schedule outside of the engine sets it, unless that goes on from it, as CosineAnnealingLR does"
+    return "until a schedule outside of the engine sets it, unless that continues from it, as CosineAnnealingLR does"
 
 
 def _outcomes(found: Matched, sources: Sequence[Sequence[int]], stay: str) -> tuple[Outcome, ...]:

@@ -55,7 +55,7 @@ def describe_replaced(
         which = f"the live {', '.join(single)}" if single and _INITIAL in keys else "the live ones"
         text += f"; to keep {which}: {', or '.join(ways)}"
     if _INITIAL in keys and not scheduler.is_restored:
-        text += f"; {_INITIAL} is in the state of the schedule outside of the engine, too, which goes on from that"
+        text += f"; {_INITIAL} is in the state of the schedule outside of the engine, too, which continues from that"
     return text
 
 

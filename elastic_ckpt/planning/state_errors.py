@@ -20,7 +20,7 @@ from elastic_ckpt.errors import (
     listed,
 )
 
-RESTORE = Remedy("restore the missing files, or take another tag"), WITHOUT_STATES
+RESTORE = Remedy("restore the missing files, or use another tag"), WITHOUT_STATES
 
 
 def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | UnsupportedError]:

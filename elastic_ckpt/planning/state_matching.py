@@ -301,5 +301,5 @@ class _Matcher:
         now = local_state.zero_stage, local_state.model.coordinates.partition_degree
         then = metadata.source.zero_stage, metadata.source.partition_degree
         if now != then and (UPDATE_NORM in layouts or "variance" in layouts):
-            note = f"{local_state.optimizer} scales updates by the norm of each flat partition, and these are others"
+            note = f"{local_state.optimizer} scales updates by the norm of each flat partition, and these differ"
             yield f"{note} now: states are restored, so that the run continues slightly differently"

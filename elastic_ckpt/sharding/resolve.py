@@ -133,7 +133,7 @@ def _of_replicated(
         # the value is the sum of the ranks' shares; gradient and moments of a share are those of the sum
         plan.transfers[name, MASTER] = plan.transfers[name, FROZEN] = blended(shards, numel, 1 / target.degree)
         note = "sums of shares of the ranks, each of which moves by the learning rate: from here on the sums move "
-        plan.note(f"{note}{target.degree}/{shards} times as far; scale their rate to go on as before", name)
+        plan.note(f"{note}{target.degree}/{shards} times as far; scale their rate to continue as before", name)
     elif shards > 1:
         plan.replicas.add(name)
     if not target.is_replicated:  # by recorded layouts: replicated when saved, now sharded

@@ -203,7 +203,7 @@ def refuse_other_code(
         if not is_settled and None not in parts and parts[0] != parts[1]:
             problem = "the live code arranges this parameter in another way than the code that saved it"
             sides = f"{live.name}, by the live {live.evidence}", f"{saved.name}, by the checkpoint's {saved.evidence}"
-            same_code = Remedy("go on with the version of the code that saved it")
+            same_code = Remedy("use the version of the code that saved it")
             rearranged = Remedy(when="if the weights were rearranged since", config={"tp_preset": live.name})
             raise metadata.error(MismatchError, problem, name, *sides, (same_code, rearranged))
 

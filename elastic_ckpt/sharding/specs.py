@@ -112,11 +112,11 @@ class Sharding:
         named = [each for each in named if all(each in presets_for(other) for other in others)]
         remedy = [Remedy(when=f"if code of {each} saved it", config={"tp_preset": each}) for each in named]
         remedy += self._rules(pattern)
-        why = "nothing says so" if said is None else f"{said.origin}: {said.ambiguous}"
+        why = "none of these" if said is None else f"{said.origin}: {said.ambiguous}"
         of_several = ": it is made of several, whose arrangement its shape does not show" if self.is_fused else ""
         return self.mismatch(
             f"the tensor-parallel degree changes, and it is not known how this parameter is sharded{of_several}",
-            expected="a rule of yours, of the checkpoint, of the live parameter or of a preset",
+            expected='a rule in your "tp_rules", the checkpoint, the live parameter or a preset',
             found=f"{why}; {self._both()}",
             remedy=remedy,
             names=", ".join(names),
@@ -278,7 +278,7 @@ def virtual_layouts(
             tensor = tensor_of(metadata, name)
             if tensor is None:
                 problem = "the checkpoint lists this parameter, but has no weights of it"
-                remedy = "files are missing: restore the folder from its original, or take another tag"
+                remedy = "files are missing: restore the folder from its original, or use another tag"
                 raise metadata.error(DamagedError, problem, name, "its weights", "none", remedy)
             if len(tensor.shard_shapes) == tp:
                 layouts[name] = LiveShards(tensor.shard_shapes)

@@ -276,8 +276,8 @@ def steady() -> Iterator[None]:
 
 
 def _saved_over(path: str, first: Version, now: object) -> SavedOverError:
-    problem = "the checkpoint was saved over while it was being loaded"
+    problem = "the checkpoint was overwritten while it was being loaded"
     waits = Remedy("loads again once that save has ended", config={"wait_for_files": 600})
-    remedy = waits, Remedy("save under a tag of its own each time")
+    remedy = waits, Remedy("save each time under a new tag")
     expected = f"{first}, as when it was first opened"
     return SavedOverError(problem, path, expected, now, remedy=remedy)

@@ -271,7 +271,7 @@ class Peers:
                 refuse_used_up(error, asked)
                 is_silent = isinstance(error, BlockingIOError)
                 found = f"nothing for {_PROGRESS_SECONDS} s" if is_silent else error.strerror or str(error)
-                problem = "the node that holds a file of the checkpoint does not answer any more"
+                problem = "the node that holds a file of the checkpoint no longer answers"
                 remedy = "its process failed or was killed: see the logs of the other ranks, then start the job again"
                 raise CommunicationError(problem, None, asked, found, remedy=remedy) from error
             stack.pop_all()

@@ -221,7 +221,7 @@ class FolderView(Store):
         other = next((copy for copy in copies[1:] if not self._is_same(first, copy)), None)
         if other is not None and not ON_EVERY_NODE.fullmatch(name):
             problem = "there are different files under one name, so they are not of one save"
-            remedy = "remove the copy that is of another run or an older save, or cut short, take another tag, or wait "
+            remedy = "remove the copy that is of another run or an older save, or truncated, use another tag, or wait "
             remedy += "until the file is written"
             raise ConflictingCopiesError(problem, path, self.described(first), self.described(other), remedy=remedy)
         if other is not None:
@@ -273,7 +273,7 @@ class FolderView(Store):
         places = (f"{', '.join(each.folders)}{f' on {each.node}' if each.node else ''}" for each in self._listings)
         problem = "a file of the checkpoint is missing"
         expected = "a file in one of these folders: " + listed(places)
-        remedy = "add the node or the folder that has it, or take another tag"
+        remedy = "add the node or the folder that has it, or use another tag"
         found = "; ".join(("no such file in any of them", *self._unreadable()))
         return DamagedError(problem, path, expected, found, remedy=remedy)
 

@@ -113,7 +113,7 @@ def export(
             opened = open_folder(path, tag, options, with_states=optimizer)
         except MismatchError as error:  # only live param groups could name the states
             if optimizer:
-                error.remedies = (Remedy("export without --optimizer takes the weights alone"), *error.remedies)
+                error.remedies = (Remedy("export without --optimizer exports only the weights"), *error.remedies)
             raise
         metadata = opened.metadata
         source = opened.found.folder
@@ -266,7 +266,7 @@ def of_adapter(weights: Mapping[str, LogicalTensor], adapter: str, folder: str) 
     if not of_peft:
         problem = "the checkpoint has no tensors of this PEFT adapter"
         expected = f"....lora_A.{adapter}.weight"
-        remedy = 'name the adapter as PEFT does: "default", unless get_peft_model was told otherwise'
+        remedy = 'name the adapter as PEFT does: "default", unless you gave get_peft_model another name'
         raise ConfigError(problem, folder, f"names such as {expected}", remedy=remedy)
     trained = {name for name, tensor in weights.items() if tensor.key == MASTER and not any_adapter.search(name)}
     biases = {name for name in trained if name.endswith(".bias")}  # as PEFT saves them with bias="all" or "lora_only"

@@ -42,7 +42,7 @@ def fetch(url: str, folder: Path, options: Mapping[str, Any], everything: bool =
         raise ConfigError("nothing is written to an object store", str(folder), "a folder on this machine")
     entries = remote.entries()
     if not entries:
-        raise DamagedError("there is nothing to fetch", url, "objects below it", "none", remedy="look at its spelling")
+        raise DamagedError("there is nothing to fetch", url, "objects below it", "none", remedy="check its spelling")
     left = [] if everything else [entry for entry in entries if _has_tensors(entry.name)]
     left_names = {entry.name for entry in left}
     wanted = [entry for entry in entries if entry.name not in left_names]

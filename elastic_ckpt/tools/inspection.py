@@ -98,7 +98,7 @@ def of_folders(folder: str) -> list[Finding]:
 def of_missing(path: str) -> Finding:
     """The finding for a file that should be there."""
     where = "no such file" if VIEW.get() is None else "no such file in any of these folders"
-    return Finding(ERROR, "missing", f"{where}; restore it, or take another tag", file=path)
+    return Finding(ERROR, "missing", f"{where}; restore it, or use another tag", file=path)
 
 
 def of_error(error: ElasticCkptError, kind: str | None = None, level: Level = ERROR) -> Finding:

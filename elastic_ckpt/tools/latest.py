@@ -65,13 +65,13 @@ def find_latest(folder: Folders, full: bool = False) -> str:
         newest, skipped = newest_whole(path, config_of(None), full)
     if newest is None:
         found = "; ".join(f"{os.path.basename(each.path)}: {each.problem}" for each in skipped)
-        remedy = "restore files of one of them, or remove the folder to start anew"
+        remedy = "restore files of one of them, or remove the folder to start from the beginning"
         if any(each.unchecked for each in skipped):
             problem = "no checkpoint in this folder is known to be complete: this version cannot check all of them"
             raise UnsupportedError(problem, absolute(path), found=found)
         raise DamagedError("no checkpoint in this folder is complete", absolute(path), found=found, remedy=remedy)
     for each in skipped:
-        logger.warning("elastic_ckpt: %s is newer than %s, and passed over: %s", each.path, newest.path, each.problem)
+        logger.warning("elastic_ckpt: %s is newer than %s, and was skipped: %s", each.path, newest.path, each.problem)
     if newest.suspicion is not None:
         logger.warning(
             "elastic_ckpt: %s is the newest checkpoint, and may be damaged: %s", newest.path, newest.suspicion

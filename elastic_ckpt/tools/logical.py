@@ -60,7 +60,7 @@ def refuse_without_masters(metadata: CheckpointMetadata) -> None:
     if missing:
         refuse_missing_files(metadata)
         problem = "the checkpoint knows these parameters but holds no master weights of them"
-        remedy = "the save is incomplete: take another tag"
+        remedy = "the save is incomplete: use another tag"
         raise DamagedError(problem, metadata.source.folder, parameter=missing, remedy=remedy)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from elastic_ckpt.errors import Remedy
 
-#: What takes the weights alone, where a load would have an argument for it.
-EXPORT = "elastic-ckpt export, without --optimizer, takes the weights alone"
-_OTHER_TAG = "take another tag"
+#: What exports only the weights, where a load would have an argument for it.
+EXPORT = "elastic-ckpt export, without --optimizer, exports only the weights"
+_OTHER_TAG = "use another tag"
 #: Arguments of a load that leave the optimizer states out.
 _WITHOUT_STATES: Mapping[str, Any] = {"load_optimizer_states": False, "load_module_only": True}
 

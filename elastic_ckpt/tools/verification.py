@@ -195,7 +195,7 @@ def _check_bytes(
         records = [] if file is None else [Record(*record) for record in file.records if record[1]]
         has_data = records or values or path in files[SWAPPED] or os.path.basename(path) == naming.DCP_METADATA
         if has_data and not any(record.crc32 for record in records):
-            text = "saved without checksums: bit flips are undetectable, only values are looked at"
+            text = "saved without checksums: bit flips are undetectable, only values are checked"
             findings.append(Finding(NOTE, "no-checksum", text, file=copy))
         nbytes = sizes[path] if is_read else version_of(copy).nbytes
         return [*findings, *scan_file(copy, nbytes, records, values, bar.update)]

@@ -178,7 +178,7 @@ def test_a_loader_of_other_batches_than_the_engines_is_told(caplog: pytest.LogCa
         engine.train()
     with caplog.at_level(logging.WARNING):
         next(iter(sampler))
-    assert "the loader's batch_size is to be the config's train_micro_batch_size_per_gpu" in caplog.text
+    assert "set the loader's batch_size to the config's train_micro_batch_size_per_gpu" in caplog.text
 
 
 def test_an_iterator_from_before_the_load_is_refused() -> None:

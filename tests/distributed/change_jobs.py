@@ -120,7 +120,7 @@ def _judged(change: Change, folder: str, asks_deepspeed: bool) -> tuple[str, str
         return f"ranks disagree: {sorted(texts)}", ""
     if ours.error is None:
         return ("; ".join(ours.wrong[:4]) or RIGHT), ""
-    is_refused = isinstance(ours.error, ElasticCkptError) and "was not foreseen" not in ours.text
+    is_refused = isinstance(ours.error, ElasticCkptError) and "error is unexpected" not in ours.text
     if not is_refused and (alone is None or type(alone.error) is not type(ours.error)):
         return f"raises {ours.text}", ""
     if ours.wrong:

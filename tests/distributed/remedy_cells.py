@@ -141,7 +141,7 @@ def remove(*names: str) -> Change:
 BATCH = (("train_batch_size", 24), ("train_micro_batch_size_per_gpu", 8))
 ON_CHANGE = {"on_change": "error"}
 TRUST = "if you trust whoever wrote the file"
-MADE_ANEW = "if the optimizer's next step makes it anew"
+MADE_ANEW = "if the optimizer's next step computes it again"
 NEW_NAMES = {
     **{f"hidden.{kind}": f"inner.{kind}" for kind in ("weight", "bias")},
     **{f"norm.{kind}": f"scale.{kind}" for kind in ("weight", "bias")},

@@ -252,7 +252,7 @@ def test_a_source_that_changes_meanwhile_leaves_no_checkpoint(
 
     monkeypatch.setattr(conversion, "save", touches)
     result = run(source, tmp_path / "out")
-    assert result.exit_code == 3 and "saved over" in result.stderr.replace("\n", " ")
+    assert result.exit_code == 3 and "overwritten" in result.stderr.replace("\n", " ")
     assert list(tmp_path.iterdir()) == [source]
     monkeypatch.undo()
     assert run(source, tmp_path / "out").exit_code == 0

@@ -215,7 +215,7 @@ def test_all_that_is_wrong_is_found_at_once(native: Path, others: Path, copy: Ca
         ("unreadable", MODEL3),
     }
     lines = verify(folder).stdout.splitlines()
-    assert f"missing: step4/{damage.OPTIMIZER.format(2)}: no such file; restore it, or take another tag" in lines
+    assert f"missing: step4/{damage.OPTIMIZER.format(2)}: no such file; restore it, or use another tag" in lines
 
 
 def flip(path: Path, bit: int) -> None:

@@ -23,7 +23,7 @@ def test_each_way_out_of_a_strange_state_works(cell: Cell, facts: list[Any]) -> 
         assert found.texts == [
             'set "enabled": false in "curriculum_learning" of "data_sampling" in the DeepSpeed config, which restores '
             "everything else",
-            "load_checkpoint(..., load_module_only=True) loads the weights alone",
+            "load_checkpoint(..., load_module_only=True) loads only the weights",
         ]
         assert found.weights and found.differ == set()
         assert found.is_held and "restore that folder" in found.lost

@@ -97,7 +97,7 @@ def test_weights_alone_leave_the_position_as_it_is(cell: Cell, facts: list[Any])
 
 
 SAME = by_own_loader("auto", 5)
-OTHER_DATA = "the data position is of other data"
+OTHER_DATA = "the data position belongs to other data"
 
 
 @cells([replace(by_own_loader("auto", 6), fits=(SAME.save, SAME.case))])

@@ -136,7 +136,7 @@ OWN = [
 def test_an_engines_schedule_that_is_restored_by_hand_has_the_saved_rates(cell: Cell, facts: list[Any]) -> None:
     for each in facts:
         assert each.differences == {}, each.differences
-        begins_anew = "begins anew, from the live lr" in each.text
+        begins_anew = "restarts from the live lr" in each.text
         assert begins_anew == (cell.case["order"] == AFTER)
         assert ("was restored before the load" in each.text) != begins_anew
     first, *_ = facts
@@ -160,12 +160,10 @@ HALVED, PLATEAU = (
 #: Rows of the recipe about a new lr: the lr of the first step by param group, that of the second where it is known, and
 #: what the report says.
 NEW_LR = [
-    changed(
-        "plateau, anew", "ReduceLROnPlateau", True, (NEW, None, "begins anew, from the live lr"), arguments=WITHOUT
-    ),
+    changed("plateau, anew", "ReduceLROnPlateau", True, (NEW, None, "restarts from the live lr"), arguments=WITHOUT),
     changed("plateau, restored", "ReduceLROnPlateau", True, (PLATEAU, PLATEAU, "")),
     changed("plateau, restored, kept", "ReduceLROnPlateau", True, (PLATEAU, PLATEAU, ""), section=KEEP_LIVE),
-    changed("own class, anew", "Whole", True, (NEW, NEW, "begins anew, from the live lr"), arguments=WITHOUT),
+    changed("own class, anew", "Whole", True, (NEW, NEW, "restarts from the live lr"), arguments=WITHOUT),
     changed("own class, restored", "Whole", True, (HALVED, [rate / 4 for rate in SAVED], "")),
     changed("framework's", "LambdaLR", False, (None, None, ""), restores=True),
     changed(

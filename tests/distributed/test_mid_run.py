@@ -164,7 +164,7 @@ def cosine(lr: float, step: int, steps: int = 20) -> float:
 RATIO = cosine(1.0, STEPS + 1) / cosine(1.0, STEPS)
 #: Rows of the recipe about a new lr: schedule, case, the lr of the first step and of the second, and what is said.
 NEW_LR: dict[str, tuple[str, dict[str, Any], float, float, str]] = {
-    "a schedule begins anew": (COSINE, {"section": KEEP_LIVE, "arguments": {"load_lr_scheduler_states": False}}, 0.25, cosine(0.25, 1), "begins anew"),
+    "a schedule begins anew": (COSINE, {"section": KEEP_LIVE, "arguments": {"load_lr_scheduler_states": False}}, 0.25, cosine(0.25, 1), "restarts"),
     "torch's has its saved options again, at the new rate": (f"{COSINE}-longer", {"section": KEEP_LIVE}, cosine(0.25, STEPS), cosine(0.25, STEPS + 1), "what the restored lr"),
     # as the Trainer's, it begins with 0
     "a framework restores its own, with the old rate": ("none", {"section": KEEP_LIVE, "outside": "LambdaLR"}, 0.0, 1e-2 * (STEPS + 1) / 8, "LambdaLR outside of the engine sets it"),

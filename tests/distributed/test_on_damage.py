@@ -106,7 +106,7 @@ MISSING = {NEWEST: GONE, MIDDLE: GONE, OLDEST: GONE}
 #: Which a version of DeepSpeed may not write, or a writer of another kind.
 NO_NAMES = damage.edit(MODEL, lambda tree: tree.pop("buffer_names"))
 ONE_MORE = damage.edit(MODEL, lambda tree: tree["param_shapes"].append({}))
-UNPROVEN = "goes back for proven damage alone"
+UNPROVEN = "goes back only for proven damage"
 
 
 @cells(

@@ -1,4 +1,4 @@
-"""Another lr scheduler than at the save: one that is not restored begins anew, from the live lr; none is half restored."""
+"""Another lr scheduler than at the save: one that is not restored restarts from the live lr; none is half restored."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_schedule_that_is_not_restored_begins_with_the_live_rates(cell: Cell, 
             expected = [[(lr, last[0][1], start) for lr, _, start in rates] for rates in expected]
             assert "betas" in each.text
         assert each.rates == expected and len(expected) == MORE
-    assert "begins anew, from the live lr" in facts[0].text
+    assert "restarts from the live lr" in facts[0].text
 
 
 @cells([resumed("LambdaLR", "none", 1)])

@@ -362,7 +362,7 @@ GONE = "s3://bucket/models/gone"
         wrong("lacking", "DamagedError", "file of the checkpoint is missing", lambda folder: shard_of(folder).unlink()),
         wrong("mixed", "DamagedError", "index does not belong", rename_in_index),
         wrong("empty", "NotFoundError", "this folder has no weights", empty),
-        wrong("others", "UnsupportedError", "does not hold weights alone", archive({"note": "of no tensor"})),
+        wrong("others", "UnsupportedError", "holds more than weights", archive({"note": "of no tensor"})),
         wrong("code", "UnsafePickleError", "safe globals", archive({"weight": print})),
         wrong("views", "UnsupportedError", "a view that is not contiguous", archive({"weight": torch.ones(3, 4).t()})),
         wrong("transposed", "UnsupportedError", "a view that is not contiguous", weight_in_archive(transposed)),
@@ -453,9 +453,9 @@ HOOK = "refused_by_hook"
         wrong("in two shards, left", "MismatchError", "tensor of one name", save_twice, job=HOOK, model="OwnLoader"),
         wrong("long name", "DamagedError", "too long", name_at_length, job=HOOK),
         wrong("long name, left", "DamagedError", "too long", name_at_length, job=HOOK, model="OwnLoader"),
-        wrong("sparse", "UnsupportedError", "weights alone", weight_in_archive(torch.Tensor.to_sparse), job=HOOK),
-        wrong("number", "UnsupportedError", "weights alone", archive({5: torch.ones(1)}), job=HOOK),
-        wrong("a list", "UnsupportedError", "does not hold weights alone", listed_weights, job=HOOK),
+        wrong("sparse", "UnsupportedError", "holds more than weights", weight_in_archive(torch.Tensor.to_sparse), job=HOOK),
+        wrong("number", "UnsupportedError", "holds more than weights", archive({5: torch.ones(1)}), job=HOOK),
+        wrong("a list", "UnsupportedError", "holds more than weights", listed_weights, job=HOOK),
         wrong("cut archive", "DamagedError", "truncated", cut_archive, job=HOOK, model="OwnLoader"),
         wrong(
             "wider", "MismatchError", "other shapes", with_config(hidden_size=32, head_dim=4), job=HOOK, config="config"

@@ -253,7 +253,7 @@ def is_possible(flow: Flow) -> bool:
 
 def may_refuse(flow: Flow, text: str) -> bool:
     """Whether an error is one of those that docs/compatibility.md and SECURITY.md promise."""
-    if "this was not foreseen" in text:
+    if "this error is unexpected" in text:
         return False
     if getattr(flow, "client", "") in UNSAFE and "trust_pickle" in text:
         return True

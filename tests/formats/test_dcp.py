@@ -455,7 +455,7 @@ def test_files_that_are_newer_than_the_metadata_are_warned_of(folder: Path) -> N
     (path,) = folder.glob("*.distcp")
     os.utime(path, (0, os.path.getmtime(folder / ".metadata") + 600))
     (warning,) = read(folder).metadata.warnings
-    assert "a save over it did not end" in warning and path.name in warning
+    assert "a later save into it did not finish" in warning and path.name in warning
 
 
 def test_many_chunks_are_no_attack(folder: Path) -> None:

@@ -203,7 +203,7 @@ def test_counters_that_stand_still_are_no_damage_where_saves_state_it_and_two_sa
     scalers = [scaler(of_optimizer)] if scaled else BESIDE
     if of_model == of_optimizer:
         compared = with_progress_compared(found, model, True, scalers)
-        assert not compared.warnings and all("something else than engine.step" in note for note in compared.notes)
+        assert not compared.warnings and all("something other than engine.step" in note for note in compared.notes)
         assert bool(compared.notes) == (steps_not_counted(found, model.counters) > 0)
     elif stage == 3 or abs(of_model - of_optimizer) == 1:
         with pytest.raises(MixedSavesError, match="different steps"):

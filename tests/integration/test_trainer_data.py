@@ -79,7 +79,7 @@ def test_no_loader_of_a_trainer_is_fed_otherwise(run: Run) -> None:
     said = said_of(on_one.log)
     # of "smaller": 6 of 15 batches were done, and 6 of 30 are left out
     assert (
-        "leaves the data to the Trainer, which goes on by its own count of steps, about 6 samples off"
+        "leaves the data to the Trainer, which continues by its own count of steps, about 6 samples off"
         in said["smaller"]
     )
     batches, ranks = (

@@ -40,7 +40,7 @@ def test_the_garbage_collector_is_left_as_it_was(collects: bool) -> None:
 
 
 def test_an_engine_that_is_partly_overwritten_has_the_ways_out_of_the_cause() -> None:
-    ways = Remedy("take an earlier tag"), WITHOUT_STATES
+    ways = Remedy("use an earlier tag"), WITHOUT_STATES
     error = flow.as_partial_load_error(DamagedError("an overflow", remedy=ways))
     assert error.remedies == ways and str(error.remedy).endswith(PartialLoadError.LOAD_AGAIN)
     assert flow.as_partial_load_error(KeyError("a")).remedy == PartialLoadError.LOAD_AGAIN

@@ -180,7 +180,7 @@ def test_it_goes_back_for_each_kind_of_error_that_proves_damage_and_for_no_other
     proven = {"DamagedError", "MissingFilesError", "ConflictingCopiesError", "SavedOverError"}
     assert kind.proves_damage == (kind.__name__ in proven)
     if isinstance(error, DamagedError) and not kind.proves_damage:
-        assert "proven damage alone" in str(error.remedy)
+        assert "only for proven damage" in str(error.remedy)
 
 
 def test_a_checkpoint_of_the_same_step_may_come_from_the_damaged_one(folder: Path) -> None:
@@ -225,7 +225,7 @@ def test_on_a_suspicion_it_never_goes_back_and_else_rank_0_logs_which_steps_are_
 ) -> None:
     tried, suspicion = attempts(folder, **PREVIOUS), MixedSavesError("it may be", remedy="look")
     assert not tried.recover(suspicion, tried.find())
-    assert suspicion.remedy == 'look; "on_damage" goes back for proven damage alone'
+    assert suspicion.remedy == 'look; "on_damage" goes back only for proven damage'
     assert not caplog.records and tried.find().tag == "global_step30"  # type: ignore[union-attr]
     tried.report_loss()
     assert not caplog.records, "nothing is lost"
@@ -245,7 +245,7 @@ def test_an_older_one_that_is_suspected_is_refused_with_what_was_skipped(folder:
     assert tried.recover(DamagedError("torn"), tried.find())
     suspicion = MixedSavesError("it may be", remedy="look")
     assert not tried.recover(suspicion, tried.find())
-    assert suspicion.remarks == ('"on_damage" goes back for proven damage alone', "skipped global_step30: torn")
+    assert suspicion.remarks == ('"on_damage" goes back only for proven damage', "skipped global_step30: torn")
 
 
 @pytest.mark.parametrize("step", [0, 7])

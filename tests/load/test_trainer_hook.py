@@ -147,7 +147,7 @@ def test_what_fails_or_is_not_there_stops_nothing(
     counter, log = counted(trainer_of(), loader(), caplog, resume=resume)
     assert counter is None and "\x1b" not in log
     is_error = loader is not SimpleNamespace
-    assert ("leaves the data to the Trainer, since its loader does not tell its place" in log) == is_error
+    assert ("leaves the data to the Trainer, since its loader does not report its position" in log) == is_error
 
 
 def test_a_stream_without_length_is_said_by_batches_and_ranks(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,15 +167,15 @@ def test_a_loader_without_a_data_set_is_said_to_be_off(caplog: pytest.LogCapture
     trainer = trainer_of()
     trainer.state.epoch = 0.5
     counter, log = counted(trainer, Sized(), caplog)
-    assert counter is None and "goes on by its own count of steps, about 4 samples off" in log
+    assert counter is None and "continues by its own count of steps, about 4 samples off" in log
 
 
 @pytest.mark.parametrize(
     ("other", "why"),
     [
         (lambda place: (trainer_hook._Place(), "leaves it, failed"), "leaves it, failed"),
-        (lambda place: (replace(place, length=25), "continues"), "different places"),
-        (lambda place: (replace(place, saved=17), "continues"), "different places"),
+        (lambda place: (replace(place, length=25), "continues"), "different positions"),
+        (lambda place: (replace(place, saved=17), "continues"), "different positions"),
         (lambda place: (replace(place, order="Ordered of seed 2"), "continues"), ""),
     ],
 )

@@ -62,7 +62,7 @@ def test_what_a_schedule_outside_of_the_engine_began_with_is_kept_by_no_line() -
     text = said({"initial_lr": 0.2}, {"initial_lr": 0.1})
     assert "initial_lr 0.2 -> 0.1" in text and "elastic_checkpoint" not in text
     assert text.endswith(
-        "initial_lr is in the state of the schedule outside of the engine, too, which goes on from that"
+        "initial_lr is in the state of the schedule outside of the engine, too, which continues from that"
     )
 
 
@@ -95,8 +95,8 @@ RESTORED, WITH_LAMBDA = SchedulerPlan(is_restored=True), SchedulerPlan(sets_rate
         ({}, RESTORED, "but for what the restored lr scheduler sets"),
         ({"initial_lr": 0.1}, RESTORED, "but for what the restored lr scheduler sets"),
         ({"initial_lr": 0.1}, WITH_LAMBDA, "until LambdaLR outside of the engine sets it after the first step"),
-        ({"initial_lr": 0.1}, replace(WITH_LAMBDA, goes_on=("Own",)), "from which Own outside of the engine goes on"),
-        ({"initial_lr": 0.1}, NO_SCHEDULER, "unless that goes on from it"),
+        ({"initial_lr": 0.1}, replace(WITH_LAMBDA, goes_on=("Own",)), "from which Own outside of the engine continues"),
+        ({"initial_lr": 0.1}, NO_SCHEDULER, "unless that continues from it"),
     ],
 )
 def test_groups_that_keep_their_values_say_whose_lr_the_first_step_has(

@@ -163,7 +163,7 @@ def test_a_fused_parameter_is_refused_with_the_choices_unless_somebody_says_how(
     for said in ({}, {"dim": 0}):  # a partition_dim says nothing about the parts
         error = refused(name, whole.chunk(2), [whole], said=said)
         assert "made of several" in error.problem
-        assert error.found == "nothing says so; 2 x (12, 8) in the checkpoint, 1 x (24, 8) in the live model"
+        assert error.found == "none of these; 2 x (12, 8) in the checkpoint, 1 x (24, 8) in the live model"
         assert '"kind": "column"}' in str(error.remedy)
         assert '"sub_parameters": "<relative widths>"}' in str(error.remedy)
     check(name, merged_halves(whole, 2), [whole], said={"dim": 0, "stride": 2})

@@ -183,7 +183,7 @@ def test_the_checkpoint_goes_before_the_preset_and_the_first_user_rule_before_th
 def test_a_rule_is_for_whole_names_and_for_runs_with_its_arguments() -> None:
     whole = numbered(8, 8)
     error = refused(NAME, whole.chunk(2), [numbered(5, 8)], rules("weight", kind="vocabulary", vocabulary=5))
-    assert "nothing says so" in str(error.found)
+    assert "none of these" in str(error.found)
     book = ShardingRules(preset=Preset(name="mine", description="", rules=[
         ShardSpec(pattern=".*", kind="column", sub_parameters=[1, 1], when={"swiglu": [True]}),
         ShardSpec(pattern=".*", kind="column"),

@@ -351,9 +351,9 @@ def put_folder(path: Path) -> None:
 
 
 CHANGES: dict[Callable[[Path], object], tuple[type[DamagedError], str]] = {
-    rename_over: (SavedOverError, "saved over"),
-    rewrite: (SavedOverError, "saved over"),
-    lambda path: os.truncate(path, 1): (SavedOverError, "saved over"),
+    rename_over: (SavedOverError, "overwritten"),
+    rewrite: (SavedOverError, "overwritten"),
+    lambda path: os.truncate(path, 1): (SavedOverError, "overwritten"),
     Path.unlink: (DamagedError, "no such file"),
     put_folder: (DamagedError, "a folder"),
 }
@@ -476,7 +476,7 @@ def test_a_holder_that_is_killed_is_noticed_by_its_connection(
         assert progress.wait(60)
         time.sleep(0.05)
         holder.kill()
-        with pytest.raises(CommunicationError, match="does not answer any more"):
+        with pytest.raises(CommunicationError, match="no longer answers"):
             reading.result(60)
         holder.wait()
         with pytest.raises(CommunicationError, match="refused"):

@@ -66,7 +66,7 @@ def test_a_file_that_moved_is_noticed_when_it_is_opened_again_and_at_the_end(pat
         look_again(reopen=False)
         change(path)
         for look in (lambda: touch(path), look_again, lambda: look_again(reopen=False)):
-            with pytest.raises(SavedOverError, match="saved over while it was being loaded") as caught:
+            with pytest.raises(SavedOverError, match="overwritten while it was being loaded") as caught:
                 look()
             assert caught.value.file == str(path)
         assert moved() is not None

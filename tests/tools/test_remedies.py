@@ -19,15 +19,15 @@ from elastic_ckpt.formats.torch_archive.calls import unsafe_error
 from elastic_ckpt.tools.inspection import of_error
 from elastic_ckpt.tools.remedies import EXPORT, of_command
 
-TAG, WAIT = Remedy("take another tag"), Remedy("wait")
+TAG, WAIT = Remedy("use another tag"), Remedy("wait")
 FRESH = Remedy(config={"states": {"a": "fresh"}})
 
 
 @pytest.mark.parametrize(
     ("remedies", "expected"),
     [
-        ((TAG,), "take another tag"),
-        ((TAG, WITHOUT_STATES), f"take another tag; or {EXPORT}"),
+        ((TAG,), "use another tag"),
+        ((TAG, WITHOUT_STATES), f"use another tag; or {EXPORT}"),
         ((WITHOUT_STATES, WEIGHTS_ALONE), EXPORT),
         (ITS_OPTIMIZER, f"resume with the optimizer that saved it; or {EXPORT}"),
         ((WITHOUT_STATES, AT_ITS_TOPOLOGY), f"{AT_ITS_TOPOLOGY}; or {EXPORT}"),
@@ -35,7 +35,7 @@ FRESH = Remedy(config={"states": {"a": "fresh"}})
         ((Remedy(config={"tp_preset": "megatron-core"}), WAIT), "--preset megatron-core; or wait"),
         (unsafe_error("x").remedies, "if you trust whoever wrote the file: --trust-pickle"),
         ((WAIT, Remedy(code="torch.serialization.add_safe_globals([TheClass])")), "wait"),
-        ((Remedy(arguments={"load_module_strict": False}),), "take another tag"),
+        ((Remedy(arguments={"load_module_strict": False}),), "use another tag"),
         (
             (Remedy(arguments={"load_dir": "/my run", "tag": "step2"}),),
             "give the folder of a tag, which needs no --tag: '/my run/step2'",

@@ -68,7 +68,9 @@ class MemoryBudget:
         if self.used > self.most:
             problem = "the objects of this file take more memory than elastic_ckpt spends on a file of its size"
             expected = f"at most {self.most} bytes, of a file of {self.file_nbytes}"
-            remedy = "the file may be whole: this is a limit of elastic_ckpt. Keep large lists and dictionaries of the "
+            remedy = (
+                "the file may be intact: this is a limit of elastic_ckpt. Keep large lists and dictionaries of the "
+            )
             remedy += "client state as tensors or arrays, or leave them out"
             raise UnsupportedError(problem, expected=expected, found=f"{self.used} bytes or more", remedy=remedy)
 
@@ -118,7 +120,7 @@ def items_nbytes(container: Any, count: int) -> int:
 def limit_error(expected: str, found: str, path: str | None = None) -> UnsupportedError:
     """What elastic_ckpt does not read, because hostile files have it: the file may be whole."""
     problem = "this file has what elastic_ckpt reads up to a limit, and more of it"
-    another_form = Remedy("the file may be whole: this is a limit of elastic_ckpt. Save it in another form")
+    another_form = Remedy("the file may be intact: this is a limit of elastic_ckpt. Save it in another form")
     return UnsupportedError(problem, path, expected, found, remedy=another_form)
 
 

@@ -178,7 +178,7 @@ class Directory(Listing):
             raise ArchiveError(f"{len(records)} records, but its end counts {self.count}: damaged, or two of one name")
         for name, nbytes, _, header, _, is_stored in records.values():
             if not is_stored:  # tensors are read by their offsets, which would give other bytes
-                raise ArchiveError(f"a zip archive that was packed anew: {name} is compressed")
+                raise ArchiveError(f"a repacked zip archive: {name} is compressed")
             if (reach := header + HEADER.size + nbytes) > self.start:
                 raise ArchiveError(f"record {name} reaches to byte {reach}, into the directory")
         if len({name.lower() for name in records}) != len(records):

@@ -242,7 +242,7 @@ def _check_stream(state: Any) -> None:
     """The bytes of a stream, a position in them, and no attributes; from one behind them, writing would fill up."""
     data, position, attributes = state
     if type(data) not in (bytes, bytearray) or type(position) is not int or attributes:
-        raise pickle.UnpicklingError("a stream of something else than bytes")
+        raise pickle.UnpicklingError("a stream of something other than bytes")
     if not 0 <= position <= len(data):
         raise pickle.UnpicklingError(f"a stream of {len(data)} bytes at position {position}")
 

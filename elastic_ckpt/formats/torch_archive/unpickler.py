@@ -309,7 +309,7 @@ class Unpickler:
         self.charge(nbytes)
         self._copies_left -= nbytes
         if self._copies_left < 0:
-            raise limit_unless_trusted("objects whose parts are their own", "objects made again and again of the same")
+            raise limit_unless_trusted("objects whose parts are their own", "many objects that copy the same bytes")
 
 
 def _is_function(argument: Any) -> bool:

@@ -294,9 +294,9 @@ def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, ShardSpec | None]
     if in_layers:
         yield f"buffers and frozen weights of pipeline layers are lost: {listed(in_layers)}"
     if len(in_layers) < len(kept):
-        yield "buffers and frozen weights are in the model-states files, from which elastic_ckpt alone restores them"
+        yield "buffers and frozen weights are in the model-states files, from which only elastic_ckpt restores them"
     if any(tensor.is_quantized for tensor in metadata.tensors.values()):
-        yield "8-bit states are for elastic_ckpt alone: DeepSpeed's universal format knows no scales"
+        yield "only elastic_ckpt restores 8-bit states: DeepSpeed's universal format knows no scales"
     of_all = {state.key for saved in metadata.parameters.values() for state in saved.replicated}
     of_all |= {key for saved in metadata.parameters.values() for key, _ in saved.scalars} - {"step"}
     if of_all:
@@ -304,7 +304,7 @@ def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, ShardSpec | None]
     if metadata.source.zero_stage == 3:
         saved_names = (metadata.saved_names.get(name, name) for name in metadata.parameters)
         if metadata.source.tp > 1 and not all(map(metadata.declared.is_recorded, saved_names)):
-            yield "DeepSpeed's ZeRO-3 loads this wrongly: it cuts tensors of universal checkpoints for AutoTP alone"
+            yield "DeepSpeed's ZeRO-3 loads this wrongly: it cuts tensors of universal checkpoints only for AutoTP"
         lost = set(metadata.state_keys) - _ADAM
         if lost:
             yield f"DeepSpeed's ZeRO-3 loads only Adam's states from universal checkpoints, not {listed(lost)}"
