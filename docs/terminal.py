@@ -20,7 +20,7 @@ from rich.text import Text
 
 REPO = Path(__file__).parents[1]
 IMAGES = REPO / "docs" / "images"
-WIDTH = 100
+WIDTH = 80
 #: The commands that are shown, by the name of the picture, in the order in which they are run.
 COMMANDS = {
     "inspect": "elastic-ckpt inspect checkpoints",

@@ -14,6 +14,8 @@ import yaml
 from tests.blocks import REPO
 
 pytest.importorskip("mkdocs")
+#: Blocks of code, by their language; those without one are what commands print.
+PRINTED = [("text", "a line"), ("text", "│ a table │"), ("bash", "a command")]
 NAV = yaml.safe_load((REPO / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
 
 
@@ -67,6 +69,23 @@ def test_what_is_shown_is_what_the_repository_shows() -> None:
     )
     shown = hooks().on_page_content(html)
     assert "fp32|bf16" in shown and ":func:" not in shown and shown.count('class="short"') == 2
+
+
+def test_notes_and_tabs_are_those_of_the_theme() -> None:
+    """GitHub and a terminal show the same text: a quotation, and blocks below each other."""
+    text = "> [!WARNING]\n> Restart\n> the process.\n\n<!-- tabs -->\n**torchrun**\n\n```bash\na\n```\n\n**deepspeed**\n\nb\n\n"
+    text += "<!-- end of tabs -->\nAfter."
+    shown = hooks().on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri="launchers.md")), None, None)
+    assert shown.startswith(
+        '!!! warning\n\n    Restart\n    the process.\n\n=== "torchrun"\n\n    ```bash\n    a\n    ```\n'
+    )
+    assert shown.endswith('=== "deepspeed"\n\n    b\n\nAfter.')
+
+
+def test_printed_text_breaks_between_words_and_its_tables_do_not() -> None:
+    blocks = [f'<div class="language-{kind} highlight"><pre>{text}</pre></div>' for kind, text in PRINTED]
+    shown = hooks().on_page_content("\n".join(blocks))
+    assert [("printed" in line) for line in shown.splitlines()] == [True, False, False]
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:

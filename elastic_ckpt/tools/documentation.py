@@ -21,6 +21,8 @@ _HEADING = re.compile(r"(#{1,6}) +(.+?)(?: +#+)? *")
 _FRONT_MATTER = re.compile(r"\A---\n.*?^---\n", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _TAG = re.compile(r"^</?\w[^>]*>\n", re.MULTILINE)
+#: A note as GitHub and the site show it.
+_NOTE = re.compile(r"^> \[!(\w+)\]\n> ", re.MULTILINE)
 _PICTURE = re.compile(r"!\[([^]]*)\]\([^)]*\)")
 _LINK = re.compile(r"\]\(([\w-]+\.md)?(#[\w-]+)?\)")
 #: What the site replaces by the docstring of an object.
@@ -138,6 +140,7 @@ def _for_terminal(text: str, page: str) -> str:
         return f"]({name}{link[2] or ''})"
 
     text = _TAG.sub("", _COMMENT.sub("", text))
+    text = _NOTE.sub(lambda note: f"> **{note[1].capitalize()}:** ", text)
     text = _PICTURE.sub(r"(picture: \1)", text)
     text = _DOCSTRING.sub(r"- `python -m pydoc \1`\n", text)
     return _LINK.sub(as_topic, text).strip() + "\n"

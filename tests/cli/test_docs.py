@@ -61,6 +61,10 @@ def test_a_section_is_shown_alone_as_json_too() -> None:
     assert json.loads(docs("--json").stdout)["pages"]["troubleshooting"] == "Troubleshooting"
 
 
+def test_a_note_says_its_kind() -> None:
+    assert "> **Warning:** The engine is partly overwritten." in topic_text("troubleshooting#partialloaderror")
+
+
 def test_an_unknown_topic_is_wrong_usage_and_names_the_nearest() -> None:
     found = docs("trouble\x1b[31mshooting")
     assert found.exit_code == 2 and controls_in(found.output, but="\n") == []
