@@ -89,7 +89,7 @@ def _option(model: type[BaseModel], name: str, where: str = "") -> str:
     if first:
         text += f"\n{first[0].upper()}{first[1:]}{':' if values else '.'}\n"
     if values:
-        text += "\n" + "".join(re.sub(r"^(\w+):(.*)", r'- `"\1"`:\2', value) + "\n" for value in values)
+        text += "\n" + "".join(re.sub(r"^(\w+):(.*)", r'- `"\1"`:\2', value) + ".\n" for value in values)
     return text
 
 

@@ -43,9 +43,9 @@ class Reading(BaseModel):
     threads: int = Field(4, ge=1, le=64, description="reading threads per rank")
     storage: Literal["auto", "local", "network"] = Field(
         "auto",
-        description="where checkpoints are: local: on a disk; network: on a network file system, where reads at most "
-        "64 KiB apart are merged (see [small reads](architecture.md#small-reads)), since each waits for an answer; "
-        "auto: by the type of the file system: NFS, Lustre, GPFS, CephFS, BeeGFS, SMB, 9p and FUSE are network ones",
+        description="where checkpoints are: local: on a disk; network: on a network file system. Each read waits for "
+        "an answer there, so reads at most 64 KiB apart are merged (see [small reads](architecture.md#small-reads)); "
+        "auto: by the type of the file system. NFS, Lustre, GPFS, CephFS, BeeGFS, SMB, 9p and FUSE are network ones",
     )
     gap_kib: int | None = Field(
         None,
@@ -74,7 +74,7 @@ class ElasticConfig(BaseModel):
     pretrained: Literal["auto", "off"] = Field(
         "auto",
         description="auto: with ZeRO-3, each rank reads only its own bytes in Transformers' from_pretrained, where "
-        "that is known to give the same model; off: from_pretrained is left as it is",
+        "that is known to give the same model; off: from_pretrained is unchanged",
     )
     trust_pickle: bool = Field(
         False,
@@ -83,9 +83,10 @@ class ElasticConfig(BaseModel):
     )
     verify: Literal["load", "bytes", "off"] = Field(
         "load",
-        description="load: compare all bytes that are read with the checksums in the checkpoint's files, a few "
-        "masters of every ZeRO-1/2 shard with the weights saved beside it, and step counts with each other; bytes: "
-        "compare only checksums, where weights, steps or files were changed on purpose; off: compare nothing",
+        description="load: compare all bytes that are read with the checksums in the checkpoint's files. Also "
+        "compare a few masters of every ZeRO-1/2 shard with the weights saved beside it, and step counts with each "
+        "other; bytes: compare only checksums. Use it if weights, steps or files were changed on purpose; "
+        "off: compare nothing",
     )
     on_damage: Literal["error", "previous"] | Annotated[int, Field(ge=0)] = Field(
         "error",
@@ -95,7 +96,7 @@ class ElasticConfig(BaseModel):
     )
     fallback_dirs: list[Annotated[str, Field(min_length=1, pattern=_NO_NULL)]] = Field(
         [],
-        description="folders that have files which load_dir lacks, in order of preference; for example, load_dir is "
+        description="folders that have files which load_dir lacks, in order of preference. For example, load_dir is "
         "in the memory of the nodes, and these are on disk. All files must be of one save",
     )
     storage_options: dict[str, Any] = Field(
@@ -103,31 +104,31 @@ class ElasticConfig(BaseModel):
         repr=False,
         description="options of obstore for folders in object stores (s3://, gs://, az://, https://), in addition to "
         'the environment\'s, such as {"endpoint": "http://minio:9000", "client_options": {"allow_http": '
-        "true}}. elastic_ckpt does not print them, but DeepSpeed saves its config in every checkpoint and may log it: "
+        "true}}. elastic_ckpt does not print them. DeepSpeed saves its config in every checkpoint and may log it, so "
         "keep keys in the environment",
     )
     wait_for_files: int = Field(
         0,
         ge=0,
-        description="seconds to wait for files that are missing, incomplete or changing before they count as damaged, "
-        "since a file system (NFS, but not Lustre) may show them late, or another job may still be writing them",
+        description="seconds to wait for files that are missing, incomplete or changing before they count as damaged. "
+        "A file system (NFS, but not Lustre) may show them late, or another job may still be writing them",
     )
     reading: Reading = Field(Reading.model_validate({}), description="how files are read")
     report: bool | Annotated[str, Field(pattern=_NO_NULL)] = Field(
         True,
         description="whether rank 0 prints the load report, and a progress bar on a terminal. A path also writes the "
-        "report to that file, as JSON; of a load that is refused, its error, with whole lists of names",
+        "report to that file, as JSON. If the load is refused, the file has its error, with complete lists of names",
     )
     sheet: bool = Field(
         True,
         description="whether save_checkpoint writes a [resume sheet](resume-sheet.md) beside the tensors, and a load "
-        "compares that of the checkpoint with the live run",
+        "compares it with the live run",
     )
     rename: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
         [],
         description="pairs of pattern and replacement, as for Python's re.sub, for the names in the checkpoint. "
-        'Only the first pattern found in a name applies. "megatron-core-local" in place of a pair renames from what '
-        "Megatron Core saves to its layers without Transformer Engine",
+        'Only the first pattern found in a name applies. "megatron-core-local" in place of a pair renames '
+        "the names of Megatron Core to those of its layers without Transformer Engine",
     )
     added_rows: list[Annotated[str, Field(min_length=1)]] = Field(
         [],
@@ -183,7 +184,7 @@ class ElasticConfig(BaseModel):
     replicated_params: Literal["strict", "first", "mean"] = Field(
         "strict",
         description="what to load if tensor-parallel ranks saved different values of a parameter that each has whole: "
-        "strict: nothing, but an error; first: the first rank's, also of a module's extra state; mean: the mean of all",
+        "strict: an error; first: the first rank's value, also of a module's extra state; mean: the mean of all values",
     )
     on_unreadable_entry: Literal["error", "skip"] = Field(
         "error",
