@@ -20,6 +20,7 @@ from typing import Any
 from elastic_ckpt.core.fqn import NameStates
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.values import TrainingState
 from elastic_ckpt.errors import (
     DamagedError,
@@ -211,7 +212,7 @@ def _refuse_holes(found: CheckpointInfo, left: Collection[str], options: StateOp
                 both = _of(models, mp) or {0: found.files.model[mp]}, _of(shards, mp)
                 some = [found.path(next(iter(each.values()))) for each in both if each]
                 gone = plain_name(name).replace(f"rank_{dp}_", f"rank_{hole}_", 1)
-                have = f"{name} and {hole} before it"
+                have = f"{name}, but {counted(hole, 'file')} of lower ranks"
                 raise missing_file(found, gone, have, _parameters_on(hole, some, options))
             ranks[mp] += 1
 
