@@ -323,7 +323,7 @@ def report(job: VirtualJob, shown: dict[str, Any], in_detail: bool) -> Iterator[
         elements = f"{each['numel']:,}" + (f", {each['padding']:,} padding" if each["padding"] else "")
         where = (literal(title(each["key"])), each["place"], each["dtype"], each["tensors"])
         rows.append((*where, elements, size(each["nbytes"])))
-    heading = f"memory after loading, without gradients and activations; rank {most['rank']} needs most"
+    heading = f"memory after loading (no gradients, activations); largest: rank {most['rank']}"
     yield table(heading, "", "on", ">dtype", ">tensors", ">elements", ">bytes", rows=rows, min_width=_LEAST_WIDTH)
     if in_detail:
         rows = []
