@@ -5,7 +5,8 @@ usage: python -m elastic_ckpt.run [--universal-checkpoint[=auto|require|off]] [-
 Run a training script with elastic_ckpt installed: engine.load_checkpoint restores checkpoints of any topology.
 
   -m                       script is the name of a module, as in python -m
-  --universal-checkpoint   auto (the default), require, or off; also among the script's arguments, if it has no such one
+  --universal-checkpoint   auto (the default), require, or off. You can also give it among the script's arguments,
+                           unless the script has such a flag itself
 
 examples:
   torchrun --nproc_per_node 4 -m elastic_ckpt.run train.py --my-args --universal-checkpoint

@@ -121,7 +121,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(key: str, nearest: st
 def test_an_unknown_key_of_a_section_inside_is_an_error_too() -> None:
     with pytest.raises(ConfigError, match='unknown key "readers_per_node"') as caught:
         read(reading={"readers_per_node": 1})
-    assert "hardly pays" in str(caught.value.remedy)
+    assert "gains little" in str(caught.value.remedy)
     with pytest.raises(ConfigError, match='unknown key "thread" under "reading"') as caught:
         read(reading={"thread": 1})
     assert '"threads"' in str(caught.value.remedy)

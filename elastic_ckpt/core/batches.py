@@ -31,8 +31,8 @@ class BatchPlan(BatchSizes):
 def batch_for(world_size: int, global_batch: int, max_micro_batch: int) -> BatchPlan:
     """The largest micro-batch, and the accumulation steps, with which a number of data-parallel ranks keeps the batch.
 
-    If the ranks do not divide it, it is the nearest batch that they divide (of two, the smaller), with the factor of a
-    learning rate that is proportional to the batch; for Adam, the square root of that factor is often used.
+    If the ranks do not divide it, the result is the nearest batch that they divide (of two, the smaller), with a factor
+    for a learning rate that is proportional to the batch. For Adam, the square root of that factor is often used.
     """
     if min(world_size, global_batch, max_micro_batch) < 1:
         given = f"world_size={world_size}, global_batch={global_batch}, max_micro_batch={max_micro_batch}"
@@ -51,11 +51,11 @@ def compute_elastic_config(
 ) -> tuple[Any, ...]:
     """What ``deepspeed.elasticity.compute_elastic_config`` returned before DeepSpeed dropped it, of the same config.
 
-    Its section ``"elasticity"`` gives the micro-batches that fit and the largest global batch. The answer is the global
-    batch that most numbers of ranks divide, and these; with a ``world_size``, or ``return_microbatch``, the micro-batch
-    too. Version 0.2 counts whole nodes. ``target_deepspeed_version`` is not looked at.
+    The section ``"elasticity"`` has the micro-batches that fit and the largest global batch. Returns the global batch
+    that the most numbers of ranks divide, and these numbers. With a ``world_size`` or ``return_microbatch``, it also
+    returns the micro-batch. Version 0.2 counts complete nodes. ``target_deepspeed_version`` is ignored.
 
-    Raises :class:`ConfigError` for a section that is wrong, :class:`MismatchError` for ranks that it excludes.
+    Raises :class:`ConfigError` for a wrong section, and :class:`MismatchError` for ranks that the section excludes.
     """
     section = _section(ds_config)
     micro_batches: list[int] = section["micro_batch_sizes"]

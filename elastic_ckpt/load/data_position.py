@@ -30,12 +30,12 @@ logger = logger_of(__name__)
 def register(engine: Any, *, sampler: DataPosition) -> None:
     """Let an engine save and load the position in its training data, by the samples that its steps have used.
 
-    ``engine.save_checkpoint`` puts it into the client state under a key of its own, which ``engine.load_checkpoint``
-    takes back and does not return. Before or after ``load_checkpoint``, but before ``iter(loader)``; by every rank. The
-    loader's ``batch_size`` is the config's ``train_micro_batch_size_per_gpu``. Installs elastic_ckpt, if it is not.
+    Call it on every rank, before or after ``load_checkpoint``, but before ``iter(loader)``. The loader's ``batch_size``
+    must be the config's ``train_micro_batch_size_per_gpu``. The position is saved in the client state under its own
+    key, which ``engine.load_checkpoint`` does not return. This also installs elastic_ckpt.
 
     Args:
-        engine: of ``deepspeed.initialize``, or what Accelerate's ``prepare`` returns.
+        engine: what ``deepspeed.initialize`` or Accelerate's ``prepare`` returns.
         sampler: an :class:`~elastic_ckpt.data.ElasticSampler` or :class:`~elastic_ckpt.data.ElasticStream`.
     """
     install()

@@ -72,15 +72,15 @@ def load_pretrained(
     strict: bool = False,
     ds_config: Mapping[str, Any] | None = None,
 ) -> PretrainedReport:
-    """Load the weights of a Hugging Face folder, or of a URL; every rank reads its own bytes. Collective.
+    """Load the weights of a Hugging Face folder, or of a URL. Every rank reads its own bytes. Collective.
 
-    ``model_or_engine`` is a DeepSpeed engine of any ZeRO stage, whose masters become the weights' values and whose
-    optimizer states stay; or a module without engine: built under ``deepspeed.zero.Init``, whole on every rank, or on
-    the meta device, where ``ds_config`` says how ZeRO-3 partitions what is allocated. Weights get the names and the
-    values that ``from_pretrained`` gives them; what the folder lacks keeps its values.
+    ``model_or_engine`` is a DeepSpeed engine of any ZeRO stage, or a module without an engine. An engine's masters take
+    the weights' values, and its optimizer states stay. A module is built under ``deepspeed.zero.Init``, complete on
+    every rank, or on the meta device, where ``ds_config`` gives ZeRO-3's partitioning. Weights get the names and values
+    that ``from_pretrained`` gives them. What the folder lacks keeps its values.
 
-    Raises the same :class:`ElasticCkptError` on every rank: with ``strict``, :class:`MismatchError` if a name is on one
-    side only. The weights are as they were unless it is a :class:`PartialLoadError`.
+    Raises the same :class:`ElasticCkptError` on every rank. With ``strict``, a name on one side only is a
+    :class:`MismatchError`. Weights are unchanged after every error but a :class:`PartialLoadError`.
     """
     engine = model_or_engine if isinstance(model_or_engine, DeepSpeedEngine) else None
     distributed.begin_load()

@@ -84,19 +84,19 @@ def replicate(folder: str | os.PathLike[str], tag: str, copies: int = 1, keep: i
     """Copy each node's files of a tag to the next ``copies`` nodes, while training continues.
 
     Call it on every rank after ``engine.save_checkpoint(folder, tag)`` to node-local storage, such as ``/dev/shm``.
-    ``engine.load_checkpoint(folder)`` then finds all files as long as no ``copies + 1`` neighbouring nodes are lost, in
-    a job of any size. Copies are in a folder of their own, ``.replicas`` in ``folder``: what this node saved is never
-    written to. A copy gets its name once it is whole and its checksum is that of the original, which must not change
-    before :meth:`Replication.wait` returns; the next call waits for that, too.
+    ``engine.load_checkpoint(folder)`` then finds all files, in a job of any size, unless ``copies + 1`` neighbouring
+    nodes are lost. Copies are in ``.replicas`` in ``folder``. What this node saved is never written to. A copy gets its
+    name once it is complete and has the checksum of the original. Originals must not change before
+    :meth:`Replication.wait` returns. The next call waits for that, too.
 
     Args:
-        folder: as ``save_checkpoint`` was given it; each node has its own.
+        folder: the folder that ``save_checkpoint`` was given. Each node has its own.
         tag: the tag that was saved.
-        copies: of each file, on as many other nodes.
-        keep: how many tags stay in ``folder`` on each node, and copies of them: this one and older ones. ``None``: all.
+        copies: the number of other nodes that get a copy of each file.
+        keep: the number of tags, with their copies, that stay in ``folder`` on each node. ``None``: all.
 
-    Collective, over small messages alone; a node's first rank copies, with at most 16 MiB in memory at a time. Raises
-    the same :class:`ElasticCkptError` on every rank if arguments differ, or a node has nothing to copy.
+    Collective, with only small messages. A node's first rank copies, with at most 16 MiB in memory at a time. Raises
+    the same :class:`ElasticCkptError` on every rank if arguments differ, or if a node has nothing to copy.
     """
     if _last:
         _last.pop().wait()

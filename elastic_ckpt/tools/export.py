@@ -82,23 +82,23 @@ def export(
 ) -> WriteReport:
     """Write a checkpoint's parameters and buffers as safetensors of Hugging Face's layout. No engine, no GPU.
 
-    Parameters are fp32 master weights; frozen parameters and buffers are as the module had them. Of tied parameters,
-    one is written, and the others are named in the file's metadata. Memory: one shard, and one tensor as it is saved.
+    Parameters are fp32 master weights. Frozen parameters and buffers are as the module had them. Tied parameters are
+    written once, and the file's metadata has their other names. Memory: one shard, and one tensor as it is saved.
 
     Args:
-        folder: folder with a ``latest`` file, or the folder of one tag; several, of nodes with disks of their own.
+        folder: folder with a ``latest`` file, or the folder of one tag. A list, if nodes saved to their own disks.
         tag: which checkpoint of the folder; ``None``: the latest.
         out: folder to create.
-        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters with floating-point values, frozen ones too;
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``, for all parameters with floating-point values, frozen ones too.
             ``None``: masters and frozen parameters as they were saved.
-        max_shard_size: of one file: bytes, ``"5GB"`` or ``"500MB"``; a larger tensor has a file of its own.
-        include: regular expressions, searched for in names; what none matches is left out.
-        exclude: regular expressions; what one matches is left out.
-        adapter: a PEFT adapter (``"default"``): it alone is written, in the one file that PEFT loads.
-        optimizer: whether to write the optimizer states of the exported parameters too, as ``optimizer.safetensors``:
-            state ``exp_avg`` of ``w`` is ``exp_avg.w``; scalar states and hyperparameters are metadata.
-        config: options of the load; rules of tensor parallelism, for example.
-        progress: whether to show a progress bar; ``None``: if standard error is a terminal.
+        max_shard_size: largest file: bytes, ``"5GB"`` or ``"500MB"``. A larger tensor has its own file.
+        include: regular expressions. Names that none of them matches are left out.
+        exclude: regular expressions. Names that one of them matches are left out.
+        adapter: a PEFT adapter (``"default"``). Only this is written, in the one file that PEFT loads.
+        optimizer: whether to write the optimizer states of the exported parameters too, as ``optimizer.safetensors``.
+            State ``exp_avg`` of ``w`` is ``exp_avg.w``. Scalar states and hyperparameters are metadata.
+        config: options of the load, such as rules of tensor parallelism.
+        progress: whether to show a progress bar. ``None``: if standard error is a terminal.
 
     Raises:
         ConfigError: an argument is wrong, or a pattern matches nothing.

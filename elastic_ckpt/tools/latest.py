@@ -45,21 +45,21 @@ class Candidate:
 def find_latest(folder: Folders, full: bool = False) -> str:
     """The path of the newest complete checkpoint in a folder. Local.
 
-    One that may be damaged, without proof, is not passed over, no more than ``"on_damage"`` goes back for it: the steps
-    since the one before it would be lost. What is suspected is logged, and the load says what settles it. So is each
-    one that is passed over, with what proves that it is not whole.
+    A checkpoint is skipped only if it is proven to be incomplete or damaged. The log names it, with the proof. If there
+    is only a suspicion, its path is returned, the suspicion is logged, and the load says what to do. ``"on_damage"``
+    applies the same rule: otherwise, the steps since the checkpoint before would be lost.
 
-    Of a folder of DeepSpeed's tags it is that of a tag; of the folders that Hugging Face's Trainer (``checkpoint-20``),
-    Accelerate and Lightning make, that of such a folder, as their own ``resume_from_checkpoint`` takes it.
+    In a folder of DeepSpeed's tags, it is the folder of a tag. In an output folder of the Trainer, Accelerate or
+    Lightning, it is a folder such as ``checkpoint-20``, which their own ``resume_from_checkpoint`` takes.
 
     Args:
-        folder: that ``save_checkpoint`` or the framework was given; several, of nodes with disks of their own.
-        full: compare every byte with its checksum, instead of metadata and sizes alone.
+        folder: the folder that ``save_checkpoint`` or the framework was given; a list, if nodes saved to own disks.
+        full: compare every byte with its checksum, instead of only metadata and sizes.
 
     Raises:
         NotFoundError: there is no checkpoint at all.
         DamagedError: there are checkpoints, but none is complete.
-        UnsupportedError: none is known to be complete, and one at least could not be checked.
+        UnsupportedError: none is known to be complete, and at least one could not be checked.
     """
     with seen_together(folder) as path:
         newest, skipped = newest_whole(path, config_of(None), full)

@@ -40,9 +40,9 @@ _PICKLE_FLAG = "--elastic-trust-pickle"
 def install() -> None:
     """Make every DeepSpeed engine of this process load checkpoints of other topologies.
 
-    Call it once, before or after ``deepspeed.initialize`` (before it, if ``"align_partitions"`` is set); idempotent.
-    ``PipelineEngine`` inherits the patched method. Warns of untried versions of torch, DeepSpeed and Python.
-    Raises :class:`UnsupportedError` if one is missing or too old, or an untried DeepSpeed lacks a name that is patched.
+    Call it before or after ``deepspeed.initialize``; with ``"align_partitions"``, before it. Further calls do nothing.
+    ``PipelineEngine`` inherits the wrapped method. Warns of untested versions of torch, DeepSpeed and Python. Raises
+    :class:`UnsupportedError` if one is missing or too old, or if an untested DeepSpeed lacks a function to wrap.
     """
     versions.refuse_older()
     _warn_of_newer()
@@ -50,7 +50,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`, unless another wrapper is around the patch."""
+    """Undo :func:`install`, except for functions that another library has wrapped since."""
     _hook().unpatch_engine()
 
 
@@ -71,12 +71,12 @@ class _SetFlag(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add elastic_ckpt's flags to a training script's parser, beside ``deepspeed.add_config_arguments``, and return it.
+    """Add elastic_ckpt's flags to a training script's parser, in addition to DeepSpeed's, and return it.
 
-    Parsing sets them for the whole process; they override the DeepSpeed config. A parser with its own
-    ``--universal-checkpoint``, such as Megatron-DeepSpeed's, keeps it. Behind the flag, ``auto``, ``require`` and
-    ``off`` are its value, and another word is the script's own positional argument, if it has one.
-    After :func:`install`, ``deepspeed.add_config_arguments`` adds them, too.
+    Parsing sets them for the whole process. They override the DeepSpeed config. A parser with its own
+    ``--universal-checkpoint``, such as Megatron-DeepSpeed's, keeps it. ``auto``, ``require`` or ``off`` after the flag
+    is its value. Any other word is the script's own positional argument, if it has one. After :func:`install`,
+    ``deepspeed.add_config_arguments`` adds the flags, too.
     """
     return _add_missing(parser, {"default": None}, {"default": False})
 
