@@ -178,7 +178,7 @@ NEW_LR = [
         "framework's, from rate to rate",
         "StepLR",
         False,
-        (NEW, [rate / 2 for rate in NEW], "StepLR outside of the engine goes on"),
+        (NEW, [rate / 2 for rate in NEW], "StepLR outside of the engine continues"),
         restores=True,
         section=KEEP_LIVE,
     ),

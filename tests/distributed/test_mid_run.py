@@ -170,7 +170,7 @@ NEW_LR: dict[str, tuple[str, dict[str, Any], float, float, str]] = {
     "a framework restores its own, with the old rate": ("none", {"section": KEEP_LIVE, "outside": "LambdaLR"}, 0.0, 1e-2 * (STEPS + 1) / 8, "LambdaLR outside of the engine sets it"),
     # whatever the section says
     "one that is new since the save begins with the live lr": ("none", {"section": {"states": {"betas": "fresh"}}, "outside": "LambdaLR"}, 0.0, 1e-2 * (STEPS + 1) / 8, ""),
-    "but for one that goes from the rate in the group to the next": ("none", {"section": KEEP_LIVE, "outside": COSINE}, 0.25, 0.25 * RATIO, "CosineAnnealingLR outside of the engine goes on"),
+    "but for one that goes from the rate in the group to the next": ("none", {"section": KEEP_LIVE, "outside": COSINE}, 0.25, 0.25 * RATIO, "CosineAnnealingLR outside of the engine continues"),
 }  # fmt: skip
 NEW_VALUES = {"lr": 0.25, "betas": (0.85, 0.97)}
 
