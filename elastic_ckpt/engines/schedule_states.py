@@ -100,7 +100,7 @@ def refuse_endless(scheduler: Any, state: Any) -> None:
             f"the state that a {type(scheduler).__name__} is given comes to more than any scheduler keeps",
             expected=f"at most {most} values, nested at most {_MOST_DEPTH} deep, and integers of {_MOST_BITS} bits",
             found="more, or lists in lists that come to more",
-            remedy="let the framework begin its scheduler anew, or resume from another checkpoint",
+            remedy="let the framework restart its scheduler, or resume from another checkpoint",
         )
 
 

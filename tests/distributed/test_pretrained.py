@@ -453,7 +453,9 @@ HOOK = "refused_by_hook"
         wrong("in two shards, left", "MismatchError", "tensor of one name", save_twice, job=HOOK, model="OwnLoader"),
         wrong("long name", "DamagedError", "too long", name_at_length, job=HOOK),
         wrong("long name, left", "DamagedError", "too long", name_at_length, job=HOOK, model="OwnLoader"),
-        wrong("sparse", "UnsupportedError", "holds more than weights", weight_in_archive(torch.Tensor.to_sparse), job=HOOK),
+        wrong(
+            "sparse", "UnsupportedError", "holds more than weights", weight_in_archive(torch.Tensor.to_sparse), job=HOOK
+        ),
         wrong("number", "UnsupportedError", "holds more than weights", archive({5: torch.ones(1)}), job=HOOK),
         wrong("a list", "UnsupportedError", "holds more than weights", listed_weights, job=HOOK),
         wrong("cut archive", "DamagedError", "truncated", cut_archive, job=HOOK, model="OwnLoader"),
