@@ -119,7 +119,7 @@ class RemoteFolder:
             if len(path) != len(self._prefix) and path[len(self._prefix) :][:1] != "/":
                 problem = "the object store lists an object that is not in this folder"
                 expected = f"names that begin with {self._prefix}/"
-                raise ElasticCkptError(problem, self.url, expected, path, remedy="look at the URL and its endpoint")
+                raise ElasticCkptError(problem, self.url, expected, path, remedy="check the URL and its endpoint")
         # consoles make empty objects in the place of folders, whose names have lost their last slash
         entries = [
             self._entry(each["path"][begin:], each)
@@ -196,7 +196,7 @@ class RemoteFolder:
             raise ConfigError(problem, f"{self.url}/{name}", expected, remedy=remedy)
         if not version.isprintable():
             problem = "this server gives a file a version that no request can name"
-            remedy = "look at its endpoint, or upload the file anew"
+            remedy = "check its endpoint, or upload the file again"
             expected = "an ETag without control characters"
             raise ElasticCkptError(problem, f"{self.url}/{name}", expected, repr(version)[:200], remedy=remedy)
         return Entry(name, meta["size"], int(meta["last_modified"].timestamp() * 1e9), version)
