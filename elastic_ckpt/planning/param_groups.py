@@ -57,6 +57,8 @@ _RECOMPUTED: Mapping[str, Collection[str]] = {
 _FRESH = '"states" says so'
 _ANEW = "each step computes it of what the rank holds, before it uses it"
 #: Per live group, the saved groups that its values come from, and the values; empty if the live ones stay.
+#: Of one param group; optimizers have a dozen.
+_MOST_HYPERPARAMETERS = 1 << 12
 Groups = tuple[tuple[tuple[int, ...], ...], tuple[Mapping[str, Any], ...]]
 NO_GROUPS: Groups = ((), ())
 
@@ -83,6 +85,8 @@ def match_groups(
     sources: list[tuple[int, ...]] = []
     hyperparameters: list[Mapping[str, Any]] = []
     members = groups_of_members(metadata, local_state)
+    if not keep_live:
+        _refuse_many(metadata, members)
     for number, group in enumerate(local_state.groups):
         found = list(members[number])
         live = group.hyperparameters.get(_DECOUPLED)
@@ -107,6 +111,16 @@ def match_groups(
     if with_states:
         _refuse_hyperparameters(metadata, local_state.groups, hyperparameters)
     return tuple(sources), tuple(hyperparameters)
+
+
+def _refuse_many(metadata: CheckpointMetadata, members: Iterable[Iterable[int]]) -> None:
+    """Refuse saved groups with more hyperparameters than optimizers have: each live group takes them."""
+    for source in sorted({*chain.from_iterable(members)}):
+        if (count := len(metadata.groups[source])) > _MOST_HYPERPARAMETERS:
+            problem = f"saved param group {source} has more hyperparameters than any optimizer"
+            expected = f"at most {_MOST_HYPERPARAMETERS}"
+            remedy = Remedy("keeps the live ones", config={"param_groups": "keep_live"})
+            raise UnsupportedError(problem, metadata.source.folder, expected, str(count), remedy=remedy)
 
 
 def _refuse_hyperparameters(

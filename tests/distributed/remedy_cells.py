@@ -397,6 +397,7 @@ REASONS: dict[str, str] = {
     "load/pretrained.py PretrainedLoad._of_live_shapes: ignore_mismatched_sizes": "is of from_pretrained: "
     "test_pretrained.py follows it",
     "load/pretrained_hook.py _with_ways: arguments, pretrained": "has Transformers run code that a file names",
+    "planning/param_groups.py _refuse_many: param_groups": "needs thousands of hyperparameters: test_groups.py follows it",
     "formats/packed_states.py refuse_packed: trust_pickle": "needs a module that keeps extra state: "
     "test_extra_states.py follows it",
     "planning/extra_states.py one_value_each: replicated_params": "needs a module that keeps extra state: "

@@ -264,3 +264,16 @@ def test_what_a_schedule_may_get_back_is_of_the_live_kind(rate: Any) -> None:
 )
 def test_a_schedule_sets_the_first_of_two_momenta_alone(of_first: Any, others: Any, expected: Any) -> None:
     assert with_first_beta(of_first, others) == expected
+
+
+def test_a_saved_group_with_more_hyperparameters_than_any_optimizer_is_refused() -> None:
+    """Each of many live groups would take all of them: 2 MB of file came to a gigabyte."""
+    values = {f"value{number}": 0 for number in range(4096 - len(ADAM))}
+    metadata = saved(TWO, hyperparameters=({**ADAM, **values},))
+    sources, taken = match_groups(metadata, live(TWO), keep_live=False)
+    assert sources == ((0,),) and len(taken[0]) == 4096
+    metadata = saved(TWO, hyperparameters=({**ADAM, **values, "one more": 0},))
+    with pytest.raises(UnsupportedError, match="more hyperparameters than any optimizer") as caught:
+        match_groups(metadata, live(TWO), keep_live=False)
+    assert caught.value.found == "4097" and '"param_groups": "keep_live"' in str(caught.value)
+    assert match_groups(metadata, live(TWO), keep_live=True) == (((),), ({},))
