@@ -34,7 +34,7 @@ from elastic_ckpt.core.shard_specs import CannotSplit
 from elastic_ckpt.core.values import PerRank, merged, moved
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.extra_states import digests, extra_states_in
-from elastic_ckpt.formats.metadata_builder import dense_tensor
+from elastic_ckpt.formats.metadata_builder import dense_tensor, refuse_view
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.own_entries import checked_tree, not_tensors, text_of
 from elastic_ckpt.formats.pickled import PickledFile
@@ -337,7 +337,8 @@ def with_module_files(
 ) -> CheckpointMetadata:
     """``metadata`` extended by what files of layers or experts hold: buffers, and parameters that no optimizer owned.
 
-    ``weights`` are of all ``tp`` tensor-parallel ranks: a file, its rank, and its tensors by FQN.
+    ``weights`` are of all ``tp`` tensor-parallel ranks: a file, its rank, and its tensors by FQN. Raises
+    :class:`UnsupportedError` for views.
     """
     files = list(metadata.files)
     numbers = {file.path: number for number, file in enumerate(metadata.files)}
@@ -346,7 +347,8 @@ def with_module_files(
         number = numbers.setdefault(file.path, len(files))
         files += [SourceFile(file.path, file.nbytes, records=file.records)] if number == len(files) else []
         for name, ref in named.items():
-            if name not in metadata.parameters and ref.is_contiguous:
+            if name not in metadata.parameters:
+                refuse_view(name, "this weight or buffer", ref, file.path)
                 shards.setdefault(name, []).append((tp_rank, number, ref))
     tensors = {}
     for name, ranks in shards.items():

@@ -340,8 +340,16 @@ def test_buffers_and_frozen_parameters_come_from_the_layers_of_all_ranks_in_orde
     assert frozen.shards == ((1, 3), (2, 3))
 
 
-def test_without_tensor_parallelism_there_are_no_shards_and_what_is_strided_is_left_out() -> None:
-    layers = [layer(0, 0, mask=ref(2, 2), turned=ref(2, 2, stride=(1, 2)), none=ref(0))]
+def test_what_a_layer_has_beside_trained_parameters_is_refused_if_it_is_a_view() -> None:
+    """Left out, it would be missing from what is exported, and a live model would have it instead of the checkpoint."""
+    layers = [layer(0, 0, mask=ref(2, 2), turned=ref(2, 2, stride=(1, 2)))]
+    with pytest.raises(UnsupportedError, match="this weight or buffer was saved as a view") as caught:
+        with_module_files(metadata({}), named(layers), ["0.mask"].__contains__)
+    assert caught.value.parameter == "0.turned"
+
+
+def test_without_tensor_parallelism_there_are_no_shards() -> None:
+    layers = [layer(0, 0, mask=ref(2, 2), none=ref(0))]
     found = with_module_files(metadata({}), named(layers), ["0.mask", "0.none"].__contains__).tensors
     assert found["0.mask", BUFFER] == TensorMetadata(
         "0.mask", BUFFER, (2, 2), "bfloat16", chunks_of(StorageChunk(FlatRange(0, 4), 1, 64))
