@@ -155,6 +155,22 @@ def coordinates_of(engine: Any, dp_group: Any) -> RankCoordinates:
     return replace(coordinates, tp=tp, tp_rank=tp_rank)
 
 
+def layers_with_files(module: Any) -> frozenset[int]:
+    """The numbers of the layers of which DeepSpeed's loader reads a file each on this rank; none but of a pipeline."""
+    if not isinstance(module, PipelineModule):
+        return frozenset()
+    stages = [(module._local_start, module.forward_funcs)]
+    if hasattr(module, "phase_funcs"):  # DualPipeVModule has two, of which it exposes one at a time
+        starts = [start for start, _ in module.phase_bounds]
+        stages = [*zip(starts, module.phase_funcs, strict=True)]
+    return frozenset(
+        start + at
+        for start, layers in stages
+        for at, layer in enumerate(layers)
+        if hasattr(layer, "load_state_dict")  # functions have no file
+    )
+
+
 def _unsynchronized(module: Any) -> Iterator[str]:
     """Parameters of tied modules whose gradients pipeline stages do not reduce: all but the ``tied_weight_attr``."""
     if not isinstance(module, PipelineModule):

@@ -183,6 +183,7 @@ runtime.engine:DeepSpeedEngine
 runtime.pipe.module:PipelineModule
     weighted pipeline stages: _partition_layers(method) _layer_specs _topo _set_bounds(start,stop) parts
     tied_weight_attrs
+    _local_start forward_funcs
 runtime.zero.partition_parameters:NoGatherHandle
     align_partitions: param.ds_tensor.data
 runtime.zero.partition_parameters:NoGatherCoalescedHandle

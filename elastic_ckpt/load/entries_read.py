@@ -17,6 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 from elastic_ckpt.core.extra_states import is_extra_state
 from elastic_ckpt.engines import compat
+from elastic_ckpt.engines.coordinates import layers_with_files
 from elastic_ckpt.errors import errors_of_file
 from elastic_ckpt.formats import saved_config
 from elastic_ckpt.formats.model_states import FUSED, MASTER_ENTRIES
@@ -60,8 +61,13 @@ def can_read_model(file: PickledFile, engine: Any, with_counters: bool, with_sta
 def can_read_layers(files: FolderFiles, opened: Callable[[str], PickledFile], engine: Any) -> bool:
     """Whether the files of a pipeline's layers, and of experts, hold weights alone: those of the live module. Local.
 
+    And whether there is one of each of this rank's layers, by the name that DeepSpeed looks for.
+
     Each rank reads the files of its own: one that failed alone would leave the others waiting in a collective.
     """
+    found = {name.partition("-")[0] for name in files.layers.values()}
+    if not all(f"layer_{number:02d}" in found for number in layers_with_files(engine.module)):
+        return False
     experts = ((opened(name), "") for name in files.experts.values())
     layers = ((opened(name), f"{number}.") for (number, _), name in files.layers.items())
     return all(_holds_weights(file, prefix, engine.module) for file, prefix in chain(experts, layers))

@@ -132,6 +132,38 @@ def test_what_one_stage_alone_reads_is_refused_by_both(cell: Cell, facts: list[A
     check(facts)
 
 
+WITHOUT_ZERO_PIPELINE = Save(Parallel("pipeline", "uniform", pp=2, stage=0), 2, "parallel_jobs.save_each")
+
+
+def without_first_layer(copy: Path) -> None:
+    (copy / "step4/layer_00-model_states.pt").unlink()
+
+
+def under_another_name(copy: Path) -> None:
+    (copy / "step4/layer_00-model_states.pt").rename(copy / "step4/layer_0000-model_states.pt")
+    os.remove(copy / "step4/layer_03-model_states.pt")
+
+
+@table(
+    [
+        Cell(
+            change.__name__,
+            WITHOUT_ZERO_PIPELINE,
+            "parallel_jobs.refuse",
+            2,
+            {"setup": WITHOUT_ZERO_PIPELINE.setup},
+            change,
+            seconds=60,
+        )
+        for change in (without_first_layer, under_another_name)
+    ]
+)
+def test_a_layer_without_file_is_refused_by_all_stages(cell: Cell, facts: list[Any]) -> None:
+    """DeepSpeed's own loader would fail on the stage that has it, and leave the others waiting."""
+    for refused in facts:
+        assert len(refused.texts) == 1 and refused.kinds and refused.changed == set(), refused.texts
+
+
 MODEL = "step4/mp_rank_00_model_states.pt"
 #: Of a save without ZeRO: a parameter whose states no group lists, and a weight whose tied replica is whole.
 WITHOUT_ZERO = [
