@@ -84,15 +84,17 @@ class Outcome:
 def load(cell: Cell) -> Outcome:
     """One rank of a cell."""
     torch.set_num_threads(1)
-    # where a connection or a message tells of the fault, no timeout of the group does
-    timeout = timedelta(seconds=LONG_SECONDS if cell.fault in ("SIGKILL", "MemoryError") else GROUP_SECONDS)
-    # DeepSpeed's groups take the default, not the timeout of the first one
-    dist.distributed_c10d._get_default_timeout = lambda backend: timeout
-    deepspeed.init_distributed(dist_backend="gloo", timeout=timeout)
+    # a busy machine may need long to connect; DeepSpeed's groups take the default, not the timeout of the first one
+    patient = timedelta(seconds=LONG_SECONDS)
+    dist.distributed_c10d._get_default_timeout = lambda backend: patient
+    deepspeed.init_distributed(dist_backend="gloo", timeout=patient)
     elastic_ckpt.install()
     engine = build_engine(cell.setup, models.BigLM(seed=8))
     before = oracle.fingerprint(engine)
     dist.barrier()
+    if cell.fault not in ("SIGKILL", "MemoryError"):  # where a connection or a message tells of it, no timeout does
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=GROUP_SECONDS), group)
     rounds: list[tuple[str, int]] = []
     _watch(rounds, cell.at, FAULTS[cell.fault] if cell.fault and dist.get_rank() == cell.rank else _nothing)
     error = None
