@@ -40,6 +40,8 @@ logger = logger_of(__name__)
 _MODELING = "transformers.modeling_utils"
 _METHOD = "_load_pretrained_model"
 _PARAMETERS = ["model", "state_dict", "checkpoint_files", "load_config"]
+#: Times that the tensors of a file may have its bytes, as views of each other.
+_MOST_TIMES = 8
 #: What Transformers' own way may know how to load.
 _LEFT = (UnsupportedError, UnforeseenError)
 
@@ -187,12 +189,23 @@ def _content(file: str) -> Mapping[Any, Any]:
     content = read_objects(file)
     if not isinstance(content, Mapping):
         raise other_than_weights(file, type(content).__name__)
+    nbytes = 0
+    storages: dict[int, int] = {}
     for name, value in content.items():
         if not isinstance(name, str):
             raise other_than_weights(file, f"a name of type {type(name).__name__}")
-        # on rank 0 alone, other layouts are copied in other ways than those of the tensors without values
-        if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_quantized):
-            raise other_than_weights(file, f"a tensor of layout {value.layout} under {name[:100]!r}")
+        if not isinstance(value, torch.Tensor):
+            continue
+        # on rank 0 alone, others are copied in other ways than the tensors without values
+        if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
+            kinds = ", quantized" * value.is_quantized + ", nested" * value.is_nested
+            found = f"layout {value.layout} on {value.device}{kinds}"
+            raise other_than_weights(file, f"a tensor of {found} under {name[:100]!r}")
+        storage = value.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        nbytes += value.nbytes
+    if nbytes > _MOST_TIMES * sum(storages.values()):  # which copies have
+        raise other_than_weights(file, f"tensors of {nbytes} bytes, which share {sum(storages.values())}")
     return content
 
 

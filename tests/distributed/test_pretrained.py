@@ -286,6 +286,16 @@ def transposed(weight: torch.Tensor) -> torch.Tensor:
     return weight.t().contiguous().t()
 
 
+def without_values(weight: torch.Tensor) -> torch.Tensor:
+    """A tensor of the meta device."""
+    return weight.to("meta")
+
+
+def wide(weight: torch.Tensor) -> torch.Tensor:
+    """Terabytes of one value."""
+    return weight[0, :1].expand(1 << 40)
+
+
 def with_dtype(name: str) -> Callable[[Path], None]:
     """Another dtype in the header, of as many bytes."""
 
@@ -456,6 +466,8 @@ HOOK = "refused_by_hook"
         wrong(
             "sparse", "UnsupportedError", "holds more than weights", weight_in_archive(torch.Tensor.to_sparse), job=HOOK
         ),
+        wrong("no values", "UnsupportedError", "holds more than weights", weight_in_archive(without_values), job=HOOK),
+        wrong("one value", "UnsupportedError", "which share", weight_in_archive(wide), job=HOOK),
         wrong("number", "UnsupportedError", "holds more than weights", archive({5: torch.ones(1)}), job=HOOK),
         wrong("a list", "UnsupportedError", "holds more than weights", listed_weights, job=HOOK),
         wrong("cut archive", "DamagedError", "truncated", cut_archive, job=HOOK, model="OwnLoader"),
