@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.distributed.launch import build_ops, close_zygotes, zygote_of
 from tests.reporting import NAME, LinePerFile
@@ -17,8 +17,8 @@ from tests.shuffling import SEED, shuffled
 # readline exports the width of a terminal, which workers of pytest-xdist inherit: output is as wide as where there is none
 os.environ.pop("COLUMNS", None)
 # how long an example takes is no matter of correctness, and a busy machine would make tests fail by it
-settings.register_profile("no_deadline", deadline=None)
-settings.load_profile("no_deadline")
+settings.register_profile("no_clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no_clock")
 if os.environ.get("ELASTIC_CKPT_TEST_VERSIONS") == "1" and "ELASTIC_CKPT_TEST_EXTENSIONS" in os.environ:
     zygote_of(os.environ["ELASTIC_CKPT_TEST_EXTENSIONS"])  # imports what ranks need while this process does
 
