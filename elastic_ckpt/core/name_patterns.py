@@ -27,6 +27,9 @@ _MOST_STATES_OF_ALL = 1 << 14
 _MOST_REMEMBERED = 1 << 14
 #: Characters of names and states looked at, of all names of a checkpoint: some 15 seconds.
 _MOST_STEPS = 1 << 27
+#: What a pattern costs that matches, and is kept for a name; and the bytes of a name that are looked up in a step.
+_STEPS_OF_MATCH = 32
+_LOOKED_UP_NBYTES = 64
 #: What :mod:`re` does while an automaton takes a step.
 _COMPILED_STEPS = 16
 _CATEGORIES: dict[Any, Callable[[str], bool]] = {
@@ -85,20 +88,30 @@ class NamePatterns:
         return self._known[name]
 
     def _positions(self, name: str) -> Iterator[int]:
-        yield from self._whole.get(name, ())
+        yield from self._charged(self._whole.get(name, ()))
         if name.endswith("\n"):  # before which $ matches, too
-            yield from self._whole.get(name[:-1], ())
+            yield from self._charged(self._whole.get(name[:-1], ()))
         for length in self._lengths:
             if length > len(name):
                 break
-            yield from self._beginnings.get(name[:length], ())
+            self._take(1 + length // _LOOKED_UP_NBYTES, name[:length])
+            yield from self._charged(self._beginnings.get(name[:length], ()))
         for position, matcher in self._others:
             matches, steps = matcher.match(name)
-            self._left -= steps
-            if self._left < 0:
-                raise ValueError(f"its patterns take too long to match, {matcher.pattern[:40]!r} among them")
+            self._take(steps, matcher.pattern)
             if matches:
                 yield position
+
+    def _charged(self, positions: Sequence[int]) -> Sequence[int]:
+        """Positions of patterns that match: many may be one name, written in several ways."""
+        if positions:
+            self._take(_STEPS_OF_MATCH * len(positions), self._patterns[positions[0]])
+        return positions
+
+    def _take(self, steps: int, pattern: str) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise ValueError(f"its patterns take too long to match, {pattern[:40]!r} among them")
 
 
 def matches_whole(pattern: str, name: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from elastic_ckpt.core.kinds import LARGEST_COUNT, MAPPING, described, is_count
@@ -13,6 +14,8 @@ from elastic_ckpt.errors import WEIGHTS_ALONE, ConfigError, MismatchError, Remed
 
 #: Entry of a position: samples, of all ranks and epochs, that optimizer steps have used.
 SAMPLES = "samples_consumed"
+#: Of a number in it; seeds have as many.
+_FACT_BITS = 64
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,13 @@ def refuse_strange_count(name: str, value: Any) -> None:
     """Raise :class:`MismatchError` for an entry of a position that is no count."""
     if not is_count(value):
         raise _no_position(f"an integer from 0 to {LARGEST_COUNT}", value, name)
+
+
+def _is_fact(value: Any) -> bool:
+    """Whether a value of a file can be compared with one of :meth:`DataPosition.facts`, and printed."""
+    if isinstance(value, int):
+        return value.bit_length() <= _FACT_BITS
+    return value is None or isinstance(value, (str, float, np.integer, np.bool_))
 
 
 def _no_position(expected: str, found: Any, name: str) -> MismatchError:
@@ -104,6 +114,9 @@ class DataPosition:
         refuse_strange_position(state)
         consumed = state[SAMPLES]
         facts = self.facts()
+        for key in sorted(facts.keys() & state.keys()):
+            if not _is_fact(state[key]):
+                raise _no_position("a text, a flag or a number of 64 bits", state[key], key)
         differ = sorted(key for key in facts if state.get(key, facts[key]) != facts[key])
         if differ and consumed != self.samples_consumed:
             problem = f"the data position belongs to other data or another order: {', '.join(differ)}"

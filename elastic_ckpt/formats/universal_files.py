@@ -20,6 +20,7 @@ from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats.base import CONVERT_AGAIN, CheckpointInfo
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
+from elastic_ckpt.formats.torch_archive.charges import limit_error
 from elastic_ckpt.formats.universal_states import StateFile
 
 #: Entry of ``zero/optimizer_state.pt``: pairs of keys and the parameters with these files (``None``: all others).
@@ -28,6 +29,8 @@ FILES = "elastic_ckpt_files"
 _WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 _STEP = "step"
+#: Keys of one parameter's files in a list: an optimizer has few states.
+_MOST_KEYS = 64
 #: Keys of one parameter's files -> parameters; ``None``: all that no other entry names.
 FileList = tuple[tuple[tuple[str, ...], tuple[str, ...] | None], ...]
 
@@ -78,6 +81,8 @@ def read_file_list(entry: Any, path: str) -> FileList | None:
             problem = f"the entry {FILES!r} is no list of files"
             expected = "pairs of keys and names of parameters"
             raise DamagedError(problem, path, expected, type(pair).__name__, remedy=CONVERT_AGAIN)
+        if len(keys) > _MOST_KEYS:
+            raise limit_error(f"{FILES!r}: at most {_MOST_KEYS} files of a parameter", str(len(keys)), path)
         pairs.append((tuple(keys), None if names is None else tuple(names)))
     return tuple(pairs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -118,6 +119,25 @@ def test_all_names_together_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> N
         for number in range(10_000):
             declared.spec(f"a.b.{number}")
     assert declared.spec("a.b") is None  # which is known
+
+
+def test_a_name_written_in_many_ways_is_charged_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hyphen may be escaped, so that 4,096 patterns are one beginning."""
+    monkeypatch.setattr(name_patterns, "_MOST_STEPS", 1 << 22)
+    ways = ["".join(way) for way in product(("-", r"\-"), repeat=12)]
+    patterns = NamePatterns(ways)
+    assert len(patterns.matching("-" * 12)) == len(ways)
+    with pytest.raises(ValueError, match="too long to match"):
+        for number in range(10_000):
+            patterns.matching(f"{'-' * 12}{number}")
+
+
+def test_beginnings_of_many_lengths_are_charged_for_what_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(name_patterns, "_MOST_STEPS", 1 << 22)
+    patterns = NamePatterns("a" * length for length in range(1, 4_000))
+    with pytest.raises(ValueError, match="too long to match"):
+        for number in range(2_000):
+            patterns.matching(f"{'b' * 4_000}{number}")
 
 
 def test_as_many_names_written_out_as_parameters_are_looked_up() -> None:

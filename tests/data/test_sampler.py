@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from decimal import Decimal
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -255,3 +257,16 @@ def test_the_order_is_that_of_torch() -> None:
     """So that it is the same in every process, and whoever has the seed can tell it."""
     expected = torch.randperm(9, generator=torch.Generator().manual_seed(5 + 2)).tolist()
     assert ElasticSampler(9, seed=5).order(2).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.zeros(2), np.zeros(2), Decimal("sNaN"), 1 << 20_000, [7], {}],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("key", ["length", "seed", "shuffle"])
+def test_facts_of_a_position_that_cannot_be_compared_are_refused(key: str, value: object) -> None:
+    sampler = ElasticSampler(8)
+    with pytest.raises(MismatchError, match="is not a data position") as raised:
+        sampler.load_state_dict({"samples_consumed": 5, key: value})
+    assert raised.value.parameter == key

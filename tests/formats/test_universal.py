@@ -20,7 +20,7 @@ from benchmarks.played import PlayedJob
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import SavedParameter
-from elastic_ckpt.errors import DamagedError, LayoutError, listed
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Checkpoint, CheckpointInfo, MetadataOptions
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.pickled import open_pickled
@@ -213,6 +213,15 @@ def test_the_list_of_files_is_what_was_listed(present: dict[str, list[str]]) -> 
 def test_another_list_of_files_is_damage(entry: object) -> None:
     with pytest.raises(DamagedError, match="is no list of files"):
         read_file_list(entry, "")
+
+
+def test_a_list_has_few_files_of_a_parameter() -> None:
+    """Each of them may be missing for each parameter."""
+    keys = [f"state{number}" for number in range(65)]
+    assert read_file_list([[keys[:64], None]], "") is not None
+    with pytest.raises(UnsupportedError, match="up to a limit") as raised:
+        read_file_list([[keys, None]], "path")
+    assert raised.value.file == "path"
 
 
 def with_groups(found: CheckpointInfo, zero_stage: int, counts: list[int], members: list[list[int]]) -> None:
