@@ -311,7 +311,8 @@ def not_tensors(path: str, entries: Mapping[str, str]) -> DamagedError:
 def module_entries(module: Any) -> dict[str, Any]:
     """The entries of ``module`` by FQN; Megatron-DeepSpeed's without a pipeline are nested.
 
-    Raises :class:`UnsupportedError` if nested names are many times longer than is reasonable: each has those above it.
+    Raises :class:`UnsupportedError` if nested names are many times longer than is reasonable: each has those above it;
+    :class:`DamagedError` for two entries of one name, of which no reader takes the same.
     """
     characters = 0
 
@@ -330,7 +331,12 @@ def module_entries(module: Any) -> dict[str, Any]:
             else:
                 yield below(prefix, name), value
 
-    return dict(named("", module)) if isinstance(module, Mapping) else {}
+    entries = dict[str, Any]()
+    for name, value in named("", module) if isinstance(module, Mapping) else ():
+        if name in entries:
+            raise DamagedError(_PROBLEM, None, f"module / {name}: one entry of this name", "two", parameter=name)
+        entries[name] = value
+    return entries
 
 
 def _check_lengths(file: PickledFile, state: Mapping[str, Any]) -> None:

@@ -257,10 +257,13 @@ class _Builder(StatesBuilder):
         for model in self._models:
             steps = float(int(model.counters["global_steps"]) - int(model.counters["skipped_steps"]))
             for flat, named_shapes in enumerate(model.param_shapes):
+                of_flat = (self._optimizer.scalars or {}).get(flat, {})
+                in_order = tuple(sorted(of_flat.items()))  # once: a flat tensor may have thousands of members
                 for name, local in named_shapes:
                     counted = {"step": steps} if name in self._stateful else {}
-                    shared = counted if self._optimizer.scalars is None else self._optimizer.scalars.get(flat, {})
-                    scalars = {**shared, **own.get(name, {})}
+                    shared = counted if self._optimizer.scalars is None else of_flat
+                    is_alike = shared is of_flat and name not in own
+                    scalars = in_order if is_alike else tuple(sorted({**shared, **own.get(name, {})}.items()))
                     of_files = shapes.get(name, {})
                     saved = of_files.get(MASTER, local)
                     shape = parameter_shape(of_files, local, self.grid.tp)
@@ -269,7 +272,7 @@ class _Builder(StatesBuilder):
                         problem = "DeepSpeed's converter does not join the shards of a tensor-parallel ZeRO-3 run"
                         both = "tensors of the whole parameters", f"a flat tensor of {saved[0]} elements"
                         raise UnsupportedError(problem, model.path, *both, parameter=name, remedy=_LOAD_NATIVE)
-                    parameter = SavedParameter(shape, group_of.get(flat, flat), tuple(sorted(scalars.items())))
+                    parameter = SavedParameter(shape, group_of.get(flat, flat), scalars)
                     self.parameters.setdefault(name, parameter)
         # masters alone say nothing: the converter writes buffers and the other names of tied weights, too
         if unlisted := sorted(self._stateful - self.parameters.keys()):

@@ -76,8 +76,9 @@ def propose_renames(saved: Shapes, live: Shapes) -> Renames:
         free = {name: shape for name, shape in free.items() if name not in taken}
     # the first rule that is found in a name applies: those for few names before those for many
     rules.sort(key=lambda rule: len(_ESCAPED.sub("", rule[0])), reverse=True)
-    pairs = _settled(saved, live, rules, kept)
-    is_unique = len({rename(name, rules) for name in saved}) == len(saved)  # else a load refuses them
+    short = {name: shape for name, shape in saved.items() if _is_short(name)}
+    pairs = _settled(short, live, rules, kept)
+    is_unique = len({rename(name, rules) for name in short}) == len(short)  # else a load refuses them
     if _has_a_choice(rules, pairs, saved, live):
         return Renames()
     return Renames(tuple(rules), tuple(sorted(pairs.items()))) if pairs and is_unique else Renames()

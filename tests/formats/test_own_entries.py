@@ -128,3 +128,10 @@ def test_names_of_nested_modules_do_not_multiply() -> None:
     with pytest.raises(UnsupportedError) as caught:
         module_entries({long: {f"k{number}": number for number in range(1000)}})
     assert "characters in nested modules" in str(caught.value.expected)
+
+
+def test_a_name_that_is_in_the_module_twice_is_damage() -> None:
+    """Flat, and nested: loaders would take one or the other."""
+    with pytest.raises(DamagedError, match="what DeepSpeed writes") as raised:
+        module_entries({"a.b": 1, "a": {"b": 2}})
+    assert raised.value.parameter == "a.b"

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.fqn import rename
+from elastic_ckpt.core.fqn import RenameRules, rename
+from elastic_ckpt.planning import near_names
 from elastic_ckpt.planning.near_names import Renames, propose_renames
 
 Shapes = dict[str, tuple[int, ...] | None]
@@ -165,6 +166,22 @@ def test_names_of_many_segments_are_left_out() -> None:
     assert len(propose_renames(saved, live).pairs) == 4
     longer = {name.replace(".layers", ".a.a.layers"): shape for name, shape in saved.items()}
     assert propose_renames(longer, {name.replace(".layers", ".a.a.layers"): (8, 8) for name in live}) == Renames()
+
+
+def test_no_rule_is_tried_on_names_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has up to three wildcards, each of which takes the length of the name once more."""
+    tried = list[str]()
+
+    def noted(name: str, rules: RenameRules) -> str:
+        tried.append(name)
+        return rename(name, rules)
+
+    monkeypatch.setattr(near_names, "rename", noted)
+    saved = {f"old.{layer}.q.weight": (8, 8) for layer in range(4)}
+    live = {f"new.{layer}.q.weight": (8, 8) for layer in range(4)}
+    long = ".removed" * 10_000
+    assert len(propose_renames({**saved, long: (1,)}, live).pairs) == 4
+    assert tried and long not in tried
 
 
 def test_memory_follows_the_size_of_names() -> None:
