@@ -40,7 +40,10 @@ class ExtraStateCopy(NamedTuple):
 def extra_states_in(file: PickledFile) -> dict[str, Any]:
     """By name, the entries of a model-states file, or of a pipeline layer's or expert's, as the tree has them."""
     tree = checked_tree(file)
-    entries = module_entries(tree["module"]) if "module" in tree else {str(name): each for name, each in tree.items()}
+    if "module" in tree:
+        entries = module_entries(tree["module"], file.path)
+    else:
+        entries = {str(name): each for name, each in tree.items()}
     return {name: value for name, value in entries.items() if is_extra_state(name)}
 
 

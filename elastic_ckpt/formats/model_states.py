@@ -162,7 +162,7 @@ def index_model_states(file: PickledFile, options: StateOptions = _DEFAULTS, wei
         refuse_old(file, ["csr_tensor_module_names"])
     lacks_names = is_old or ("num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys())
     buffer_names = () if lacks_names else tuple(map(without_hidden, map(str, file.section("buffer_names"))))
-    module = module_entries(file.section("module"))
+    module = module_entries(file.section("module"), file.path)
     extra = {name: module.pop(name) for name in [*module] if is_extra_state(name)}
     weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
     others = {name: text_of(each) for name, each in module.items() if name not in weights}

@@ -308,8 +308,8 @@ def not_tensors(path: str, entries: Mapping[str, str]) -> DamagedError:
     return DamagedError(_PROBLEM, path, expected, found, parameter=list(entries))
 
 
-def module_entries(module: Any) -> dict[str, Any]:
-    """The entries of ``module`` by FQN; Megatron-DeepSpeed's without a pipeline are nested.
+def module_entries(module: Any, path: str | None = None) -> dict[str, Any]:
+    """The entries of ``module``, in the file at ``path``, by FQN; Megatron-DeepSpeed's without a pipeline are nested.
 
     Raises :class:`UnsupportedError` if nested names are many times longer than is reasonable: each has those above it;
     :class:`DamagedError` for two entries of one name, of which no reader takes the same.
@@ -320,7 +320,7 @@ def module_entries(module: Any) -> dict[str, Any]:
         nonlocal characters
         characters += len(prefix) + len(text) if prefix else 0
         if characters > _MOST_CHARACTERS:
-            raise limit_error(f"names of at most {_MOST_CHARACTERS} characters in nested modules", "more")
+            raise limit_error(f"names of at most {_MOST_CHARACTERS} characters in nested modules", "more", path)
         return prefix + text
 
     def named(prefix: str, entries: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -334,7 +334,7 @@ def module_entries(module: Any) -> dict[str, Any]:
     entries = dict[str, Any]()
     for name, value in named("", module) if isinstance(module, Mapping) else ():
         if name in entries:
-            raise DamagedError(_PROBLEM, None, f"module / {name}: one entry of this name", "two", parameter=name)
+            raise DamagedError(_PROBLEM, path, f"module / {name}: one entry of this name", "two", parameter=name)
         entries[name] = value
     return entries
 

@@ -49,7 +49,7 @@ def can_read_model(file: PickledFile, engine: Any, with_counters: bool, with_sta
     if not has_counters or not has_scheduler or (engine.has_moe_layers and "num_experts" not in tree):
         return False
     has_module = bool(module) or isinstance(engine, PipelineEngine)  # whose stages have files of layers
-    if not has_module or not _same_shapes(module_entries(module or {}), engine.module):
+    if not has_module or not _same_shapes(module_entries(module or {}, file.path), engine.module):
         return False
     if not _has_frozen(tree.get("frozen_param_fragments"), engine.module):
         return False

@@ -207,7 +207,8 @@ class _Comparison:
         """Whether the file with all weights has one that trains; else DeepSpeed's own loads nothing, and is silent."""
         if self.arguments.load_module_strict or not self._models:
             return True
-        names = module_entries(self._open(self._models[0]).tree["module"]).keys()
+        model = self._open(self._models[0])
+        names = module_entries(model.tree["module"], model.path).keys()
         params = dict(self.engine.module.named_parameters())
         trained = {name for name, param in params.items() if param.requires_grad}
         return not names.isdisjoint(trained or params)
@@ -311,7 +312,7 @@ class _Comparison:
         features = saved_config.features_in(model) | saved_config.features_in(optimizer)
         same = self._same_topology(model) and compat.same_features(engine, features)
         if not self.arguments.load_module_strict:
-            names = module_entries(model.tree["module"]).keys()
+            names = module_entries(model.tree["module"], model.path).keys()
             trained = {name for name, param in engine.module.named_parameters() if param.requires_grad}
             if self.with_states and not self.own_files:  # what does not match would have to be listed
                 same = same and names == engine.module.state_dict().keys()
@@ -351,7 +352,7 @@ class _Comparison:
     def _same_module_order(self, model: PickledFile, optimizer: PickledFile) -> bool:
         """Without ZeRO: the order of the model, the members of the groups, and how masters are kept."""
         engine = self.engine
-        module = module_entries(model.tree["module"])
+        module = module_entries(model.tree["module"], model.path)
         state = optimizer.tree["optimizer"]
         in_both = [name for name in engine.module.state_dict() if name in module]
         saved = saved_config.base_groups(optimizer)
@@ -382,7 +383,7 @@ def _same_shapes(file: PickledFile, numbers: Sequence[int], live: Sequence[torch
 
 def _weights_digest(model: PickledFile) -> str:
     """Equal for copies of a file in which weights are, whose client states may differ."""
-    entries = module_entries(model.section("module")).items()
+    entries = module_entries(model.section("module"), model.path).items()
     numbers = {name: model.records.index(ref.byte_offset) for name, ref in entries if isinstance(ref, TensorRef)}
     sums = [(name, number is not None and model.records.crc32s[number]) for name, number in sorted(numbers.items())]
     return hashlib.sha256(repr(sums).encode()).hexdigest()

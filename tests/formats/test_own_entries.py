@@ -133,5 +133,5 @@ def test_names_of_nested_modules_do_not_multiply() -> None:
 def test_a_name_that_is_in_the_module_twice_is_damage() -> None:
     """Flat, and nested: loaders would take one or the other."""
     with pytest.raises(DamagedError, match="what DeepSpeed writes") as raised:
-        module_entries({"a.b": 1, "a": {"b": 2}})
-    assert raised.value.parameter == "a.b"
+        module_entries({"a.b": 1, "a": {"b": 2}}, "file")
+    assert (raised.value.parameter, raised.value.file) == ("a.b", "file")
