@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from elastic_ckpt.core.counts import in_proportion
 from elastic_ckpt.core.flat_ranges import checked_shape
-from elastic_ckpt.core.name_patterns import LONGEST, NamePatterns
+from elastic_ckpt.core.name_patterns import LONGEST, NamePatterns, matches_whole
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.core.text import counted
 from elastic_ckpt.core.wrappers import pattern_without_hidden
@@ -35,6 +35,8 @@ SUMMED: Kind = "summed"
 AMBIGUOUS: Kind = "whole_only"
 #: Kinds with which every rank holds the whole parameter.
 REPLICATED_KINDS = frozenset({REPLICATED, AVERAGED, SUMMED})
+#: Characters of a name that :mod:`re` may try in several ways: of longer ones, a checkpoint has chosen each.
+_LONGEST_BACKTRACKED = 256
 KV_HEADS = ("num_key_value_heads", "num_query_groups", "num_kv_heads")
 #: Origin of specs that the user gave.
 USER = 'your "tp_rules"'
@@ -121,7 +123,8 @@ class ShardSpec(BaseModel):
 
     def applies(self, name: str, run: Mapping[str, Any]) -> bool:
         """Whether it applies to a parameter of a run with these arguments."""
-        if not re.fullmatch(self.pattern, name):
+        is_long = len(name) > _LONGEST_BACKTRACKED
+        if not (matches_whole(self.pattern, name) if is_long else re.fullmatch(self.pattern, name)):
             return False
         allowed = {key: wanted if isinstance(wanted, list) else [wanted] for key, wanted in self.when.items()}
         return all(key in run and run[key] in values for key, values in allowed.items())

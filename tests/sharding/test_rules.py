@@ -423,3 +423,13 @@ def test_maps_of_enormous_shapes_take_no_memory() -> None:
     }
     with pytest.raises(CannotSplit, match="holes"):
         layout_of_affine(entry)
+
+
+def test_a_rule_applies_to_long_names_in_work_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own matching takes the square of a name that a checkpoint made for a preset's pattern."""
+    rule = ShardSpec(pattern=r".*\.deepspeed_moe\.experts\..*", kind="row")
+    experts = ".deepspeed_moe.experts."
+    assert rule.applies(f"{experts}0", {})
+    monkeypatch.delattr("re.fullmatch")
+    assert rule.applies(f"{experts * 5_000}0", {})
+    assert not rule.applies(f"{experts * 5_000}\n", {})
