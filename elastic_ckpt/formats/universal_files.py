@@ -29,7 +29,7 @@ FILES = "elastic_ckpt_files"
 _WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 _STEP = "step"
-#: Keys of one parameter's files in a list: an optimizer has few states.
+#: Keys of one parameter's files, or of those of a param group: an optimizer has few states.
 _MOST_KEYS = 64
 #: Keys of one parameter's files -> parameters; ``None``: all that no other entry names.
 FileList = tuple[tuple[tuple[str, ...], tuple[str, ...] | None], ...]
@@ -139,6 +139,9 @@ class PresentFiles:
             # under ZeRO-3, small sub-groups have no 8-bit states
             alike = self.keys.get(name, frozenset()) - (beside if self.zero_stage == 3 else frozenset())
             by_group.setdefault(saved.group, set()).update(alike)
+            if len(by_group[saved.group]) > _MOST_KEYS:  # each of which every parameter may lack
+                expected_kinds = f"at most {_MOST_KEYS} kinds of files of the parameters of a param group"
+                raise limit_error(expected_kinds, "more", UNIVERSAL_FOLDER)
         expected: dict[str, frozenset[str]] = {}
         for name, saved in self.parameters.items():
             wanted = {MASTER, *by_group[saved.group], *of_all}

@@ -24,6 +24,7 @@ from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.chunks import QuantizedChunks, QuantizedRun
 from elastic_ckpt.core.counts import in_proportion
 from elastic_ckpt.core.metadata import MASTER, ReplicatedState, SourceFile, TensorMetadata, is_floating
+from elastic_ckpt.core.name_patterns import LONGEST
 from elastic_ckpt.core.shard_specs import COLUMN, ROW, VOCABULARY, ShardSpec
 from elastic_ckpt.core.state_kinds import (
     COMPANIONS,
@@ -35,7 +36,7 @@ from elastic_ckpt.core.state_kinds import (
 )
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.values import TensorValue
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, errors_of_file
 from elastic_ckpt.formats.base import CONVERT_AGAIN, CheckpointInfo
 from elastic_ckpt.formats.classification import (
     FRESH,
@@ -56,6 +57,7 @@ from elastic_ckpt.formats.saved_states import (
     StatesOfOne,
     sort_states,
 )
+from elastic_ckpt.formats.torch_archive.charges import limit_error
 from elastic_ckpt.formats.torch_archive.tensors import TensorRef
 from elastic_ckpt.formats.universal_blocks import QuantizedLayout, layout_of
 from elastic_ckpt.formats.universal_shapes import shape_error
@@ -119,7 +121,8 @@ def index_state(file: PickledFile, options: StateOptions = StateOptions()) -> St
         if not value.is_contiguous:
             problem = f"{key} of this parameter was saved as a view that is not contiguous"
             raise DamagedError(problem, file.path, parameter=name)
-        rule = _rule_of(name, file.tree)
+        with errors_of_file(file.path):
+            rule = _rule_of(name, file.tree)
         is_concatenated = is_parameters and rule is None and file.tree.get("cat_dim") == 0
         layout = layout_of(file, name, value) if is_parameters and key in _SCALES else None
         noted = layout or _small(file, key, value, options)
@@ -154,18 +157,25 @@ def _rule_of(name: str, tree: Any) -> ShardSpec | None:
     """The rule that DeepSpeed's converter notes beside a tensor; its default, dimension 0, means nothing."""
     if not isinstance(tree, dict):
         return None
-    pattern = f"^{re.escape(name)}$"
     if tree.get("vocab_tensor") or "vocab_divisibility_padding_tensor" in tree:
-        return ShardSpec(pattern=pattern, kind=VOCABULARY)
+        return ShardSpec(pattern=_pattern_of(name), kind=VOCABULARY)
     if isinstance(count := tree.get("param_n_sub_params"), int) and 0 < count <= _MOST_SUB_PARAMETERS:
-        return ShardSpec(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * count)
+        return ShardSpec(pattern=_pattern_of(name), kind=COLUMN, dim=0, sub_parameters=[1] * count)
     noted = tree.get("sub_param_shape")
     dim = getattr(noted, "partition_dim", None)
     shape = getattr(noted, "shape", None)
     widths = shape[dim] if isinstance(shape, list | tuple) and isinstance(dim, int) and 0 <= dim < len(shape) else None
     if isinstance(widths, list | tuple) and widths and all(isinstance(width, int) and width > 0 for width in widths):
-        return ShardSpec(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=in_proportion(widths))
-    return ShardSpec(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
+        return ShardSpec(pattern=_pattern_of(name), kind=COLUMN, dim=dim, sub_parameters=in_proportion(widths))
+    return ShardSpec(pattern=_pattern_of(name), kind=ROW) if tree.get("cat_dim") == 1 else None
+
+
+def _pattern_of(name: str) -> str:
+    """The pattern of this name alone; names of objects in stores may be longer than a pattern can be."""
+    pattern = f"^{re.escape(name)}$"
+    if len(pattern) > LONGEST:
+        raise limit_error(f"a name of at most {LONGEST} characters as a pattern", str(len(pattern)))
+    return pattern
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from elastic_ckpt.errors import (
     printable_errors,
 )
 from elastic_ckpt.formats.objects import read_objects
+from elastic_ckpt.formats.packed_states import refuse_packed
 from elastic_ckpt.formats.pickled import named_errors
 from elastic_ckpt.formats.pretrained import check_length, check_names, other_than_weights
 from elastic_ckpt.formats.safetensors import SUFFIX, in_two_files
@@ -135,7 +136,9 @@ def _load_pretrained_model(
 
 def _with_ways(error: ElasticCkptError) -> ElasticCkptError:
     """The same error; of a file that may run code, with the ways of ``from_pretrained``."""
-    if isinstance(error, UnsafePickleError):
+    if isinstance(error, UnsafePickleError) and str(error.file).endswith(SUFFIX):
+        error.remedies = (*error.remedies, Remedy("save the weights without the module's extra state"))
+    elif isinstance(error, UnsafePickleError):
         trusted = "if you trust whoever wrote the file"
         both = {"weights_only": False}
         error.remedies = (
@@ -159,7 +162,7 @@ def _read_for_transformers(files: Sequence[str], trust_pickle: bool) -> dict[Any
 
     def make() -> dict[Any, tuple[tuple[int, ...], torch.dtype] | None]:
         for file in files:
-            content = _content(file)
+            content = _content(file, trust_pickle)
             check_length(file, content)
             for name in content:
                 if owner.setdefault(name, file) != file:
@@ -179,13 +182,16 @@ def _read_for_transformers(files: Sequence[str], trust_pickle: bool) -> dict[Any
     }
 
 
-def _content(file: str) -> Mapping[Any, Any]:
-    """The weights of a file by name. Local."""
+def _content(file: str, trust_pickle: bool) -> Mapping[Any, Any]:
+    """The weights of a file by name, none of which a module may unpickle unless that is trusted. Local."""
     if file.endswith(SUFFIX):
         from transformers.modeling_utils import load_state_dict  # noqa: PLC0415
 
         with named_errors(file, "a safetensors file of dtypes that torch has"):
-            return load_state_dict(file)
+            weights = load_state_dict(file)
+        if not trust_pickle:
+            refuse_packed(file, weights)
+        return weights
     content = read_objects(file)
     if not isinstance(content, Mapping):
         raise other_than_weights(file, type(content).__name__)

@@ -324,6 +324,15 @@ def add_scale(folder: Path) -> None:
     edit_index(lambda index: index.update(scale=shard.name))(folder)
 
 
+def add_extra_state(folder: Path) -> None:
+    """Bytes that a module of the model may unpickle."""
+    shard = shard_of(folder)
+    weights = safetensors.torch.load_file(shard)
+    weights["model._extra_state"] = torch.ones(3, dtype=torch.uint8)
+    safetensors.torch.save_file(weights, shard, {"format": "pt"})
+    edit_index(lambda index: index.update({"model._extra_state": shard.name}))(folder)
+
+
 def name_badly(folder: Path) -> None:
     """A tensor that begins nowhere, with a name that does something to a terminal."""
     shard = shard_of(folder)
@@ -461,6 +470,7 @@ HOOK = "refused_by_hook"
         wrong("index that leads out, left", "DamagedError", "not in its folder", lead_out, job=HOOK, model="OwnLoader"),
         wrong("cut, left", "DamagedError", "truncated or unreadable", cut, job=HOOK, model="OwnLoader"),
         wrong("in two shards, left", "MismatchError", "tensor of one name", save_twice, job=HOOK, model="OwnLoader"),
+        wrong("extra state", "UnsafePickleError", "may unpickle", add_extra_state, job=HOOK, model="OwnLoader"),
         wrong("long name", "DamagedError", "too long", name_at_length, job=HOOK),
         wrong("long name, left", "DamagedError", "too long", name_at_length, job=HOOK, model="OwnLoader"),
         wrong(

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -193,6 +194,16 @@ def test_masters_alone_are_whole_before_the_first_step(found: CheckpointInfo) ->
     path = found.path("mp_rank_00_model_states.pt")
     torch.save({**torch.load(path, weights_only=False), "global_steps": 0}, path)
     assert missing(found) == ""
+
+
+def test_parameters_have_few_kinds_of_files() -> None:
+    """Each may lack each that another one has."""
+    parameters = {name: SavedParameter((1,), 0, ()) for name in NAMES}
+    for count in (64, 65):
+        keys = {NAMES[0]: frozenset(f"state{number}" for number in range(count))}
+        present = PresentFiles(keys, {}, frozenset(), True, "0.19.8", 1, 1, None, (), parameters)
+        with nullcontext() if count == 64 else pytest.raises(UnsupportedError, match="up to a limit"):
+            assert len(present.missing()) == 64 + 1
 
 
 words = st.lists(st.text("abc.", min_size=1, max_size=4), unique=True, max_size=3)

@@ -15,6 +15,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
+from elastic_ckpt.formats import universal_states
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.pickled import open_pickled
@@ -198,3 +199,11 @@ def test_codes_without_scales_or_codebook_are_damaged(lost: str, tmp_path: Path)
     assert read(zero).states.damaged == {}
     (zero / "weight" / lost).unlink()
     assert "state1" in read(zero).states.damaged
+
+
+def test_a_name_that_is_longer_than_a_pattern_is_no_raw_error() -> None:
+    """Objects in stores may have such names."""
+    assert universal_states._rule_of("a" * 600, {"param": 1}) is None
+    assert universal_states._rule_of("a" * 500, {"cat_dim": 1}) is not None
+    with pytest.raises(UnsupportedError, match="up to a limit"):
+        universal_states._rule_of("a" * 600, {"cat_dim": 1})
