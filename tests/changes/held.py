@@ -247,7 +247,7 @@ def other_rates(now: Mapping[str, Any], saved: Mapping[str, Any], when: str = ""
     ]
 
 
-def unsaid_by(run: Live, truth: Held, report: Any) -> list[str]:
+def unsaid_by(change: Change, run: Live, truth: Held, report: Any) -> list[str]:
     """Parameters of one side alone that the report does not name. Collective."""
     told = {name for each in report.outcomes if each.what != "restored" for name in each.names}
     said = {canonical(name) for names in on_all_ranks(told) for name in names}
@@ -255,7 +255,8 @@ def unsaid_by(run: Live, truth: Held, report: Any) -> list[str]:
     mine = {name for names in _aliases(run.engine.module).values() for name in names if not name.startswith("base.")}
     live_names = set().union(*on_all_ranks(mine))
     unsaid = [f"{name} is not restored, and the report does not say so" for name in live_names - is_weight - said]
-    return unsaid + [f"{name} is not taken, and the report does not say so" for name in is_weight - live_names - said]
+    in_files = is_weight & truth.masters.keys() if change.files == "without frozen" else is_weight
+    return unsaid + [f"{name} is not taken, and the report does not say so" for name in in_files - live_names - said]
 
 
 def of_all_stages(mine: Held) -> Held:

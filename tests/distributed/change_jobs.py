@@ -176,7 +176,7 @@ def _tried(change: Change, folder: str, remedy: Remedy, is_ours: bool) -> _Tried
     wrong = wrong_of(change, run, truth, before, arguments, bool(remedy.config))
     wrong += other_rates(rates_of(run), truth.rates) if keeps_rates else []
     if is_ours and run.engine.elastic_report is not None:
-        wrong += unsaid_by(run, truth, run.engine.elastic_report)
+        wrong += unsaid_by(change, run, truth, run.engine.elastic_report)
     wrong += _wrong_a_step_later(run, later if keeps_rates else {})
     run.close()
     return _Tried(None, tuple(next(filter(None, on_all_ranks(wrong)), wrong)))
