@@ -6,6 +6,7 @@ Exporting takes no ranks: these tests share the saves of cells, and are none the
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,10 @@ def test_peft_loads_an_adapter(setup: Setup, saves: Saves, tmp_path: Path) -> No
 def test_transformers_loads_the_experts_of_autoep(saves: Saves, tmp_path: Path) -> None:
     source = saves.folder(Save(AUTOEP, 2, "expert_jobs.save_each"))
     masters = truth_of(source)["masters"]
-    line = next(line for line in DOCS.read_text().splitlines() if '"rename"' in line and "block_sparse_moe" in line)
-    config = read_config(json.loads(line))
+    (block,) = (
+        text for text in re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL) if "block_sparse" in text
+    )
+    config = read_config(json.loads(block))
     elastic_ckpt.export(source, tmp_path / "out", config=config, exclude=[r"mlp\.gate\."])
     found = dict(from_pretrained(tmp_path / "out", hugging_face(AUTOEP, 0).config).named_parameters())
     for layer in ("model.layers.0.", "model.layers.1."):
