@@ -36,6 +36,8 @@ _HEADERS = frozenset({"PROTO", "FRAME"})
 _FAILS = frozenset({"GET", "BINGET", "LONG_BINGET", "PERSID", "BINPERSID", "NEXT_BUFFER"})
 #: Those that import what the lines behind them name.
 _IMPORTS = frozenset({"GLOBAL", "INST"})
+#: Opcodes that are looked at: bytes of numbers hardly ever begin with so many.
+_MOST_OPCODES = 1 << 10
 #: Bytes of the length that comes before an argument, by what pickletools says of it.
 _LENGTH_NBYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -95,17 +97,19 @@ def may_be_pickle(data: bytes) -> bool:
     """
     position = 0
     has_pushed = False
-    while position < len(data):
+    for _ in range(_MOST_OPCODES):
+        if position >= len(data):
+            return False
         opcode = _OPCODES.get(data[position])
         if opcode is None or opcode.name in _FAILS:
             return False
         if opcode.name in _IMPORTS:
-            return b"\n" in data[position:]
+            return data.find(b"\n", position) >= 0
         if opcode.name not in _PUSHES | _HEADERS:
             return has_pushed  # it takes from the stack, or ends
         has_pushed = has_pushed or opcode.name in _PUSHES
         position = _behind_argument(data, position + 1, opcode)
-    return False
+    return True
 
 
 def _behind_argument(data: bytes, start: int, opcode: pickletools.OpcodeInfo) -> int:

@@ -140,6 +140,6 @@ def test_counters_are_no_pickle(number: int) -> None:
     assert not has_bytes(torch.tensor(number))
 
 
-@pytest.mark.parametrize("bomb", [b"Nr\xff\xff\xff\x7f", b"Np2000000000\n", b"(K\1K\1u", b"K\1."])
+@pytest.mark.parametrize("bomb", [b"Nr\xff\xff\xff\x7f", b"Np2000000000\n", b"(K\1K\1u", b"K\1.", b"(" * 2000])
 def test_what_costs_memory_or_is_a_pickle_is_taken_for_one(bomb: bytes) -> None:
     assert may_be_pickle(bomb)
