@@ -103,9 +103,9 @@ class Recorder(pickle.Unpickler):
         return print
 
 
-#: Opcodes with arguments of two bytes or less, a newline, and bytes that are none.
+#: Opcodes, bytes that are none, and many newlines: GLOBAL reads two lines.
 ALPHABET = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes] + [
-    b"\n",
+    *[b"\n"] * 12,
     b"\0",
     b"\1",
     b"\4",
